@@ -144,9 +144,9 @@ MUTATIONS = [Mutation(*row) for row in (
     # plans
     ("plan: the bias's gradient", "chunked_head/plan/plans.py", "if sizes.bias_grad:", "if False:", BUFFER_PLAN + " " + MEMORY),
     ("plan: vectors of tokens", "chunked_head/plan/plans.py", "(tokens, 5 + demand.vectors)", "(0, 5)", LOSS_MEMORY),
-    ("plan: logits of a chunk", "chunked_head/plan/plans.py", 'Buffer("logits", (rows, sizes.vocab)', 'Buffer("logits", (0, sizes.vocab)', MEMORY + " -k test_prediction"),
-    ("plan: a tile of logits", "chunked_head/plan/plans.py", 'yield Buffer("logits of a tile", (block, columns)', 'yield Buffer("logits of a tile", (0, columns)', MEMORY + " -k test_prediction"),
-    ("plan: a teacher's logits", "chunked_head/plan/plans.py", "(teacher_rows, sizes.teacher_columns)", "(0, sizes.teacher_columns)", LOSS_MEMORY + " -k test_prediction"),
+    ("plan: logits of a chunk", "chunked_head/stores/store.py", 'Buffer("logits", (rows, sizes.vocab)', 'Buffer("logits", (0, sizes.vocab)', MEMORY + " -k test_prediction"),
+    ("plan: a tile of logits", "chunked_head/stores/store.py", 'yield Buffer("logits of a tile", (rows, columns)', 'yield Buffer("logits of a tile", (0, columns)', MEMORY + " -k test_prediction"),
+    ("plan: a teacher's logits", "chunked_head/stores/store.py", 'Buffer("teacher\'s logits", (some, columns)', 'Buffer("teacher\'s logits", (0, columns)', LOSS_MEMORY + " -k test_prediction"),
     # models and frameworks
     ("patch: labels given by position", "chunked_head/integrations/huggingface/patch.py", "(0 <= at < len(args) and args[at] is not None)", "False", "tests/huggingface/test_patch_model.py tests/huggingface/test_patch_edges.py"),
     ("patch: the scale of a model's logits", "chunked_head/integrations/huggingface/fused.py", '"logit_scale": tail.logit_scale', '"logit_scale": 1.0', "tests/huggingface/test_patch_model.py tests/huggingface/test_lazy_logits.py"),

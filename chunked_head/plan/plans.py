@@ -200,8 +200,9 @@ def tile_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
     yield from sizes.store.tile_buffers(sizes, block, tile)
     yield from operand_buffers(sizes, block, LOOP, LOOP)
-    if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate):
-        yield Buffer("gradient of weight, a tile", (tile, sizes.hidden), torch.float32, LOOP, LOOP)
+    if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate) and (sizes.half_products or not sizes.half):
+        columns = min(tile, cast_rows(sizes.hidden))
+        yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
     yield from cast_buffers(sizes, tile, LOOP, LOOP)
 
 

@@ -33,11 +33,11 @@ class SetStore(Store):
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
         yield Buffer("sums of hidden's gradient", (rows, sizes.hidden), torch.float32, SWEEP, last)
-        yield from scratch_buffers(sizes, rows, 2 * sizes.vocab, SWEEP, last)
+        yield from scratch_buffers(sizes, rows, sizes.vocab, SWEEP, last)
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
-        yield from scratch_buffers(sizes, rows, 2 * columns, LOOP, LOOP)
+        yield from scratch_buffers(sizes, rows, columns, LOOP, LOOP)
 
     def __init__(self, head: Head, kept: Kept, rows: Rows, demand: Demand, views: Sequence[LogitsView] = ()):
         """``rows``: of the call, as given. ``views``: of logits that exist already."""

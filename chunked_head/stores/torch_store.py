@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats, View
 from ..kernels.common.tiles import LOG_FLOOR
-from ..plan.plans import Plan
+from ..plan.plans import Plan, cast_buffers
 from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .matmul import project_biased
@@ -31,12 +31,12 @@ class TorchStore(MatmulStore):
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
         yield from super().buffers(sizes, rows, last, stored)
-        yield from scratch_buffers(sizes, rows, sizes.vocab * sizes.wide.itemsize, SWEEP, last)
+        yield from scratch_buffers(sizes, rows, sizes.vocab, SWEEP, last)
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
         yield from super().tile_buffers(sizes, rows, columns)
-        yield from scratch_buffers(sizes, rows, columns * sizes.wide.itemsize, LOOP, LOOP)
+        yield from scratch_buffers(sizes, rows, columns, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         super().__init__(head, plan, tiled)
@@ -270,21 +270,25 @@ class GivenView(TorchStore):
             self.gradient_of[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)
 
 
-def scratch_buffers(sizes: Sizes, rows: int, row_bytes: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Elementwise tiles: a scratch tile from ``first`` to ``last``, the others of each statistic or gradient; and the
+def scratch_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
+    """Elementwise tiles of the largest statistic and gradient, beside which no tile of the weight is cast; and the
     values of several chunks, which are copied to be summed."""
-    demand = sizes.demand
-    entropy, two = any(demand.entropy), len(demand.views) > 1
-    tile = min(4 * TILE_ELEMENTS, rows * row_bytes)
-    yield Buffer("scratch tile", (tile,), BYTE, first, last)
-    # three tiles and a mask of an entropy, two of a second softmax
-    quarters = 13 * entropy + 24 * (demand.pairing is not None)
+    demand, pairing, cast = (
+        sizes.demand,
+        sizes.demand.pairing,
+        sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP)),
+    )
+    tile = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
     if first == SWEEP:
-        yield Buffer("tiles of statistics", (quarters + 4 * (two and not entropy), tile // 4), BYTE, SWEEP, SWEEP)
+        tiles = 7.25 if pairing else 4.25 if any(demand.entropy) else 1
+        yield Buffer("tiles of statistics", (max(0, int(tiles * tile) - cast),), BYTE, SWEEP, SWEEP)
         if rows < sizes.tokens and not sizes.late_upstream:
             yield Buffer("values of all chunks", (sizes.tokens, demand.values), sizes.wide, HIDDEN, HIDDEN)
     if last == LOOP:
-        yield Buffer("tiles of gradients", (quarters + (4 if entropy else 8) * two, tile // 4), BYTE, LOOP, LOOP)
+        tiles = 3.25 * any(demand.entropy) + 2 * (len(demand.views) > 1)
+        if pairing:
+            tiles += 6 if pairing.beta is None else 9.25
+        yield Buffer("tiles of gradients", (max(0, int(tiles * tile) - cast),), BYTE, LOOP, LOOP)
         yield Buffer("numbers of rows", (rows, BYTES_PER_ROW), BYTE, LOOP, LOOP)
 
 
