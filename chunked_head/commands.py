@@ -189,7 +189,7 @@ def diagnose() -> dict[str, Any]:
     found: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
     found["odd"] = odd(device, found["versions"].get("trl", KNOWN))
     try:
-        found["call"] = {"backend": resolve(None, device).__name__.split(".")[-2]}  # type: ignore[attr-defined]
+        found["call"] = {"backend": resolve(None, device).name}
         found["call"] |= facts(plan(*PLANNED, dtype, device=device))
         found["self_test"] = test = self_test(device, dtype)
         checked = ("loss", "loss"), ("hidden", "gradient"), ("weight", "gradient")
