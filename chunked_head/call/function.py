@@ -11,8 +11,8 @@ from ..arithmetic.objective import Expected, ScalarObjective
 from ..core.stats import RowStats
 from ..plan.plans import Plan
 from ..stores.gradients import GradientBuffer, Gradients, Scaling
-from .head_call import HeadCall
 from .logits_call import LogitsCall
+from .sweep import HeadCall
 
 Call = HeadCall | LogitsCall
 Grads = tuple[Tensor | None, ...]  # of the operands
@@ -41,7 +41,8 @@ class Forward(NamedTuple):
 
     @property
     def any_grad(self) -> bool:
-        return self.plan is None or self.plan.sizes.any_grad
+        sizes = None if self.plan is None else self.plan.sizes
+        return sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
 
     def gradients(self, grads: Gradients | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from ``saved``."""

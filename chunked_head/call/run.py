@@ -18,11 +18,11 @@ from ..plan.sizes import Request, Sizes
 from ..stores import Layout
 from ..stores.operands import Teacher
 from .function import Forward, Loss, forward_of
-from .head_call import HeadCall
 from .logits_call import call_of as logits_call_of
 from .objectives import call_fields, objective_of
 from .options import Call
 from .spec import Spec, is_plain
+from .sweep import HeadCall
 from .tokens import Tokens, in_order, tokens_of
 
 Wanted = tuple[bool, bool, bool]  # whether gradients of hidden states, weight and bias are made

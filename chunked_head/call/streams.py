@@ -20,11 +20,11 @@ from ..plan.plans import MAX_HALF_CHUNKS, row_bytes
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients
 from .function import Forward, Grads, Loss, forward_of
-from .head_call import HeadCall
 from .objectives import scalar_objective
 from .options import Call, Result
 from .run import Outcome, Wanted, head_call, planned, sizes_of, wanted_of
 from .spec import spec_of
+from .sweep import HeadCall
 from .tokens import Tokens, tokens_of
 
 

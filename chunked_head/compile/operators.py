@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..call.function import Grads, as_called
-from ..call.head_call import HeadCall
 from ..call.logits_call import LogitsCall, call_of
 from ..call.objectives import objective_of
 from ..call.options import Call
 from ..call.run import head_call, planned
 from ..call.spec import Spec
+from ..call.sweep import HeadCall
 from ..call.tokens import Packing, tokens_of
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats

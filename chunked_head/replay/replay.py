@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..call.function import Forward, Loss, as_called, flat
-from ..call.head_call import HeadCall
 from ..call.options import Call, Result
 from ..call.run import Outcome, run
 from ..call.spec import Spec, own_matmuls, spec_of
 from ..call.streams import Streams
+from ..call.sweep import HeadCall
 from ..core.private import under_hooks
 from ..core.stats import RowStats, all_at_targets
 from ..kernels.common.cache import Cache

@@ -41,7 +41,7 @@ from chunked_head import (
 from chunked_head.compile.recipes import described, text_of
 
 pytestmark = pytest.mark.compiled
-SWEEP, EVALUATE = "chunked_head.call.head_call", "chunked_head.arithmetic.evaluate"
+SWEEP, EVALUATE = "chunked_head.call.sweep", "chunked_head.arithmetic.evaluate"
 
 
 def ways() -> list:
