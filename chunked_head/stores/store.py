@@ -93,32 +93,33 @@ class MatmulStore(Store):
             self.rows, self.columns = plan.block_tokens, plan.tile_columns
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        vocab, weight, at, first = self.vocab, self.head.weight, rows.tokens, rows.first == 0
+        at, first = rows.tokens, rows.first == 0
+        sums = dhidden = None if grads.hidden is None else grads.hidden_rows(at)
         if self.tiled:
             assert rows.source is not None
             self.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
         coefficients, gain = self.fitted(rows, coefficients)
-        dhidden = None if grads.hidden is None else grads.hidden_rows(at)
-        sums = dhidden
         if dhidden is not None and self.plan.hidden_accumulate != dhidden.dtype:
             sums = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
-        for tile in self.plan.column_tiles() if self.tiled else (slice(0, vocab),):
-            # where one tile is all there is, nothing is sliced
-            part = slice(None) if tile.stop - tile.start == vocab else tile
+        for tile in self.plan.column_tiles() if self.tiled else (slice(0, self.vocab),):
+            weight, dweight, dbias = self.head.weight, grads.weight, grads.bias
+            if tile.stop - tile.start < self.vocab:
+                weight = weight[tile]
+                dweight, dbias = (None if one is None else one[tile] for one in (dweight, dbias))
             dlogits = self.gradient(rows, tile, stats, coefficients)
             if dhidden is not None and sums is not None:
-                self.add_dhidden(dlogits, rows, weight[part], sums, tile.start == 0)
-                if tile.stop == vocab:
+                self.add_dhidden(dlogits, rows, weight, sums, tile.start == 0)
+                if tile.stop == self.vocab:
                     if gain is not None:
                         sums.mul_(gain)
                     if sums is not dhidden:
                         dhidden.copy_(sums)
                     if grads.over_ranks is not None:
                         grads.hidden_done(at)
-            if grads.weight is not None:
-                self.add_dweight(dlogits, rows, grads.weight[part], first and grads.fresh, gain)
-            if grads.bias is not None:
-                put(grads.bias[part], dlogits.sum(0, dtype=grads.bias.dtype), first, gain)
+            if dweight is not None:
+                self.add_dweight(dlogits, rows, dweight, first and grads.fresh, gain)
+            if dbias is not None:
+                put(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
         """Coefficients of rows whose gradients of logits are in the range of their dtype, and the factor [] that was
