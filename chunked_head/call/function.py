@@ -61,11 +61,6 @@ class Forward(NamedTuple):
         return grads.finish(self.backend, factors, one_or_nan, self.plan)
 
 
-def flat(hidden: Tensor) -> Tensor:
-    """Hidden states [..., hidden] as rows."""
-    return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-
-
 def forward_of(call: Call, *operands: Any) -> Forward:
     """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits."""
     stats, grads = call.forward(*operands)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.function import Forward, Loss, as_called, flat
+from ..call.function import Forward, Loss, as_called
 from ..call.options import Call, Result
 from ..call.run import Outcome, run
 from ..call.spec import Spec, own_matmuls, spec_of
@@ -190,12 +190,13 @@ def replayed(replay: Replay, arguments: Arguments) -> Any:
     assert hidden is not None and weight is not None
     forward = functools.partial(forward_again, replay, arguments, held)
     if replay.plan.sizes.any_grad:
-        return replay.finish(Loss.apply(forward, [], flat(hidden), weight, bias), held, leading)
+        rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+        return replay.finish(Loss.apply(forward, [], rows, weight, bias), held, leading)
     with torch.no_grad(), as_called(hidden.device):
         made = forward(hidden, weight, bias)
-    outputs, rows = made.outputs, arguments.sizes[0]
+    outputs, count = made.outputs, arguments.sizes[0]
     if made.padded:
-        outputs = tuple([output[:rows] if output.dim() else output for output in outputs])
+        outputs = tuple([output[:count] if output.dim() else output for output in outputs])
     return replay.finish(outputs, held, leading)
 
 
