@@ -43,9 +43,10 @@ class SetStore(Store):
         """``rows``: of the call, as given. ``views``: of logits that exist already."""
         self.head, self.kept, self.rows, self.demand, self.views = head, kept, rows, demand, views
         self.wide = wide_dtype(head.weight)
-        self.logits, self.dlogits = torch.empty(
-            2, len(self.kept.columns), dtype=self.wide, device=head.weight.device
-        ).unbind()
+        # each in memory of its own: kernels are compiled for where it begins
+        count, device = len(kept.columns), head.weight.device
+        self.logits = torch.empty(count, dtype=self.wide, device=device)
+        self.dlogits = torch.empty(count, dtype=self.wide, device=device)
         if views:
             self.pick_logits()
         else:
