@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.all:
         config.option.markexpr = config.option.markexpr.replace(" and not exhaustive", "")
     asked = asked_for(config)
-    if config.option.all or HAS_GPU or "exhaustive" in asked:
+    if config.option.all or "exhaustive" in asked:
         tiers.ALL, os.environ[tiers.ASKED] = True, "all"
     if "multigpu" in asked and torch.cuda.device_count() < 2:
         raise pytest.UsageError("tests marked multigpu were asked for and torch sees fewer than two GPUs")

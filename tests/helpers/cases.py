@@ -199,7 +199,8 @@ def combinations() -> list:
                     continue
                 name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
                 param = pytest.param(case, dtype, place.values[0], marks=place.marks, id=name)
-                found += tier(param, i % 3 == j or (interpreted and case not in SIZE_CASES))
+                always = dtype == torch.bfloat16 and place.id == "triton-cuda"
+                found += tier(param, always or i % 3 == j or (interpreted and case not in SIZE_CASES))
     return found
 
 

@@ -144,32 +144,6 @@ def test_log_metrics_needs_metrics() -> None:
         log_metrics(Bare())
 
 
-def test_accelerate(tmp_path: Path) -> None:
-    """A training loop by hand, with mixed precision and clipping."""
-    found = []
-    for patched in (False, True):
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # an earlier trainer's
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
-        model = tiny_models.llama()
-        if patched:
-            patch_model(model)
-        loader = torch.utils.data.DataLoader(Texts(), batch_size=2)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-        losses = []
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-        found.append(losses)
-        if patched:
-            assert accelerator.unwrap_model(model).chunked_head.fused == 6
-    assert found[1] == pytest.approx(found[0], rel=1e-2)
-
-
 @pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop"])
 def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of docs/examples: their losses with a patched model and without."""

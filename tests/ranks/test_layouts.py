@@ -273,7 +273,7 @@ def work(rank: int, device: str, runs: list[Run], part: slice = slice(None)) -> 
         f"{run} {case.name}": ranks.outcome(of_rank, case, run, rank, device)
         for run in runs
         for case in cases(run)[part]
-        if tiers.ALL or first(case, run)
+        if tiers.ALL or device != "cpu" or first(case, run)
     }
 
 
