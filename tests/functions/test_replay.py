@@ -22,7 +22,6 @@ from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, line
 from chunked_head.arithmetic import evaluate
 from chunked_head.call import run as call
 from chunked_head.call import tokens
-from chunked_head.call.tokens import Tokens
 from chunked_head.metrics import MetricValue
 from chunked_head.replay import kinds, replay
 from chunked_head.replay.recorder import Recorder
@@ -533,7 +532,6 @@ def test_a_tensor_is_no_other_argument(on_cpu: None) -> None:
 
 
 def test_values_of_tokens_that_are_moved_are_not_replayed(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tokens, "waits_for_nothing", False)
     monkeypatch.setattr(call, "check_own_matmuls", lambda *given: None)
 
     def once(i: int) -> list[Tensor | None]:
