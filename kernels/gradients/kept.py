@@ -1,4 +1,9 @@
-"""Rows whose softmax is over columns that they keep: the gradients of their logits, and hidden states' of those."""
+"""Gradients where a row's softmax is over a set of columns per row.
+
+    dlogit[e] by the identity of ``identity.py``;  dhidden[i] = sum_{begin[i] <= e < end[i]} dlogit[e] weight[column[e]]
+
+Logits' gradients are [n] fp32, one for each entry of a set.
+"""
 
 import triton.language as tl
 

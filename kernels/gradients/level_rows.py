@@ -1,5 +1,10 @@
-"""Rows of exponentials that `exp_logits` left, brought to one offset; the factors that make gradients of them; and
-hidden states times these, the other operand of the weight's gradient."""
+"""Exponentials E [rows, vocab] that ``exp_logits`` left, brought to one offset per row, and their factors.
+
+    E = exp(x - level),  dlogits[i] = softmax_factor[i] E[i] + target_factor[i] onehot(target[i])
+    softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
+
+Hidden states times the softmax factor [rows] fp32 are the other operand of the weight's gradient.
+"""
 
 import triton.language as tl
 

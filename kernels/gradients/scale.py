@@ -1,4 +1,7 @@
-"""The last factor of gradients, known only in backward: in place, or into the dtype that a gradient should have."""
+"""The last factor of gradients [numel], known only in backward: ``out = in * factor * one_or_nan``.
+
+In place, or into the dtype that a gradient should have.
+"""
 
 import triton
 import triton.language as tl

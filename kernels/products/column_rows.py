@@ -1,4 +1,9 @@
-"""Rows of the weight's gradient where few logits have one: sums over the entries of each column, in fp32."""
+"""Rows of the weight's gradient [vocab, hidden] where few logits have one.
+
+    dweight[c] (+)= sum_{e: column[e] = c} factor[e] hidden[row[e]]
+
+Sums over the entries [n] of each column are in fp32.
+"""
 
 import triton
 import triton.language as tl

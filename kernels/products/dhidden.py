@@ -1,6 +1,10 @@
-"""The product of logits' gradients, or of exponentials that stand for them, with the weight.
+"""The product [rows, hidden] of logits' gradients, or of exponentials that stand for them, with the weight.
 
-A persistent GEMM that knows, on the device alone, how many rows count: what lies behind them costs nothing.
+    dhidden (+)= grad [rows, vocab] @ weight [vocab, hidden]
+    dhidden (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
+
+A persistent GEMM that reads on the device how many rows count: what lies behind them costs nothing. Tiles of the last
+turn may be cut over the vocabulary; their parts are joined in a fixed order.
 """
 
 import triton

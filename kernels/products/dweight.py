@@ -1,4 +1,6 @@
-"""The product of logits' gradients, or of exponentials that stand for them, with hidden states.
+"""The product [vocab, hidden] of logits' gradients, or of exponentials that stand for them, with hidden states.
+
+    dweight (+)= grad [rows, vocab] .T @ hidden [rows, hidden]
 
 A persistent GEMM, as ``dhidden.py`` has one: rows behind those that count cost nothing.
 """

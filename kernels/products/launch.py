@@ -21,8 +21,7 @@ from ..common.tiles import (
 from .column_rows import column_begins_kernel, column_pieces_kernel, column_rows_kernel
 from .dhidden import dhidden_kernel, finish_dhidden_kernel, join_parts_kernel
 from .dweight import dweight_kernel
-from .sort_targets import sort_targets_kernel
-from .target_terms import add_target_rows_kernel, join_pieces_kernel
+from .target_terms import add_target_rows_kernel, join_pieces_kernel, sort_targets_kernel
 
 COLUMN_PIECE = 256  # entries of one column that a program adds up
 MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten

@@ -1,4 +1,9 @@
-"""Rows of hidden states as the matmuls take them, and their targets' exact logits on the way."""
+"""Rows of hidden states [rows, hidden] as the matmuls take them, and the exact logits [rows] fp32 of their targets.
+
+    out[i] = source[order[i]] where target[i] >= 0, else 0;  logit[i] = out[i] @ weight[target[i]]
+
+The logits are scaled and capped.
+"""
 
 import triton.language as tl
 

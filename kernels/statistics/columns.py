@@ -1,4 +1,9 @@
-"""Some columns of each row: their exact logits."""
+"""Exact logits [rows, count] fp32 of some columns of each row.
+
+    logit[i, k] = hidden[i] @ weight[ids[i, k]]
+
+The logits are scaled and capped.
+"""
 
 import triton.language as tl
 

@@ -1,5 +1,9 @@
-"""What comes with a call: targets and fields beside the rows that predict them, and sets that tokens keep as entries of
-those rows."""
+"""Targets and fields [tokens] paired with the rows that predict them, and sets of ids as entries of those rows.
+
+    paired[i] = target[i + shift] where that counts, else -1;  field[i] likewise, else 0
+
+The shift runs along the last dimension of the caller's tensors.
+"""
 
 import triton
 import triton.language as tl

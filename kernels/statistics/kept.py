@@ -1,4 +1,9 @@
-"""Rows whose softmax is over columns that they keep: their logits one by one, and statistics of those."""
+"""Rows whose softmax is over a set of columns per row.
+
+    logit[e] = hidden[row[e]] @ weight[column[e]],  lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
+
+Logits [n] fp32 are those of all sets' entries, statistics [rows] fp32.
+"""
 
 import triton.language as tl
 

@@ -1,4 +1,9 @@
-"""Statistics of pieces of the vocabulary, as all ranks have sent them, merged into those of the whole."""
+"""Statistics of pieces of the vocabulary, as all ranks have sent them, merged into those of the vocabulary.
+
+    lse = log sum_r exp(lse[r]),  entropy = sum_r share[r] (entropy[r] - log share[r]),  share[r] = exp(lse[r] - lse)
+
+Pieces are [ranks, numbers, rows] fp32, statistics [rows] fp32.
+"""
 
 import triton.language as tl
 

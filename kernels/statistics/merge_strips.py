@@ -1,4 +1,10 @@
-"""From the strips that `exp_logits` left: statistics of whole rows, or of blocks of columns."""
+"""Statistics of rows, or of their blocks of columns, merged from those of the strips that ``exp_logits`` left.
+
+    lse = log sum_s sum[s] exp(offset[s]),  log p = (x - start) + rest,  start = max_s offset[s],  rest = start - lse
+    entropy = lse - sum p x, as (log_sum - shifted / sum) relative to start
+
+Strips are [strips, rows] fp32, statistics [rows] fp32; the target's term enters from its exact logit.
+"""
 
 import triton.language as tl
 

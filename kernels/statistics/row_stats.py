@@ -1,4 +1,9 @@
-"""Statistics of rows of stored logits, one program a row."""
+"""Statistics [rows] fp32 of rows of stored logits [rows, columns].
+
+    log p = (x - start) + rest,  start = max x,  rest = -log sum exp(x - start),  entropy = -sum p log p
+
+One program walks over a row.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,9 @@
-"""Sums over all tokens of what losses and metrics add up, each times its factor."""
+"""Sums over all tokens of losses' and metrics' values.
+
+    out[r] = factor[r] * sum_i table[r, i]
+
+The table is [rows, tokens], the sums are [rows], fp32.
+"""
 
 import triton.language as tl
 
