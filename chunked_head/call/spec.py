@@ -238,15 +238,7 @@ def structure_at(
     call: Call[Any], losses: Losses, wanted: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Structure, Demand]:
     """Losses and metrics at the call's numbers, and the statistics of the call. ``losses``: of ``named_weights``."""
-    target = call.target is not None
-
-    def reading(part: Any) -> Any:
-        """A user's function may read the target at any call that has one."""
-        return part if part.builtin or not target else replace(part, reads_target=True)
-
-    losses = Losses(tuple([(coefficient, reading(summand)) for coefficient, summand in losses.terms]))
-    metrics = tuple(map(reading, call.metrics))
-    structure, demand = structure_of(losses, metrics, call.plain_temperature, call.vocab, columns, teacher_vocab)
+    structure, demand = structure_of(losses, call.metrics, call.plain_temperature, call.vocab, columns, teacher_vocab)
     if call.outputs and call.outputs != ("values",):
         demand = demand_of(demand, call.outputs, call.top_k)
     if call.weight is None or call.sequence_sharded:
