@@ -20,7 +20,8 @@ from .recipes import TASKS, described
 P = ParamSpec("P")
 Result = TypeVar("Result")
 OPERANDS = ("hidden", "weight", "bias", "logits")
-results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
+# by public function: from its operator's outputs and its arguments to what it returns
+IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
 
 
 def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
@@ -69,31 +70,16 @@ def spelled_out(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-def in_graph(function: Callable) -> Callable:
-    """Registers the function that makes a public function's result of its operator's outputs and its arguments."""
-
-    def register(result: Callable[[list[Tensor], dict[str, Any]], Any]) -> Callable:
-        results[function.__name__] = result
-        return result
-
-    return register
-
-
-def is_denominator(normalizer: Any) -> bool:
-    """True for a number that may divide; any other raises when the call is checked."""
-    number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
-    return number and normalizer >= 0 and normalizer < INFINITY
-
-
 def as_operator(name: str, given: dict[str, Any]) -> Any:
     """Traced: nothing here but tuples, attributes and one call of an operator; None where that cannot be."""
     from .tracing import registered
 
     operands = [given[operand] for operand in OPERANDS if given.get(operand) is not None]
     device = operands[0].device
-    if is_denominator(given.get("normalizer")):
+    number = given.get("normalizer")
+    if isinstance(number, NUMBERS) and not isinstance(number, bool) and number >= 0 and number < INFINITY:
         # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
-        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * given["normalizer"]}
+        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * number}
     tensors: list[Tensor] = []
     arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -101,4 +87,4 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
     if not key:
         return None
     wanted = [grad and operand.requires_grad for operand in operands]
-    return results[name](operators.forward(operands, tensors, key, wanted), given)
+    return IN_GRAPH[name](operators.forward(operands, tensors, key, wanted), given)

@@ -11,7 +11,7 @@ from .. import losses
 from ..call.options import NO_LOSSES, Call, Head, call_of, check_options
 from ..call.run import Outcome
 from ..call.spec import check_losses
-from ..compile.operation import in_graph, operation
+from ..compile.operation import IN_GRAPH, operation
 from ..core import checks
 from ..core.checks import flag, nearest
 from ..kernels.common.cache import Cache
@@ -183,9 +183,11 @@ def check_probabilities(call: Call[Tensor], probabilities: Tensor) -> None:
         )
 
 
-@in_graph(linear_cross_entropy)
 def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
     return in_graph_values(outputs, given) if given.get("reduction") == "none" else outputs[0]
+
+
+IN_GRAPH["linear_cross_entropy"] = in_graph_cross_entropy
 
 
 class ChunkedHead(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call.logits_call import check_inplace
 from ..call.options import Call, OptionsModule, check_options
-from ..compile.operation import in_graph, operation
+from ..compile.operation import IN_GRAPH, operation
 from ..core import checks
 from ..core.checks import is_dtensor
 from ..core.private import breaks_graph
@@ -132,7 +132,7 @@ def logits_cross_entropy(
     return with_weights(call, probabilities, label_smoothing, z_loss, whole("weight", class_weights))
 
 
-in_graph(logits_cross_entropy)(in_graph_cross_entropy)
+IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy
 
 
 def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> Tensor:

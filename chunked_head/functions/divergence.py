@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import losses
 from ..call.options import Call, Head, call_of
-from ..compile.operation import in_graph, operation
+from ..compile.operation import IN_GRAPH, operation
 from ..core.checks import choice, flag, number
 from ..core.stats import all_at_targets
 from ..losses.base import Losses
@@ -107,7 +107,9 @@ def laid_out(values: Sequence[Tensor]) -> Any:
     return values[0] if len(values) == 1 else Divergence(*values)
 
 
-@in_graph(linear_divergence)
 def in_graph_divergence(outputs: list[Tensor], given: dict[str, Any]) -> Any:
     found = outputs[: 1 + given.get("entropy", False)]
     return laid_out(all_at_targets(found, tuple(given["hidden"].shape[:-1]), given.get("shift", 0)))
+
+
+IN_GRAPH["linear_divergence"] = in_graph_divergence

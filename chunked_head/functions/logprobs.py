@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from torch import Tensor
 
 from ..call.options import Call, Head, call_of
-from ..compile.operation import in_graph, operation
+from ..compile.operation import IN_GRAPH, operation
 from ..core.checks import flag
 from ..core.stats import all_at_targets
 from ..parallel.dtensor import local_logits
@@ -167,11 +167,13 @@ def laid_out(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
     return values[0] if len(names) == 1 else RESULT_TYPES[names](*values)
 
 
-@in_graph(linear_logprobs)
 def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
     names = output_names([given.get(name, False) for name in FLAGS], given.get("top_k"))
     values = all_at_targets(outputs[: len(names)], tuple(given["target"].shape), given.get("shift", 0))
     return laid_out(values, names)
+
+
+IN_GRAPH["linear_logprobs"] = in_graph_logprobs
 
 
 @operation
@@ -215,4 +217,4 @@ def logits_logprobs(
     )  # fmt: skip
 
 
-in_graph(logits_logprobs)(in_graph_logprobs)
+IN_GRAPH["logits_logprobs"] = in_graph_logprobs

@@ -12,7 +12,7 @@ from ..call.logits_call import check_inplace
 from ..call.options import Call, Head, call_of
 from ..call.run import Outcome
 from ..call.streams import Streams
-from ..compile.operation import in_graph, operation
+from ..compile.operation import IN_GRAPH, operation
 from ..compile.recipes import TASKS
 from ..core import checks
 from ..core.stats import at_targets
@@ -180,7 +180,6 @@ def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
     return at_targets(outputs[0], rows.shape[:-1], given.get("shift", 0))
 
 
-@in_graph(linear_loss)
 def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
     if given.get("reduction") == "none":
         return LossOutput(in_graph_values(outputs, given), {}, {}, None)
@@ -198,6 +197,9 @@ def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
         else:
             measured[metric.label] = MetricValue(metric.reduce, extremum=found)
     return LossOutput(value, parts, measured, None)
+
+
+IN_GRAPH["linear_loss"] = in_graph_loss
 
 
 def loss_output(ran: Outcome) -> LossOutput:
@@ -296,4 +298,4 @@ def logits_loss(
     )  # fmt: skip
 
 
-in_graph(logits_loss)(in_graph_loss)
+IN_GRAPH["logits_loss"] = in_graph_loss
