@@ -11,10 +11,8 @@ from ..arithmetic.objective import Expected, ScalarObjective
 from ..core.stats import RowStats
 from ..plan.plans import Plan
 from ..stores.gradients import GradientBuffer, Gradients, Scaling
-from .logits_call import LogitsCall
-from .sweep import HeadCall
+from .sweep import LocalCall
 
-Call = HeadCall | LogitsCall
 Grads = tuple[Tensor | None, ...]  # of the operands
 
 
@@ -36,7 +34,7 @@ class Forward(NamedTuple):
     padded: bool  # rows that do not count follow the call's
     saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
     # the call and its statistics, from operands and ``saved``
-    later: Callable[[Sequence[Tensor]], tuple[Call, RowStats]]
+    later: Callable[[Sequence[Tensor]], tuple[LocalCall, RowStats]]
     inplace: bool = False  # backward overwrites the first operand with its gradient
 
     @property
@@ -58,10 +56,10 @@ class Forward(NamedTuple):
             # it was promised, and only as promised can what has been added stay
             one_or_nan = expected.one_or_nan_for(given)
             factors = *factors[:1], one_or_nan
-        return grads.finish(self.backend, factors, one_or_nan, self.plan)
+        return grads.finish(self.backend, factors, one_or_nan, self.plan.sizes)
 
 
-def forward_of(call: Call, *operands: Any) -> Forward:
+def forward_of(call: LocalCall, *operands: Any) -> Forward:
     """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits."""
     stats, grads = call.forward(*operands)
     objective, named, count = call.objective, stats.named(), len(operands)
@@ -74,7 +72,7 @@ def forward_of(call: Call, *operands: Any) -> Forward:
         saved += objective.teacher.tensors
         lasting = call.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
 
-    def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
+    def later(saved: Sequence[Tensor]) -> tuple[LocalCall, RowStats]:
         vectors = saved[count:]
         found = RowStats(**attributes, **dict(zip(names, vectors, strict=False)))
         return lasting.with_teacher(vectors[len(names) :]), found

@@ -134,7 +134,15 @@ class LocalCall:
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
     spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
     teacher_last = False
+    plan: Plan | None
+    gradient_buffer: GradientBuffer | None
+    padded: bool
+    inplace: bool  # the gradient overwrites the logits
 
+    # statistics of all tokens, and gradients where the forward pass makes them
+    forward: Callable[..., tuple[RowStats, Gradients | None]]
+    # the operands' gradients, from what autograd saved of them, statistics and upstream gradients
+    late_gradients: Callable[..., tuple[Tensor | None, ...]]
     # buffers of the gradients that a sweep of what is given makes; None where it makes none. The last: known statistics
     new_gradients: Callable[[Tensor, bool], Gradients | None]
     # the work on what is given, with a head, into statistics and gradients. The last: known statistics
@@ -287,7 +295,7 @@ class HeadCall(LocalCall):
         rows = hidden if packing is None else packing.pack(hidden)
         _, grads = sweep(self, rows, head, (stats, coefficients))
         assert grads is not None
-        of_hidden, *others = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan)
+        of_hidden, *others = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan.sizes)
         return of_hidden if packing is None or of_hidden is None else packing.unpack(of_hidden), *others
 
     def new_gradients(self, given: Tensor, known: bool) -> Gradients | None:
@@ -295,7 +303,7 @@ class HeadCall(LocalCall):
         if not known and plan.schedule != "forward":
             return None
         of_hidden = plan.sizes.hidden_dtype if known else plan.hidden_accumulate
-        grads = Gradients.empty(plan, of_hidden, given.device, self.gradient_buffer)
+        grads = Gradients.empty(plan.sizes, of_hidden, plan.weight_accumulate, given.device, self.gradient_buffer)
         grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
         if self.counted is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed

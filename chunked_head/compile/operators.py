@@ -110,7 +110,7 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
         hidden, weight, bias = waiting_dtypes(asked, spec)
         sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
         if grads is not None:
-            ready: Grads = grads.finish(call.backend, [one_or_nan], one_or_nan, replace(plan, sizes=sizes))
+            ready: Grads = grads.finish(call.backend, [one_or_nan], one_or_nan, sizes)
         else:  # the plan leaves them to backward
             coefficients = objective.coefficients_for(stats, (expected,))
             if sizes != plan.sizes:

@@ -13,7 +13,7 @@ from ..core import checks
 from ..core.checks import name as name_of
 from ..core.private import private
 from ..parallel.merge import ScatteredRows, SummedRows
-from ..plan.plans import Plan
+from ..plan.sizes import Sizes
 
 
 class Scaling(Protocol):
@@ -85,9 +85,13 @@ class Gradients:
 
     @classmethod
     def empty(
-        cls, plan: Plan, hidden_dtype: torch.dtype, device: torch.device, gradient_buffer: GradientBuffer | None
+        cls,
+        sizes: Sizes,
+        hidden_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        device: torch.device,
+        gradient_buffer: GradientBuffer | None,
     ) -> "Gradients":
-        sizes = plan.sizes
         # without tokens no product fills them
         make = torch.empty if sizes.tokens else torch.zeros
         hidden = weight = bias = None
@@ -97,7 +101,7 @@ class Gradients:
         if gradient_buffer is not None:
             weight = gradient_buffer.buffer
         elif sizes.weight_grad:
-            weight = make(rows, sizes.hidden, dtype=plan.weight_accumulate, device=device)
+            weight = make(rows, sizes.hidden, dtype=weight_dtype, device=device)
         if sizes.bias_grad:
             bias = make(rows, dtype=torch.promote_types(sizes.dtype, torch.float32), device=device)
         return cls(hidden, weight, bias, gradient_buffer, sizes.padding)
@@ -126,13 +130,13 @@ class Gradients:
         self.weight, self.buffers = None, (None, self.buffers[1])
 
     def finish(
-        self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, plan: Plan
+        self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, sizes: Sizes
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Times the last factors, in the dtypes of the inputs; each buffer is let go before the next is handed over.
 
         The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
         """
-        buffer, sizes = self.gradient_buffer, plan.sizes
+        buffer = self.gradient_buffer
         if buffer is not None and self.weight is not None:
             backend.scale_([self.weight], [one_or_nan])
             self.without_weight()
