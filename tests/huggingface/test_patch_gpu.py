@@ -44,24 +44,13 @@ def test_autocast() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)
 
 
-class Fixed(torch.nn.Module):
-    """Layers that have run: a model's forward that is given them as its decoder is its head and its loss."""
-
-    def __init__(self, output: Any):
-        super().__init__()
-        self.output = output
-
-    def forward(self, **_: Any) -> Any:
-        return self.output
-
-
-def test_nothing_waits_for_the_device() -> None:
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's layers wait as they do without the patch; its head and its loss do not."""
     patched = patch_model(tiny_models.llama().cuda(), strict=True, metrics=[metrics.accuracy()])
     given = inputs()
     output = patched.model(given["input_ids"])
     hidden = output.last_hidden_state = output.last_hidden_state.detach().requires_grad_()
-    patched.model = Fixed(output)
+    monkeypatch.setattr(patched.model, "forward", lambda **_: output)
 
     def run() -> None:
         patched(**given).loss.backward()
