@@ -150,7 +150,7 @@ def as_row(item: tuple[str, Any]) -> tuple[str, str]:
 
 
 def show(shown: Sequence[Section]) -> None:
-    """What a command found, for people: in tables on a terminal with the package rich, else as plain text."""
+    """Prints what a command found, for people: in tables on a terminal with the package rich, else as plain text."""
     if sys.stdout.isatty():
         with contextlib.suppress(ImportError):
             return in_tables(shown)
@@ -201,7 +201,7 @@ def diagnose() -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of what runs: a checkout may be another than what is installed. The GPU, with its row of docs/gpus.md."""
+    """Versions of what runs, in which a checkout and an installation may differ; the GPU, its row of docs/gpus.md."""
     own = sys.modules["chunked_head"].__version__
     found = {"python": platform.python_version(), "chunked-head": own, "torch": torch.__version__}
     for package in PACKAGES:
@@ -216,7 +216,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def odd(device: torch.device, trl: str) -> list[str]:
-    """What is unusual, in words, each with what to do."""
+    """Sentences about what is unusual, each with what to do."""
     gpu = device.type == "cuda"
     applies = {
         "torch sees no GPU: calls run on the CPU; nvidia-smi says whether the driver sees one": not gpu,

@@ -43,7 +43,7 @@ def check_operands(hidden: Tensor, weight: Tensor, target: Tensor | None, bias: 
 
 
 def check_logits(logits: Tensor, target: Tensor | None) -> torch.dtype:
-    """The same for logits that exist already; returns their dtype."""
+    """Checks logits that exist already; returns their dtype."""
     check_tensor("logits", logits, optional=False)
     check_tensor("target", target, optional=True)
     check_shape("logits", logits, logits.dim() >= 1 and logits.shape[-1] > 0, "[..., vocab]", "")
@@ -196,7 +196,7 @@ def check_temperatures(temperatures: Tensor, leading: tuple[int, ...], device: t
 
 
 def check_temperature(temperature: float | Tensor) -> None:
-    """Of a tensor, one number per token, what can be said without the tokens."""
+    """Checks a number, or of a tensor with one per token what needs no tokens."""
     if isinstance(temperature, Tensor):
         if is_dtensor(temperature):
             raise TypeError("temperature is a DTensor; pass .to_local(): that of this rank's tokens")
@@ -247,7 +247,7 @@ def check_scalar(argument: str, value: float | Tensor | None, device: torch.devi
 
 
 def check_factor(argument: str, value: float | Tensor | None, device: torch.device | None = None) -> None:
-    """The same by itself, on any device where none is given."""
+    """Checks such a factor, on any device where none is given."""
     if value is None:
         return
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What breaks a graph. To make it imports the compiler, so this is imported where a graph is being traced."""
+"""A function that breaks a graph. To make it imports the compiler: this file is imported where a graph is traced."""
 
 from collections.abc import Callable
 from typing import Any

@@ -19,7 +19,7 @@ _scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.re
 
 @functools.cache
 def private(*names: str) -> tuple[Any, ...] | None:
-    """What torch has under all of these names, such as ``"_C._current_graph_task_id"``; None where one is missing."""
+    """Objects of torch by names such as ``"_C._current_graph_task_id"``; None where one of them is missing."""
     found = []
     for name in names:
         value: Any = torch
@@ -30,7 +30,7 @@ def private(*names: str) -> tuple[Any, ...] | None:
 
 
 def under_hooks() -> bool:
-    """Whether autograd gives what it saves to hooks: an activation checkpoint's, or those of offloading."""
+    """True where autograd gives what it saves to hooks: an activation checkpoint's, or those of offloading."""
     try:
         with disable_saved_tensors_hooks("to switch them off raises where there are some"):
             return False
@@ -42,7 +42,7 @@ HOOKS = [f"_C._autograd._{verb}_saved_tensors_default_hooks" for verb in ("top",
 
 
 def without_hooks(function: Callable[[], Result]) -> Result:
-    """What ``function`` returns, run without hooks on what autograd saves."""
+    """Result of ``function``, run without hooks on what autograd saves."""
     stack = private(*HOOKS)
     if stack is None:
         return in_own_thread(function) if under_hooks() else function()
@@ -59,7 +59,7 @@ def without_hooks(function: Callable[[], Result]) -> Result:
 
 
 def in_own_thread(function: Callable[[], Result]) -> Result:
-    """What ``function`` returns, run by a new thread: torch keeps hooks and what is switched off of its dispatcher by
+    """Result of ``function``, run by a new thread: torch keeps hooks and what is switched off of its dispatcher by
     thread, and a new one begins without."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -94,7 +94,7 @@ def refuse_transforms() -> None:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward: then a forward is a checkpointed region being computed again.
+    """True while autograd is running a backward: then a forward is a checkpointed region being computed again.
 
     The non-reentrant kind throws the new graph away (its gradients wait in the old one), so gradients are left to
     a backward that may never come. Where torch does not tell, so are those of every call under hooks such as a

@@ -56,11 +56,11 @@ class Demand(NamedTuple):
 
     @property
     def one_sweep(self) -> bool:
-        """Whether one look at each logit makes all statistics, so that a sweep need not keep what it has passed."""
+        """True where one look at each logit makes all statistics, so that a sweep need not store logits."""
         return len(self.views) == 1 and self.pairing is None and self.top_k == 0
 
     def of_columns(self, columns: int | None) -> "Demand":
-        """The same of a rank's own columns; None: what ranks of other columns have in common."""
+        """The demand of a rank's columns; None: what ranks of other columns have in common."""
         # a second softmax over fewer columns goes with a teacher of fewer, which is refused
         views = tuple(view if view.columns is None else view._replace(columns=columns) for view in self.views)
         pairing = None if self.pairing is None else self.pairing._replace(columns=columns or 0)
@@ -68,7 +68,7 @@ class Demand(NamedTuple):
 
     @property
     def ratio2(self) -> float:
-        """Of the second softmax."""
+        """Ratio of the second softmax."""
         return self.views[1].ratio if len(self.views) > 1 else 1.0
 
     @property
@@ -96,7 +96,7 @@ def sent(demand: Demand) -> tuple[str, ...]:
 
 
 def numbers_sent(demand: Demand) -> int:
-    """How many numbers a piece tells of each row."""
+    """Numbers that a piece sends for each row."""
     widths = {"column_logits": demand.columns, "top_k_logits": demand.top_k, "top_k_ids": demand.top_k}
     return sum(widths.get(name, 1) for name in sent(demand))
 
@@ -186,7 +186,7 @@ NAMES: Cache[Demand, tuple[str, ...]] = Cache(256)
 
 
 def vector_names(demand: Demand) -> tuple[str, ...]:
-    """Of the statistics that are one floating-point number per token."""
+    """Names of the statistics that are one floating-point number per token."""
     return NAMES.made(demand, lambda: names_of(demand))
 
 

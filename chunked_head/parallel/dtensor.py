@@ -43,7 +43,7 @@ def local(
 
 
 class Arrived(torch.autograd.Function):
-    """What an asynchronous collective makes, once it is there: kernels read memory, and the wrapper has none."""
+    """The result of an asynchronous collective, once it is there: kernels read memory, and the wrapper has none."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -55,7 +55,7 @@ class Arrived(torch.autograd.Function):
 
 
 def part(tensor: Any) -> Any:
-    """What this rank has of a DTensor, or a plain tensor, of which no part is still on its way
+    """This rank's part of a DTensor, or a plain tensor, of which no part is still on its way
     (``redistribute(async_op=True)`` and the like)."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
@@ -97,7 +97,7 @@ def local_logits(
 
 
 def whole(name: str, tensor: Target) -> Target:
-    """What every rank has all of."""
+    """A tensor that every rank has all of; ValueError for other placements."""
     given: Any = tensor
     if is_dtensor(given) and not replicated(given):
         raise ValueError(
@@ -108,7 +108,7 @@ def whole(name: str, tensor: Target) -> Target:
 
 
 def rows_of_all(name: str, vocab: int, mesh: Any) -> tuple[int, ...]:
-    """What each rank holds of a vocabulary that a DTensor splits."""
+    """Rows of a vocabulary on each rank, where a DTensor splits it."""
     rows = chunked(vocab, mesh.size())
     if 0 in rows:
         raise ValueError(
@@ -195,7 +195,7 @@ def check_bias(weight: Any, bias: Any) -> None:
 
 
 def replicated(tensor: Any) -> bool:
-    """Whether every rank has all of a DTensor."""
+    """True where every rank has all of a DTensor."""
     return all(placement.is_replicate() for placement in tensor.placements)
 
 

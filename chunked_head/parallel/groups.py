@@ -34,7 +34,7 @@ BLOCK_MULTIPLE = 8  # ids: a block of a vocabulary begins on 16 bytes of 16 bits
 
 
 class OfGroup:
-    """What both ways to share a call know of their processes."""
+    """Processes of a group that share a call."""
 
     group: Any
 
@@ -185,7 +185,7 @@ class Split(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """How many ids this rank holds."""
+        """Number of ids on this rank."""
         return self.rows[self.rank]
 
     @property
@@ -255,7 +255,7 @@ def described(record: Any, prefix: str = "") -> dict[str, str]:
 
 
 def talks_always(device: torch.device) -> bool:
-    """Whether the host may look at what others have sent for free."""
+    """True where the host reads what other ranks have sent without waiting for a device."""
     return device.type == "cpu"
 
 
@@ -283,7 +283,7 @@ def agree(fields: dict[str, str], group: Any, device: torch.device, what: str) -
 
 
 def difference(every: list[dict[str, str]], what: str) -> ValueError:
-    """The same on all ranks: the first field that differs, as the first two ranks have it that it differs on."""
+    """An error, equal on all ranks: the first field that differs, with its values on rank 0 and another."""
     first = every[0]
     other = next(rank for rank, given in enumerate(every) if given != first)
     name = next(name for name in {**first, **every[other]} if first.get(name) != every[other].get(name))

@@ -31,7 +31,7 @@ class GatheredStats(NamedTuple):
 
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
-    """How many numbers each of the statistics is of."""
+    """Numbers per row of each of the statistics."""
     return [1 if own.dim() == 1 else own.shape[1] for own in (getattr(stats, name) for name in names)]
 
 
@@ -70,7 +70,7 @@ def merge_blocks(
     stats: RowStats,
     demand: Demand,
 ) -> None:
-    """The same of all blocks of a vocabulary, which are here."""
+    """Statistics of a vocabulary from all its blocks, which are here."""
     names = sent(demand)
     complete_blocks(pieces, stats, names)
     zero = pieces[0, -1, 0]  # nobody has written there, and nothing tells tokens of one process apart
@@ -159,7 +159,7 @@ class SummedRows:
         self.works: list[Any] = []
 
     def rows(self, hidden: Tensor, at: slice) -> Tensor:
-        """Where the products of rows ``at`` go."""
+        """The memory that products of rows ``at`` are written to."""
         return hidden[at]
 
     def done(self, hidden: Tensor, at: slice) -> None:

@@ -39,7 +39,7 @@ class Shard:
 
     @property
     def traits(self) -> dict[str, int]:
-        """What ``Sizes`` should know."""
+        """Fields of ``Sizes``."""
         ranks = self.parallel.ranks
         spread = ranks if self.parallel.sequence_sharded else 1
         return {"ranks": ranks, "spread": spread, "largest_part": max(self.split.rows)}
@@ -50,7 +50,7 @@ class Shard:
         return column.masked_fill_(column.clamp(0, last) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
-        """The same for a row's own columns, where other ranks' are as good as none."""
+        """Columns of this rank's for ids that a row names [tokens, K]; -1 for other ranks' too."""
         inside = (ids >= self.here.start) & (ids < self.here.stop)
         return torch.where(inside, ids - self.here.start, -1)
 
@@ -116,7 +116,7 @@ class Shard:
         merge_ranks(GatheredStats(gathered, names, target, demand.ratio2, known_targets, zero_or_nan), stats)
 
     def blocks(self, pieces: Tensor, stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
-        """What this rank sends of its blocks: as many as any rank has."""
+        """Pieces that this rank sends of its blocks: as many as any rank has."""
         complete_blocks(pieces, stats, names)
         argmax = unpack(pieces, stats, names).get("argmax")
         if argmax is not None:
@@ -134,13 +134,13 @@ class Shard:
             value.copy_(whole)
 
     def hidden_gradient(self) -> SummedRows | ScatteredRows | None:
-        """What becomes of this rank's share of hidden states' gradient."""
+        """The message that this rank's share of hidden states' gradient takes; None for none."""
         if self.parallel.sequence_sharded:
             return ScatteredRows(self.group)
         return SummedRows(self.group) if self.parallel.reduce_dhidden else None
 
     def gathered(self, hidden: Tensor, rows: int) -> GatheredRows | None:
-        """Where hidden states of at most ``rows`` rows come from other ranks."""
+        """Hidden states of at most ``rows`` rows that come from other ranks; None where each has all."""
         return GatheredRows(hidden, rows, self.group) if self.parallel.sequence_sharded else None
 
     def own_tokens(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ranks that hold different tokens of a batch tell each other: sums, counts, metrics.
+"""Messages of ranks that have different tokens of a batch: sums, counts, metrics.
 
 How many messages there are depends on the losses and metrics of a call, on nothing else: not on tokens, their number,
 the plan, or whether a gradient is wanted.
@@ -44,7 +44,7 @@ class AddOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How the tokens of a call are spread over ranks, and what is known of all of them before there is any logit."""
+    """Tokens of a call on several ranks, and sums over all of them that are known before there is any logit."""
 
     parallel: TokenParallel
     counts: Mapping[str, Tensor]  # by field of ids: tokens that count in each segment [num_segments] fp32
@@ -60,7 +60,7 @@ class Spread:
         return AddOverRanks.apply(own, self.parallel.group)
 
     def mine(self, number: int, device: torch.device) -> Tensor:
-        """Which of ``number`` segments or pairs this rank adds to its share [number] bool: they take turns. Values of
+        """[number] bool: the segments or pairs that this rank adds to its share; ranks take turns. Values of
         segments are the same on all ranks, whoever holds their tokens."""
         return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
 

@@ -22,10 +22,12 @@ from .sizes import (
     MiB,
     Request,
     Sizes,
+    amount,
     balanced,
     gradients_of,
     peak_of,
     phase_bytes,
+    rows_of,
 )
 
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
@@ -37,11 +39,6 @@ FEW_TOKENS = 16  # up to which each number of tokens is a size of its own
 SLACK, LEAST_SLACK = 1.25, 1.1
 TILE_MULTIPLE = 256  # columns of the widest tile of the logits matmul: the rest of a narrower one is computed in vain
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
-
-
-def amount(size: int) -> str:
-    """Bytes for people: those of a MiB or more also in MiB."""
-    return f"{size} bytes" if size < MiB else f"{size} bytes ({size / MiB:.1f} MiB)"
 
 
 @dataclass(frozen=True)
@@ -388,12 +385,6 @@ def uneven(tokens: int, most: int) -> int:
     if most >= tokens:
         return max(tokens, 1)
     return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
-
-
-def rows_of(tokens: int, chunks: int) -> int:
-    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
-    rows = -(-max(tokens, 1) // chunks)
-    return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def padded_rows(tokens: int) -> int:

@@ -18,7 +18,7 @@ from .sizes import balanced, slices
 
 
 class Segments(NamedTuple):
-    """As the caller names them."""
+    """Segments of a call as its caller names them."""
 
     lengths: tuple[int, ...]  # tokens of each, in the order of the flattened tokens
     pairs: tuple[tuple[int, ...], ...] = ()  # segments that belong together

@@ -282,6 +282,11 @@ def parse_bytes(value: int | str, argument: str) -> int:
     return int(size)
 
 
+def amount(size: int) -> str:
+    """Bytes for people: those of a MiB or more also in MiB."""
+    return f"{size} bytes" if size < MiB else f"{size} bytes ({size / MiB:.1f} MiB)"
+
+
 def slices(total: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
@@ -293,6 +298,12 @@ def balanced(tokens: int, most: int) -> int:
     rows = math.ceil(tokens / math.ceil(tokens / most))
     rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
     return next((choice for choice in rounded if choice <= most), rows)
+
+
+def rows_of(tokens: int, chunks: int) -> int:
+    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
+    rows = -(-max(tokens, 1) // chunks)
+    return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def padded_columns(columns: int) -> int:

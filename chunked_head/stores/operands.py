@@ -90,7 +90,7 @@ class Kept:
 
     @classmethod
     def columns_of(cls, columns: Tensor) -> "Kept":
-        """Of each row's own columns [tokens, K], as they stand: no softmax is over them."""
+        """Sets of each row's columns [tokens, K], as they stand: no softmax is over them."""
         tokens, each = columns.shape
         starts = torch.arange(0, tokens * each, each, device=columns.device)
         rows = torch.arange(tokens, device=columns.device).repeat_interleave(each, output_size=tokens * each)
