@@ -135,15 +135,14 @@ def assert_equal(ours: Tensor, expected: Tensor, what: str) -> None:
         assert torch.equal(ours, expected), what
 
 
-@pytest.mark.parametrize("number", range(len(STEPS) + 1), ids=[step.__name__ for step in (*STEPS, own)])
-def test_replay(number: int) -> None:
-    """Each step in two dtypes in turn."""
-    for other in (0, 1):
-        dtype = (torch.bfloat16, torch.float16, torch.float32)[(number + other) % 3]
-        replayed([*STEPS, own][number], dtype)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+IN_TURN = [(step, DTYPES[(i + k) % 3]) for i, step in enumerate([*STEPS, own]) for k in (0, 1)]
 
 
-def replayed(step: Step, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("step", "dtype"), IN_TURN, ids=[f"{step.__name__}-{str(dtype)[6:]}" for step, dtype in IN_TURN]
+)
+def test_replay(step: Step, dtype: torch.dtype) -> None:
     static = make_inputs(dtype, seed=1)
     graph, loss, found = captured(step, static)
     for seed in (2, 3, 1):

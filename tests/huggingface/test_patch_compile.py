@@ -160,16 +160,14 @@ def test_strict_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inductor(dtype: torch.dtype) -> None:
-    plain = tiny_models.gemma2().to("cuda", dtype)
+def test_inductor() -> None:
+    plain = tiny_models.gemma2().to("cuda", torch.bfloat16)
     patched = patch_model(copy.deepcopy(plain))
     inputs = {name: value.cuda() for name, value in tokens().items()}
     torch.compile(patched, fullgraph=True)(**inputs).loss.backward()
     theirs = step(plain, inputs)
     for name, parameter in patched.named_parameters():
-        tolerance = 1e-3 if dtype == torch.float32 else 3e-2
-        assert (parameter.grad - theirs.grads[name]).norm() <= tolerance * theirs.grads[name].norm()
+        assert (parameter.grad - theirs.grads[name]).norm() <= 3e-2 * theirs.grads[name].norm()
 
 
 def test_ids_that_are_filled_in_a_graph_are_refused() -> None:

@@ -47,7 +47,11 @@ def test_nothing_of_the_interpreter_is_replaced() -> None:
 
 def losses_in_turn() -> list:
     """Of each kind some; the others exhaustive."""
-    return [one for case in LOSS_CASES for one in tier(pytest.param(case, id=case.name), case.name in SOME_CASES)]
+    return [
+        one
+        for case in LOSS_CASES
+        for one in tier(pytest.param(case, id=case.name), case.name in (*SOME_CASES, "forward-kl"))
+    ]
 
 
 @pytest.mark.parametrize("case", losses_in_turn())

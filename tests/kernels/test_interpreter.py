@@ -57,20 +57,6 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, walked(*case), rtol=0, atol=0)
 
 
-def test_a_kernel_runs_its_python_once_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = []
-    record = traced_interpreter.Recorder.record
-    monkeypatch.setattr(
-        traced_interpreter.Recorder, "record", lambda self, python: (recorded.append(self.trace), record(self, python))
-    )
-    x = torch.arange(12.0).view(4, 3)
-    for scale in (1.25, 2.25):
-        for _ in range(3):
-            walked(x, -1.0, 4, scale)
-    assert [recorded.count(trace) for trace in dict.fromkeys(recorded)] == [4, 4]
-    assert all(trace.usable for trace in recorded)
-
-
 @pytest.mark.parametrize("words", first_of([[], ["--all"]]))
 def test_tritons_own_interpreter(words: list[str]) -> None:
     """The tests of ``plain_interpreter.py``, in a process in which nothing of the interpreter is replaced."""
