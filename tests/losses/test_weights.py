@@ -198,6 +198,7 @@ def test_the_largest_entropies() -> None:
     assert not weights.entropy_quantile(entropy, torch.zeros_like(mask), 0.2)["token_weights"].any()
 
 
+@pytest.mark.exhaustive  # to import TRL takes seconds
 def test_against_trl_on_one_process() -> None:
     trainer = pytest.importorskip("trl").GRPOTrainer
     entropy, mask = torch.rand(4, 9), torch.rand(4, 9) < 0.6
