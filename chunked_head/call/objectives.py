@@ -92,7 +92,7 @@ def of_each_token(tokens: Tokens) -> Objective:
 def fields_of(
     tokens: Tokens, factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """What all objectives have in common, and with ``factors`` of the summands what those of losses have."""
+    """Fields that all objectives have in common; with ``factors`` of the summands those of sums of losses too."""
     demand, structure, one_or_nan, kept = tokens.spec.demand, tokens.structure, tokens.one_or_nan, tokens.kept
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
     class_weights = None

@@ -117,8 +117,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     key = (
         call.function, call.outputs, static, kinds, dims, call.accumulate_into is None, segments is None, tuple(batch),
         tuple(lengthless),
-        tuple([one if one is None else (one.shape, one.dtype, one.device, one.layout, one.requires_grad)
-               for one in (*shared, *tensors)]),
+        tuple([one if one is None else metadata(one) for one in (*shared, *tensors)]),
         tuple([of_field(name, value, own, call) for name, value in batch.items() if name not in FOR_EACH]),
         tuple([(one.signature, factor.device if isinstance(factor, Tensor) else None) for factor, one in terms]),
         tuple([next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]),
