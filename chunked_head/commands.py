@@ -230,8 +230,7 @@ def odd(device: torch.device, trl: str) -> list[str]:
 
 @torch.enable_grad()
 def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A call held against float64: relative errors, the worst of three calls (a GPU's third replays what its second
-    recorded), and times beside three bare matmuls."""
+    """A call held against float64: relative errors, the worst of three calls, and times beside three bare matmuls."""
     hidden, weight, target = operands(CHECKED, dtype, device)
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     true, errors = with_gradients(F.cross_entropy(wide[0] @ wide[1].T, target), wide), []

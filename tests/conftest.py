@@ -89,15 +89,6 @@ def plain_arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def nothing_known_before() -> None:
-    """Each test records its own calls."""
-    from chunked_head.replay.replay import REPLAYS, SEEN  # not at the top: it imports triton
-
-    REPLAYS.clear()
-    SEEN.clear()
-
-
 class PublicTorch:
     """A torch without a name that begins with an underscore."""
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ..core.private import without_hooks
-from ..kernels.common.recording import refuse
 from ..losses.base import DENSE, Summand
 from ..losses.batch import Batch, Stats
 from ..metrics import Metric
@@ -81,11 +80,9 @@ class Evaluation(NamedTuple):
 def evaluate(structure: Structure, leaves: Named, inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the values of losses and metrics.
 
-    No tape holds it: a user's function may read what changes from call to call. It runs without the hooks of an
-    activation checkpoint around the call: the vectors' graph lives and dies in here, and ``torch.func`` refuses to run
-    under hooks.
+    It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here,
+    and ``torch.func`` refuses to run under hooks.
     """
-    refuse("losses without a kernel", never=True)
     compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
     # compiled autograd would compile the gradient of the vectors, from which ``torch.func`` keeps it
     differentiate = by_transform if compiled_autograd else by_autograd

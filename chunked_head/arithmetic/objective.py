@@ -103,11 +103,6 @@ class Objective:
         """The upstream gradient that a forward pass makes gradients for, where it does."""
         return None
 
-    @property
-    def recordable(self) -> bool:
-        """True where a forward pass may be done again from a tape: it does nothing but what the program says."""
-        return self.teacher is None
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossObjective(Objective):
@@ -241,12 +236,6 @@ class ScalarObjective(LossObjective):
     @property
     def expected(self) -> Expected:
         return Expected(self.declared, self.one_or_nan)
-
-    @property
-    def recordable(self) -> bool:
-        if self.coupled or self.exchanges or self.teacher is not None or self.backend is None:
-            return False
-        return self.structure.builtin and not self.structure.segment_metrics
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -31,7 +31,6 @@ class Forward(NamedTuple):
     backend: Scaling
     plan: Plan | None  # None for logits that exist already
     gradient_buffer: GradientBuffer | None
-    padded: bool  # rows that do not count follow the call's
     saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
     # the call and its statistics, from operands and ``saved``
     later: Callable[[Sequence[Tensor]], tuple[LocalCall, RowStats]]
@@ -79,7 +78,7 @@ def forward_of(call: LocalCall, *operands: Any) -> Forward:
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, call.padded, saved, later, call.inplace,
+        call.plan, call.gradient_buffer, saved, later, call.inplace,
     )  # fmt: skip
 
 
@@ -95,17 +94,13 @@ class Loss(torch.autograd.Function):
         with as_called(first.device):
             made = run(*operands)
         found.append(made)
-        ctx.operands, ctx.rows, outputs = len(operands), len(first), made.outputs
+        ctx.operands, outputs = len(operands), made.outputs
         if made.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that they have not changed
             ctx.save_for_backward(*operands, *made.saved)
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.made, ctx.grads = made._replace(outputs=(), stats=None, grads=None, saved=()), made.grads
             ctx.overwritten = False
-        if made.padded:
-            # a number for each row, as no view that autograd knows of: these may not be changed in place, which an
-            # output of ours may
-            outputs = tuple([output[: ctx.rows].detach() if output.dim() else output for output in outputs])
         ctx.mark_non_differentiable(*outputs[made.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs
@@ -127,8 +122,6 @@ class Loss(torch.autograd.Function):
         with torch.no_grad(), as_called(there[0].device):
             ctx.overwritten = made.inplace
             found = made.gradients(grads, saved, upstream)
-            if made.padded and found[0] is not None:
-                found = found[0][: ctx.rows], *found[1:]
             if made.inplace:
                 # kernels write unseen: a node that saved the logits must not take these for them
                 torch.autograd.graph.increment_version(saved[0])

@@ -56,7 +56,7 @@ class LogitsCall(LocalCall):
     inplace: bool
     width: int  # columns of the logits, the first ones, that stand for an id
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
-    plan, gradient_buffer, padded = None, None, False
+    plan, gradient_buffer = None, None
 
     def head(self, logits: Tensor) -> Head:
         """The steps from raw logits to those that a softmax sees; there is no weight."""

@@ -32,7 +32,6 @@ class Outcome(NamedTuple):
     """A call that ran, and its results."""
 
     outputs: tuple[Tensor, ...]
-    # what follows is there for calls that have run themselves; of a replay there are the outputs alone
     plan: Plan | None = None  # None for logits that exist already too, which leave nothing to plan
     tokens: Any = None  # ``Tokens``
     objective: Any = None
@@ -41,9 +40,9 @@ class Outcome(NamedTuple):
     forward: Forward | None = None
 
 
-def run(call: Call[Any], spec: Spec, rows: int | None = None) -> Outcome:
-    """Runs the call at once, differentiable. ``rows``: how many, where rows that do not count follow its own."""
-    again, tokens, found = in_backward(), tokens_of(call, spec, rows), list[Forward]()
+def run(call: Call[Any], spec: Spec) -> Outcome:
+    """Runs the call at once, differentiable."""
+    again, tokens, found = in_backward(), tokens_of(call, spec), list[Forward]()
     if call.weight is None:
         objective = objective_of(tokens)
         logits, on_logits = logits_call_of(tokens, objective)
@@ -54,7 +53,7 @@ def run(call: Call[Any], spec: Spec, rows: int | None = None) -> Outcome:
     tokens, hidden, plan, spans = planned(tokens, wanted_of(tokens.call), again)
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
     objective = objective_of(tokens)
-    made = head_call(tokens, hidden, plan, spans, objective, padded=rows is not None)
+    made = head_call(tokens, hidden, plan, spans, objective)
     outputs = Loss.apply(functools.partial(forward_of, made), found, hidden, tokens.call.weight, tokens.call.bias)
     if call.outputs:
         if tokens.packing is not None:
@@ -211,7 +210,6 @@ def head_call(
     spans: Spans | None,
     objective: Objective,
     request: Request | None = None,
-    padded: bool = False,
 ) -> HeadCall:
     """The call that ``planned`` has planned, with its objective and all that its ranks have agreed on."""
     call, temperature, shard = tokens.call, tokens.structure.temperature, tokens.call.shard
@@ -221,5 +219,5 @@ def head_call(
     return HeadCall(
         plan, tokens.spec.backend, objective, float(call.logit_scale) / temperature,
         None if call.softcap is None else call.softcap / temperature, request or tokens.spec.request,
-        None if call.accumulate_into is None else call.gradient_buffer, tokens.packing, spans, shard, padded,
+        None if call.accumulate_into is None else call.gradient_buffer, tokens.packing, spans, shard,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The Spec of a call: all of it that no tensor's content decides, checked and made once for calls of an equal key."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,6 @@ class Spec:
     kept_everywhere: bool  # whether every token that counts has columns of its own, and no token the vocabulary
     columns: int  # K of teacher_ids, 0 without
     teacher_vocab: int | None  # of a dense teacher
-    pads: bool  # whether rows that do not count may follow the tokens' own: ``may_pad``
     numbers: tuple[Any, ...]  # those of the calls that it is for
     plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))  # whatever the numbers of calls
 
@@ -221,7 +220,6 @@ def decided(
         bare(structure) if all(part.builtin for part in parts) else None, demand, False, tuple(wanted), frozenset(),
         known, autocast, request, bool(call.outputs), waits, waits and alone and on_hidden,
         call.kept_everywhere or demand.columns_alone, columns, teacher_vocab,
-        on_hidden and call.parallel is None and call.target is not None and may_pad(parts, wanted, known, request),
         numbers,
     )  # fmt: skip
 
@@ -301,17 +299,6 @@ def check_losses(call: Call[Any]) -> None:
                 checks.check_factor(f"normalizer of {label}", normalizer, device)
         for name, tensor in summand.tensors.items():
             checks.check_class_weights(tensor, call.vocab, device, f"{name} of {label}")
-
-
-def may_pad(
-    parts: Sequence[Summand | Metric], wanted: Iterable[str], known: Mapping[str, Field], request: Request
-) -> bool:
-    """True where rows that do not count may follow the tokens unnoticed: only kernels read what goes with tokens,
-    functions of users see none of it, and the caller limits no size."""
-    token = Field("token")
-    numbers = all(field == "mask" or (known[field] == token and field != TEMPERATURE) for field in wanted)
-    alone = all(part.unit == "token" and part.scope == "token" and part.builtin for part in parts)
-    return numbers and alone and request.memory_budget is None and request.chunk_tokens is None
 
 
 def check_shared_teacher(call: Call[Any], batch: Mapping[str, Tensor], rows: int) -> int:

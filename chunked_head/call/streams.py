@@ -143,7 +143,6 @@ class StreamsForward(NamedTuple):
     stats: None = None
     differentiable: int = 1
     inplace: bool = False
-    padded: bool = False
 
     def gradients(self, grads: StreamsGrads | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the weight, the bias and each stream's hidden states."""

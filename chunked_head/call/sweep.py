@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.stats import Coefficients, RowStats
-from ..kernels.common.recording import refuse
 from ..parallel.shard import Shard
 from ..plan.planner import NoPlan, find_plan
 from ..plan.plans import Plan
@@ -229,7 +227,6 @@ class HeadCall(LocalCall):
     packing: Packing | None = None  # the order in which rows run
     spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
-    padded: bool = False  # rows that do not count follow the call's: targets have them, hidden states have not
     inplace = False
 
     @property
@@ -278,9 +275,6 @@ class HeadCall(LocalCall):
         self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias once the upstream gradients are known."""
-        if self.padded:
-            more = self.plan.sizes.tokens - len(operands[0])
-            upstream = tuple([each if each is None or not each.dim() else F.pad(each, (0, more)) for each in upstream])
         if self.shard is not None and not isinstance(self.objective, ScalarObjective):
             upstream = self.shard.whole_upstream(upstream)
         coefficients = self.objective.coefficients_for(stats, upstream)
@@ -332,9 +326,6 @@ class HeadCall(LocalCall):
             source, order, of_rows = rows.hidden, None, rows.teacher
             if gathered is not None:
                 source, order = gathered.chunk(at)  # by rank; clean rows stand in the call's order
-            elif at.start >= len(given):  # where another call's tokens of this chunk lie, this one cannot say
-                refuse("a chunk without a token")
-                source = given[-1:]
             if of_rows is not None and of_rows.hidden is not None:
                 clean = teacher_buffer[:count]
                 backend.clean_rows(clean, of_rows.hidden, rows.target, None)

@@ -122,9 +122,8 @@ class Tokens:
         return {"token": self.counted}
 
 
-def tokens_of(call: Call[Any], spec: Spec, rows: int | None = None) -> Tokens:
-    """Lays fields in the order of rows; the first work on tensors, whose ids are checked on the way. ``rows``: their
-    number, where rows that do not count follow the call's own."""
+def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
+    """Lays fields in the order of rows; the first work on tensors, whose ids are checked on the way."""
     losses, batch, known, structure = call.losses, dict(call.batch or {}), spec.known, spec.structure
     if spec.names_fields:
         losses, batch, own = named_weights(call)
@@ -144,7 +143,7 @@ def tokens_of(call: Call[Any], spec: Spec, rows: int | None = None) -> Tokens:
     target, leading = call.target, call.leading
     if call.shard is not None and call.sequence_sharded:
         target, batch, leading = of_all_ranks(call.shard, call, batch, spec.wanted, known)
-    targets, fields = lay_fields(spec, call, target, batch, known, leading, rows)
+    targets, fields = lay_fields(spec, call, target, batch, known, leading)
     teacher, token_fields, scale = None, NO_FIELDS, fields.pop(TEMPERATURE, None)
     if fields:
         own_rows, pairing = Field("row"), structure.pairing  # of what the preparation has made
@@ -175,18 +174,16 @@ def lay_fields(
     batch: Mapping[str, Tensor],
     known: Mapping[str, Field],
     leading: tuple[int, ...],
-    rows: int | None = None,
 ) -> tuple[Targets, dict[str, Tensor]]:
     """Targets [tokens] paired with the hidden states that predict them, and the fields that are read likewise: what
-    does not count is 0 (ids -1). ``leading``: the shape of both. ``rows``: their number, where rows that do not
-    count follow the call's own."""
+    does not count is 0 (ids -1). ``leading``: the shape of both."""
     dtype, wanted, ignore_index, segments = spec.statistics_dtype, spec.wanted, call.ignore_index, call.num_segments
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
         ignore_index = -1
         target = torch.zeros(leading, dtype=torch.int64, device=call.device)
     mask = batch["mask"] if "mask" in wanted else None
-    targets = spec.backend.read_targets(target, mask, call.shift, ignore_index, call.vocab, dtype, rows)
+    targets = spec.backend.read_targets(target, mask, call.shift, ignore_index, call.vocab, dtype)
     looks = reading_is_free(target)
     if looks and targets.one_or_nan.isnan():
         refuse_target(call, target, mask, ignore_index)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..call.options import DEFAULTS, Call, Head
+from ..call.run import run
+from ..call.spec import spec_of
 from ..call.streams import Streams
 from ..core.checks import INFINITY, NUMBERS, is_dtensor
 from ..losses.base import Losses
-from ..replay.replay import execute
 from . import operators
 from .recipes import TASKS, described
 
@@ -48,14 +49,22 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
                     return made
             from ..core.outside import outside
 
-            return outside(execute, function, names, args, kwargs)  # between two graphs
-        return execute(function, names, args, kwargs)
+            return outside(execute, function, args, kwargs)  # between two graphs
+        return execute(function, args, kwargs)
 
     returned = signature.return_annotation
     (result,) = get_args(get_args(returned)[0] if get_origin(returned) in (Union, UnionType) else returned)
     public.__annotations__ = function.__annotations__ | {"return": result}
     public.__signature__ = spelled_out(signature).replace(return_annotation=result)  # type: ignore[attr-defined]
     return public
+
+
+def execute(
+    function: Callable[..., Call[Result] | Streams[Result]], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Result:
+    """The result of the call that a public function's arguments make, at once and differentiable."""
+    call = function(*args, **kwargs)
+    return call.run() if isinstance(call, Streams) else call.result(run(call, spec_of(call)))
 
 
 def spelled_out(signature: inspect.Signature) -> inspect.Signature:

@@ -19,7 +19,7 @@ from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
 from ..parallel.groups import Split, chunked
-from ..plan.planner import make_plan, padded_rows
+from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..stores import resolve
 from ..stores.gradients import sum_dtype
@@ -178,8 +178,6 @@ def plan(
         call, spec, tokens, (hidden_grad, weight_grad, learns_bias), by_segments=segment_lengths and spec.by_segments,
         copied=skip_ignored, buffer_dtype=added_to, skips=skip_ignored, teacher=teacher, **traits,
     )  # fmt: skip
-    if spec.pads and place.type == "cuda" and ranks == 1 and sizes.store.bounds_rows:
-        sizes = replace(sizes, tokens=padded_rows(tokens))
     found = make_plan(sizes, spec.request)
     if found.vocab_block is not None:
         Split(vocab, parts, 0).check_blocks()

@@ -387,15 +387,6 @@ def uneven(tokens: int, most: int) -> int:
     return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
 
 
-def padded_rows(tokens: int) -> int:
-    """Rows of a call of so many tokens where rows that do not count may follow the tokens' own: no more than the tiles
-    of matmuls have anyway. Calls whose numbers of tokens differ by less are calls of one size."""
-    if tokens <= FEW_TOKENS:
-        return tokens
-    step = HALF_TILE if tokens <= HALF_TILE else CHUNK_MULTIPLE
-    return math.ceil(tokens / step) * step
-
-
 def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int) -> Plan | None:
     """The recompute plan with the block and the tile that fit and whose products move the fewest bytes; or None."""
     sizes, best, least, tried = plan.sizes, None, 0, 0

@@ -72,11 +72,10 @@ class Backend:
         ignore_index: int,
         vocab: int,
         dtype: torch.dtype,
-        rows: int | None = None,
     ) -> Targets:
         """Targets [...] in the order of the rows whose hidden states predict them, ``shift`` before them along the
         last dimension; ``mask`` [...] bool says which count, in addition to ``ignore_index``. ``dtype``: of the
-        statistics. ``rows``: how many, where they are more than the targets; those behind do not count."""
+        statistics."""
         paired = shift_left(target, shift, ignore_index).reshape(-1)
         counts = paired != ignore_index
         if mask is not None:
@@ -86,13 +85,13 @@ class Backend:
         one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
         counts &= inside
         counted = counts.sum().to(dtype)
-        paired = followed(torch.where(counts, paired, -1), rows, -1)
+        paired = torch.where(counts, paired, -1)
         return Targets(paired, counted, one_or_nan, one_or_nan / counted.clamp(min=1.0))
 
     def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
         """Fields [...] likewise in the order of rows [tokens], in the dtype of statistics; 0 where a target is -1."""
-        ignored, rows = target < 0, len(target)
-        shifted = [followed(shift_left(value, shift, 0).reshape(-1), rows, 0) for value in values]
+        ignored = target < 0
+        shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
         return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
 
     def store(self, layout: Layout) -> type[Store]:
@@ -136,12 +135,6 @@ class Backend:
 
 
 TORCH = Backend()
-
-
-def followed(values: Tensor, rows: int | None, fill: int) -> Tensor:
-    """Values [tokens], and behind them ``fill`` for rows that are no token's."""
-    more = 0 if rows is None else rows - len(values)
-    return torch.nn.functional.pad(values, (0, more), value=fill) if more else values
 
 
 def check_name(name: str | None) -> None:

@@ -108,16 +108,9 @@ class TritonBackend(Backend):
             raise ValueError(f"backend='triton' computes in fp32 at most, {what} is float64: use backend='torch'")
 
     def read_targets(
-        self,
-        target: Tensor,
-        mask: Tensor | None,
-        shift: int,
-        ignore_index: int,
-        vocab: int,
-        dtype: torch.dtype,
-        rows: int | None = None,
+        self, target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
     ) -> Targets:
-        return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype, rows))
+        return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype))
 
     def store(self, layout: Layout) -> type[Store]:
         aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0

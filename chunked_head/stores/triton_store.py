@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats
 from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
-from ..kernels.common.recording import refuse
 from ..kernels.gradients import launch as gradients
 from ..kernels.gradients.launch import NO_SOFTMAX, Softmax, TeacherTerms, Terms
 from ..kernels.products import launch as products
@@ -90,7 +89,6 @@ class KernelStore(MatmulStore):
         an inverse: a gradient that is nan or infinite stays one token's."""
         if self.sizes.dtype != torch.float16:
             return coefficients, None
-        refuse("the range of fp16", never=True)
         values = coefficients.named().values()
         sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
         sizes = sizes * abs(self.head.logit_scale)

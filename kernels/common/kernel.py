@@ -11,11 +11,10 @@ from collections.abc import Callable
 import triton
 
 from .launcher import Launcher
-from .recording import CALL_SIZES
 
 # sizes that follow the number of tokens, as kernels name them
 PER_CALL = (
-    *CALL_SIZES, "each", "entries", "first_row", "length", "more_numel", "more_steps", "most_parts", "numel", "pieces",
+    "each", "entries", "first_row", "length", "more_numel", "more_steps", "most_parts", "numel", "pieces",
     "programs", "rows", "steps", "tokens", "units",
 )  # fmt: skip
 # pointers to one number, or to one or a few per row: a chunk's start wherever its first row is, and no thread reads

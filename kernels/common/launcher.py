@@ -17,7 +17,6 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from .cache import Cache
-from .recording import RECORDING, Launched, refuse, sizes_among
 from .tiles import INTERPRETED
 
 # versions whose rules of what is compiled anew are those of ``specialization``
@@ -94,8 +93,6 @@ def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
         compiled.run(x, y, z, stream(device), *compiled.before, *given)
     else:
         compiled.run(x, y, z, stream(device), *compiled.before, given)
-    if RECORDING.recorder is not None:
-        launcher.record(grid, device, compiled.kernel, ({arguments},), ({constants}))
 """
 
 
@@ -226,7 +223,6 @@ class Launcher:
     def by_triton(
         self, grid: tuple[int, ...], key: tuple, arguments: Sequence[Any], constants: dict[str, Any], stages: int | None
     ) -> None:
-        refuse("a kernel that Triton launches")
         stages_given = {} if stages is None else {"num_stages": stages}
         compiled = self.kernel[grid](*arguments, **constants, **stages_given, **FUSED)
         if key not in self.kept and self.direct() and is_plain(compiled):
@@ -234,19 +230,3 @@ class Launcher:
 
     def keep(self, key: tuple, compiled: Any) -> None:
         self.kept[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
-
-    def record(
-        self, grid: tuple[int, ...], device: int, kernel: Any, arguments: Sequence[Any], constants: Sequence[Any]
-    ) -> None:
-        """Has a launch recorded as Triton's own would be made."""
-        names = self.kernel.arg_names[: len(arguments)]
-        stream = functools.partial(triton.runtime.driver.active.get_current_stream, device)
-        first = *grid, stream(), kernel.function, kernel.packed_metadata, None, None, None
-        places = [
-            [i + len(first) for i, name in enumerate(names) if name.endswith(kind) and arguments[i] is not None]
-            for kind in ("_ptr", "_desc")
-        ]
-        given = [one.data_ptr() if i + len(first) in places[0] else one for i, one in enumerate(arguments)]
-        sizes = [(i + len(first), which) for i, which in sizes_among(names)]
-        what = Launched(kernel.run, (*first, *given, *constants), 3, stream, sizes)
-        RECORDING.recorder.launched(what, *places, self.direct)

@@ -15,7 +15,7 @@ from ..common.kernel import kernel
 @kernel
 def read_targets_kernel(
     # outputs
-    paired_ptr,  # [rows] int64, -1 where a row does not count
+    paired_ptr,  # [tokens] int64, -1 where a row does not count
     counted_ptr,  # [] fp32: how many do
     one_or_nan_ptr,  # [] fp32: 1, or nan where an id is out of range
     inverse_ptr,  # [] fp32: that divided by how many count, or by 1 where none does
@@ -23,9 +23,8 @@ def read_targets_kernel(
     target_ptr,  # [tokens] int64
     mask_ptr,  # [tokens] bytes, or None for 1
     # sizes
-    rows,  # as many as tokens, or more: those behind do not count
-    call_tokens,
-    call_length,  # of the dimension that the shift runs along
+    tokens,
+    length,  # of the dimension that the shift runs along
     vocab,
     # scalars
     shift,
@@ -35,15 +34,15 @@ def read_targets_kernel(
     """One program walks over all of them: a few microseconds beside any matmul, and nothing to be set to 0 before."""
     counted = tl.zeros((BLOCK,), dtype=tl.int32)
     wrong = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, rows, BLOCK):
+    for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        there = (row < call_tokens) & (row % call_length + shift < call_length)
+        there = (row < tokens) & (row % length + shift < length)
         target = tl.load(target_ptr + row + shift, mask=there, other=-1)
         counts = there & (target != ignore_index)
         if mask_ptr is not None:
             counts &= tl.load(mask_ptr + row + shift, mask=there, other=0) != 0
         inside = (target >= 0) & (target < vocab)
-        tl.store(paired_ptr + row, tl.where(counts & inside, target, -1), mask=row < rows)
+        tl.store(paired_ptr + row, tl.where(counts & inside, target, -1), mask=row < tokens)
         counted += (counts & inside).to(tl.int32)
         wrong += (counts & (inside == 0)).to(tl.int32)
     number = tl.sum(counted, 0).to(tl.float32)

@@ -42,17 +42,16 @@ def read_targets(
     ignore_index: int,
     vocab: int,
     dtype: torch.dtype,  # of the numbers
-    rows: int | None = None,  # as many as tokens or more; None: as many
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Targets [rows] ``shift`` further along the last dimension, -1 where one does not count; how many do, 1 or nan,
+    """Targets [tokens] ``shift`` further along the last dimension, -1 where one does not count; how many do, 1 or nan,
     and that over how many do."""
     tokens, length = target.numel(), target.shape[-1] if target.dim() else 1
-    paired = torch.empty(rows or tokens, dtype=torch.int64, device=target.device)
+    paired = torch.empty(tokens, dtype=torch.int64, device=target.device)
     counted, one_or_nan, inverse = torch.empty(3, dtype=dtype, device=target.device).unbind()
     read_targets_kernel[(1,)](
         paired, counted, one_or_nan, inverse,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
-        paired.shape[0], tokens, length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16,
+        tokens, length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16,
     )  # fmt: skip
     return paired, counted, one_or_nan, inverse
 

@@ -13,7 +13,7 @@ from tiers import pairs
 ROOT = Path(__file__).resolve().parents[2]
 # from the lowest to the highest; kernels know nothing but each other
 LAYERS = ("reference", "kernels", "core", "losses", "metrics", "plan", "parallel", "stores", "arithmetic", "call",
-          "replay", "compile", "functions", "integrations", "commands", "__main__")  # fmt: skip
+          "compile", "functions", "integrations", "commands", "__main__")  # fmt: skip
 MOST_FILES = 12
 
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from graph_calls import Data, make_data
 from loss_cases import FEWER, LOSS_CASES, SOME_CASES, LossCase, inputs_of, run_step
-from test_replay import assert_replayed
-from test_replay import on_cpu as on_cpu
 from tiers import tier
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,16 +135,3 @@ def test_weights_of_tokens() -> None:
         )
 
     both(call)
-
-
-def test_a_recording_made_with_another_default(on_cpu: None) -> None:
-    """The buffer's gradient is recorded with one default and replayed with the other."""
-
-    def once(i: int) -> list[Tensor | None]:
-        data = make_data(seed=i)
-        buffer = torch.ones_like(data.weight)
-        with default(torch.float64 if i > 1 else torch.float32):
-            loss = linear_cross_entropy(data.hidden, data.weight, data.target, accumulate_into=buffer, upstream=2.0)
-            return [loss.detach(), *torch.autograd.grad(loss * 2, data.hidden), buffer]
-
-    assert_replayed(once)

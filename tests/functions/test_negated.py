@@ -13,7 +13,6 @@ from tiers import tier
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, losses
-from chunked_head.replay import replay
 
 
 def negated(value: Tensor) -> Tensor:
@@ -85,9 +84,3 @@ def test_a_lazy_negation_is_no_buffer() -> None:
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     with pytest.raises(ValueError, match=r"accumulate_into is lazily negated, .* make it by torch\.zeros"):
         linear_cross_entropy(hidden, weight, torch.zeros(4).long(), accumulate_into=negated(torch.zeros(11, 8)))
-
-
-def test_a_lazy_negation_is_not_replayed() -> None:
-    kind = replay.Arguments(linear_cross_entropy, {"hidden": torch.ones(2, 8), "weight": torch.ones(3, 8)}, {})
-    assert kind.kind_of({"hidden": torch.ones(2, 8), "weight": torch.ones(3, 8)}) is not None
-    assert kind.kind_of({"hidden": torch.ones(2, 8), "weight": negated(torch.ones(3, 8))}) is None

@@ -1,1 +1,0 @@
-"""Calls that have run before with tensors alike, done again from a tape."""
