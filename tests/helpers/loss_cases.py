@@ -268,6 +268,15 @@ def in_turn(case: LossCase, run: Any, runs: Sequence[Any]) -> bool:
     return case.name in SOME_CASES or LOSS_CASES.index(case) % len(runs) == runs.index(run)
 
 
+def leaves_of(inputs: LossInputs) -> tuple[list[Tensor], dict[str, Any]]:
+    """Copies of hidden states, weight and perhaps a bias that take gradients, and the head's options with that bias."""
+    leaves = [t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight)]
+    if "bias" not in inputs.head:
+        return leaves, dict(inputs.head)
+    bias = inputs.head["bias"].detach().clone().requires_grad_()
+    return [*leaves, bias], inputs.head | {"bias": bias}
+
+
 # losses and options that ``chunked_head.reference`` has
 COVERED = {"cross_entropy": {"label_smoothing"}, "z_loss": set(), "entropy": set(), "grpo": {"clip_low", "clip_high"}}
 
@@ -287,11 +296,8 @@ def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str,
         )  # fmt: skip
         grads = [grad for grad in (found.dhidden, found.dweight, found.dbias) if grad is not None]
         return found.loss, found.parts, grads
-    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
-    head, leaves = dict(inputs.head), [hidden, weight]
-    if "bias" in head:
-        head["bias"] = head["bias"].detach().clone().requires_grad_()
-        leaves.append(head["bias"])
+    leaves, head = leaves_of(inputs)
+    hidden, weight = leaves[:2]
     loss, parts = oracle.linear_loss(
         hidden, weight, inputs.target, case.terms, batch=inputs.batch, num_segments=inputs.num_segments, **head
     )
@@ -307,11 +313,8 @@ def run_step(
     **options: Any,
 ) -> tuple[LossOutput, dict[str, Any]]:
     """Ours forward and backward: what it returned, and numbers of it on the CPU."""
-    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
-    head, leaves = dict(inputs.head), [hidden, weight]
-    if "bias" in head:
-        head["bias"] = head["bias"].detach().clone().requires_grad_()
-        leaves.append(head["bias"])
+    leaves, head = leaves_of(inputs)
+    hidden, weight = leaves[:2]
     out = linear_loss(
         hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
         metrics=measured, upstream=declared, **head, **options,
@@ -363,11 +366,8 @@ def loss_combinations() -> list:
 
 
 def run_ours(case: LossCase, inputs: Any, place: Place, **more: Any) -> tuple[LossOutput, list[torch.Tensor]]:
-    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
-    head, leaves = dict(inputs.head), [hidden, weight]
-    if "bias" in head:
-        head["bias"] = head["bias"].detach().clone().requires_grad_()
-        leaves.append(head["bias"])
+    leaves, head = leaves_of(inputs)
+    hidden, weight = leaves[:2]
     out = linear_loss(
         hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
         backend=place.backend, **head, **more,
