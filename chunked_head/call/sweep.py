@@ -134,7 +134,6 @@ class LocalCall:
     teacher_last = False
     plan: Plan | None
     gradient_buffer: GradientBuffer | None
-    padded: bool
     inplace: bool  # the gradient overwrites the logits
 
     # statistics of all tokens, and gradients where the forward pass makes them

@@ -33,7 +33,6 @@ from .sizes import (
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
 MODEST_SWEEP = 60 * MiB
 FEW_CHUNKS = 4  # up to which one chunk fewer is worth rows that are no multiple of a tile's
-FEW_TOKENS = 16  # up to which each number of tokens is a size of its own
 # by how much chunks that end where segments do may be larger than equal ones, so that there are no more of them: at
 # most, and where the budget is near at least
 SLACK, LEAST_SLACK = 1.25, 1.1
