@@ -224,7 +224,7 @@ class Writer:
         raise NoKernelError(str(operation))
 
     def part(self, unbound: fx.Node, i: int) -> fx.Node:
-        """One of the tensors [rows] that were stacked to columns."""
+        """The tensor [rows] that was stacked as column ``i``."""
         stack: Any = unbound.args[0]
         if name_of(unbound) != "unbind" or name_of(stack) != "stack":
             raise NoKernelError(str(unbound))
@@ -276,7 +276,7 @@ class Writer:
             if value.meta["val"].dim() != (dim is not None):
                 raise NoKernelError(str(value))
         else:
-            if value not in self.values:  # what nobody reads but for its shape need not be a function of one token
+            if value not in self.values:  # what is read for its shape only need not be a function of one token
                 self.values[value] = self.value(value)
             name = self.values[value]
         if own == dtype:

@@ -1,1 +1,1 @@
-"""What runs: the loop over chunks, the autograd Functions and what they are given."""
+"""The run of a call: its Spec and Tokens, the loop over chunks, the autograd Function."""

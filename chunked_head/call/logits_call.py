@@ -36,8 +36,8 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
     if logits._base is not None and base.grad_fn is None:
         raise ValueError(
             "inplace=True overwrites logits with their gradient, and the memory of these belongs to a tensor that "
-            "autograd does not see behind them (DTensor.to_local() gives such): whoever saved that would not notice; "
-            "pass inplace=False"
+            "autograd does not see behind them (DTensor.to_local() gives such), and so no backward would notice the "
+            "change; pass inplace=False"
         )
     if logits.numel() and any(
         stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)

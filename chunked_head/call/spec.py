@@ -83,8 +83,8 @@ def spec_of(call: Call[Any]) -> Spec:
 
 
 def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
-    """A key, equal for calls of one Spec but for their numbers, None where it cannot be told; and those numbers, which
-    are the head's, the losses' and the metrics'."""
+    """A key, equal for calls of one Spec but for their numbers, None where the Spec cannot be reused; and those
+    numbers: the head's, the losses' and the metrics'."""
     batch: Any = {} if call.batch is None else call.batch
     segments, terms, device = call.num_segments, call.losses.terms, call.device.type
     static, numbers = STATIC(call), (call.softcap, call.logit_scale, call.plain_temperature)

@@ -222,7 +222,7 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
     else:
         expected, *made = ctx.saved_tensors
         ratio = torch.where(upstream[0] == expected, 1.0, upstream[0] / expected)
-        # plain arithmetic, which a compiler does in the memory of what it reads: the gradients are nobody else's
+        # plain arithmetic, which a compiler does in the memory of what it reads: the gradients have no other reader
         made = [
             (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
             for grad, dtype in zip(made, ctx.dtypes, strict=True)

@@ -1,4 +1,4 @@
-"""A call's arguments as plain values and tensors, told apart: a graph holds the tensors and a key to the values.
+"""A call's arguments as plain values and tensors apart: a graph holds the tensors and a key to the values.
 
 ``described`` runs in code that a compiler traces, and so reads every attribute by itself: whatever it reads is guarded,
 and a call with other options is compiled anew. ``restored`` is its inverse, at run time.
@@ -26,8 +26,8 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their 
 FORMAT = 2  # of the operators' outputs: one more for other outputs, since compiled graphs are kept on disk
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
-# One for each call that a graph has been traced with, and none for any other; nothing is ever taken out, since a graph
-# names its recipe in code of which nobody says when it is gone.
+# One for each call that a graph has been traced with, and none for any other; nothing is ever taken out, since code
+# of a graph names its recipe, and no event says when that code is freed.
 RECIPES: dict[str, "Recipe"] = {}
 
 

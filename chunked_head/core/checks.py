@@ -186,7 +186,7 @@ def check_ignore_index(ignore_index: int) -> None:
 
 
 def check_temperatures(temperatures: Tensor, leading: tuple[int, ...], device: torch.device) -> None:
-    """One per token."""
+    """Raises where ``temperatures`` are not one float per token, on the operands' device."""
     if tuple(temperatures.shape) != leading:
         raise ValueError(
             f"temperature must be a number or have the target's shape {leading}, got shape "
@@ -294,7 +294,7 @@ def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool
 
 
 def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """One of several."""
+    """The option ``value``, where it is one of those ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{argument} of {where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value

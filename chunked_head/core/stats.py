@@ -113,7 +113,7 @@ class Vectors:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def at(self, rows: slice) -> Self:
-        """Those of a slice of rows, sharing memory."""
+        """The vectors of a slice of rows, sharing memory."""
         return type(self)(**{name: value[rows] for name, value in self.named().items()})
 
 

@@ -95,7 +95,7 @@ def linear_loss(
             states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids that tokens' softmaxes are
             over, for all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a
             gradient. ``losses.FIELDS`` lists all. A log-probability above 0 by more than rounding raises a ValueError
-            on the CPU; elsewhere nobody looks.
+            on the CPU only.
         kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
             is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
         candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none, and one at least where a
@@ -175,7 +175,7 @@ def linear_loss(
 
 
 def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
-    """One for each token, at the target's places."""
+    """Values of tokens in the target's shape, each at its target's place."""
     rows = given["hidden"] if "hidden" in given else given["logits"]
     return at_targets(outputs[0], rows.shape[:-1], given.get("shift", 0))
 
@@ -263,7 +263,7 @@ def logits_loss(
             of statistics for the call, one more with a dense teacher, none in ``backward``. ``sequence_sharded`` and
             ``reduce_dhidden=False`` are refused, which are of hidden states. DTensors of ``Shard(-1)`` or
             ``Replicate()`` need no ``parallel``. Ranks that were given different tokens get nan where targets differ;
-            without targets nobody would notice.
+            without targets nothing would show it.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     The upstream gradient is known when gradients are made, and comes in before they are rounded: 16-bit gradients lose

@@ -19,7 +19,7 @@ TARGET_MASS = "target_mass"  # field: what a token's probabilities add up to
 
 
 class TeacherOptions(SummandOptions, total=False):
-    """What every loss with a dense teacher takes beside its own options.
+    """Options that every loss with a dense teacher takes.
 
     The teacher's logits are ``teacher_softcap * tanh(teacher_logit_scale * y / teacher_softcap) / T``, the capping
     where asked for. ``temperature`` is the student's and the teacher's; ``teacher_temperature`` is the teacher's alone

@@ -16,7 +16,7 @@ from .batch import Batch, Stats, clamped, gate
 
 
 class PolicyOptions(SummandOptions, total=False):
-    """What every policy loss but ``kl_to_reference`` takes beside its own options.
+    """Options that every policy loss but ``kl_to_reference`` takes.
 
     ``rollout``: weights against the mismatch of rollout engine and trainer, ``v = exp(old_logprobs -
     rollout_logprobs)``, detached factors of the loss's values (of no other summand); without ``old_logprobs`` the
@@ -207,7 +207,7 @@ def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
-    """One detached weight per token [n]."""
+    """Detached weights [n], one per token."""
     log_ratio = old_logprobs(stats, batch) - batch["rollout_logprobs"]
     if rollout.level == "segment":
         log_ratio = batch.per_token(batch.segment_sum(log_ratio))

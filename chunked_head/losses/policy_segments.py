@@ -42,7 +42,7 @@ def gspo(
     token's own advantage, averaged over the segment by weighting "segment".
     ``delta``: the two-sided clip of ``grpo`` (TRL with sequence-level importance sampling).
     ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside (verl: at most 10; others none: None).
-    The paper clips at 3e-4 and 4e-4; 0.2 is what TRL, verl and Fast-LLM do unless told. ``policy``: ``PolicyOptions``.
+    The paper clips at 3e-4 and 4e-4; 0.2 is the default of TRL, verl and Fast-LLM. ``policy``: ``PolicyOptions``.
     """
     options = {
         **checked_clip("losses.gspo", clip_low, clip_high, delta),

@@ -90,12 +90,12 @@ def _kto(
 
 
 def scores(stats: Stats, batch: Batch, reference: bool) -> Tensor:
-    """What each token [n] adds to its segment's score."""
+    """Each token's part [n] of its segment's score."""
     return stats.logprob - batch["ref_logprobs"] if reference else stats.logprob
 
 
 def total(values: Tensor, batch: Batch, average: bool) -> Tensor:
-    """Of each segment's tokens [num_segments]."""
+    """Sum or mean [num_segments] over each segment's tokens."""
     return batch.segment_mean(values) if average else batch.segment_sum(values)
 
 

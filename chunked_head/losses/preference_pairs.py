@@ -20,7 +20,7 @@ DPO_VARIANTS = (
     "apo_down", "discopop", "aot", "aot_unpaired",
 )  # fmt: skip
 CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
-AVERAGED = ("ipo", "sigmoid_norm")  # variants that score a segment by its mean unless told otherwise
+AVERAGED = ("ipo", "sigmoid_norm")  # variants that score a segment by its mean by default
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
 SORTED = ("aot", "aot_unpaired")  # variants that compare a pair with all others
 OF_MARGINS = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")  # that take a divergence
@@ -250,7 +250,7 @@ def bent(scores: Tensor, power: float | None, most: float) -> Tensor:
 
 
 def beyond_shorter(batch: Batch) -> Tensor:
-    """Which tokens [n] stand behind the length of the segment that their own is paired with."""
+    """Mask [n] of tokens whose place in their segment is at or past the length of the segment paired with it."""
     count = batch.segment_count()
     chosen, rejected = batch["pairs"].unbind(1)
     paired = (chosen >= 0) & (rejected >= 0)

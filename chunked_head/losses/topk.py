@@ -116,7 +116,7 @@ def positive(where: str, argument: str, value: Any) -> float:
 
 
 def squared(where: str, temperature: Any, t_squared: bool) -> float:
-    """What ``t_squared`` multiplies the values by."""
+    """Factor of the values: ``temperature ** 2`` with ``t_squared``, else 1."""
     if not flag(f"t_squared of {where}", t_squared):
         return 1.0
     if temperature is None:
@@ -134,7 +134,7 @@ def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tenso
 
 
 def entries(teacher: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Which of the teacher's entries count [..., K]: no padding, and of equal ids the likeliest."""
+    """Mask [..., K] of the teacher's entries that count: no padding, and of equal ids the likeliest."""
     counts = ~(teacher <= PADDING)  # nan counts: an error should show
     if mask is not None:
         counts = counts & mask
@@ -192,7 +192,7 @@ def at_temperature(t: Tensor, temperature: float, renormalize: bool) -> Tensor:
 
 
 def rest(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """What the probabilities leave of 1, and its logarithm: finite, where nothing is left too [...]."""
+    """1 minus the sum of probabilities [...], and its logarithm, finite where nothing is left."""
     left = (-torch.expm1(log_probabilities.logsumexp(-1))).clamp(min=0.0)
     return left, left.clamp(min=torch.finfo(left.dtype).eps).log()
 

@@ -183,7 +183,7 @@ def _wide(like: Tensor) -> torch.dtype:
 
 
 def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each token's part of it, -inf where one does not count."""
+    """Each token's part of the covariance of logprobs and advantages, -inf where it does not count."""
     _alike(where, mask, logprobs=logprobs, advantages=advantages)
     count = mask.sum().clamp(min=1)
 
@@ -196,7 +196,7 @@ def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) 
 
 
 def _smallest(values: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Which are among as many as ``fraction`` of the tokens that count, one at least; the first of equal ones."""
+    """Mask of the smallest values: ``fraction`` of the tokens that count, one at least; the first of equal ones."""
     count = (mask.sum(dtype=_wide(mask)) * fraction).long().clamp(min=1)
     order = values.flatten().argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -172,7 +172,7 @@ def _against(kind: str, against: str) -> tuple[str, str]:
 
 
 def _of_ratios(kind: str, other: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
-    """What a metric of ratios is made with."""
+    """Keywords that a metric of ratios is made with."""
     options |= {"other": other, "level": level, "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp)}
     return {"level": level, "options": options, "fields": (other,)}
 

@@ -82,7 +82,7 @@ class Metric(Part):
 
 
 def as_metrics(metrics: Any) -> tuple[Metric, ...]:
-    """Those of a call, or an error that says what was given instead."""
+    """A call's metrics as a tuple; TypeError where ``metrics`` is no list of them."""
     if isinstance(metrics, Metric):
         raise TypeError(
             f"metrics must be a list of chunked_head.metrics, got one, {metrics.label!r}; put it into a list"

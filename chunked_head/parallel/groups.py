@@ -74,7 +74,7 @@ class TokenParallel(OfGroup):
     - A segment's tokens may lie on several ranks, under the same id; it counts once. Ids, ``num_segments``, ``pairs``
       and other fields per segment, per pair or constant are those of the whole batch, the same on every rank.
       ``batch.segment_sum``, ``segment_mean`` and ``segment_count`` in a loss of one's own are of all ranks' tokens.
-      Ranks take turns to add a segment's or a pair's value to their share, whoever holds its tokens.
+      Ranks take turns to add a segment's or a pair's value to their share, whichever rank has its tokens.
     - ``out.metrics`` are those of the whole batch, the same on every rank.
     - The upstream gradient of the loss must be the same on all ranks, as a loss scale is.
 
@@ -90,7 +90,7 @@ class TokenParallel(OfGroup):
         group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same
             calls in the same order, with as many tokens as it has, none included.
         average: multiplies the loss, and so the gradients, by the number of ranks, for frameworks that average
-            gradients over the group (DDP and FSDP unless told otherwise) rather than add them; the mean of the losses
+            gradients over the group (DDP's and FSDP's default) rather than add them; the mean of the losses
             is then the whole one. Parts and metrics are not multiplied.
     """
 
@@ -208,7 +208,7 @@ class Split(NamedTuple):
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """That each rank holds, where it holds them whole."""
+        """Number of blocks on each rank, where none lies on two."""
         return tuple(cdiv(n, block_of(self.vocab)) for n in self.rows)
 
 

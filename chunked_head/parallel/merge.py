@@ -73,7 +73,7 @@ def merge_blocks(
     """Statistics of a vocabulary from all its blocks, which are here."""
     names = sent(demand)
     complete_blocks(pieces, stats, names)
-    zero = pieces[0, -1, 0]  # nobody has written there, and nothing tells tokens of one process apart
+    zero = pieces[0, -1, 0]  # the check's place, 0: blocks of one process are of the same tokens
     merge(GatheredStats(pieces, names, target, demand.ratio2, False, zero), stats)
 
 

@@ -1,4 +1,4 @@
-"""One call's part of the vocabulary, and every message that its ranks exchange for it."""
+"""A rank's part of the vocabulary in a call, and every message that ranks exchange for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -61,7 +61,7 @@ class Spread:
 
     def mine(self, number: int, device: torch.device) -> Tensor:
         """[number] bool: the segments or pairs that this rank adds to its share; ranks take turns. Values of
-        segments are the same on all ranks, whoever holds their tokens."""
+        segments are the same on all ranks, whichever has their tokens."""
         return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
 
 

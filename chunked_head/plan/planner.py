@@ -62,7 +62,7 @@ class NoPlan:
 
 
 class Candidate(NamedTuple):
-    """One way to make the gradients, whose chunks are to be found: those of ``plan`` are of one row."""
+    """A schedule with its sums' dtypes, whose chunks are to be found: those of ``plan`` are of one row."""
 
     plan: Plan
     least_rows: int = 1  # of a chunk, or of a block in the recompute schedule

@@ -1,4 +1,4 @@
-"""What kernels share of tiles, rows and columns."""
+"""Tiles, rows and columns as all kernels load, multiply and store them."""
 
 import triton
 import triton.language as tl
@@ -41,8 +41,8 @@ def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EX
 
 @triton.jit
 def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """The same in less time, where columns are a multiple of 8 and nobody reads what comes of rows past the end: these
-    are copies of the last row. EVEN: no tile passes the last column, and nothing is masked."""
+    """A tile as ``load_tile`` loads it, faster, whose rows past the end are copies of the last. Columns are a multiple
+    of 8. EVEN: no tile passes the last column, and nothing is masked."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row, column])
@@ -74,7 +74,7 @@ def to_type_of(matrix, value):
 
 @triton.jit
 def store_tile(matrix, row, column, value):
-    """What fills a row up to a multiple of 8 is nobody's, and may be written."""
+    """Stores a tile; the padding of a row to a multiple of 8 is written too."""
     desc, ptr, stride, rows, columns = matrix
     value = to_type_of(matrix, value)
     if desc is not None:
@@ -98,7 +98,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def counted_rows(count_ptr, first_row, rows):
-    """How many of a chunk's rows count, where a device-side number of the call's that do is given."""
+    """Number of a chunk's rows that count, from the number [] of the call's that do; all where there is none."""
     if count_ptr is not None:
         return tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), rows).to(tl.int32)
     else:

@@ -20,7 +20,7 @@ class Cache(Generic[Key, Value]):
         self.most = most
         self._entries: dict[Key, list[Any]] = {}  # the value, and when it was asked for
         self._clock = itertools.count()
-        self._lock = threading.RLock()  # of whoever adds or removes
+        self._lock = threading.RLock()  # of threads that add or remove
 
     def get(self, key: Key) -> Value | None:
         entry = self._entries.get(key)

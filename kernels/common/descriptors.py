@@ -39,7 +39,7 @@ def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
 
 
 def even(columns: int, tile: Tile) -> bool:
-    """Whether steps over the columns end with them; the tensor copy engine fills what lies behind with zeros."""
+    """True where steps over the columns need no mask: the tensor copy engine fills what lies behind with zeros."""
     return tile.described or columns % tile.block_k == 0
 
 

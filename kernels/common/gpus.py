@@ -1,4 +1,4 @@
-"""What each kind of GPU can do, and how our matmuls run there: nothing else asks a device what it is. Without Triton.
+"""Abilities of each kind of GPU, and how our matmuls run there: nothing else asks a device what it is. Without Triton.
 
 An NVIDIA GPU that is not listed is taken for the newest older one of its generation, as machine code would be. On any
 other, and on those before sm_80, which have no bf16 matmuls, BLAS makes fp32 logits.
@@ -23,14 +23,14 @@ def split_strips(columns2: int | None) -> int:
 
 
 class Gpu(NamedTuple):
-    """One architecture. Of the tiles only Hopper's are measured on a GPU of its own."""
+    """An architecture. Of the tiles only Hopper's are measured on a GPU of its own."""
 
     name: str
     shared: int  # bytes of shared memory that a program may have; tests hold the kernels to it
     multiprocessors: int  # of the GPU that a plan assumes where there is none to ask
     wide: Tile  # of the logits
     narrow: Tile  # few steps over hidden make the epilogue weigh: a second program there computes under it
-    # of the gradients' products: its step over rows is within a tile of all others, behind whose end nobody has written
+    # of the gradients' products: its step over rows is at most a tile of any other, behind which nothing was written
     product: Tile
     few: tuple[Tile, ...] = ()  # of few rows, which take the time that the weight takes to be read
     own_dhidden: bool = False  # faster than BLAS's
@@ -45,11 +45,11 @@ class Gpu(NamedTuple):
         return hash(self.name)  # a plan's sizes are looked up at each call
 
     def exp_tile(self, hidden: int) -> Tile:
-        """Of the logits' matmul."""
+        """The tile of the logits' matmul."""
         return self.narrow if hidden <= SHORT_HIDDEN else self.wide
 
     def exp_tile_of(self, rows: int, hidden: int, vocab: int) -> Tile:
-        """The same for chunks of so many rows: whatever the tile, a row's strips are those of ``strips_of``."""
+        """Tile of the logits' matmul for a chunk of ``rows``; with any, a row's strips are those of ``strips_of``."""
         usual = self.exp_tile(hidden)
 
         def columns(tile: Tile) -> int:
@@ -148,14 +148,14 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def newest(major: int, minor: int) -> Gpu | None:
-    """Of those of a generation that are no newer."""
+    """The newest architecture of its generation in the table that is no newer; None for none."""
     older = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
     return next((GPUS[name] for name in older if name in GPUS), None)
 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """Of the GPU that is there, or of the one that a plan assumes."""
+    """Multiprocessors of the GPU that is there, or of the one that a plan assumes."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count
     gpu = gpu_of(device)

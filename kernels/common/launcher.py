@@ -30,7 +30,7 @@ AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hoo
 
 
 class Sizes(dict[int, object]):
-    """What Triton compiles anew for, of integers: whether one is 1, a multiple of 16, within 32 bits."""
+    """Properties of integers that Triton compiles anew for: equal to 1, a multiple of 16, within 32 bits."""
 
     def __missing__(self, size: int) -> object:
         if len(self) >= 1 << 16:
@@ -97,7 +97,7 @@ def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
 
 
 class Fields:
-    """What the C function takes of a descriptor in one place among a compiled kernel's arguments.
+    """A descriptor as the C function takes it in one place among a compiled kernel's arguments.
 
     ``wrapped``: Triton's function around a function that returns its arguments; None where Triton's is called."""
 
@@ -116,7 +116,7 @@ class Fields:
 
 
 class Compiled:
-    """How a compiled kernel is launched: ``run(x, y, z, stream, *before, *arguments)``, the arguments ``in_a_row`` or
+    """A compiled kernel and its launch: ``run(x, y, z, stream, *before, *arguments)``, the arguments ``in_a_row`` or
     as one tuple."""
 
     def __init__(self, kernel: Any, arguments: int, descriptors: Sequence[int]):
@@ -163,7 +163,7 @@ def is_known() -> bool:
 
 
 def is_plain(kernel: Any) -> bool:
-    """Whether a kernel was compiled at once and in the usual way; environment variables are read at import."""
+    """True where a kernel was compiled at once and in the usual way; environment variables are read at import."""
     unusual = (
         knobs.runtime.debug
         or getattr(knobs.runtime, "add_stages_inspection_hook", None)
@@ -175,8 +175,8 @@ def is_plain(kernel: Any) -> bool:
 class Launcher:
     """A kernel that is launched as Triton's are, ``kernel[grid](*arguments, **constants)``, all constants by name.
 
-    Where Triton might do more than launch what it has compiled (interpreted, a hook, a setting, a version nobody has
-    looked at) every launch is Triton's.
+    Where Triton might do more than launch what it has compiled (interpreted, a hook, a setting, an unknown version)
+    every launch is Triton's.
     """
 
     def __init__(self, kernel: Any):
@@ -217,7 +217,7 @@ class Launcher:
         self.kernel[grid](*arguments, **constants, **FUSED)
 
     def direct(self) -> bool:
-        """Whether Triton would do no more than launch what it has compiled."""
+        """True where Triton would do no more than launch what it has compiled."""
         return not (any(RUNTIME.values()) or any(COMPILATION.values()) or self.kernel.pre_run_hooks or any(AROUND))
 
     def by_triton(

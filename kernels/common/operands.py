@@ -1,4 +1,4 @@
-"""What launches of several folders take, as tuples of torch tensors."""
+"""Arguments that launches of several folders take, as tuples of torch tensors."""
 
 import math
 from typing import NamedTuple
@@ -16,7 +16,7 @@ def strip_rows(rows: int) -> int:
 
 
 class Counted(NamedTuple):
-    """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
+    """Number of a call's rows that count, and a chunk's first row among them: rows behind are not computed."""
 
     count: torch.Tensor | None = None  # [] int64; None: all
     first_row: int = 0
@@ -68,7 +68,7 @@ def strip_stride(*stored: Stored) -> int:
 
 
 class Strips(NamedTuple):
-    """What the logits matmul leaves of each strip of columns, [strips, rows]; None what was not asked for.
+    """Statistics that the logits matmul leaves of each strip of columns, [strips, rows]; None if not asked for.
 
     A strip's rows begin on a multiple of STRIP_ROWS, whatever their number.
     """

@@ -1,5 +1,5 @@
-"""What kernels read of rows: numbers, and logits out of a buffer: raw ones through bias, scale and cap, relative ones
-by adding their strip's offset."""
+"""Loads of rows' numbers, and of logits out of a buffer: raw ones through bias, scale and cap, relative ones by adding
+their strip's offset."""
 
 import triton
 import triton.language as tl

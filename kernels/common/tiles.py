@@ -32,7 +32,7 @@ PRODUCT_ROWS = 128  # the most rows of logits' gradients that a product for dwei
 
 
 def piece_bytes(tokens: int, columns: int) -> int:
-    """Of the sums of targets that lie in several pieces: two of each piece, in fp32."""
+    """Bytes of the sums of targets that lie in several pieces: two of each piece, in fp32."""
     return 2 * cdiv(tokens, PIECE) * columns * 4
 
 

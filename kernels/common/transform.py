@@ -1,4 +1,4 @@
-"""What stands between a raw logit and the logit that the softmax sees, as functions of values."""
+"""From a raw logit to the logit that the softmax sees, as functions of values."""
 
 import triton
 import triton.language as tl

@@ -33,7 +33,7 @@ NO_SOFTMAX = Softmax()
 
 
 class Terms(NamedTuple):
-    """What a gradient is made of, a teacher and class weights apart."""
+    """Vectors that a gradient is made of, but for a teacher's and class weights."""
 
     target: torch.Tensor  # [rows] int64, of the whole vocabulary
     target_logit: torch.Tensor  # [rows] fp32, as all that follow
@@ -44,11 +44,11 @@ class Terms(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """As the kernels take them."""
+        """The tensors in the order that kernels take them in."""
         return *self[:4], *self.first[:4], *self.second[:4]
 
     def without_unused(self) -> "Terms":
-        """Where no teacher is beside a softmax, one that gets no gradient is not read."""
+        """The terms without a second softmax that gets no gradient: only a teacher's gradient reads that."""
         return self if self.second.alpha is not None else self._replace(second=NO_SOFTMAX)
 
 

@@ -36,7 +36,7 @@ def column_begins_kernel(
 def sum_of_rows(
     hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE: tl.constexpr
 ):
-    """Of ``factor[i] * hidden[row[i]]`` for the sorted entries from ``begin`` to ``end``."""
+    """Sum of ``factor[i] * hidden[row[i]]`` for the sorted entries from ``begin`` to ``end``."""
     total = tl.zeros(cols.shape, dtype=tl.float32)
     for first in range(begin, end, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)

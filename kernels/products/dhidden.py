@@ -69,7 +69,7 @@ def store_halves(
 
 @triton.jit
 def cut_tiles(tiles, most_parts, units, programs):
-    """How many of the tiles, the first, are made by one program each, and into how many parts each other is cut.
+    """Number of tiles, the first, that one program each makes, and of parts that each other tile is cut into.
 
     The programs make whole tiles in turns; of a last turn's, fewer than there are programs, each is cut into parts over
     the vocabulary, so that all programs have work to the end. Their sums have ``units`` places, which fewer rows than
@@ -183,7 +183,7 @@ def join_parts_kernel(
     GROUP_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """What ``dhidden_kernel`` left of the tiles that were cut: their parts' sums become dhidden, in a fixed order."""
+    """Adds the parts of each tile that ``dhidden_kernel`` cut, in a fixed order, into dhidden."""
     counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
@@ -217,7 +217,7 @@ def finish_dhidden_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """What ``dhidden_kernel`` does after its product."""
+    """dhidden from a product that BLAS made, as ``dhidden_kernel`` stores its own."""
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr

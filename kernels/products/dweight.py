@@ -14,7 +14,7 @@ from ..common.kernel import kernel
 
 @triton.jit
 def add_or_store(matrix, row, column, value, ADD: tl.constexpr, BY_MEMORY: tl.constexpr):
-    """One addition per element and launch, so that memory's own (fp32 alone) leaves the same bits every time."""
+    """Adds or stores a tile. Each element is added to once per launch, so that atomic addition leaves the same bits."""
     if ADD and BY_MEMORY:
         matrix[0].atomic_add([row, column], value)
     else:

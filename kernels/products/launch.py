@@ -28,7 +28,7 @@ MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one l
 
 
 class Factors(NamedTuple):
-    """What makes gradients of products with exponentials: a factor per row, and the target's own term."""
+    """Factors per row that make gradients of products with exponentials: of the softmax, and of the target's term."""
 
     target: torch.Tensor | None = None  # [rows] int64, -1 where the row does not count
     softmax: torch.Tensor | None = None  # [rows] fp32
@@ -128,7 +128,7 @@ def add_target_rows(
     target: torch.Tensor,  # [tokens] int64
     target_factor: torch.Tensor,  # [tokens] fp32
     rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
-    scratch: torch.Tensor | None = None,  # contiguous, rows of a multiple of 4 bytes, whose contents nobody needs
+    scratch: torch.Tensor | None = None,  # contiguous, rows of a multiple of 4 bytes, to be overwritten
 ) -> None:
     """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done.
 

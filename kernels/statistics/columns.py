@@ -72,7 +72,7 @@ def pick_columns_kernel(
     row_scale_ptr,  # [rows] fp32 or None
     BLOCK: tl.constexpr,
 ):
-    """The same out of stored raw logits."""
+    """Logits of some columns of each row, out of stored raw logits."""
     row = tl.program_id(0).to(tl.int64)
     row_scale = load_number(row_scale_ptr, row)
     k = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""What becomes of a tile of the logits matmul: statistics of its strips, and exponentials or relative logits."""
+"""From a tile of the logits matmul to statistics of its strips, and to exponentials or relative logits."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ REACH = tl.constexpr(60.0)
 
 @triton.jit
 def first_column(i, moved, WIDTH: tl.constexpr):
-    """Of a tile or a strip."""
+    """First column of tile or strip ``i``."""
     if moved is None:
         return i * WIDTH
     else:

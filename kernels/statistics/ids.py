@@ -31,7 +31,7 @@ def read_targets_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """One program walks over all of them: a few microseconds beside any matmul, and nothing to be set to 0 before."""
+    """Shifts and checks targets in one program that walks over all of them: nothing has to be set to 0 before."""
     counted = tl.zeros((BLOCK,), dtype=tl.int32)
     wrong = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, tokens, BLOCK):
@@ -173,7 +173,7 @@ def kept_entries_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """As many entries for each program, however many a token has; each is written, whatever the offsets are."""
+    """Writes each entry's row and column, BLOCK entries to a program, whatever the offsets are."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < entries + tokens
     if offset_ptr is None:

@@ -22,7 +22,7 @@ from .sum_rows import sum_rows_kernel
 
 
 class Outputs(NamedTuple):
-    """Where statistics of a softmax over each row go, [rows] fp32; None what is not wanted."""
+    """Outputs for statistics of a softmax over each row, [rows] fp32; None for those not wanted."""
 
     lse: torch.Tensor | None = None
     start: torch.Tensor | None = None  # always there, as rest
@@ -62,7 +62,7 @@ def read_fields(
     shift: int,
     dtype: torch.dtype,
 ) -> Sequence[torch.Tensor]:
-    """Fields [tokens] as ``read_targets`` has laid the targets beside rows."""
+    """Fields [tokens], shifted as ``read_targets`` shifts targets."""
     tokens, block = len(target), 1024
     outs = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
     for first in range(0, len(values) if tokens else 0, 4):
@@ -243,7 +243,7 @@ def merge_ranks(
     places: dict[str, int],  # of the numbers START, REST, TARGET, ENTROPY, WEIGHTED, TOP and ARGMAX, -1 for none
     known_targets: bool,
 ) -> None:
-    """One softmax over the vocabulary from those over its pieces, and what goes with it."""
+    """Statistics of the softmax over the vocabulary, from those over its pieces."""
     ranks, numbers, rows = gathered.shape
     block = 64
     merge_ranks_kernel[(cdiv(rows, block),)](
@@ -308,7 +308,7 @@ def kept_stats(
     ratio: float | None,
     fill: bool,
 ) -> None:
-    """Of rows that keep columns; the others' stay as they are, or are 0 with ``fill``."""
+    """Statistics of rows that keep columns; the other rows' stay as they are, or become 0 with ``fill``."""
     kept_stats_kernel[(len(entries.target),)](
         *out[:6], out.top, out.argmax, logit, *entries, ratio, FILL=fill, BLOCK=128, num_warps=1
     )

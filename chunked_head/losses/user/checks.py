@@ -28,7 +28,7 @@ def by_itself(grad: bool, device: torch.device) -> Iterator[None]:
 
 
 def device_of(*values: Any) -> torch.device:
-    """Where a function can run: with the tensors that it closes over, on the CPU where there are none elsewhere."""
+    """Device that a function runs on: that of the tensors that it closes over, else the CPU."""
     found = [device for device in Contents(*values).devices if device.type not in ("cpu", "meta")]
     return found[0] if found else torch.device("cpu")
 
@@ -112,7 +112,7 @@ def check_values(where: str, unit: Unit, values: Any, tokens: int) -> None:
 
 
 class RankBatch(Batch):
-    """One rank's tokens: ``own`` are their sums over segments, in turn, ``sums`` those of all tokens, if known."""
+    """Tokens of one rank. ``own``: their sums over segments, in turn; ``sums``: those of all tokens, if known."""
 
     def __init__(self, made: Synthetic, piece: slice, given: frozenset[str], sums: list[Tensor]):
         fields = {name: value for name, value in made.fields_of(piece).items() if name in given}

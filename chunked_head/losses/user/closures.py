@@ -1,4 +1,4 @@
-"""What is found out of a function of a user's once, and known again without a reference to what it closes over."""
+"""A cache of answers about users' functions, which holds no reference to what they close over."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ ALIKE: Cache[Hashable, Any] = Cache(256)
 
 
 def known(function: Function, question: Hashable, find: Callable[[], Result]) -> Result:
-    """What ``find`` finds of a function: once for it, and once for all of the same code over values alike."""
+    """Result of ``find`` for a function: found once, and once for all of the same code over equal values."""
     owner: Any = function
     code = None
     if isinstance(function, MethodType):
@@ -42,7 +42,7 @@ def known(function: Function, question: Hashable, find: Callable[[], Result]) ->
 
 
 class Same:
-    """One object, while it lives, and no other that is equal to it or comes to lie where it lay."""
+    """Key that equals only keys of the object itself, while it lives."""
 
     def __init__(self, value: Any):
         self.reference, self.address = weakref.ref(value), id(value)
@@ -55,9 +55,9 @@ class Same:
 
 
 class Contents:
-    """What values consist of, functions' closures, defaults and objects included. ``key``: equal where code and types
-    are the same and plain values are equal; of a float it has the sign, of a tensor dtype, device and dimensions, of
-    what cannot be looked into which object it is. ``devices``: those of tensors, of globals that are read too."""
+    """Parts of values, functions' closures, defaults and objects included. ``key``: equal where code and types are the
+    same and plain values are equal; a float enters with its sign, a tensor with dtype, device and dimensions, an
+    opaque object as itself. ``devices``: those of tensors, of globals that are read too."""
 
     def __init__(self, *values: Any):
         self.devices: list[torch.device] = []
@@ -99,7 +99,7 @@ class Plain:
 
 
 def parts_of(value: Any) -> tuple[Any, ...] | None:
-    """All that a value consists of, None where that cannot be told."""
+    """All that a value consists of, None where its type is opaque."""
     kind = type(value)
     if kind is FunctionType:
         cells = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]

@@ -20,7 +20,7 @@ rand, randn = (functools.partial(draw, dtype=torch.float32) for draw in (torch.r
 
 @dataclass
 class Reads:
-    """What a function was seen to read."""
+    """Names that a function was seen to read."""
 
     required: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)
