@@ -14,6 +14,7 @@ from ..call.run import run
 from ..call.spec import spec_of
 from ..call.streams import Streams
 from ..core.checks import INFINITY, NUMBERS, is_dtensor
+from ..core.stats import at_targets
 from ..losses.base import Losses
 from . import operators
 from .recipes import TASKS, described
@@ -97,3 +98,9 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
         return None
     wanted = [grad and operand.requires_grad for operand in operands]
     return IN_GRAPH[name](operators.forward(operands, tensors, key, wanted), given)
+
+
+def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
+    """Values of tokens in the target's shape, each at its target's place."""
+    rows = given["hidden"] if "hidden" in given else given["logits"]
+    return at_targets(outputs[0], rows.shape[:-1], given.get("shift", 0))

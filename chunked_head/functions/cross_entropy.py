@@ -11,13 +11,12 @@ from .. import losses
 from ..call.options import NO_LOSSES, Call, Head, call_of, check_options
 from ..call.run import Outcome
 from ..call.spec import check_losses
-from ..compile.operation import IN_GRAPH, operation
+from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..core import checks
 from ..core.checks import flag, nearest
 from ..kernels.common.cache import Cache
 from ..losses.base import Losses
 from ..losses.distillation import TARGET_MASS, fields_of_probabilities
-from .loss import in_graph_values
 
 
 @operation

@@ -12,10 +12,9 @@ from ..call.logits_call import check_inplace
 from ..call.options import Call, Head, call_of
 from ..call.run import Outcome
 from ..call.streams import Streams
-from ..compile.operation import IN_GRAPH, operation
+from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..compile.recipes import TASKS
 from ..core import checks
-from ..core.stats import at_targets
 from ..losses.base import Losses, as_losses
 from ..losses.user.closures import Function
 from ..metrics import Metric, MetricValue
@@ -172,12 +171,6 @@ def linear_loss(
     if candidates is not None or candidate_bias is not None:
         call = with_candidates(call, candidates, candidate_bias)
     return call if segment_lengths is None else with_segments(call, segment_lengths)
-
-
-def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
-    """Values of tokens in the target's shape, each at its target's place."""
-    rows = given["hidden"] if "hidden" in given else given["logits"]
-    return at_targets(outputs[0], rows.shape[:-1], given.get("shift", 0))
 
 
 def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:

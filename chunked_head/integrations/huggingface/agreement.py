@@ -21,8 +21,8 @@ from ...losses.user.closures import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
 from ..frameworks import REPLACED, check_named
-from .head import FSDP1, NotUnderstood, embeddings, find_head, hung_by, make_lazy, make_plain, name_of, sizes_of
-from .source import FORWARDS, MADE, PATCH, running
+from .head import FSDP1, hung_by, sizes_of
+from .source import FORWARDS, MADE, running
 from .virtual import Rehearsed, Tail, in_words
 
 # options of how to compute; what to compute is the model's
@@ -97,19 +97,6 @@ class Agreement:
         """The argument that changes or measures the model's loss, for errors; empty without one."""
         return "loss=" if self.loss is not None else "metrics=" if self.measured else ""
 
-    def settle(self, model: nn.Module, head: Any) -> None:
-        """Makes a model's head lazy."""
-        self.head, self.mechanism, self.name = head, "lazy logits", name_of(head, model)
-        weight = getattr(embeddings(model, "input"), "weight", None)
-        self.tied = any(weight is parameter for parameter in head.parameters())
-        make_lazy(head, self)
-
-    def release(self) -> None:
-        """Makes the head what it was."""
-        if self.head is not None:
-            make_plain(self.head, self)
-        self.head = None
-
     def refuse(self, reason: str) -> None:
         if self.asks:
             raise ValueError(f"{self.asks} of patch_model has no effect on this {self.model}: {reason}")
@@ -151,23 +138,6 @@ class Agreement:
             )
             return False
         return outside
-
-    def find_again(self, model: nn.Module) -> Any:
-        """The head, which may be another module by now: resized, set, adapted. None where there is none any more."""
-        try:
-            head = find_head(model)
-        except NotUnderstood as reason:
-            self.release()
-            self.refuse(str(reason))
-            return None
-        if getattr(model, "_is_replica", False):
-            return head  # nn.DataParallel's, for this forward
-        if head is not self.head:
-            self.release()
-            self.settle(model, head)
-        if head.__dict__.get(PATCH) is not self:
-            make_lazy(head, self)
-        return head
 
     @contextlib.contextmanager
     def being_lazy(self, head: Any, labelled: bool) -> Iterator[None]:

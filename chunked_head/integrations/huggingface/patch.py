@@ -1,4 +1,8 @@
-"""Any HuggingFace model with one line: its forward computes its loss through this library."""
+"""Any HuggingFace model with one line: its forward computes its loss through this library.
+
+A model and its head stay what and where they are, parameters, hooks and names: only their classes change, to ones made
+of those (``Patched``, ``LazyHead``).
+"""
 
 import functools
 import inspect
@@ -6,18 +10,32 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...losses.base import Losses
 from ...losses.user.closures import Function
 from ...metrics import Metric, all_reduce
 from .agreement import Agreement
-from .head import NotUnderstood, base_model, find_head, hides, hung_by, loosen
+from .head import (
+    NotUnderstood,
+    base_model,
+    embeddings,
+    find_head,
+    hides,
+    hung_by,
+    loosen,
+    name_of,
+    sizes_of,
+    unwrapped,
+    watcher,
+)
 from .lazy_logits import LazyLogits, TracedLogits
-from .source import running
+from .source import HEADS, PATCH, Source, is_shard, running, watch_optimizers
+from .virtual import Virtual
 
 REPORT = "chunked_head"  # the attribute of a patched model
 LABELS = ("labels", "shift_labels")
+HOLLOW = "hidden states without numbers"
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -88,7 +106,7 @@ def patch_model(
                 f"its forward is hung on the instance by {hung_by(inner)} and runs instead of its class's; patch_model "
                 "comes before that"
             )
-        agreed.settle(inner, find_head(inner))
+        settle(agreed, inner, find_head(inner))
     except NotUnderstood as reason:
         agreed.refuse(str(reason))
         setattr(inner, REPORT, agreed)
@@ -107,7 +125,7 @@ def unpatch_model(model: Model) -> Model:
     inner = the_model(model, "unpatch_model")
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement):
-        agreed.release()
+        release(agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.class_before):
         loosen(inner)
         inner.__class__ = inner.class_before
@@ -185,7 +203,7 @@ def patched_class(base: type) -> type:
         agreed: Any = self.__dict__.get(REPORT)
         labelled = agreed is not None and agreed.runs() and self.was_given(args, kwargs, *LABELS)
         cached = self.was_given(args, kwargs, "past_key_values")
-        head = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled, cached) else None
+        head = find_again(agreed, self) if agreed is not None and agreed.applies(self, labelled, cached) else None
         if head is None or running(head) is agreed:
             return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.training = self.training
@@ -206,6 +224,144 @@ def without_logits(output: Any) -> Any:
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
     return tuple(part for part in output if not isinstance(part, lazy)) if type(output) is tuple else output
+
+
+def settle(agreed: Agreement, model: nn.Module, head: Any) -> None:
+    """Makes a model's head lazy."""
+    agreed.head, agreed.mechanism, agreed.name = head, "lazy logits", name_of(head, model)
+    weight = getattr(embeddings(model, "input"), "weight", None)
+    agreed.tied = any(weight is parameter for parameter in head.parameters())
+    make_lazy(head, agreed)
+
+
+def release(agreed: Agreement) -> None:
+    """Makes the head what it was."""
+    if agreed.head is not None:
+        make_plain(agreed.head, agreed)
+    agreed.head = None
+
+
+def find_again(agreed: Agreement, model: Any) -> Any:
+    """The head, which may be another module by now: resized, set, adapted. None where there is none any more."""
+    try:
+        head = find_head(model)
+    except NotUnderstood as reason:
+        release(agreed)
+        agreed.refuse(str(reason))
+        return None
+    if getattr(model, "_is_replica", False):
+        return head  # nn.DataParallel's, for this forward
+    if head is not agreed.head:
+        release(agreed)
+        settle(agreed, model, head)
+    if head.__dict__.get(PATCH) is not agreed:
+        make_lazy(head, agreed)
+    return head
+
+
+def make_lazy(head: nn.Module, patch: Any) -> None:
+    for module in {unwrapped(head), head}:
+        if not isinstance(module, LazyHead):
+            loosen(module)
+            module.__class__ = lazy_class(type(module))  # type: ignore[arg-type]
+    head.__dict__[PATCH] = patch
+    HEADS.add(head)
+    watch_optimizers()
+
+
+def make_plain(head: nn.Module, patch: Any) -> None:
+    """Gives a head its class back. Where another framework has built on ours, ours stays and does nothing. A head that
+    another patched model shares stays lazy."""
+    if head.__dict__.get(PATCH) is not patch:
+        return
+    del head.__dict__[PATCH]
+    HEADS.discard(head)
+    for module in {unwrapped(head), head}:
+        if isinstance(module, LazyHead) and type(module) is lazy_class(module.class_before):
+            loosen(module)
+            module.__class__ = module.class_before
+
+
+def is_hollow(hidden: Any) -> bool:
+    """True for hidden states without numbers: on the meta device, or torch's fake tensors, as tools use them that run a
+    model for its sizes."""
+    fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
+    return hidden.is_meta or fake
+
+
+class LazyHead:
+    """Put before a module's class. ``__call__`` rather than ``forward`` gives lazy logits, so that no hook runs for
+    what computes nothing, and frameworks that hang a ``forward`` on the instance do not hide it."""
+
+    weight: Tensor
+    _parameters: dict[str, Any]
+    _compiled_call_impl: Any
+    plain: bool  # whether the class's forward is nn.Linear's
+    class_before: type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
+            return type(self).__call__(self, *args, **kwargs)
+        patch = running(self)
+        if patch is None or len(args) != 1 or kwargs:
+            return self.real(*args, **kwargs)
+        hidden = args[0]
+        reason = HOLLOW if patch.rehearsed is None and is_hollow(hidden) else watcher(self) or watcher(unwrapped(self))
+        if reason is not None:
+            patch.materialises(reason)
+            return self.real(hidden)
+        source = Source.here(self, patch, hidden)
+        dtype = hidden.dtype if source.autocast is None or hidden.dtype == torch.float64 else source.autocast
+        virtual = Virtual(hidden, (), self.columns, dtype, source)
+        return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.of(virtual)
+
+    def real(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own call, hooks and all; of a compiled module uncompiled where a loss is made in it."""
+        compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
+        if not compiled or "chunked_head_loss" not in kwargs or torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with torch.compiler.set_stance("force_eager"):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def forward(self, *args: Any, chunked_head_loss: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
+            return type(self).forward(self, *args, **kwargs)
+        forward = super().forward  # type: ignore[misc]
+        if chunked_head_loss is None:
+            return forward(*args, **kwargs)
+        if unwrapped(self) is not self:
+            return forward(*args, chunked_head_loss=chunked_head_loss)
+        return chunked_head_loss(self, args[0], forward)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the logits, which a sharded weight's shape does not tell."""
+        return (sizes_of(self) or (0, 0))[0]
+
+    @property
+    def reads_weight(self) -> bool:
+        """True where logits are the product with weight and bias, no more; else chunks go through the head's call."""
+        if unwrapped(self) is not self:
+            return unwrapped(self).reads_weight
+        # a quantised weight is a tensor of a class of its own
+        numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
+        return self.plain and not hides(self) and (numbers or is_shard(self.weight))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the class before, until a patched model's forward finds them."""
+        made: Any = super().__reduce_ex__(protocol)
+        if made[0] is type(self):  # as of what torch.compile makes
+            return self.class_before, *made[1:]
+        state = self.__getstate__().items()  # type: ignore[attr-defined]
+        return object.__new__, (self.class_before,), {key: value for key, value in state if key != PATCH}
+
+
+@functools.cache
+def lazy_class(base: type) -> type:
+    """The class of ``base``'s modules that are lazy."""
+    plain = base.forward is nn.Linear.forward  # type: ignore[attr-defined]
+    names = {"plain": plain, "class_before": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (LazyHead, base), names)
 
 
 def log_metrics(trainer: Any) -> Any:
