@@ -25,12 +25,9 @@ WITHOUT_GRADIENT = ("argmax", "top_k_logprobs", "top_k_ids")  # of values per to
 
 def objective_of(tokens: Tokens) -> Objective:
     """The sum of losses as one number, or for each token, or statistics of each token."""
-    return of_each_token(tokens) if tokens.call.outputs else scalar_objective(tokens)
-
-
-def scalar_objective(tokens: Tokens) -> ScalarObjective:
-    """The sum of losses as one number."""
     call, spec, structure = tokens.call, tokens.spec, tokens.structure
+    if call.outputs:
+        return of_each_token(tokens)
     if call.tokens is not None:
         tokens = with_global_counts(tokens)
     terms, one_or_nan, spread = tokens.losses.terms, tokens.one_or_nan, tokens.spread

@@ -136,18 +136,6 @@ class Head(Execution, total=False):
     shift: int
 
 
-class PerTokenOptions(Head, total=False):
-    """Keywords of ``linear_logprobs`` but those that name its results."""
-
-    temperature: float | Tensor  # [...], indexed like the target
-    mask: Tensor | None
-    kept_ids: Tensor | None
-    kept_offsets: Tensor | None
-    kept_everywhere: bool
-    candidates: Tensor | None
-    candidate_bias: Tensor | None
-
-
 def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = "spec") -> Any:
     """A row of the table of options: a field of ``Call``, with its name, type and default. ``check`` raises what is
     wrong with a value, whatever tensors it comes with."""

@@ -18,6 +18,7 @@ from ..plan.sizes import Request, Sizes
 from ..stores import Layout
 from ..stores.operands import Teacher
 from .function import Forward, Loss, forward_of
+from .logits_call import LogitsCall
 from .logits_call import call_of as logits_call_of
 from .objectives import call_fields, objective_of
 from .options import Call
@@ -36,32 +37,35 @@ class Outcome(NamedTuple):
     tokens: Any = None  # ``Tokens``
     objective: Any = None
     stats: Any = None  # ``RowStats``
-    call: HeadCall | None = None
-    forward: Forward | None = None
 
 
 def run(call: Call[Any], spec: Spec) -> Outcome:
     """Runs the call at once, differentiable."""
-    again, tokens, found = in_backward(), tokens_of(call, spec), list[Forward]()
-    if call.weight is None:
-        objective = objective_of(tokens)
-        logits, on_logits = logits_call_of(tokens, objective)
-        outputs = Loss.apply(functools.partial(forward_of, on_logits), found, logits)
-        if call.outputs:
-            outputs = all_at_targets(outputs, call.leading, call.shift)
-        return Outcome(outputs, None, tokens, objective, found[0].stats)
-    tokens, hidden, plan, spans = planned(tokens, wanted_of(tokens.call), again)
-    # the first that ranks with other tokens send each other: what one of them refuses is known by now
-    objective = objective_of(tokens)
-    made = head_call(tokens, hidden, plan, spans, objective)
-    outputs = Loss.apply(functools.partial(forward_of, made), found, hidden, tokens.call.weight, tokens.call.bias)
+    again, found = in_backward(), list[Forward]()
+    tokens, made, operands = prepared(tokens_of(call, spec), None, again)
+    outputs = Loss.apply(functools.partial(forward_of, made), found, *operands)
     if call.outputs:
         if tokens.packing is not None:
             outputs = tuple(map(tokens.packing.unpack, outputs))
-        if call.shard is not None:
+        if call.shard is not None and call.weight is not None:
             outputs = tuple(map(call.shard.own_tokens, outputs))
         outputs = all_at_targets(outputs, call.leading, call.shift)
-    return Outcome(outputs, plan, tokens, objective, found[0].stats, made, found[0])
+    return Outcome(outputs, made.plan, tokens, made.objective, found[0].stats)
+
+
+def prepared(
+    tokens: Tokens, wanted: Wanted | None = None, again: bool = False
+) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Tensor | None, ...]]:
+    """The tokens in the order in which they run, what is to be done with them, and the operands: hidden states [tokens,
+    hidden], weight and bias, or logits. ``wanted``: other gradients than autograd asks for here."""
+    call = tokens.call
+    if call.weight is None:
+        logits, on_logits = logits_call_of(tokens, objective_of(tokens))
+        return tokens, on_logits, (logits,)
+    tokens, rows, plan, spans = planned(tokens, wanted or wanted_of(call), again)
+    # the first that ranks with other tokens send each other: what one of them refuses is known by now
+    objective = objective_of(tokens)
+    return tokens, head_call(tokens, rows, plan, spans, objective), (rows, call.weight, call.bias)
 
 
 def wanted_of(call: Call[Any]) -> Wanted:

@@ -20,7 +20,7 @@ from ..plan.plans import MAX_HALF_CHUNKS, row_bytes
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients
 from .function import Forward, Grads, Loss, forward_of
-from .objectives import scalar_objective
+from .objectives import objective_of
 from .options import Call, Result
 from .run import Outcome, Wanted, head_call, planned, sizes_of, wanted_of
 from .spec import spec_of
@@ -48,7 +48,7 @@ class Streams(Generic[Result]):
         pairs = zip(prepared, wants, strict=True)
         plans = [planned(one, want, in_backward(), request, buffer_dtype) for one, want in pairs]
         prepared = [tokens for tokens, *_ in plans]
-        objectives = [scalar_objective(one) for one in prepared]
+        objectives: list[Any] = [objective_of(one) for one in prepared]  # ``ScalarObjective`` each
         calls = [head_call(*plan, objective, request) for plan, objective in zip(plans, objectives, strict=True)]
         made: list[StreamsForward] = []
 
@@ -65,7 +65,7 @@ class Streams(Generic[Result]):
                 first, *others = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
                 value = sum(others, first)
             ran = made[0].each[i]
-            outcomes.append(Outcome((value,), call.plan, prepared[i], objective, ran.stats, call, ran))
+            outcomes.append(Outcome((value,), call.plan, prepared[i], objective, ran.stats))
         return self.result(total, outcomes)
 
 

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..call.function import Grads, as_called
-from ..call.logits_call import LogitsCall, call_of
-from ..call.objectives import objective_of
+from ..call.logits_call import LogitsCall
 from ..call.options import Call
-from ..call.run import head_call, planned
+from ..call.run import prepared
 from ..call.spec import Spec
 from ..call.sweep import HeadCall
-from ..call.tokens import Packing, tokens_of
+from ..call.tokens import Tokens, tokens_of
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats
 from ..plan.planner import make_plan
@@ -69,17 +68,11 @@ def switched_off() -> Any:
 
 
 def begun(
-    asked: Call[Any], spec: Spec, operands: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[LogitsCall | HeadCall, tuple[Any, ...], Packing | None]:
-    """The beginning of both operators: the call, its operands (hidden states as rows), the tokens' order."""
-    tokens = tokens_of(asked, spec)
-    if asked.weight is None:
-        logits, on_logits = call_of(tokens, objective_of(tokens))
-        return on_logits, (logits,), None
-    tokens, rows, plan, spans = planned(tokens, (wanted[0], wanted[1], wanted[-1] and len(wanted) > 2))
-    call = head_call(tokens, rows, plan, spans, objective_of(tokens))
-    bias = operands[2] if len(operands) > 2 else None
-    return call, (rows, operands[1], bias), tokens.packing
+    asked: Call[Any], spec: Spec, wanted: Sequence[bool]
+) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Any, ...]]:
+    """The beginning of both operators."""
+    of_hidden, of_weight, of_bias = (*wanted, False, False)[:3]
+    return prepared(tokens_of(asked, spec), (of_hidden, of_weight, of_bias))
 
 
 def comes_late(asked: Call[Any]) -> bool:
@@ -92,14 +85,14 @@ def comes_late(asked: Call[Any]) -> bool:
 def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     with torch.no_grad(), as_called(operands[0].device):
         asked, spec = recipe_of(key).call(operands, others)
-        call, of, packing = begun(asked, spec, operands, wanted)
+        tokens, call, of = begun(asked, spec, wanted)
         objective = call.objective
         stats, grads = call.forward(*of)
         outputs = objective.outputs(stats)
         if isinstance(objective, ScalarObjective):
             outputs = *outputs, packed(asked, objective, stats)
-        elif packing is not None:
-            outputs = tuple(map(packing.unpack, outputs))
+        elif tokens.packing is not None:
+            outputs = tuple(map(tokens.packing.unpack, outputs))
         if not any(wanted):
             return [*outputs]
         if comes_late(asked):
@@ -180,13 +173,13 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     with torch.no_grad(), as_called(operands[0].device):
         asked, spec = recipe_of(key).call(operands, others)
-        call, of, packing = begun(asked, spec, operands, wanted)
+        tokens, call, of = begun(asked, spec, wanted)
         names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):
             return [grad for grad in call.late_gradients(of, kept, upstream) if grad is not None]
-        if packing is not None:
-            upstream = [packing.pack(each) for each in upstream]
+        if tokens.packing is not None:
+            upstream = [tokens.packing.pack(each) for each in upstream]
         found = call.recompute(of, kept, call.objective.coefficients_for(kept, tuple(upstream)))
         return shaped(found, operands, wanted)
 

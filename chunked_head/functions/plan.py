@@ -75,10 +75,6 @@ def plan(
     ``segment_lengths``: whether the call is given them. With ``ranks`` the plan is that of the first of so many that
     share the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the
     vocabulary named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
-
-    Without ``memory_budget`` and ``chunk_tokens`` most calls on a GPU run with rows that do not count behind their own,
-    up to a multiple of 128 (64 below 64): packed batches of all lengths run as calls of few sizes. The plan is of
-    these rows.
     """
     least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
     for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):

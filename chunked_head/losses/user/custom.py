@@ -1,7 +1,7 @@
 """A loss of the user's own."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Unpack, overload
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from ..base import (
     Losses,
     Scope,
     Summand,
-    SummandOptions,
     Teacher,
     Unit,
     make,
@@ -28,25 +27,10 @@ from .closures import Contents, Function, known
 ALWAYS = ("logprob", "lse")
 
 
-class CustomOptions(SummandOptions, total=False):
-    """Keywords of ``custom``, for its types alone."""
-
-    needs: Iterable[str] | None
-    fields: Mapping[str, Field | str] | Iterable[str] | None
-    unit: Unit
-    reads_target: bool | None
-    check: bool
-    teacher: Teacher | None
-    tensors: Mapping[str, Tensor] | None
-    options: Mapping[str, Any] | None
-
-
 @overload
-def custom(function: Function, *, scope: Scope, **options: Unpack[CustomOptions]) -> Losses: ...
+def custom(function: Function, *, scope: Scope, **options: Any) -> Losses: ...
 @overload
-def custom(
-    function: None = None, *, scope: Scope, **options: Unpack[CustomOptions]
-) -> Callable[[Function], Losses]: ...
+def custom(function: None = None, *, scope: Scope, **options: Any) -> Callable[[Function], Losses]: ...
 @breaks_graph
 def custom(
     function: Function | None = None,
@@ -63,7 +47,8 @@ def custom(
     teacher: Teacher | None = None,
     **summand: Any,
 ) -> Losses | Callable[[Function], Losses]:
-    """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
+    """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``. Without a function a
+    decorator of one.
 
     ``stats`` are those of ``chunked_head.losses.batch.Stats``, ``batch`` is a ``chunked_head.losses.batch.Batch``;
     gradients are autograd's, to the statistics alone. Masks, weights, denominators and coefficients are applied to the
