@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from chunked_head import commands, explain_model, losses, plan
-from chunked_head.commands import main
+from chunked_head import __main__ as commands
+from chunked_head import explain_model, losses, plan
+from chunked_head.__main__ import main
 from chunked_head.stores.torch_store import TorchStore
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +141,7 @@ def test_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["chunked_head", "plan", "--help"])
+    monkeypatch.delitem(sys.modules, "chunked_head.__main__")
     with pytest.raises(SystemExit) as left:
         runpy.run_module("chunked_head", run_name="__main__")
     out = capsys.readouterr().out

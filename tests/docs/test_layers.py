@@ -13,7 +13,7 @@ from tiers import pairs
 ROOT = Path(__file__).resolve().parents[2]
 # from the lowest to the highest; kernels know nothing but each other
 LAYERS = ("reference", "kernels", "core", "losses", "metrics", "plan", "parallel", "stores", "arithmetic", "call",
-          "compile", "functions", "integrations", "commands", "__main__")  # fmt: skip
+          "compile", "functions", "integrations", "__main__")  # fmt: skip
 MOST_FILES = 12
 
 
@@ -79,9 +79,9 @@ def test_the_test_sees_an_import() -> None:
 
 # what catches errors of any kind, or those that our own checks raise, and why it has to; by module and function
 BROAD = {
-    ("commands", "diagnose"): "reports whatever is broken",
-    ("commands", "main"): "prints an error of the arguments in a line",
-    ("commands", "model_of"): "transformers raises errors of many kinds",
+    ("__main__", "diagnose"): "reports whatever is broken",
+    ("__main__", "main"): "prints an error of the arguments in a line",
+    ("__main__", "model_of"): "transformers raises errors of many kinds",
     ("integrations.huggingface.explain", "explain_model"): "reports what patch_model would raise",
     ("integrations.huggingface.explain", "hollow"): "copies modules of others",
     ("integrations.huggingface.explain", "rehearse"): "runs models of others",
