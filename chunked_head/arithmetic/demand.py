@@ -98,7 +98,7 @@ def structure_of(
     def softmax_of(part: Summand | Metric) -> tuple[float, int | None]:
         """The temperature of the softmax that a part sees, and the number of ids where it is not over all."""
         if isinstance(part, Metric) and part.needs & set(DENSE):
-            part = dense_beside(part, dense)
+            part = dense_loss(part, dense)
         limited = fewer and isinstance(part, Summand) and part.teacher is not None
         return part.temperature or temperature, teacher_vocab if limited else None
 
@@ -143,7 +143,7 @@ def structure_of(
         columns=columns if "topk_logprobs" in names else 0,
         pairing=pairing,
         rank_one=leaves <= {"logprob", "lse"},
-        columns_alone=bool(columns and summands)
+        columns_only=bool(columns and summands)
         and all(s.of_columns for s in summands)
         and not metrics
         and len(views) == 1,
@@ -166,7 +166,7 @@ def check_kept(demand: Demand) -> None:
         )
 
 
-def dense_beside(metric: Metric, dense: Sequence[Summand]) -> Summand:
+def dense_loss(metric: Metric, dense: Sequence[Summand]) -> Summand:
     """The loss whose dense teacher and softmaxes a metric sees."""
     if not dense:
         raise ValueError(

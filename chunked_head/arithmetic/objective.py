@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
 from ..metrics import Metric, MetricValue
-from ..parallel.tokens import whole_metrics
+from ..parallel.tokens import metrics_of_all_ranks
 from ..stores import Backend
 from ..stores.operands import Kept, Teacher
 from .demand import Structure
@@ -217,7 +217,7 @@ class ScalarObjective(LossObjective):
                 values[metric.label] = MetricValue("mean", total, count, finish=metric.finish)
             else:
                 values[metric.label] = MetricValue(metric.reduce, extremum=total)
-        return values if spread is None else whole_metrics(values, spread.parallel)
+        return values if spread is None else metrics_of_all_ranks(values, spread.parallel)
 
     def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
         """Totals of the metrics without tokens."""

@@ -114,7 +114,7 @@ class LogitsCall(LocalCall):
         return store, lambda at: every, [(every.tokens,)]
 
 
-def call_of(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCall]:
+def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCall]:
     """The logits as kernels read them, and what is to be done with them."""
     call, temperature = tokens.call, tokens.structure.temperature
     logits, shard = call.rows, call.shard

@@ -97,7 +97,7 @@ def fields_of(
         # a copy: backward may read it, and would not notice that the caller had changed it
         given = tokens.losses.terms[structure.weighted][1].tensors["class_weights"]
         class_weights = given.detach().to(one_or_nan.dtype, copy=True).contiguous()
-    if demand.columns_alone and columns is not None and len(columns):
+    if demand.columns_only and columns is not None and len(columns):
         kept = Kept.columns_of(columns)
     fields: dict[str, Any] = {
         "demand": demand, "structure": structure, "target": tokens.target, "columns": columns,

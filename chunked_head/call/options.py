@@ -21,9 +21,8 @@ from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import CheckedBy, Shard
 from ..plan.segments import Segments
 from ..plan.sizes import Request
-from ..stores import check_name
-from ..stores.gradients import GradientBuffer, check_kind
-from ..stores.gradients import resolve as resolve_into
+from ..stores import check_backend
+from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_buffer_of
 
 Result = TypeVar("Result")
 # the Spec, by being in its key; numbers of the Spec, which is renewed for others; or nothing that outlives the call
@@ -166,10 +165,10 @@ class Call(Generic[Result]):
     memory_budget: int | str | None = option(lambda x: Request(memory_budget=x))
     chunk_tokens: int | None = option(lambda x: Request(chunk_tokens=x))
     accumulate_dtype: torch.dtype | None = option(lambda x: Request(accumulate_dtype=x))  # noqa: RUF009
-    accumulate_into: Tensor | str | None = option(check_kind, decides="call")  # noqa: RUF009
+    accumulate_into: Tensor | str | None = option(check_accumulate_into, decides="call")  # noqa: RUF009
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
-    backend: str | None = option(check_name)
+    backend: str | None = option(check_backend)
     parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
     inplace: bool = option(functools.partial(flag, "inplace"), False)
     # the loss
@@ -234,7 +233,7 @@ class Call(Generic[Result]):
         """The caller's buffer that the weight's gradient is added to; None without a gradient or buffer."""
         assert self.weight is not None
         others = {"hidden": self.rows, "target": self.target, "bias": self.bias}
-        return resolve_into(self.accumulate_into, self.weight, others)
+        return gradient_buffer_of(self.accumulate_into, self.weight, others)
 
     @property
     def sequence_sharded(self) -> bool:

@@ -18,8 +18,7 @@ from ..plan.sizes import Request, Sizes
 from ..stores import Layout
 from ..stores.operands import Teacher
 from .function import Forward, Loss, forward_of
-from .logits_call import LogitsCall
-from .logits_call import call_of as logits_call_of
+from .logits_call import LogitsCall, logits_call
 from .objectives import call_fields, objective_of
 from .options import Call
 from .spec import Spec, is_plain
@@ -60,7 +59,7 @@ def prepared(
     hidden], weight and bias, or logits. ``wanted``: other gradients than autograd asks for here."""
     call = tokens.call
     if call.weight is None:
-        logits, on_logits = logits_call_of(tokens, objective_of(tokens))
+        logits, on_logits = logits_call(tokens, objective_of(tokens))
         return tokens, on_logits, (logits,)
     tokens, rows, plan, spans = planned(tokens, wanted or wanted_of(call), again)
     # the first that ranks with other tokens send each other: what one of them refuses is known by now

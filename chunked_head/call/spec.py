@@ -214,12 +214,12 @@ def decided(
     on_hidden = call.weight is not None and not call.skip_ignored
     scopes = [summand.scope for _, summand in call.losses.terms]
     waits = "segment" in scopes and not call.outputs
-    alone = all(summand.alone for _, summand in call.losses.terms)
+    separable = all(summand.separable for _, summand in call.losses.terms)
     return Spec(
         dtype, torch.promote_types(dtype, torch.float32), backend,
         bare(structure) if all(part.builtin for part in parts) else None, demand, False, tuple(wanted), frozenset(),
-        known, autocast, request, bool(call.outputs), waits, waits and alone and on_hidden,
-        call.kept_everywhere or demand.columns_alone, columns, teacher_vocab,
+        known, autocast, request, bool(call.outputs), waits, waits and separable and on_hidden,
+        call.kept_everywhere or demand.columns_only, columns, teacher_vocab,
         numbers,
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ def structure_at(
     if call.outputs and call.outputs != ("values",):
         demand = demand_of(demand, call.outputs, call.top_k)
     if call.weight is None or call.sequence_sharded:
-        demand = demand._replace(columns_alone=False)
+        demand = demand._replace(columns_only=False)
     if "kept_ids" in wanted:
         # exponentials would be relative to a target's logit, which is not there for rows that keep columns
         demand = demand._replace(rank_one=False)

@@ -14,7 +14,7 @@ from ..core.checks import name
 from ..core.private import in_backward
 from ..losses.base import Losses
 from ..metrics import Metric, MetricValue
-from ..parallel.tokens import whole_metrics
+from ..parallel.tokens import metrics_of_all_ranks
 from ..plan.planner import make_plan
 from ..plan.plans import MAX_HALF_CHUNKS, row_bytes
 from ..plan.sizes import Request
@@ -250,7 +250,7 @@ def value_over_streams(metric: Metric, outcomes: Sequence[Outcome]) -> MetricVal
         total = sum(others, first).sum() * torch.stack([ran.tokens.one_or_nan for ran in outcomes]).prod()
     value = MetricValue("mean", total, objective.counts[place_of(metric, objective)])
     spread = objective.inputs.spread
-    return value if spread is None else whole_metrics({metric.label: value}, spread.parallel)[metric.label]
+    return value if spread is None else metrics_of_all_ranks({metric.label: value}, spread.parallel)[metric.label]
 
 
 def place_of(metric: Metric, objective: ScalarObjective) -> int:

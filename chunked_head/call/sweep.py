@@ -275,7 +275,7 @@ class HeadCall(LocalCall):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias once the upstream gradients are known."""
         if self.shard is not None and not isinstance(self.objective, ScalarObjective):
-            upstream = self.shard.whole_upstream(upstream)
+            upstream = self.shard.upstream_of_all_ranks(upstream)
         coefficients = self.objective.coefficients_for(stats, upstream)
         return self.recomputing().recompute(operands, stats, coefficients)
 

@@ -206,7 +206,7 @@ def lay_fields(
     for field in others:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = beside_rows(field, value, kind, ignored, leading, call.shift, dtype, segments)
+            value, wrong = rows_of_field(field, value, kind, ignored, leading, call.shift, dtype, segments)
             wrongs += [] if wrong is None else [wrong]
         elif field == "pairs":
             value, wrong = in_range(field, value.to(torch.int64), segments or 0, None)
@@ -226,7 +226,7 @@ def lay_fields(
     return targets, fields
 
 
-def beside_rows(
+def rows_of_field(
     field: str,
     value: Tensor,
     kind: Field,

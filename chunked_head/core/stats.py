@@ -50,7 +50,7 @@ class Demand(NamedTuple):
     top_k: int = 0  # largest logits and their columns
     pairing: Pairing | None = None
     rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view, and nothing else
-    columns_alone: bool = False  # nothing but the logits of each row's own columns, up to a constant of the row
+    columns_only: bool = False  # nothing but the logits of each row's own columns, up to a constant of the row
     values: int = 0  # numbers per token that losses and metrics make
     field_bytes: int = 0  # bytes per token of the fields that they read
 

@@ -158,7 +158,7 @@ def plan(
     fields, autocast = [field for part in read for field in part.fields], {hidden_dtype, weight_dtype} != {dtype}
     spec = decided(call, terms, dtype, chosen, fields, kinds_of(read), autocast, teacher_k, teacher_vocab)
     if sequence_sharded:
-        spec = replace(spec, demand=spec.demand._replace(columns_alone=False), kept_everywhere=False)
+        spec = replace(spec, demand=spec.demand._replace(columns_only=False), kept_everywhere=False)
     teacher, pairing = None, spec.demand.pairing
     if pairing is not None:
         rows, logits = None, made(0, dtype=torch.float32)

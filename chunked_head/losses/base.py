@@ -165,7 +165,7 @@ class Summand(Part):
     """One loss; its values are unreduced."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # as long as the vocabulary: inputs of what is compiled
-    alone: bool = True  # of scope "segment": a segment's (a pair's) tokens are all that its values depend on
+    separable: bool = True  # of scope "segment": a segment's (a pair's) tokens are all that its values depend on
     teacher: Teacher | None = None
     # (batch, **tensors) -> what each token adds to the default denominator (None: 1)
     counted: Callable[..., Tensor] | None = None

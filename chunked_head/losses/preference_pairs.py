@@ -177,12 +177,12 @@ def paired(
         **more,
     }
     fields = ("segments", "pairs", *["ref_logprobs"] * reference)
-    alone = variant not in SORTED
+    separable = variant not in SORTED
     # pairs that are compared with all others have no weight of their own
-    weighted = ("pair_weights",) if alone else ()
+    weighted = ("pair_weights",) if separable else ()
     return make(
         kind, _paired, summand, options, fields=fields, optional_fields=weighted, scope="segment", unit="pair",
-        alone=alone,
+        separable=separable,
     )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ class Shard:
             return values
         return values.unflatten(0, (-1, self.parallel.ranks))[:, self.parallel.rank]
 
-    def whole_upstream(self, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def upstream_of_all_ranks(self, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Upstream gradients of values per token, each rank's those of its own tokens and 0 elsewhere."""
         if not self.parallel.sequence_sharded:
             return upstream

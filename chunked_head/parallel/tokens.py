@@ -65,7 +65,7 @@ class Spread:
         return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
 
 
-def whole_metrics(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
+def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
     """Metrics of the tokens of all ranks, the same on each: one message."""
     found = over_ranks(metrics, parallel.group, counts=False)
     return {name: replace(value, whole_of=parallel.group.group_name) for name, value in found.items()}

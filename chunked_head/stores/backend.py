@@ -137,14 +137,14 @@ class Backend:
 TORCH = Backend()
 
 
-def check_name(name: str | None) -> None:
+def check_backend(name: str | None) -> None:
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
         raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
 
 
 def resolve(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's default; never another one than was asked for."""
-    check_name(name)
+    check_backend(name)
     if name is None:
         # our kernels are the default of NVIDIA's GPUs, and of those of AMD's that they have been compiled for
         ours = device.type == "cuda" and has_triton() and (torch.version.hip is None or gpu_of(device) is not None)

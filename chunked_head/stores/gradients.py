@@ -153,7 +153,7 @@ class Gradients:
         return hidden, weight if buffer is None else buffer.handed_over(), bias
 
 
-def resolve(
+def gradient_buffer_of(
     accumulate_into: Tensor | str | None, weight: Tensor, others: dict[str, Tensor | None]
 ) -> GradientBuffer | None:
     """The buffer that this call adds the weight's gradient to, or None; ValueError, TypeError for one that cannot be.
@@ -183,7 +183,7 @@ def resolve(
     return GradientBuffer(weight, buffer, attribute)
 
 
-def check_kind(accumulate_into: Tensor | str | None) -> None:
+def check_accumulate_into(accumulate_into: Tensor | str | None) -> None:
     if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str):
         raise TypeError(
             "accumulate_into must be a tensor, the name of an attribute of weight or None, got "

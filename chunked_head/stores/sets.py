@@ -104,7 +104,7 @@ class SetStore(Store):
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics over the sets' columns; where every row that counts keeps a set, those of other rows are 0."""
-        if not self.demand.columns_alone:
+        if not self.demand.columns_only:
             self.softmax_stats(rows.tokens, out)
             return
         out.zero_()
@@ -169,7 +169,7 @@ class SetStore(Store):
 
     def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         """The entries' gradients for rows ``at``."""
-        if not self.demand.columns_alone:
+        if not self.demand.columns_only:
             self.softmax_grad(at, stats, coefficients)
         elif coefficients.columns is not None:
             here = slice(at.start * self.demand.columns, at.stop * self.demand.columns)

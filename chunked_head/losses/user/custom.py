@@ -135,7 +135,7 @@ def custom(
         optional_fields=tuple(sorted(optional - required)),
         extra_fields=extra,
         scope=scope,
-        alone=scope == "token",
+        separable=scope == "token",
         unit=unit,
         reads_target=reads_target is not False,
     )
