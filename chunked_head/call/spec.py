@@ -14,7 +14,7 @@ from ..core.private import private, refuse_transforms
 from ..core.stats import Demand, View
 from ..kernels.common.cache import Cache
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
-from ..losses.user.checks import check_over_ranks
+from ..losses.user_checks import check_over_ranks
 from ..metrics import Metric
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..plan.plans import Plan

@@ -14,7 +14,7 @@ from ..arithmetic.demand import Structure
 from ..core.stats import shift_left
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field, Losses
 from ..losses.batch import PLACES, Batch
-from ..losses.topk import PADDING, entries
+from ..losses.distillation import PADDING, entries
 from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
 from ..parallel.tokens import Spread

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..core import checks
 from ..core.checks import choice
-from ..losses.topk import entries, positive, squared, topk_divergence, topk_options
+from ..losses.distillation import entries, positive, squared, topk_divergence, topk_options
 
 WHERE = "losses.gathered_topk_kl"
 

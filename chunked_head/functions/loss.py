@@ -16,7 +16,7 @@ from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..compile.recipes import TASKS
 from ..core import checks
 from ..losses.base import Losses, as_losses
-from ..losses.user.closures import Function
+from ..losses.user_checks import Function
 from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
 from ..parallel.dtensor import local_logits

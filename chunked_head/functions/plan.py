@@ -15,7 +15,7 @@ from ..core import checks
 from ..core.checks import choice, flag
 from ..kernels.common.gpus import GPUS, Gpu
 from ..losses.base import Losses, as_losses
-from ..losses.user.closures import Function
+from ..losses.user_checks import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
 from ..parallel.groups import Split, chunked

@@ -1,15 +1,12 @@
 """The losses: functions that return sums of losses, to be added, subtracted and multiplied by numbers."""
 
 from .base import FIELDS, Field, Losses, Summand, Teacher
-from .distillation import forward_kl, jsd, lk, reverse_kl, tvd
+from .distillation import forward_kl, jsd, lk, reverse_kl, topk_kl, tvd
 from .label import cross_entropy, entropy, focal, unlikelihood, z_loss
-from .policy import cispo, grpo, reinforce, sapo
+from .policy import cispo, grpo, kl_to_reference, reinforce, sapo
 from .policy_segments import gmpo, gspo, rloo, vespo
-from .preference import kto, orpo
-from .preference_pairs import cpo, dpo, simpo
-from .reference_kl import kl_to_reference
-from .topk import topk_kl
-from .user.custom import custom
+from .preference import cpo, dpo, kto, orpo, simpo
+from .user import custom
 
 __all__ = [
     "FIELDS", "Field", "Losses", "Summand", "Teacher", "cispo", "cpo", "cross_entropy", "custom", "dpo", "entropy",

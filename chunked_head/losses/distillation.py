@@ -1,19 +1,19 @@
-"""Distillation from a dense teacher.
+"""Distillation from a dense teacher, or from one of whom K log-probabilities a token are known.
 
 Throughout, ``p`` is the student's distribution and ``q`` the teacher's, which takes no gradient.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.checks import choice, number, refuse_unknown
+from ..core.checks import bound, choice, flag, number, refuse_unknown
 from ..core.stats import shift_left
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, once
 from .batch import Batch, Stats
-from .topk import positive, squared
 
 TARGET_MASS = "target_mass"  # field: what a token's probabilities add up to
 
@@ -172,3 +172,215 @@ def fields_of_probabilities(
         return fields | {TARGET_MASS: mass}
     # other summands, such as a z-loss, know nothing of the mass
     return fields | {TARGET_MASS: mass * token_weights, "token_weights": token_weights}
+
+
+# teachers' log-probabilities at and below this stand for none: collators pad with -1e9, -inf or the dtype's minimum
+PADDING = -1e6
+NONE = -1e30  # the log-probability of what does not count: finite, and 0 when exponentiated at any temperature
+
+
+@once
+def topk_kl(
+    divergence: str = "forward",
+    normalize: str = "tail",
+    *,
+    beta: float = 0.5,
+    teacher_renormalize: bool | None = None,
+    teacher_temperature: float | None = None,
+    t_squared: bool = False,
+    **summand: Any,
+) -> Losses:
+    """``(t * (t / s).log()).sum(-1) + rest_t * (rest_t / rest_s).log()`` with ``s`` and ``t`` [..., K] the student's
+    and the teacher's probabilities of ``teacher_ids``, ``rest_s = 1 - s.sum(-1)`` and ``rest_t = 1 - t.sum(-1)``: a
+    divergence from a teacher of whom K log-probabilities a token are known.
+
+    Fields: ``teacher_ids``, ``teacher_logprobs`` [..., K], and ``teacher_mask`` if entries are missing; indexed like
+    the hidden states. The target may be None.
+
+    With ``t_k`` the teacher's and ``p_k`` the student's probability of the token's entries, ``rest`` what their sums
+    leave of 1, ``divergence`` one of ``forward`` KL(t || p), ``reverse`` KL(p || t), ``jsd`` (``beta`` as in
+    ``jsd``: 0 is forward, 1 reverse) and ``tvd``:
+
+    - ``normalize="tail"`` (TRL's ``add_tail``; DistillKit's symmetric): over K + 1 outcomes, the last being any other
+      id, of probability ``rest``. At least 0, and 0 for equal distributions; with K = 1 it still learns.
+    - ``normalize="vocab"`` (Axolotl's default, DistillKit's "zero"): ``p`` over the vocabulary, a teacher of whom other
+      ids have probability 0. ``forward`` is ``sum_k t_k * (log t_k - log p_k)``, below 0 where the ``t_k`` sum to less
+      than 1; ``reverse`` leaves other ids out (they would be infinite); ``jsd`` and ``tvd`` count the student's rest.
+    - ``normalize="topk"`` (Axolotl's ``normalize_topk``, NeMo, TRL without tail): both over the K ids alone. Moves no
+      probability between them and the other ids; identically 0 for K = 1.
+
+    ``teacher_renormalize`` divides the ``t_k`` by their sum first (then unnormalised logits serve as well): by
+    default for ``topk`` only. The log-probabilities are taken to have been made at the loss's temperature. With
+    ``teacher_temperature=T`` they are those of temperature 1, and ``t_k ** (1 / T)`` is normalised anew: over K where
+    the teacher is renormalised, for ``tail`` else over K and the rest as one outcome (DistillKit; exact would need all
+    logits). ``temperature`` is the student's; ``t_squared`` as in ``forward_kl``.
+
+    An entry counts where ``teacher_mask`` says so and its log-probability is above -1e6 (-inf and -1e9 are padding);
+    its id may be anything otherwise. What does not count is taken out before any sum, the student's over K too
+    (Axolotl's kernel keeps padded ids there). An id that counts twice counts once, with the larger of its
+    log-probabilities: the same outcome named twice, as by servers that add the sampled id to the K largest. A token
+    without entries has value 0. Rests are taken to be at least the dtype's epsilon under a logarithm (TRL: 1e-7). They
+    are what sums of K probabilities leave of 1, known to some 1e-7 in fp32: with ``tail``, where the student's is r and
+    the teacher's is not small, the tail's part of value and gradient has a relative error of about 1e-7 / r, and below
+    epsilon no gradient, in plain PyTorch on log-probabilities as here.
+    """
+    options = topk_options("losses.topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
+    options["factor"] = squared("losses.topk_kl", summand.get("temperature"), t_squared)
+    return make(
+        "topk_kl",
+        _topk_kl,
+        summand,
+        options,
+        needs=("topk_logprobs",),
+        fields=("teacher_ids", "teacher_logprobs"),
+        optional_fields=("teacher_mask",),
+        reads_target=False,
+        of_columns=normalize == "topk",
+    )
+
+
+def topk_options(
+    where: str,
+    divergence: str,
+    normalize: str,
+    beta: float,
+    teacher_renormalize: bool | None,
+    teacher_temperature: float | None,
+) -> dict[str, Any]:
+    """Options of ``topk_divergence``, checked."""
+    choice(where, "divergence", divergence, ("forward", "reverse", "jsd", "tvd"))
+    choice(where, "normalize", normalize, ("tail", "vocab", "topk"))
+    beta = number(where, "beta", beta, 0.0, 1.0)
+    if divergence == "jsd" and beta in (0.0, 1.0):
+        divergence = "reverse" if beta else "forward"
+    renormalize = normalize == "topk"
+    if teacher_renormalize is not None:
+        renormalize = flag(f"teacher_renormalize of {where}", teacher_renormalize)
+    temperature = 1.0 if teacher_temperature is None else positive(where, "teacher_temperature", teacher_temperature)
+    if temperature != 1 and normalize != "tail" and not renormalize:
+        raise ValueError(
+            f"teacher_temperature of {where} cannot change probabilities that are not normalised over anything known, "
+            f"with normalize={normalize!r}; pass teacher_renormalize=True"
+        )
+    return {
+        "divergence": divergence,
+        "normalize": normalize,
+        "beta": beta if divergence == "jsd" else 0.5,  # of no effect on the others, nor on what is compiled
+        "teacher_renormalize": renormalize,
+        "teacher_temperature": temperature,
+    }
+
+
+def positive(where: str, argument: str, value: Any) -> float:
+    value = bound(where, argument, value)
+    if not 0 < value < math.inf:
+        remedy = "; for T = 0 train on the teacher's argmax as the target" if "temperature" in argument else ""
+        raise ValueError(f"{argument} of {where} must be a positive number, got {value:g}{remedy}")
+    return value
+
+
+def squared(where: str, temperature: Any, t_squared: bool) -> float:
+    """Factor of the values: ``temperature ** 2`` with ``t_squared``, else 1."""
+    if not flag(f"t_squared of {where}", t_squared):
+        return 1.0
+    if temperature is None:
+        raise ValueError(f"t_squared of {where} needs the loss's own temperature; pass temperature=")
+    return positive(where, "temperature", temperature) ** 2
+
+
+def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:
+    student = stats.topk_logprobs
+    teacher = batch["teacher_logprobs"].to(student.dtype)
+    counts = batch.get("teacher_entries")  # found once for all tokens, where the call could
+    if counts is None:
+        counts = entries(teacher, batch["teacher_ids"], batch.get("teacher_mask"))
+    return topk_divergence(student, teacher, counts, **options) * factor
+
+
+def entries(teacher: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Mask [..., K] of the teacher's entries that count: no padding, and of equal ids the likeliest."""
+    counts = ~(teacher <= PADDING)  # nan counts: an error should show
+    if mask is not None:
+        counts = counts & mask
+    if ids is None:
+        return counts
+    place = torch.arange(teacher.shape[-1], device=teacher.device)
+    mine, other = teacher[..., :, None], teacher[..., None, :]
+    better = (other > mine) | ((other == mine) & (place[None, :] < place[:, None]))
+    return counts & ~((ids[..., :, None] == ids[..., None, :]) & counts[..., None, :] & better).any(-1)
+
+
+def topk_divergence(
+    student: Tensor,  # [..., K]: log-probabilities, or for "topk" anything that differs from them by a constant
+    teacher: Tensor,  # [..., K]: log-probabilities
+    counts: Tensor,  # [..., K] bool: which entries count; no id counts twice
+    divergence: str,
+    normalize: str,
+    beta: float,
+    teacher_renormalize: bool,
+    teacher_temperature: float,
+) -> Tensor:
+    """``topk_kl`` of gathered log-probabilities [...]."""
+    some = counts.any(-1)
+    s = torch.where(counts, student, NONE)
+    t = torch.where(counts, teacher.detach(), NONE)
+    t = at_temperature(t, teacher_temperature, teacher_renormalize)
+    bounded = s.clamp(min=NONE)  # an id that the student excludes has p * log p = 0
+    if normalize == "topk":
+        total = bounded.logsumexp(-1, keepdim=True)
+        s, bounded = s - total, bounded - total
+    value = divergence_of(t.exp(), t, s, bounded, divergence, beta, counts)
+    if normalize == "tail":
+        p_rest, log_p_rest = rest(bounded)
+        # renormalised, they leave nothing: 1 less their sum is what that is rounded by
+        q_rest, log_q_rest = rest(torch.zeros_like(t[..., :1]) if teacher_renormalize else t)
+        value = value + divergence_of(q_rest, log_q_rest, log_p_rest, log_p_rest, divergence, beta, None, p_rest)
+    elif normalize == "vocab" and divergence == "tvd":
+        value = value + 0.5 * rest(bounded)[0]
+    elif normalize == "vocab" and divergence == "jsd":
+        value = value - (1 - beta) * math.log(1 - beta) * rest(bounded)[0]  # there m = (1 - beta) * p
+    return torch.where(some, value, 0.0)
+
+
+def at_temperature(t: Tensor, temperature: float, renormalize: bool) -> Tensor:
+    """The teacher's log-probabilities at another temperature, normalised over K or over K and the rest."""
+    tempered = t if temperature == 1 else t / temperature
+    total = tempered.logsumexp(-1, keepdim=True)
+    if renormalize:
+        return tempered - total
+    if temperature == 1:
+        return t
+    left = -torch.expm1(t.logsumexp(-1, keepdim=True))
+    log_left = torch.where(left > 0, left, 0.0).log()  # -inf where nothing is left
+    return tempered - torch.logaddexp(total, log_left / temperature)
+
+
+def rest(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """1 minus the sum of probabilities [...], and its logarithm, finite where nothing is left."""
+    left = (-torch.expm1(log_probabilities.logsumexp(-1))).clamp(min=0.0)
+    return left, left.clamp(min=torch.finfo(left.dtype).eps).log()
+
+
+def divergence_of(
+    q: Tensor,
+    log_q: Tensor,
+    log_p: Tensor,
+    bounded: Tensor,  # log_p, finite
+    divergence: str,
+    beta: float,
+    counts: Tensor | None,  # None: no sum, the terms themselves
+    p: Tensor | None = None,  # exp(log_p) unless given
+) -> Tensor:
+    """Terms of a divergence, summed over the entries that count."""
+    if p is None:
+        p = bounded.exp()
+    if divergence == "forward":
+        terms = q * (log_q - log_p)
+    elif divergence == "reverse":
+        terms = p * (bounded - log_q)
+    elif divergence == "tvd":
+        terms = 0.5 * (p - q).abs()
+    else:
+        log_m = torch.logaddexp(bounded + math.log1p(-beta), log_q + math.log(beta))
+        terms = beta * q * (log_q - log_m) + (1 - beta) * p * (bounded - log_m)
+    return terms if counts is None else torch.where(counts, terms, 0.0).sum(-1)

@@ -1,16 +1,18 @@
-"""Losses of segments that are preferred or not: ORPO, KTO, and what they share with DPO (``preference_pairs``).
+"""Losses of segments that are preferred or not: ORPO, KTO, DPO and its variants, SimPO, CPO.
 
 A segment's score is the sum or the mean over its counted tokens of ``logprob - ref_logprobs``, subtracted token by
 token: the difference of two long sums would lose what the loss is about. A segment without a counted token has score 0.
+``pair_weights`` [P] of a batch, constants, multiply the values of pairs (``weights.wpo``).
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.checks import flag, number
+from ..core.checks import choice, flag, number
 from .base import Losses, make, once
 from .batch import Batch, Stats, gate
 
@@ -115,3 +117,266 @@ def log_odds(a: Tensor) -> Tensor:
     a = torch.where(a > -eps, a - (a + eps).detach(), a)
     # log1p(-exp(a)) would be more exact far below 0, by less than the rounding of a itself
     return a - torch.log(-torch.expm1(a))
+
+
+DPO_VARIANTS = (
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
+    "apo_down", "discopop", "aot", "aot_unpaired",
+)  # fmt: skip
+CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
+AVERAGED = ("ipo", "sigmoid_norm")  # variants that score a segment by its mean by default
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
+SORTED = ("aot", "aot_unpaired")  # variants that compare a pair with all others
+OF_MARGINS = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")  # that take a divergence
+MOST_EXPONENT = 80.0  # whose exponential fp32 holds
+
+
+@once
+def dpo(
+    beta: float = 0.1,
+    variant: str = "sigmoid",
+    *,
+    label_smoothing: float = 0.0,
+    average: bool | None = None,
+    reference_free: bool = False,
+    discopop_tau: float = 0.05,
+    divergence: str = "reverse_kl",
+    divergence_alpha: float = 0.5,
+    ld_alpha: float | None = None,
+    **summand: Any,
+) -> Losses:
+    """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob -
+    ref_logprobs)``: direct preference optimisation (arXiv 2305.18290) and, by ``variant``, its relatives (names and
+    defaults as TRL's ``loss_type``).
+
+    With ``u`` and ``v`` the scores of a pair's chosen and rejected segment, ``d = beta * (u - v)``, ``s`` the sigmoid
+    and ``eps`` the ``label_smoothing``, a pair's value is:
+
+    - ``sigmoid``: ``-(1 - eps) * log s(d) - eps * log s(-d)``; eps > 0 is cDPO. ``sigmoid_norm``: of mean scores.
+    - ``hinge`` (SLiC, 2305.10425): ``max(0, 1 - d)``.
+    - ``ipo`` (2310.12036): ``(u - v - 1 / (2 * beta)) ** 2`` of mean scores.
+    - ``robust`` (2403.00409), eps < 0.5: ``(-(1 - eps) * log s(d) + eps * log s(-d)) / (1 - 2 * eps)``.
+    - ``exo_pair`` (2402.00856), eps > 0: KL of ``(s(d), s(-d))`` from ``(1 - eps, eps)``; the paper advises 1e-3.
+    - ``nca_pair`` (2402.05369): ``-log s(beta * u) - 0.5 * log s(-beta * u) - 0.5 * log s(-beta * v)``.
+    - ``bco_pair`` (2404.04656), without a running mean: ``-log s(beta * u) - log s(-beta * v)``.
+    - ``sppo_hard`` (2405.00675): ``(u - 0.5 / beta) ** 2 + (v + 0.5 / beta) ** 2``.
+    - ``apo_zero`` (2408.06266): ``s(-beta * u) + s(beta * v)``. ``apo_down``: ``s(beta * u) + s(-d)``.
+    - ``discopop`` (2406.08414): ``-log s(d) * (1 - M) + exp(-d) * M``, ``M = s(d / discopop_tau)``.
+    - ``aot`` (2406.05882): ``sigmoid`` of ``d = beta * (w_(i) - r_(i))``, where ``w`` are the pairs' differences of
+      log-probabilities in ascending order, ``r`` those of the reference. ``aot_unpaired``: ``beta * (u_(i) - v_(i))``.
+
+    ``divergence`` (f-DPO, 2309.16240) puts ``f'(e^u)`` in the place of u, and of v likewise: ``forward_kl``
+    ``1 - exp(-u)``; ``js`` ``log 2 + log s(u)``; ``alpha`` ``(exp((a - 1) * u) - 1) / (a - 1)`` with
+    ``a = divergence_alpha``, 1 for reverse KL. It goes with the variants that read ``u - v`` alone. Exponents are at
+    most 80 (40 for ``ipo``, which squares), without gradient beyond.
+
+    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411): tokens of a pair's longer segment that stand behind the shorter one's
+    length weigh so much; a segment of several pairs is as long as its shortest. Not with ``TokenParallel``.
+
+    Fields: ``segments``, ``pairs`` [P, 2] of (chosen, rejected) segment ids, and ``ref_logprobs`` unless
+    ``reference_free``. One value per pair; the mean is over pairs. ``average`` scores segments by their mean instead
+    of their sum; by default ``ipo`` and ``sigmoid_norm`` do. ``batch["pair_weights"]`` [P], if it is there, multiplies
+    the values (not those of ``aot``); it is no part of the denominator.
+
+    Where sources differ: OpenRLHF's IPO takes sums (``average=False``), TRL's means. Liger has no smoothing of
+    ``sigmoid``. Fast-LLM sums the differences of all pairs under one log-sigmoid: not offered.
+    """
+    where = "losses.dpo"
+    choice(where, "variant", variant, DPO_VARIANTS)
+    tau = number(where, "discopop_tau", discopop_tau, 0.0, math.inf, open_=True)
+    reference = not flag(f"reference_free of {where}", reference_free)
+    alpha = number(where, "divergence_alpha", divergence_alpha)
+    powers = {"reverse_kl": 0.0, "forward_kl": -1.0, "js": None, "alpha": alpha - 1.0}
+    power = powers[choice(where, "divergence", divergence, tuple(powers))]
+    if power != 0.0 and variant not in OF_MARGINS:
+        raise ValueError(
+            f"divergence={divergence!r} of {where} goes with variants {', '.join(OF_MARGINS)}, got {variant!r}"
+        )
+    if ld_alpha is not None:
+        ld_alpha = number(where, "ld_alpha", ld_alpha, 0.0, 1.0)
+        if variant in SORTED:
+            raise ValueError(f"ld_alpha of {where} weighs the tokens of pairs, which {variant!r} takes apart")
+    more = {"tau": tau, "power": power, "ld_alpha": ld_alpha}
+    return paired("dpo", beta, variant, label_smoothing, average, reference, summand, **more)
+
+
+@once
+def simpo(
+    beta: float = 0.1, gamma: float = 0.5, *, label_smoothing: float = 0.0, alpha: float = 0.0, **summand: Any
+) -> Losses:
+    """``-F.logsigmoid(beta * (score[chosen] - score[rejected]) - gamma)`` per pair, with ``score =
+    segment_mean(logprob)``: SimPO (arXiv 2405.14734).
+
+    ``alpha`` other than 0 is AlphaPO (2501.03884): ``(1 - exp(-alpha * u)) / alpha`` in the place of a score u, the
+    exponents at most 80. ``label_smoothing`` as in ``dpo``.
+    Fields: ``segments``, ``pairs``; no reference. The margin is TRL's and Liger's
+    ``simpo_gamma``, as are the defaults; the paper's code says ``gamma_beta_ratio = gamma / beta`` and trains with
+    beta 2 to 10. TRL and Liger can add the chosen segments' NLL: ``cpo`` says how to.
+    """
+    more = {
+        "margin": number("losses.simpo", "gamma", gamma),
+        "power": -number("losses.simpo", "alpha", alpha),
+    }
+    return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, **more)
+
+
+@once
+def cpo(
+    beta: float = 0.1,
+    variant: str = "sigmoid",
+    *,
+    label_smoothing: float = 0.0,
+    average: bool | None = None,
+    alpha: float = 0.0,
+    **summand: Any,
+) -> Losses:
+    """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob)``:
+    contrastive preference optimisation (arXiv 2401.08417), ``dpo`` without a reference, the pair term alone.
+
+    ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. Scores are sums except for ``ipo``'s; ``alpha`` as in
+    ``simpo``, for ``ipo`` with exponents of at most 40, of sums (TRL) or, with ``average``, of means as in AlphaPO's
+    paper. Fields: ``segments``, ``pairs``.
+
+    The papers and TRL add the chosen segments' negative log-likelihood (``cpo_alpha`` 1), which is a summand of its
+    own: with ``batch["nll_mask"]`` true on the tokens it is of,
+    ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``. The normalizer makes
+    it the mean over those tokens; without one it is divided by all tokens that count.
+    """
+    choice("losses.cpo", "variant", variant, CPO_VARIANTS)
+    power = -number("losses.cpo", "alpha", alpha)
+    return paired("cpo", beta, variant, label_smoothing, average, False, summand, power=power)
+
+
+def paired(
+    kind: str,
+    beta: float,
+    variant: str,
+    label_smoothing: float,
+    average: bool | None,
+    reference: bool,
+    summand: dict[str, Any],
+    **more: Any,
+) -> Losses:
+    """A loss of a pair's two scores; ``more``: further options of ``unweighted``, checked."""
+    where = f"losses.{kind}"
+    smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
+    if variant not in SMOOTHED and smoothing:
+        raise ValueError(
+            f"label_smoothing of {where} does not apply to variant {variant!r}, got {label_smoothing!r}; it is an "
+            f"option of {', '.join(name for name in SMOOTHED if kind == 'dpo' or name in CPO_VARIANTS)}"
+        )
+    if variant == "robust" and smoothing >= 0.5:
+        raise ValueError(f"label_smoothing of {where} must be below 0.5 for 'robust', got {smoothing}")
+    if variant == "exo_pair" and not 0 < smoothing < 1:
+        raise ValueError(
+            f"label_smoothing of {where} must be between 0 and 1 for 'exo_pair', ends excluded, got {smoothing}; its "
+            "paper advises 1e-3"
+        )
+    options = {
+        "beta": number(where, "beta", beta, 0.0, open_=True),
+        "variant": variant,
+        "eps": smoothing,
+        "average": variant in AVERAGED if average is None else flag(f"average of {where}", average),
+        "reference": reference,
+        **more,
+    }
+    fields = ("segments", "pairs", *["ref_logprobs"] * reference)
+    separable = variant not in SORTED
+    # pairs that are compared with all others have no weight of their own
+    weighted = ("pair_weights",) if separable else ()
+    return make(
+        kind, _paired, summand, options, fields=fields, optional_fields=weighted, scope="segment", unit="pair",
+        separable=separable,
+    )  # fmt: skip
+
+
+def _paired(stats: Stats, batch: Batch, **options: Any) -> Tensor:
+    values = unweighted(stats, batch, **options)
+    return values * batch["pair_weights"].to(values.dtype) if "pair_weights" in batch else values
+
+
+def unweighted(
+    stats: Stats,
+    batch: Batch,
+    beta: float,
+    variant: str,
+    eps: float,
+    average: bool,
+    reference: bool,
+    margin: float = 0.0,
+    tau: float = 0.05,
+    power: float | None = 0.0,
+    ld_alpha: float | None = None,
+) -> Tensor:
+    if variant in SORTED:
+        u, v = sorted_scores(stats, batch, average, reference, variant == "aot")
+    else:
+        values = scores(stats, batch, reference)
+        if ld_alpha is not None:
+            values = torch.where(beyond_shorter(batch), values * ld_alpha, values)
+        most = MOST_EXPONENT / 2 if variant == "ipo" else MOST_EXPONENT  # whose exponentials are squared
+        u, v = of_pairs(bent(total(values, batch, average), power, most), batch)
+    d = beta * (u - v) - margin
+    if variant in ("sigmoid", "sigmoid_norm", *SORTED):
+        return -(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)
+    if variant == "hinge":
+        return torch.relu(1 - d)
+    if variant == "ipo":
+        return (u - v - 0.5 / beta).square()
+    if variant == "robust":
+        return (-(1 - eps) * F.logsigmoid(d) + eps * F.logsigmoid(-d)) / (1 - 2 * eps)
+    if variant == "exo_pair":
+        chosen = gate(d) * (F.logsigmoid(d) - math.log1p(-eps))
+        return chosen + gate(-d) * (F.logsigmoid(-d) - math.log(eps))
+    if variant == "nca_pair":
+        return -F.logsigmoid(beta * u) - 0.5 * F.logsigmoid(-beta * u) - 0.5 * F.logsigmoid(-beta * v)
+    if variant == "bco_pair":
+        return -F.logsigmoid(beta * u) - F.logsigmoid(-beta * v)
+    if variant == "sppo_hard":
+        return (u - 0.5 / beta).square() + (v + 0.5 / beta).square()
+    if variant == "apo_zero":
+        return gate(-beta * u) + gate(beta * v)
+    if variant == "apo_down":
+        return gate(beta * u) + gate(-d)
+    # discopop; exp(-d) * M in one exponential: for d far below 0 it is inf * 0 otherwise
+    exponential = torch.exp(F.logsigmoid(d / tau) - d)
+    return exponential - F.logsigmoid(d) * gate(-d / tau)
+
+
+def bent(scores: Tensor, power: float | None, most: float) -> Tensor:
+    """``(exp(power * x) - 1) / power``, x itself for 0; None: what the Jensen-Shannon divergence makes of x."""
+    if power is None:
+        return math.log(2.0) + F.logsigmoid(scores)
+    # near 0 it is x, whose gradient would be lost to the division
+    if abs(power) < 1e-6:
+        return scores
+    return torch.expm1((power * scores).clamp(max=most)) / power
+
+
+def beyond_shorter(batch: Batch) -> Tensor:
+    """Mask [n] of tokens whose place in their segment is at or past the length of the segment paired with it."""
+    count = batch.segment_count()
+    chosen, rejected = batch["pairs"].unbind(1)
+    paired = (chosen >= 0) & (rejected >= 0)
+    shared = torch.where(paired, torch.minimum(*of_pairs(count, batch)), torch.inf)
+    for segment in (chosen, rejected):
+        count = count.scatter_reduce(0, torch.where(paired, segment, 0), shared, "amin")
+    return batch.segment_place() >= batch.per_token(count)
+
+
+def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, whole: bool) -> tuple[Tensor, Tensor]:
+    """Two numbers for each pair, of which the second comes from whichever pair it is at the first one's rank: the
+    pair's difference and the reference's where ``whole``, else the chosen and the rejected score."""
+    counted = of_pairs(batch.segment_count() > 0, batch)
+    counts = counted[0] & counted[1] & (batch["pairs"] >= 0).all(1)
+    if whole:
+        known = batch["ref_logprobs"] if reference else torch.zeros_like(stats.logprob)
+        chosen, rejected = of_pairs(total(stats.logprob, batch, average), batch)
+        of_chosen, of_rejected = of_pairs(total(known, batch, average), batch)
+        first, second = chosen - rejected, of_chosen - of_rejected
+    else:
+        first, second = of_pairs(total(scores(stats, batch, reference), batch, average), batch)
+    # pairs that do not count come last in both orders
+    ahead = torch.where(counts, first.detach(), torch.inf).sort(stable=True).indices
+    behind = torch.where(counts, second.detach(), torch.inf).sort(stable=True).indices
+    return first, second[torch.empty_like(behind).scatter_(0, ahead, behind)]

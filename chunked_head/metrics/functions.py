@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.checks import bound, choice, flag, number, refuse_unknown
 from ..losses.base import once
 from ..losses.batch import clamped, kl_estimate
-from ..losses.reference_kl import estimated_kl
+from ..losses.policy import estimated_kl
 from .values import Metric, MetricOptions, Reduce
 
 ESTIMATORS = ("k1", "abs", "k2", "k3")

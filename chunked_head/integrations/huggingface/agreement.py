@@ -17,7 +17,7 @@ from ...core.checks import choice, flag
 from ...core.private import in_backward
 from ...functions.loss import LossOutput
 from ...losses.base import Losses, Summand, as_losses
-from ...losses.user.closures import Function
+from ...losses.user_checks import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
 from ..frameworks import REPLACED, check_named

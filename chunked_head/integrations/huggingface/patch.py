@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...losses.base import Losses
-from ...losses.user.closures import Function
+from ...losses.user_checks import Function
 from ...metrics import Metric, all_reduce
 from .agreement import Agreement
 from .head import (

@@ -5,9 +5,9 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from ...core.checks import choice
-from ...core.private import breaks_graph
-from ..base import (
+from ..core.checks import choice
+from ..core.private import breaks_graph
+from .base import (
     DENSE,
     FIELDS,
     STATISTICS,
@@ -21,8 +21,7 @@ from ..base import (
     Unit,
     make,
 )
-from .checks import checked
-from .closures import Contents, Function, known
+from .user_checks import Contents, Function, checked, found_once
 
 ALWAYS = ("logprob", "lse")
 
@@ -103,7 +102,7 @@ def custom(
     if check:
         question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
         about = scope, unit, tuple(sorted(extra.items())), Contents(options, tensors).key
-        reads = known(function, about, lambda: checked(where, question, extra))
+        reads = found_once(function, about, lambda: checked(where, question, extra))
         if reads.target and reads_target is False:
             raise ValueError(f"{where} reads the target, in stats.logprob or batch.target: not reads_target=False")
         statistics |= reads.statistics

@@ -1,1 +1,0 @@
-"""Losses that users write: made, and checked before they are trusted."""
