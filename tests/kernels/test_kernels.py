@@ -227,6 +227,7 @@ def test_far_above_the_offset(place: Place, tile: tiles.Tile) -> None:
     exact_sums = strip_sums(exact, sums.shape[1], tile.block_n)
     torch.testing.assert_close(sums.abs().double(), exact_sums, rtol=budget, atol=1e-6)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=1e-6)
+    states, weight, target, logits, _ = head_operands(place, sizes, torch.bfloat16)
     _, offset, sums = run_exp_logits(states, weight, target, None, tile)  # without exponentials
     found = (offset.double() + sums.double().log()).logsumexp(1)
     torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
