@@ -30,7 +30,7 @@ from ..losses.base import DENSE, Summand
 from ..losses.batch import Batch, Stats
 from ..metrics import Metric
 from ..metrics.values import selected
-from ..parallel.tokens import Spread
+from ..parallel.tokens import RankSums
 from .demand import SUFFIX, Structure
 
 Named = dict[str, Tensor]
@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
     metric_weights: Named  # [n] for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
     withheld: frozenset[str] = frozenset()  # fields of the call that are not among ``fields``
-    spread: Spread | None = None  # where segments are summed over ranks
+    rank_sums: RankSums | None = None  # where segments are summed over ranks
 
     def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
         """The inputs with ``change`` of each tensor and of its dimension of tokens, None for none."""
@@ -117,7 +117,7 @@ def values_of(
     differentiate: Callable[[Total, Named], tuple[Named, list[Tensor]]] = by_transform,
 ) -> tuple[Named, list[Tensor], list[Tensor]]:
     """The fields of an ``Evaluation``, with a tensor [n] for each row of the table."""
-    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread, inputs.withheld)
+    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.rank_sums, inputs.withheld)
     leaves = masked(leaves, batch.mask)
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
@@ -230,7 +230,7 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
     """The values of segments or pairs in this rank's share: of a segment that lies on several ranks one adds the
     value."""
     counted = unit_mask(unit, batch)
-    return counted if batch.spread is None else counted & batch.spread.mine(len(counted), counted.device)
+    return counted if batch.rank_sums is None else counted & batch.rank_sums.mine(len(counted), counted.device)
 
 
 def full_table(evaluations: list[Evaluation]) -> Tensor:

@@ -153,7 +153,7 @@ class ScalarObjective(LossObjective):
         """True where ranks have different tokens of the batch. Losses that sum segments over them are evaluated once,
         in the forward pass, for values and gradients: ranks' plans differ, as their tokens do, and their messages must
         not."""
-        return self.inputs.spread is not None
+        return self.inputs.rank_sums is not None
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
@@ -210,14 +210,14 @@ class ScalarObjective(LossObjective):
         elif of_segments:
             structure = replace(self.structure, summands=(), metrics=of_segments, leaves=frozenset())
             found += totals(structure, [evaluate(structure, stats.named(), self.inputs)], self.one_or_nan)
-        values, spread = {}, self.inputs.spread
+        values, rank_sums = {}, self.inputs.rank_sums
         measured = (*self.structure.metrics, *of_segments)
         for (metric, _), total, count in zip(measured, found, self.counts, strict=True):
             if metric.reduce == "mean":
                 values[metric.label] = MetricValue("mean", total, count, finish=metric.finish)
             else:
                 values[metric.label] = MetricValue(metric.reduce, extremum=total)
-        return values if spread is None else metrics_of_all_ranks(values, spread.parallel)
+        return values if rank_sums is None else metrics_of_all_ranks(values, rank_sums.parallel)
 
     def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
         """Totals of the metrics without tokens."""

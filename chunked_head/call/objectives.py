@@ -15,7 +15,7 @@ from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
 from ..parallel.groups import agree
-from ..parallel.tokens import Spread, add_up
+from ..parallel.tokens import RankSums, add_up
 from ..stores.operands import Kept
 from .tokens import Tokens
 
@@ -30,10 +30,10 @@ def objective_of(tokens: Tokens) -> Objective:
         return of_each_token(tokens)
     if call.tokens is not None:
         tokens = with_global_counts(tokens)
-    terms, one_or_nan, spread = tokens.losses.terms, tokens.one_or_nan, tokens.spread
+    terms, one_or_nan, rank_sums = tokens.losses.terms, tokens.one_or_nan, tokens.rank_sums
     coefficients = [c if type(c) is float else snapshot(c, one_or_nan) for c, _ in terms]
-    if spread is not None and spread.parallel.average:
-        coefficients = [c * spread.parallel.ranks for c in coefficients]
+    if rank_sums is not None and rank_sums.parallel.average:
+        coefficients = [c * rank_sums.parallel.ranks for c in coefficients]
     declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
     inverse, normalized, of_units = list[Tensor](), False, dict[str, Tensor]()
     for _, summand in terms[:1] if call.shares_denominator else terms:
@@ -43,7 +43,7 @@ def objective_of(tokens: Tokens) -> Objective:
         elif normalizer is not None:
             inverse.append(quotient(normalizer, tokens))
             normalized = True
-        elif summand.unit == "token" and summand.counted is None and spread is None:
+        elif summand.unit == "token" and summand.counted is None and rank_sums is None:
             inverse.append(tokens.inverse)
         else:
             inverse.append(default_inverse(summand, tokens, of_units))
@@ -57,7 +57,7 @@ def objective_of(tokens: Tokens) -> Objective:
         measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
         weights, counts = metric_counts(measured, tokens)
     fields = fields_of(tokens, torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0), weights)
-    if spread is not None and spec.coupled:
+    if rank_sums is not None and spec.coupled:
         fields["made"] = {}
     return ScalarObjective(
         **fields, coefficients=coefficients, inverse=inverse, normalized=normalized, declared=declared,
@@ -113,7 +113,7 @@ def fields_of(
     ]
     fields["inputs"] = Inputs(
         tokens.target, tokens.fields, tokens.call.num_segments, factors, tensors, metric_weights or {},
-        tokens.token_fields, tokens.spec.withheld, tokens.spread,
+        tokens.token_fields, tokens.spec.withheld, tokens.rank_sums,
     )  # fmt: skip
     fields["made"] = None if structure.builtin or not torch.is_grad_enabled() else {}
     return fields
@@ -134,7 +134,7 @@ def default_inverse(summand: Summand, tokens: Tokens, of_units: dict[str, Tensor
     """1 / D for the sum of what each token adds, or for the number of units that count; D is 1 where that is 0.
     ``of_units`` remembers those of units."""
     if summand.unit == "token" and summand.counted is not None:
-        total = local_total(summand, tokens) if tokens.spread is None else tokens.spread.totals[summand]
+        total = local_total(summand, tokens) if tokens.rank_sums is None else tokens.rank_sums.totals[summand]
         return tokens.one_or_nan / torch.where(total == 0, 1.0, total)
     if summand.unit not in of_units:
         of_units[summand.unit] = tokens.one_or_nan / count_units(summand.unit, tokens).clamp(min=1.0)
@@ -189,12 +189,12 @@ def with_global_counts(tokens: Tokens) -> Tokens:
     whole = add_up(own, parallel.group)
     number, one_or_nan = whole[:2]
     rest = iter(whole[2:])
-    spread = Spread(
+    rank_sums = RankSums(
         parallel, {name: next(rest) for name in ids}, {name: next(rest) for name in fields},
         {summand: next(rest) for summand in counted},
     )  # fmt: skip
     one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
-    return replace(tokens, counted=number, one_or_nan=one_or_nan, spread=spread)
+    return replace(tokens, counted=number, one_or_nan=one_or_nan, rank_sums=rank_sums)
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:

@@ -58,8 +58,8 @@ class Streams(Generic[Result]):
         (total,) = Loss.apply(forward, made, weight, bias, *(rows for _, rows, *_ in plans))
         outcomes = []
         for i, (call, objective) in enumerate(zip(calls, objectives, strict=True)):
-            spread = objective.inputs.spread
-            ranks = spread.parallel.ranks if spread is not None and spread.parallel.average else 1
+            rank_sums = objective.inputs.rank_sums
+            ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
                 parts = zip(objective.parts, self.losses[i].terms, strict=True)
                 first, *others = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
@@ -249,8 +249,8 @@ def value_over_streams(metric: Metric, outcomes: Sequence[Outcome]) -> MetricVal
         first, *others = itertools.accumulate([values_of(metric, ran) for ran in outcomes], torch.mul)
         total = sum(others, first).sum() * torch.stack([ran.tokens.one_or_nan for ran in outcomes]).prod()
     value = MetricValue("mean", total, objective.counts[place_of(metric, objective)])
-    spread = objective.inputs.spread
-    return value if spread is None else metrics_of_all_ranks({metric.label: value}, spread.parallel)[metric.label]
+    rank_sums = objective.inputs.rank_sums
+    return value if rank_sums is None else metrics_of_all_ranks({metric.label: value}, rank_sums.parallel)[metric.label]
 
 
 def place_of(metric: Metric, objective: ScalarObjective) -> int:

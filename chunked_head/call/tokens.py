@@ -17,7 +17,7 @@ from ..losses.batch import PLACES, Batch
 from ..losses.distillation import PADDING, entries
 from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
-from ..parallel.tokens import Spread
+from ..parallel.tokens import RankSums
 from ..plan.segments import Group, groups_of, order_of
 from ..plan.sizes import slices
 from ..stores import Backend, Targets
@@ -89,7 +89,7 @@ class Tokens:
     losses: Losses
     structure: Structure
     target: Tensor  # [tokens] int64, -1 where a token does not count
-    counted: Tensor  # [] of the statistics' dtype: how many do, on all ranks where ``spread`` is there
+    counted: Tensor  # [] of the statistics' dtype: how many do, on all ranks where ``rank_sums`` is there
     one_or_nan: Tensor  # [] of that dtype: nan where an id of any kind is out of range (on the CPU that raises)
     inverse: Tensor  # [] of that dtype: one_or_nan / counted, or / 1 where none does
     fields: dict[str, Tensor]
@@ -99,7 +99,7 @@ class Tokens:
     kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None
     groups: tuple[Group, ...] | None = None  # of rows whose gradients wait for each other alone
-    spread: Spread | None = None  # over ranks
+    rank_sums: RankSums | None = None  # where ranks hold different tokens
 
     @property
     def backend(self) -> Backend:
@@ -114,7 +114,7 @@ class Tokens:
     @functools.cached_property
     def batch(self) -> Batch:
         """The fields of all tokens."""
-        return Batch(self.fields, self.target, self.call.num_segments, self.call.vocab, self.spread)
+        return Batch(self.fields, self.target, self.call.num_segments, self.call.vocab, self.rank_sums)
 
     @functools.cached_property
     def unit_counts(self) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ def plan(
         if teacher_hidden is not None:
             rows = made(pairing.columns, teacher_hidden, dtype=teacher_dtype or dtype)
         teacher = Teacher(logits if rows is None else None, rows, rows, None, dtype=dtype if autocast else None)
-    traits: dict[str, Any] = {"columns": parts[0], "ranks": ranks, "spread": ranks if sequence_sharded else 1}
+    traits: dict[str, Any] = {"columns": parts[0], "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1}
     traits["largest_part"] = parts[0] if ranks > 1 else None
     if absent is not None and "gpu" in chosen.traits(place):
         nvidia = absent.name.startswith("sm_")

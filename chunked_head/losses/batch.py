@@ -49,11 +49,11 @@ class Batch(Mapping[str, Tensor]):
         target: Tensor,  # [n] int64, -1 where a token does not count
         num_segments: int | None,
         vocab: int,
-        spread: Any = None,  # parallel.tokens.Spread, where ranks hold different tokens
+        rank_sums: Any = None,  # parallel.tokens.RankSums, where ranks hold different tokens
         withheld: Collection[str] = (),  # fields of the call that no loss or metric has declared
     ):
         self.withheld = withheld
-        self.fields, self.num_segments, self.vocab, self.spread = fields, num_segments, vocab, spread
+        self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 
@@ -95,11 +95,11 @@ class Batch(Mapping[str, Tensor]):
         wide = values.dtype if values.device.type == "mps" else torch.float64  # which has no other
         zeros = values.new_zeros(self.num_segments + 1, dtype=wide)
         own = zeros.index_add(0, index, torch.where(kept, values, 0.0).to(wide))[:-1].to(values.dtype)
-        return own if self.spread is None else self.spread.segment_sum(own, values, self.fields, name)
+        return own if self.rank_sums is None else self.rank_sums.segment_sum(own, values, self.fields, name)
 
     def segment_place(self, name: str = "segments") -> Tensor:
         """[n] the number of tokens that count before each in its segment, in the order of the tokens."""
-        if self.spread is not None:
+        if self.rank_sums is not None:
             raise ValueError("a token's place in its segment is not known where ranks hold different tokens of it")
         ids = self.fields[name]
         last = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62))
@@ -115,8 +115,8 @@ class Batch(Mapping[str, Tensor]):
 
     def segment_count(self, name: str = "segments") -> Tensor:
         """Tokens that count in each segment [num_segments], fp32."""
-        if self.spread is not None and name in self.spread.counts:
-            return self.spread.counts[name]
+        if self.rank_sums is not None and name in self.rank_sums.counts:
+            return self.rank_sums.counts[name]
         return self.segment_sum(torch.ones_like(self.mask, dtype=torch.float32), name)
 
     def segment_mean(self, values: Tensor, name: str = "segments") -> Tensor:

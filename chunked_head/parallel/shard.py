@@ -41,8 +41,8 @@ class Shard:
     def traits(self) -> dict[str, int]:
         """Fields of ``Sizes``."""
         ranks = self.parallel.ranks
-        spread = ranks if self.parallel.sequence_sharded else 1
-        return {"ranks": ranks, "spread": spread, "largest_part": max(self.split.rows)}
+        hidden_ranks = ranks if self.parallel.sequence_sharded else 1
+        return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.split.rows)}
 
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""

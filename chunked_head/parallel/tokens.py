@@ -29,9 +29,9 @@ class AddOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(values: Tensor, group: Any) -> Tensor:
-        whole = values.clone()
-        distributed.all_reduce(whole, group=group)
-        return whole
+        total = values.clone()
+        distributed.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -43,8 +43,8 @@ class AddOverRanks(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """Tokens of a call on several ranks, and sums over all of them that are known before there is any logit."""
+class RankSums:
+    """Sums over the tokens of all ranks, known before there is any logit."""
 
     parallel: TokenParallel
     counts: Mapping[str, Tensor]  # by field of ids: tokens that count in each segment [num_segments] fp32

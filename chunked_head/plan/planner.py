@@ -113,7 +113,7 @@ def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | NoPlan:
     # sums in 16 bits are over as many chunks as they may be
     most_chunks = MAX_HALF_CHUNKS if plan.sizes.returns_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
     rows, block = (
-        divisible(n, sizes.spread, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
+        divisible(n, sizes.hidden_ranks, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
     )
     tile = min(plan.tile_columns, sizes.vocab)
     return replace(plan, sizes=own, tile_columns=tile, chunk_tokens=rows, block_tokens=block)

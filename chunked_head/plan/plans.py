@@ -150,7 +150,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
         yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate, LOOP)
     if sizes.copied:
         yield Buffer("copy of hidden states", (sizes.own_tokens, sizes.hidden), sizes.hidden_dtype, SWEEP, WEIGHT)
-    if sizes.spread > 1:
+    if sizes.hidden_ranks > 1:
         yield Buffer("teacher's hidden states", (sizes.tokens, sizes.teacher_width), sizes.dtype, SWEEP, WEIGHT)
     if sizes.weight_dtype != sizes.dtype:
         rows = sizes.vocab + sizes.padding
@@ -168,7 +168,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
     yield from chunk_buffers(sizes, rows, last, stored=forward or sizes.keeps_sweep)
     yield from cast_buffers(sizes, sizes.vocab, SWEEP, last)
-    if forward and sizes.spread > 1 and sizes.hidden_grad:
+    if forward and sizes.hidden_ranks > 1 and sizes.hidden_grad:
         yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
     if plan.schedule == "recompute":
         yield from tile_buffers(plan)
@@ -196,7 +196,7 @@ def tile_buffers(plan: Plan) -> Iterator[Buffer]:
     sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
     if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
         yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
-    if sizes.hidden_grad and sizes.spread > 1:
+    if sizes.hidden_grad and sizes.hidden_ranks > 1:
         yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
     yield from sizes.store.tile_buffers(sizes, block, tile)
     yield from operand_buffers(sizes, block, LOOP, LOOP)
@@ -242,7 +242,7 @@ def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Itera
     """The matmuls' other operand: rows of hidden states in which those that do not count are 0."""
     yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, first, last)
     yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, first, last)
-    if sizes.spread > 1:
+    if sizes.hidden_ranks > 1:
         yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, first, last)
     if sizes.half and not sizes.half_products:  # an operand, and a product
         yield Buffer("hidden states in fp32", (2, rows, sizes.hidden), torch.float32, first, last)

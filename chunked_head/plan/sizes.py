@@ -135,7 +135,7 @@ class Sizes:
     # ranks
     ranks: int = 1  # that share the vocabulary, and whose statistics come together
     largest_part: int | None = None  # columns of the rank that has most of them
-    spread: int = 1  # ranks that each have an equal part of the hidden states
+    hidden_ranks: int = 1  # ranks that each have an equal part of the hidden states
     # the backend and the device
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     gpu: Gpu | None = None  # the architecture whose matmuls of ours run; None: BLAS's
@@ -172,7 +172,7 @@ class Sizes:
     @property
     def own_tokens(self) -> int:
         """Rows of hidden states on this rank."""
-        return self.tokens // self.spread
+        return self.tokens // self.hidden_ranks
 
     @property
     def weight_elements(self) -> int:

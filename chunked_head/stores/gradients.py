@@ -97,7 +97,7 @@ class Gradients:
         hidden = weight = bias = None
         rows = sizes.vocab + sizes.padding
         if sizes.hidden_grad:
-            hidden = make(sizes.tokens // sizes.spread, sizes.hidden, dtype=hidden_dtype, device=device)
+            hidden = make(sizes.tokens // sizes.hidden_ranks, sizes.hidden, dtype=hidden_dtype, device=device)
         if gradient_buffer is not None:
             weight = gradient_buffer.buffer
         elif sizes.weight_grad:

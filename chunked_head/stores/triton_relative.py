@@ -256,7 +256,7 @@ class FastStore(RelativeStore):
         if last < LOOP or not sizes.weight_grad:
             return
         # tokens sorted by target, chunk by chunk where hidden states come so
-        at_once = sizes.tokens if sizes.spread == 1 else rows
+        at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (sizes.tokens * 4 + at_once * 24,), BYTE, LOOP, LOOP)
         # sums of their rows lie in the buffer of exponentials, unless that is too small for those of the least section:
         # said of 128 rows, whatever their number, since more rows should never need less
@@ -276,7 +276,7 @@ class FastStore(RelativeStore):
         self.level, self.softmax_factor = torch.empty(2, self.rows, dtype=torch.float32, device=device).unbind()
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
         # one message for all tokens, where nothing that ranks may differ in speaks against it
-        at_once = sizes.spread == 1 and not sizes.skips and sizes.hidden_dtype == sizes.dtype
+        at_once = sizes.hidden_ranks == 1 and not sizes.skips and sizes.hidden_dtype == sizes.dtype
         if head.add_targets is not None and at_once:
             statistics.dot_columns(
                 out.target_logit.unsqueeze(1), every.hidden, head.weight, every.target.unsqueeze(1), head.bias,
