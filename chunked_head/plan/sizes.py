@@ -16,7 +16,7 @@ import torch
 
 from ..core.stats import Demand
 from ..kernels.common.gpus import Gpu
-from ..kernels.common.tiles import PRODUCT_ROWS, WHOLE, DhiddenSplit, dhidden_split
+from ..kernels.common.tiles import PRODUCT_ROWS, UNCUT, DhiddenSplit, dhidden_split
 
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
@@ -226,7 +226,7 @@ class Sizes:
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
         """The parts of a chunk's dhidden, their sums in no more places than there are."""
         if self.gpu is None or not self.own_dhidden or self.deterministic:
-            return WHOLE  # nothing is chosen by size
+            return UNCUT  # nothing is chosen by size
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
 
 

@@ -16,7 +16,7 @@ def column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def whole_vectors(elements):
+def multiple_of_8(elements):
     """Rounded up to a multiple of 8 (16 bytes of 16-bit elements), so that the compiler knows it for one."""
     return (elements + 7) // 8 * 8
 
@@ -33,9 +33,9 @@ def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EX
         return desc.load([row, column])
     else:
         offs_row, offs_col = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        at = offs_row.to(tl.int64)[:, None] * whole_vectors(stride) + offs_col[None, :]
+        at = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
         if not EXACT:
-            columns = whole_vectors(columns)
+            columns = multiple_of_8(columns)
         return tl.load(ptr + at, mask=(offs_row < rows)[:, None] & (offs_col < columns)[None, :], other=0.0)
 
 
@@ -48,11 +48,11 @@ def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EV
         return desc.load([row, column])
     else:
         offs_row, offs_col = tl.minimum(row + tl.arange(0, ROWS), rows - 1), column + tl.arange(0, COLUMNS)
-        at = ptr + offs_row.to(tl.int64)[:, None] * whole_vectors(stride) + tl.arange(0, COLUMNS)[None, :]
+        at = ptr + offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + tl.arange(0, COLUMNS)[None, :]
         if EVEN:
             return tl.load(at + column)
         else:
-            return tl.load(at + column, mask=(offs_col < whole_vectors(columns))[None, :], other=0.0)
+            return tl.load(at + column, mask=(offs_col < multiple_of_8(columns))[None, :], other=0.0)
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def store_tile(matrix, row, column, value):
         desc.store([row, column], value)
     else:
         offs_row, offs_col = row + tl.arange(0, value.shape[0]), column + tl.arange(0, value.shape[1])
-        at = offs_row.to(tl.int64)[:, None] * whole_vectors(stride) + offs_col[None, :]
-        inside = (offs_row < rows)[:, None] & (offs_col < whole_vectors(columns))[None, :]
+        at = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
+        inside = (offs_row < rows)[:, None] & (offs_col < multiple_of_8(columns))[None, :]
         tl.store(ptr + at, value, mask=inside)
 
 

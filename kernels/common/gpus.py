@@ -63,7 +63,7 @@ class Gpu(NamedTuple):
         return RELATIVE_STRIP if relative else self.exp_tile(hidden).block_n
 
     def strips_of(self, vocab: int, hidden: int, relative: bool, block: int | None = None) -> int:
-        """Number of column strips in a row of ``vocab`` logits: those of whole tiles, of each block where there are."""
+        """Number of column strips in a row of ``vocab`` logits: those of its tiles, block by block with ``block``."""
         block_n = self.exp_tile(hidden).block_n
         tiles = cdiv(vocab, block_n) if block is None else cdiv(vocab, block) * cdiv(block, block_n)
         return tiles * (block_n // self.strip_width(hidden, relative))

@@ -66,7 +66,7 @@ class DhiddenSplit(NamedTuple):
     units: int = 0
 
 
-WHOLE = DhiddenSplit()
+UNCUT = DhiddenSplit()
 MOST_PARTS = 16
 LEAST_STEPS = 4  # over the vocabulary in a part
 SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # asked for each chunk of each call
@@ -87,7 +87,7 @@ def dhidden_split(
 
 def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int) -> DhiddenSplit:
     left = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
-    best, fewest = WHOLE, float("inf")
+    best, fewest = UNCUT, float("inf")
     for parts in range(1, MOST_PARTS + 1):
         if parts > 1 and (left * parts > most_units or parts * LEAST_STEPS * tile.block_k > vocab):
             break

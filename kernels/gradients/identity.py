@@ -79,7 +79,7 @@ def log_probability(
     ratio2,
     SECOND: tl.constexpr,
 ):
-    """log p beside a teacher: of the first temperature, or of the second."""
+    """log p that a teacher is compared with: of the first temperature, or of the second."""
     if SECOND:
         if ratio2 is not None:
             x = x * ratio2
@@ -125,7 +125,7 @@ def logits_gradient(
     log_beta,  # of a mixture's shares, the teacher's first; None without one
     log_rest,
     tie,  # relative difference of probabilities that count as equal, or None
-    SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
+    SECOND: tl.constexpr,  # p of the teacher's terms is of the second temperature
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
 ):
     """The identity times the slope; anything where a row does not count."""
@@ -162,6 +162,6 @@ def logits_gradient(
     if kappa is not None:
         grad -= kappa if omega is None else kappa * omega
     if log_q is not None:
-        beside = log_p2 if SECOND else log_p
-        grad = add_teacher_terms(grad, beside, log_q, gamma, rho, tau, theta, below, log_beta, log_rest, tie)
+        of_student = log_p2 if SECOND else log_p
+        grad = add_teacher_terms(grad, of_student, log_q, gamma, rho, tau, theta, below, log_beta, log_rest, tie)
     return grad * transform_derivative(x, logit_scale, softcap, row_scale)

@@ -69,7 +69,7 @@ def kept_grad_kernel(
 @kernel
 def kept_dhidden_kernel(
     # outputs
-    dhidden_ptr,  # [rows, hidden], of rows that keep columns alone
+    dhidden_ptr,  # [rows, hidden], of rows that keep columns only
     # inputs
     dlogit_ptr,  # [n] fp32
     weight_ptr,  # [vocab, hidden]

@@ -35,7 +35,7 @@ NO_SOFTMAX = Softmax()
 class Terms(NamedTuple):
     """Vectors that a gradient is made of, but for a teacher's and class weights."""
 
-    target: torch.Tensor  # [rows] int64, of the whole vocabulary
+    target: torch.Tensor  # [rows] int64, of the vocabulary
     target_logit: torch.Tensor  # [rows] fp32, as all that follow
     beta: torch.Tensor | None
     kappa: torch.Tensor | None
@@ -59,7 +59,7 @@ class TeacherTerms(NamedTuple):
     start: torch.Tensor
     rest: torch.Tensor
     columns: int
-    second: bool  # the student's softmax beside it is the second one
+    second: bool  # the student's softmax is the second one
     gamma: torch.Tensor | None
     rho: torch.Tensor | None
     tau: torch.Tensor | None
@@ -77,14 +77,14 @@ def row_programs(columns: int) -> int:
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
-def teacher_arguments(beside: TeacherTerms | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
+def teacher_arguments(teacher_terms: TeacherTerms | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
     """A teacher as the kernels take it: tensors, columns and stride, numbers, constants; None for none."""
-    if beside is None:
+    if teacher_terms is None:
         return (None,) * 10, (0, 0), (*PLAIN, *mixture(None), None), {"SECOND": False}
-    side = beside.stored
-    tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:10])
-    scalars = *side.transform, *mixture(beside.beta), beside.tie
-    return tensors, (beside.columns, side.logits.stride(0)), scalars, {"SECOND": beside.second}
+    side = teacher_terms.stored
+    tensors = (side.logits, side.offset, side.bias, *teacher_terms[1:3], *teacher_terms[5:10])
+    scalars = *side.transform, *mixture(teacher_terms.beta), teacher_terms.tie
+    return tensors, (teacher_terms.columns, side.logits.stride(0)), scalars, {"SECOND": teacher_terms.second}
 
 
 def row_grad(
@@ -92,7 +92,7 @@ def row_grad(
     stored: Stored,
     class_weights: torch.Tensor | None,
     terms: Terms,
-    beside: TeacherTerms | None,
+    teacher_terms: TeacherTerms | None,
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
@@ -108,14 +108,14 @@ def row_grad(
         # one program walks a row, because a narrower gradient overwrites logits that lie before it
         block_rows, column_programs = 1, 1
         block, warps = row_block(columns)
-        block = min(block, 4096) if beside else block
-    teacher, sizes, scalars, constants = teacher_arguments(beside)
-    parts = (None, None) if beside is None else (beside.forward_kl, beside.teacher_entropy)
+        block = min(block, 4096) if teacher_terms else block
+    teacher, sizes, scalars, constants = teacher_arguments(teacher_terms)
+    parts = (None, None) if teacher_terms is None else (teacher_terms.forward_kl, teacher_terms.teacher_entropy)
     row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
         dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, *terms.tensors, *teacher,
         rows, columns, first_column, terms.second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
-        strip_stride(stored) if beside is None else strip_stride(stored, beside.stored), strip_behind,
+        strip_stride(stored) if teacher_terms is None else strip_stride(stored, teacher_terms.stored), strip_behind,
         next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, terms.second.ratio, *scalars,
         **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
@@ -143,16 +143,16 @@ def column_grad(
     sparse: torch.Tensor,  # [rows, count] fp32
     class_weights: torch.Tensor | None,
     terms: Terms,
-    beside: TeacherTerms | None,
+    teacher_terms: TeacherTerms | None,
     first_column: int,
     transform: Transform,
 ) -> None:
     (rows, count), columns = ids.shape, dlogits.shape[1]
-    teacher, sizes, scalars, constants = teacher_arguments(beside)
+    teacher, sizes, scalars, constants = teacher_arguments(teacher_terms)
     column_grad_kernel[(rows,)](
         dlogits, logit, ids, sparse, class_weights, *terms.tensors, *teacher,
         columns, first_column, terms.second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
-        0 if beside is None else strip_stride(beside.stored),
+        0 if teacher_terms is None else strip_stride(teacher_terms.stored),
         *transform, terms.second.ratio, *scalars, **constants,
         BLOCK=power_of_2(count), num_warps=1,
     )  # fmt: skip

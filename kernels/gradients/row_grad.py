@@ -75,7 +75,7 @@ def row_grad_kernel(
     log_beta,  # of a mixture's shares, the teacher's first; float or None without one
     log_rest,
     tie,  # relative difference of probabilities that count as equal, or None
-    SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
+    SECOND: tl.constexpr,  # p inside the teacher is of the second temperature
     COLUMN_PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a strip where logits are relative
@@ -145,9 +145,9 @@ def row_grad_kernel(
             in_teacher = offs < teacher_columns
             # a block: the interpreter makes no mask of a block and a scalar
             within = tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
-            beside = in_rows & within  # a strip behind the teacher's last has no offset
+            with_teacher = in_rows & within  # a strip behind the teacher's last has no offset
             log_q = load_block(
-                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, beside, strip_stride, teacher_stride,
+                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, with_teacher, strip_stride, teacher_stride,
                 start, offs, in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, teacher_start, teacher_rest,
             )  # fmt: skip
             if teacher_offset_ptr is None:

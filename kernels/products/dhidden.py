@@ -71,7 +71,7 @@ def store_halves(
 def cut_tiles(tiles, most_parts, units, programs):
     """Number of tiles, the first, that one program each makes, and of parts that each other tile is cut into.
 
-    The programs make whole tiles in turns; of a last turn's, fewer than there are programs, each is cut into parts over
+    The programs make tiles in turns; of a last turn's, fewer than there are programs, each is cut into parts over
     the vocabulary, so that all programs have work to the end. Their sums have ``units`` places, which fewer rows than
     expected may not pass.
     """
@@ -115,24 +115,24 @@ def dhidden_kernel(
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
     tiles = tiles_m * tiles_n
-    whole, parts = tiles, 1
+    uncut, parts = tiles, 1
     if part_ptr is not None:
-        whole, parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
-    left = tl.maximum(tiles - whole, 1)
+        uncut, parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
+    left = tl.maximum(tiles - uncut, 1)
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
     g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
     out = dhidden_ptr, hidden
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
     for unit in tl.range(
-        tl.program_id(0), whole + (tiles - whole) * parts, tl.num_programs(0), flatten=grad_desc is not None
+        tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0), flatten=grad_desc is not None
     ):
         # bounds that are the same for all units would make the compiler unfold the loop, with spills
         tile, first, last = unit, unit // tiles, vocab
         if part_ptr is not None:
-            rest = tl.maximum(unit - whole, 0)
-            cut = unit >= whole
-            tile = tl.where(cut, whole + rest % left, unit)
+            rest = tl.maximum(unit - uncut, 0)
+            cut = unit >= uncut
+            tile = tl.where(cut, uncut + rest % left, unit)
             first = tl.where(cut, rest // left * part_columns, 0)
             last = tl.where(cut, min(first + part_columns, vocab), vocab)
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
@@ -148,9 +148,9 @@ def dhidden_kernel(
                 out, factors, left_half, right_half, row_start, column_start, counted, ADD, BLOCK_M, BLOCK_N // 2
             )
         else:
-            if unit >= whole:
+            if unit >= uncut:
                 offs_row, offs_col = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N // 2)
-                at = (unit - whole) * (BLOCK_M * BLOCK_N) + offs_row[:, None] * BLOCK_N + offs_col[None, :]
+                at = (unit - uncut) * (BLOCK_M * BLOCK_N) + offs_row[:, None] * BLOCK_N + offs_col[None, :]
                 tl.store(part_ptr + at, left_half)
                 tl.store(part_ptr + at + BLOCK_N // 2, right_half)
             else:
@@ -188,15 +188,15 @@ def join_parts_kernel(
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
     tiles = tiles_m * tiles_n
-    whole, parts = cut_tiles(tiles, most_parts, units, programs)
+    uncut, parts = cut_tiles(tiles, most_parts, units, programs)
     at = tl.program_id(0)
-    if at < tiles - whole:
-        tile_m, tile_n = tile_place(whole + at, tiles_m, tiles_n, GROUP_M)
+    if at < tiles - uncut:
+        tile_m, tile_n = tile_place(uncut + at, tiles_m, tiles_n, GROUP_M)
         first = tl.program_id(1) * ROWS
         offs = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
         for part in range(0, parts):
-            total += tl.load(part_ptr + (part * (tiles - whole) + at) * (BLOCK_M * BLOCK_N) + offs)
+            total += tl.load(part_ptr + (part * (tiles - uncut) + at) * (BLOCK_M * BLOCK_N) + offs)
         out, factors = (dhidden_ptr, hidden), (weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr)
         store_dhidden(out, factors, total, tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, ADD, ROWS, BLOCK_N)
 

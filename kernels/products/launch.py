@@ -11,7 +11,7 @@ from ..common.tiles import (
     INTERPRETED,
     LEAST_SECTION,
     PIECE,
-    WHOLE,
+    UNCUT,
     DhiddenSplit,
     Tile,
     cdiv,
@@ -47,12 +47,12 @@ def dhidden(
     factors: Factors = NO_FACTORS,
     counted: Counted = ALL_ROWS,
     add: bool = False,
-    split: DhiddenSplit = WHOLE,
+    split: DhiddenSplit = UNCUT,
 ) -> None:
     """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
     cut = split.parts > 1
-    # whole turns are of all multiprocessors
+    # full turns are of all multiprocessors
     programs = multiprocessors_of(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
     shared = {"ADD": add, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": tile.group_m}
     dhidden_kernel[(programs,)](
@@ -144,7 +144,7 @@ def add_target_rows(
     else:
         piece_sum = scratch.view(torch.float32)
     gpu = gpu_of(dweight.device)
-    assert gpu is not None, "exponentials are kept on GPUs of the table alone"
+    assert gpu is not None, "exponentials are stored only on GPUs of the table"
     block = 128 if columns >= 128 else max(16, power_of_2(columns))
     wide = 4 * block  # nearly all programs of the second have nothing to add
     # where there is room for all, nothing is sliced

@@ -81,21 +81,21 @@ def add_target_rows_kernel(
     # a row for each target of the piece, where it stands first, gathers all of them
     first = counts & ((in_piece == 0) | (before != target))
     from_before = (in_piece == 0) & (before == target)
-    whole = first & (from_before == 0) & (target != after)
+    complete = first & (from_before == 0) & (target != after)
     # all that is read stands before the sum, so that it is waited for once
     factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
     h = tl.load(
         hidden_ptr + row[:, None] * hidden_stride + cols[None, :], mask=counts[:, None] & in_cols[None, :], other=0.0
     ).to(tl.float32)
     out = dweight_ptr + target.to(tl.int64)[:, None] * hidden + cols[None, :]
-    mask = whole[:, None] & in_cols[None, :]
+    mask = complete[:, None] & in_cols[None, :]
     sum_so_far = tl.load(out, mask=mask, other=0.0)
 
     gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), 1.0, 0.0)
     total = tl.dot(gather, factor[:, None] * h, input_precision=PRECISION)  # ones are exact, and this splits the rest
     tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
     slot = 2 * piece + tl.where(from_before, 0, 1)
-    partial = first & (whole == 0)
+    partial = first & (complete == 0)
     tl.store(
         piece_sum_ptr + slot.to(tl.int64)[:, None] * hidden + cols[None, :], total,
         mask=partial[:, None] & in_cols[None, :],

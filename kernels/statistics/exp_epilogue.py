@@ -47,7 +47,7 @@ def finish_half(
             z = tl.where(shared, z, x - shift_behind[:, None])
         e = tl.exp2(z * log2_e)
     else:
-        # one fused multiply-add; the rounding of its constant is the whole row's alike, and taken out of the sums
+        # one fused multiply-add; its constant's rounding is one for a row, and taken out of the sums
         z = tl.math.fma(x, tl.full(x.shape, log2_e, tl.float32), tl.broadcast_to((shift * -log2_e)[:, None], x.shape))
         e = tl.exp2(z)
     if target is not None:
@@ -146,7 +146,7 @@ def finish_strip(
         top_behind = tl.max(tl.where(shared, float("-inf"), x), 1)
         offset = tl.where(first < columns2, tl.max(tl.where(shared, x, float("-inf")), 1), top_behind)
         shift_behind = tl.where(top_behind == float("-inf"), 0.0, top_behind)
-    shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of -inf alone: exp(-inf - 0) = 0
+    shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of nothing but -inf: exp(-inf - 0) = 0
 
     if STORE == STRIP:
         sums, shifted, sums2, shifted2, behind, shifted_behind = finish_half(

@@ -4,7 +4,7 @@ A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles, each one or two column stri
 strip's offset, its row sum of exponentials and what else was asked for. What goes out, 16 bits wide, is one of three
 things:
 
-- exponentials ``E = exp(x - offset)`` in the operands' type, relative to an offset of the whole row that was given
+- exponentials ``E = exp(x - offset)`` in the operands' type, relative to an offset of the row that was given
   beforehand (the target's logit): the rest of the gradient is a factor per row and needs no pass over E. A strip whose
   maximum lies more than REACH above takes a larger offset, the sign that the row has to be levelled afterwards.
 - relative logits ``x - offset`` in fp16, relative to the row's maximum in the strip: off by 2^-12 of their distance
@@ -131,7 +131,7 @@ def exp_logits_kernel(
         if SPLIT:
             special = special | ((tile_n * BLOCK_N < columns2) & (columns2 < (tile_n + 1) * BLOCK_N))
         # Few tiles hold a target or the end of a softmax. What these need would cost every element of every tile two
-        # operations, 3 to 10 % of the whole; with its own stores in it, the branch stays a branch.
+        # operations, 3 to 10 % of the time; with its own stores in it, the branch stays a branch.
         if special:
             sums = finish_tile(
                 out, strips, strip_stride, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved, end,

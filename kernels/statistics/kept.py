@@ -62,7 +62,7 @@ def kept_logits_kernel(
 
 @kernel
 def kept_stats_kernel(
-    # outputs, of rows that keep columns alone
+    # outputs, of rows that keep columns only
     lse_ptr,  # [rows] fp32, as all but argmax
     start_ptr,  # log p = (x - start) + rest
     rest_ptr,

@@ -39,7 +39,7 @@ def merge_ranks_kernel(
     WEIGHTED: tl.constexpr,
     TOP: tl.constexpr,
     ARGMAX: tl.constexpr,
-    KNOWN_TARGETS: tl.constexpr,  # every piece tells the target's logit, not its own part of it alone
+    KNOWN_TARGETS: tl.constexpr,  # every piece has the target's logit, not its part of it only
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
@@ -101,15 +101,15 @@ def merge_ranks_kernel(
             argmax = tl.where(higher, tl.load(own + ARGMAX * rows, mask=mask, other=0.0), argmax)
             top = tl.where(higher, x, top)
     log_sum = tl.log(total)
-    whole_rest = first_rest - log_sum
+    merged_rest = first_rest - log_sum
     tl.store(start_ptr + row, first_start.to(tl.float32) + poison, mask=mask)
-    tl.store(rest_ptr + row, whole_rest.to(tl.float32), mask=mask)
+    tl.store(rest_ptr + row, merged_rest.to(tl.float32), mask=mask)
     if logprob_ptr is not None:
         rounded = target_logit.to(tl.float32)
         counts = tl.load(target_ptr + row, mask=mask, other=-1) >= 0
-        logprob = (rounded.to(tl.float64) * ratio - first_start) + whole_rest
+        logprob = (rounded.to(tl.float64) * ratio - first_start) + merged_rest
         tl.store(logprob_ptr + row, tl.where(counts, logprob, 0.0).to(tl.float32) + poison, mask=mask)
-        tl.store(lse_ptr + row, (first_start - whole_rest).to(tl.float32) + poison, mask=mask)
+        tl.store(lse_ptr + row, (first_start - merged_rest).to(tl.float32) + poison, mask=mask)
         if target_logit_ptr is not None:
             tl.store(target_logit_ptr + row, rounded, mask=mask)
     if entropy_ptr is not None:

@@ -7,7 +7,7 @@ from chunked_head.kernels.common.gpus import multiprocessors_of, run_as
 from chunked_head.kernels.common.operands import Counted
 from chunked_head.kernels.common.tiles import (
     INTERPRETED,
-    WHOLE,
+    UNCUT,
     DhiddenSplit,
     Tile,
     dhidden_split,
@@ -23,7 +23,7 @@ SPLITS = ["chosen", "whole", "many"]
 
 def split_of(name: str, tile: Tile, rows: int, vocab: int, hidden: int, device: torch.device) -> DhiddenSplit:
     if name == "whole":
-        return WHOLE
+        return UNCUT
     programs = multiprocessors_of(device)
     split = dhidden_split(tile, rows, hidden, vocab, programs)
     assert split.parts > 1 and split.units <= 2 * programs
