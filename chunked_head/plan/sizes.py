@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from ..core.stats import Demand
-from ..kernels.common.gpus import Gpu
-from ..kernels.common.tiles import PRODUCT_ROWS, UNCUT, DhiddenSplit, dhidden_split
+from ..kernels.common.gpus import UNCUT, DhiddenSplit, Gpu, dhidden_split
+from ..kernels.common.tiles import PRODUCT_ROWS
 
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128

@@ -3,8 +3,6 @@
 import os
 from typing import NamedTuple
 
-from .cache import Cache
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 # the column of a target that is none of those at hand, for rows that count: a vocabulary in parts has it elsewhere
 ELSEWHERE = 1 << 30
@@ -57,41 +55,3 @@ def row_block(columns: int) -> tuple[int, int]:
     """Elements a step and warps of the kernels that walk a row."""
     block = min(power_of_2(columns), 1024 if INTERPRETED else 8192)
     return max(block, 128), 4 if block < 2048 else 16
-
-
-class DhiddenSplit(NamedTuple):
-    """Into how many parts over the vocabulary tiles of dhidden's last turn are cut; the places that their sums have."""
-
-    parts: int = 1
-    units: int = 0
-
-
-UNCUT = DhiddenSplit()
-MOST_PARTS = 16
-LEAST_STEPS = 4  # over the vocabulary in a part
-SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # asked for each chunk of each call
-
-
-def dhidden_split(
-    tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
-) -> DhiddenSplit:
-    """The split that takes the fewest turns: all multiprocessors multiply to the end, or nearly.
-
-    144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles; in 11 parts these take a turn's
-    eleventh. A part costs its sums' way to memory and back, about 0.2 % of a turn, and room: it has to save 0.5 %.
-    """
-    most_units = 4 * multiprocessors if most_units is None else most_units
-    key = tile, rows, hidden, vocab, multiprocessors, most_units
-    return SPLITS.made(key, lambda: fewest_turns(*key))
-
-
-def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int) -> DhiddenSplit:
-    left = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
-    best, fewest = UNCUT, float("inf")
-    for parts in range(1, MOST_PARTS + 1):
-        if parts > 1 and (left * parts > most_units or parts * LEAST_STEPS * tile.block_k > vocab):
-            break
-        turns = cdiv(left * parts, multiprocessors) / parts + 0.005 * parts
-        if turns < fewest:
-            best, fewest = DhiddenSplit(parts, left * parts if parts > 1 else 0), turns
-    return best

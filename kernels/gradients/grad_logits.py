@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import column_halves, counted_rows, dot, load_rows, store_tile, tile_place, to_type_of
-from ..common.kernel import kernel
-from ..common.stored import load_column
-from ..common.transform import transform_logits
+from ..common.launcher import kernel
+from ..common.transform import load_column, transform_logits
 from .identity import logits_gradient
 
 

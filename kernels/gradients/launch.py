@@ -5,16 +5,25 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of, split_strips
-from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
+from ..common.operands import (
+    ALL_ROWS,
+    PLAIN,
+    Counted,
+    KeptEntries,
+    Stored,
+    Strips,
+    Transform,
+    even,
+    matrix,
+    mixture,
+    row_stride,
+    strip_stride,
+)
 from ..common.tiles import STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
-from .column_grad import column_grad_kernel
+from .column_grad import column_grad_kernel, kept_dhidden_kernel, kept_grad_kernel
 from .grad_logits import grad_logits_kernel
-from .kept import kept_dhidden_kernel, kept_grad_kernel
-from .level_rows import level_rows_kernel
-from .row_grad import add_parts_kernel, row_grad_kernel
-from .scale import scale_kernel
+from .row_grad import add_parts_kernel, level_rows_kernel, row_grad_kernel, scale_kernel
 
 
 class Softmax(NamedTuple):

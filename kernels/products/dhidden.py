@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import ELSEWHERE, column_halves, counted_rows, dot, load_tile, tile_place
-from ..common.kernel import kernel
+from ..common.launcher import kernel
 
 
 @triton.jit

@@ -4,24 +4,19 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.descriptors import matrix, row_stride
-from ..common.gpus import gpu_of, multiprocessors_of, programs_of
-from ..common.operands import ALL_ROWS, Counted
-from ..common.tiles import (
-    INTERPRETED,
-    LEAST_SECTION,
-    PIECE,
-    UNCUT,
-    DhiddenSplit,
-    Tile,
-    cdiv,
-    piece_bytes,
-    power_of_2,
-)  # fmt: skip
-from .column_rows import column_begins_kernel, column_pieces_kernel, column_rows_kernel
+from ..common.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
+from ..common.operands import ALL_ROWS, Counted, matrix, row_stride
+from ..common.tiles import INTERPRETED, LEAST_SECTION, PIECE, Tile, cdiv, piece_bytes, power_of_2
 from .dhidden import dhidden_kernel, finish_dhidden_kernel, join_parts_kernel
-from .dweight import dweight_kernel
-from .target_terms import add_target_rows_kernel, join_pieces_kernel, sort_targets_kernel
+from .dweight import (
+    add_target_rows_kernel,
+    column_begins_kernel,
+    column_pieces_kernel,
+    column_rows_kernel,
+    dweight_kernel,
+    join_pieces_kernel,
+    sort_targets_kernel,
+)
 
 COLUMN_PIECE = 256  # entries of one column that a program adds up
 MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import BEHIND
-from ..common.kernel import kernel
+from ..common.launcher import kernel
 
 
 @kernel

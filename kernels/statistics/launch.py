@@ -5,20 +5,27 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import programs_of, split_strips
-from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
+from ..common.operands import (
+    ALL_ROWS,
+    PLAIN,
+    Counted,
+    KeptEntries,
+    Stored,
+    Strips,
+    Transform,
+    even,
+    matrix,
+    mixture,
+    row_stride,
+    strip_stride,
+)
 from ..common.tiles import Tile, cdiv, power_of_2, row_block
-from .clean_rows import clean_rows_kernel
-from .columns import dot_columns_kernel, pick_columns_kernel
+from .columns import clean_rows_kernel, dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
-from .kept import kept_logits_kernel, kept_stats_kernel
-from .merge_ranks import merge_ranks_kernel
-from .merge_strips import merge_strips_kernel
-from .pair_stats import pair_stats_kernel
-from .row_stats import row_stats_kernel
-from .sum_rows import sum_rows_kernel
+from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
+from .row_stats import kept_logits_kernel, kept_stats_kernel, pair_stats_kernel, row_stats_kernel
 
 
 class Outputs(NamedTuple):

@@ -1,16 +1,25 @@
-"""Statistics [rows] fp32 of rows of stored logits [rows, columns].
+"""Statistics [rows] fp32 of rows of logits that are stored, one program a row.
+
+Of rows [rows, columns], ``row_stats_kernel``:
 
     log p = (x - start) + rest,  start = max x,  rest = -log sum exp(x - start),  entropy = -sum p log p
 
-One program walks over a row.
+Divergences of the softmaxes of two rows whose normalisers are known, ``pair_stats_kernel``: each is summed from
+differences of log-probabilities, so that equal rows give exactly 0.
+
+Of a set of columns per row, ``kept_logits_kernel`` and ``kept_stats_kernel``, logits [n] fp32 of all sets' entries:
+
+    logit[e] = hidden[row[e]] @ weight[column[e]],  lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
 
 import triton
 import triton.language as tl
 
-from ..common.kernel import kernel
-from ..common.stored import load_number, load_row
-from ..common.transform import ln_2, log2_e, transform_logits
+from ..common import tiles
+from ..common.launcher import kernel
+from ..common.transform import ln_2, load_number, load_row, log2_e, log_mixture, part_below, transform_logits
+
+LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
 
 
 @triton.jit
@@ -122,3 +131,226 @@ def row_stats_kernel(
     if argmax_ptr is not None:
         tl.store(top_ptr + row, row_max)
         tl.store(argmax_ptr + row, tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0))
+
+
+@kernel
+def pair_stats_kernel(
+    # outputs, each [rows] fp32 or None
+    forward_kl_ptr,  # KL(q || p)
+    reverse_kl_ptr,  # KL(p || q)
+    teacher_entropy_ptr,
+    kl_mixture_ptr,  # KL(p || m), m = beta q + (1 - beta) p
+    jsd_ptr,  # beta KL(q || m) + (1 - beta) KL(p || m)
+    tvd_ptr,  # sum |p - q| / 2
+    below_ptr,  # sum part_below(p, q)
+    overlap_ptr,  # sum min(p, q)
+    # inputs: p
+    logits_ptr,  # [rows, columns or more]
+    strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
+    bias_ptr,
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest
+    rest_ptr,  # [rows] fp32
+    # inputs: q
+    teacher_ptr,  # [rows, columns or more]
+    teacher_offset_ptr,
+    teacher_bias_ptr,
+    teacher_start_ptr,
+    teacher_rest_ptr,
+    # sizes
+    strip_stride,  # from strip to strip of both offsets; 0 for raw logits
+    columns,  # that both have
+    stride,
+    teacher_stride,
+    # scalars
+    logit_scale,
+    softcap,
+    row_scale_ptr,  # [rows] fp32 or None
+    ratio,
+    teacher_scale,
+    teacher_softcap,
+    teacher_row_scale_ptr,
+    beta,  # float or None, with its logarithm and that of 1 - beta
+    log_beta,
+    log_rest,
+    tie,  # of part_below
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    row_scale = load_number(row_scale_ptr, row)
+    teacher_row_scale = load_number(teacher_row_scale_ptr, row)
+    teacher_ptr += row * teacher_stride
+    start_p, rest_p = tl.load(start_ptr + row), tl.load(rest_ptr + row)
+    start_q, rest_q = tl.load(teacher_start_ptr + row), tl.load(teacher_rest_ptr + row)
+    forward = tl.zeros((BLOCK,), dtype=tl.float32)
+    reverse = tl.zeros((BLOCK,), dtype=tl.float32)
+    entropy = tl.zeros((BLOCK,), dtype=tl.float32)
+    p_to_mixture = tl.zeros((BLOCK,), dtype=tl.float32)
+    q_to_mixture = tl.zeros((BLOCK,), dtype=tl.float32)
+    variation = tl.zeros((BLOCK,), dtype=tl.float32)
+    below = tl.zeros((BLOCK,), dtype=tl.float32)
+    overlap = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, columns, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        inside = offs < columns
+        x = load_row(
+            logits_ptr, strip_offset_ptr, bias_ptr, row, strip_stride, offs, inside, logit_scale, softcap, row_scale,
+        )  # fmt: skip
+        y = load_row(
+            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, inside, teacher_scale,
+            teacher_softcap, teacher_row_scale,
+        )  # fmt: skip
+        if ratio is not None:
+            x = x * ratio
+        log_p = tl.where(inside, (x - start_p) + rest_p, float("-inf"))
+        log_q = tl.where(inside, (y - start_q) + rest_q, float("-inf"))
+        p = tl.exp2(log_p * log2_e)
+        q = tl.exp2(log_q * log2_e)
+        # a probability of 0 has no part in a sum, whatever its logarithm
+        if forward_kl_ptr is not None:
+            forward += tl.where(q > 0.0, q * (log_q - log_p), 0.0)
+        if reverse_kl_ptr is not None:
+            reverse += tl.where(p > 0.0, p * (log_p - tl.maximum(log_q, LOG_FLOOR)), 0.0)
+        if teacher_entropy_ptr is not None:
+            entropy -= tl.where(q > 0.0, q * log_q, 0.0)
+        if jsd_ptr is not None:
+            log_m = log_mixture(log_q, log_p, log_beta, log_rest)
+            p_to_mixture += tl.where(p > 0.0, p * (log_p - log_m), 0.0)
+            q_to_mixture += tl.where(q > 0.0, q * (log_q - log_m), 0.0)
+        if tvd_ptr is not None:
+            variation += 0.5 * tl.abs(p - q)
+        if overlap_ptr is not None:
+            overlap += tl.minimum(p, q)
+        if below_ptr is not None:
+            below += part_below(p, q, tie)
+    if forward_kl_ptr is not None:
+        tl.store(forward_kl_ptr + row, tl.sum(forward, 0))
+    if reverse_kl_ptr is not None:
+        tl.store(reverse_kl_ptr + row, tl.sum(reverse, 0))
+    if teacher_entropy_ptr is not None:
+        tl.store(teacher_entropy_ptr + row, tl.sum(entropy, 0))
+    if jsd_ptr is not None:
+        kl_mixture = tl.sum(p_to_mixture, 0)
+        tl.store(kl_mixture_ptr + row, kl_mixture)
+        tl.store(jsd_ptr + row, beta * tl.sum(q_to_mixture, 0) + (1.0 - beta) * kl_mixture)
+    if tvd_ptr is not None:
+        tl.store(tvd_ptr + row, tl.sum(variation, 0))
+    if overlap_ptr is not None:
+        tl.store(overlap_ptr + row, tl.sum(overlap, 0))
+    if below_ptr is not None:
+        tl.store(below_ptr + row, tl.sum(below, 0))
+
+
+@kernel
+def kept_logits_kernel(
+    # outputs
+    logit_ptr,  # [n] fp32, -inf where an entry is none
+    # inputs
+    hidden_ptr,  # [rows, hidden]
+    weight_ptr,  # [vocab, hidden]
+    bias_ptr,  # [vocab] or None
+    row_ptr,  # [n] int64, of hidden and of row_scale
+    column_ptr,  # [n] int32, -1 for none
+    # sizes
+    entries,
+    hidden,
+    row_stride,
+    column_stride,
+    weight_row_stride,
+    weight_column_stride,
+    # scalars
+    logit_scale,
+    softcap,
+    row_scale_ptr,  # [rows] fp32 or None
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gathered rows of the weight times gathered rows of hidden states, in fp32."""
+    entry = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
+    here = column >= 0
+    source = tl.load(row_ptr + entry, mask=here, other=0)
+    lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
+    for start in range(0, hidden, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = here[:, None] & (offs < hidden)[None, :]
+        at = hidden_ptr + source[:, None] * row_stride + offs.to(tl.int64)[None, :] * column_stride
+        h = tl.load(at, mask=mask, other=0.0).to(weight_ptr.dtype.element_ty).to(tl.float32)
+        at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride
+        w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        lanes += h * w
+    x = tl.sum(lanes, 1)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + tl.load(row_ptr + entry, mask=here, other=0), mask=here, other=1.0)
+    x = transform_logits(x, logit_scale, softcap, row_scale)
+    tl.store(logit_ptr + entry, tl.where(here, x, float("-inf")), mask=entry < entries)
+
+
+@kernel
+def kept_stats_kernel(
+    # outputs, of rows that keep columns only
+    lse_ptr,  # [rows] fp32, as all but argmax
+    start_ptr,  # log p = (x - start) + rest
+    rest_ptr,
+    logprob_ptr,
+    target_logit_ptr,  # 0 where the target is elsewhere; None where another launch writes it
+    entropy_ptr,  # or None
+    top_ptr,  # or None
+    argmax_ptr,  # [rows] int32 or None: the first column that has the largest logit
+    # inputs
+    logit_ptr,  # [n] fp32
+    column_ptr,  # [n] int32, -1 for none
+    begin_ptr,  # [rows] int64: where a row's entries begin
+    end_ptr,  # [rows] int64: and end
+    target_ptr,  # [rows] int64
+    # scalars
+    ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    FILL: tl.constexpr,  # 0 for a row that keeps none, instead of what is there
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
+    target = tl.load(target_ptr + row)
+    lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane_shifted = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane_argmax = tl.full((BLOCK,), 2147483647, dtype=tl.int32)
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        column = tl.load(column_ptr + entry, mask=entry < end, other=-1)
+        here = column >= 0
+        x = tl.load(logit_ptr + entry, mask=here, other=float("-inf"))
+        lane_target += tl.where(here & (column == target), x, 0.0)
+        if argmax_ptr is not None:
+            same = tl.where(x == lane_max, tl.minimum(lane_argmax, column), lane_argmax)
+            lane_argmax = tl.where(x > lane_max, column, tl.where(here, same, lane_argmax))
+        if ratio is not None:
+            x = x * ratio
+        lane_max, lane_sum, lane_shifted = add_to_lanes(lane_max, lane_sum, lane_shifted, x, entropy_ptr is not None)
+    row_max, log_sum, entropy = softmax_of_lanes(lane_max, lane_sum, lane_shifted)
+    target_logit = tl.sum(lane_target, 0)
+    # a branch would be on what is loaded
+    one = row + tl.arange(0, 1)
+    mine = one < tl.where((end > begin) | FILL, row + 1, row)
+    if FILL:
+        row_max = tl.where(end > begin, row_max, 0.0)
+        log_sum = tl.where(end > begin, log_sum, 0.0)
+        entropy = tl.where(end > begin, entropy, 0.0)
+    if target_logit_ptr is not None:
+        tl.store(target_logit_ptr + one, target_logit, mask=mine)
+    tl.store(lse_ptr + one, row_max + log_sum, mask=mine)
+    tl.store(start_ptr + one, row_max, mask=mine)
+    tl.store(rest_ptr + one, -log_sum, mask=mine)
+    if ratio is not None:
+        target_logit = target_logit * ratio
+    tl.store(logprob_ptr + one, (target_logit - row_max) - log_sum, mask=mine)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + one, entropy, mask=mine)
+    if argmax_ptr is not None:
+        argmax = tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0)
+        tl.store(top_ptr + one, row_max, mask=mine)
+        tl.store(argmax_ptr + one, tl.where(argmax == 2147483647, 0, argmax), mask=mine)

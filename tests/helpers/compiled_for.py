@@ -9,7 +9,7 @@ import torch
 
 def told(name: str, value: Any) -> Any:
     """What of an argument is part of the compiled code."""
-    from chunked_head.kernels.common.kernel import PER_CALL, PER_ROW
+    from chunked_head.kernels.common.launcher import PER_CALL, PER_ROW
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if name.isupper() or value is None or isinstance(value, bool):

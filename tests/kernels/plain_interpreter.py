@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget
-from chunked_head.kernels.common.gpus import gpu_of
+from chunked_head.kernels.common.gpus import dhidden_split, gpu_of
 from chunked_head.kernels.common.launcher import Launcher
-from chunked_head.kernels.common.tiles import dhidden_split
 from chunked_head.kernels.products import launch as products
 from loss_cases import LOSS_CASES, SOME_CASES, LossCase, inputs_of, run_reference, run_step
 from tiers import tier

@@ -1,0 +1,277 @@
+"""Statistics [rows] fp32 merged from those of parts of a row.
+
+From those of strips [strips, rows] that ``exp_logits`` left, of rows or of their blocks of columns,
+``merge_strips_kernel``; the target's term enters from its exact logit:
+
+    lse = log sum_s sum[s] exp(offset[s]),  log p = (x - start) + rest,  start = max_s offset[s],  rest = start - lse
+    entropy = lse - sum p x, as (log_sum - shifted / sum) relative to start
+
+From those of pieces of the vocabulary [ranks, numbers, rows], as all ranks have sent them, ``merge_ranks_kernel``:
+
+    lse = log sum_r exp(lse[r]),  entropy = sum_r share[r] (entropy[r] - log share[r]),  share[r] = exp(lse[r] - lse)
+
+Sums over tokens of a table [rows, tokens] of losses' and metrics' values, ``sum_rows_kernel``:
+
+    out[r] = factor[r] * sum_i table[r, i]
+"""
+
+import triton.language as tl
+
+from ..common.launcher import kernel
+from ..common.transform import ln_2, log2_e
+
+
+@kernel
+def merge_strips_kernel(
+    # outputs, [blocks, rows] each where there are blocks
+    lse_ptr,  # [rows] fp32 or None
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest, without the rounding of lse
+    rest_ptr,  # [rows] fp32
+    logprob_ptr,  # [rows] fp32, 0 where the row does not count; or None
+    entropy_ptr,  # [rows] fp32 or None
+    weighted_sum_ptr,  # [rows] fp32 or None
+    top_ptr,  # [rows] fp32 or None: the largest logit
+    argmax_ptr,  # [rows] int32 or fp32, or None: the first column that has it
+    level_ptr,  # [rows] fp32: offset that all of the row is to have; None with offsets of each strip's own
+    # inputs
+    strip_offset_ptr,  # [strips, rows] fp32; with a level only where the sum is negative
+    strip_sum_ptr,  # [strips, rows] fp32, without the target's term; with a level, negative where the offset is not it
+    strip_shifted_sum_ptr,  # [strips, rows] fp32 or None
+    strip_weighted_sum_ptr,  # [strips, rows] fp32 or None
+    strip_top_ptr,  # [strips, rows] fp32 or None
+    strip_argmax_ptr,  # [strips, rows] int32 or None
+    target_logit_ptr,  # [rows] fp32, and the offset that was asked for where there is a level; None without targets
+    target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
+    # sizes
+    rows,
+    strip_stride,  # from strip to strip, a multiple of BLOCK_ROWS: what stands behind the rows may be read
+    strips,  # of a row, or of one of its blocks
+    columns,  # that the softmax is over
+    block_columns,  # of a block, or None for one of all columns
+    numbers,  # rows of the outputs from block to block, or None
+    # scalars
+    ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    SECOND: tl.constexpr,  # sums of a second softmax, which may be over fewer columns
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_STRIPS: tl.constexpr,
+):
+    offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_rows = offs_row < rows
+    run_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    run_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    run_shifted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    run_weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    run_top = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    run_argmax = tl.full((BLOCK_ROWS,), 2147483647, dtype=tl.int32)
+    largest_offset = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    if target_ptr is not None:
+        asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+        target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
+        if block_columns is not None:
+            # one block has the target's term
+            first_column = tl.program_id(1) * block_columns
+            counts = (target >= first_column) & (target < tl.minimum(first_column + block_columns, columns))
+        else:
+            counts = (target >= 0) & (target < columns)
+        if ratio is not None:
+            asked = asked * ratio
+        run_max = tl.where(counts, asked, run_max)
+        run_sum = tl.where(counts & (asked != float("-inf")), 1.0, run_sum)
+    for start in range(0, strips, BLOCK_STRIPS):
+        offs_strip = start + tl.arange(0, BLOCK_STRIPS)
+        at = offs_strip[:, None].to(tl.int64) * strip_stride + offs_row[None, :]
+        if block_columns is not None:
+            at += tl.program_id(1).to(tl.int64) * strips * strip_stride
+        mask = tl.broadcast_to(offs_strip[:, None] < strips, (BLOCK_STRIPS, BLOCK_ROWS))
+        s = tl.load(strip_sum_ptr + at, mask=mask, other=0.0)
+        if level_ptr is not None:
+            own = s < 0.0
+            m = tl.load(strip_offset_ptr + at, mask=mask & own, other=float("-inf"))
+            m = tl.where(own, m, asked[None, :])
+            s = tl.abs(s)
+        else:
+            m = tl.load(strip_offset_ptr + at, mask=mask, other=float("-inf"))
+        if ratio is not None:
+            m = m * ratio
+        if SECOND:
+            m = tl.where(s > 0.0, m, float("-inf"))
+        strips_max = tl.max(m, 0)
+        largest_offset = tl.maximum(largest_offset, strips_max)
+        new_max = tl.maximum(run_max, strips_max)
+        offset = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2((run_max - offset) * log2_e)
+        distance = m - offset[None, :]
+        weight = tl.exp2(distance * log2_e)
+        if strip_shifted_sum_ptr is not None:
+            moved = tl.where(run_max == float("-inf"), 0.0, run_max - offset)
+            w = tl.load(strip_shifted_sum_ptr + at, mask=mask, other=0.0)
+            part = tl.where(weight > 0.0, weight * (w + s * distance), 0.0)
+            run_shifted = rescale * (run_shifted + run_sum * moved) + tl.sum(part, 0)
+        run_sum = run_sum * rescale + tl.sum(s * weight, 0)
+        run_max = new_max
+        if weighted_sum_ptr is not None:
+            run_weighted += tl.sum(tl.load(strip_weighted_sum_ptr + at, mask=mask, other=0.0), 0)
+        if top_ptr is not None:
+            top = tl.load(strip_top_ptr + at, mask=mask, other=float("-inf"))
+            best = tl.max(top, 0)
+            first = tl.load(strip_argmax_ptr + at, mask=mask, other=2147483647)
+            first = tl.min(tl.where(top == best[None, :], first, 2147483647), 0)
+            run_argmax = tl.where(best > run_top, first, run_argmax)  # of equals the first block's
+            run_top = tl.maximum(run_top, best)
+    log_sum = tl.log2(run_sum) * ln_2
+    lse = run_max + log_sum
+    if block_columns is not None:
+        offs_row = offs_row + tl.program_id(1).to(tl.int64) * numbers * rows
+    if lse_ptr is not None:
+        tl.store(lse_ptr + offs_row, lse, mask=in_rows)
+    tl.store(start_ptr + offs_row, run_max, mask=in_rows)
+    tl.store(rest_ptr + offs_row, -log_sum, mask=in_rows)
+    # not asked - lse, which has lost what lies below an ulp of the logits
+    if logprob_ptr is not None:
+        logprob = tl.where(counts, (asked - run_max) - log_sum, 0.0)
+        tl.store(logprob_ptr + offs_row, logprob, mask=in_rows)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + offs_row, log_sum - run_shifted / run_sum, mask=in_rows)
+    if level_ptr is not None:
+        tl.store(level_ptr + offs_row, tl.where(largest_offset > asked, lse, asked), mask=in_rows)
+    if weighted_sum_ptr is not None:
+        tl.store(weighted_sum_ptr + offs_row, run_weighted, mask=in_rows)
+    if top_ptr is not None:
+        tl.store(top_ptr + offs_row, run_top, mask=in_rows)
+        tl.store(argmax_ptr + offs_row, run_argmax, mask=in_rows)
+
+
+@kernel
+def merge_ranks_kernel(
+    # outputs
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest
+    rest_ptr,  # [rows] fp32
+    lse_ptr,  # [rows] fp32; None for a teacher's softmax, like all that follow
+    logprob_ptr,  # [rows] fp32, 0 where the row does not count
+    target_logit_ptr,  # [rows] fp32, or None where another launch writes it
+    entropy_ptr,  # [rows] fp32 or None
+    weighted_sum_ptr,  # [rows] fp32 or None
+    top_ptr,  # [rows] fp32 or None
+    argmax_ptr,  # [rows] int32 or None
+    # inputs
+    gathered_ptr,  # [ranks, numbers, rows] fp32: statistics of each piece, and last what tells its tokens
+    zero_or_nan_ptr,  # [] fp32: nan where pieces are of different tokens; None where what tells them has to be equal
+    target_ptr,  # [rows] int64, -1 where the row does not count
+    # sizes
+    ranks,
+    numbers,
+    rows,
+    # scalars
+    ratio,  # of the temperature to that of the logits, inverse
+    START: tl.constexpr,  # where a piece's numbers are, -1 for what it does not tell
+    REST: tl.constexpr,
+    TARGET: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TOP: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    KNOWN_TARGETS: tl.constexpr,  # every piece has the target's logit, not its part of it only
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """In fp64: logarithms have been rounded once already. The same order of sums on every rank."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < rows
+    piece = numbers.to(tl.int64) * rows
+    if zero_or_nan_ptr is not None:
+        poison = tl.load(zero_or_nan_ptr)
+    else:
+        differs = tl.zeros((SCAN,), dtype=tl.int32)
+        last = gathered_ptr + (piece - rows)
+        for other in range(1, ranks):
+            for first in range(0, rows, SCAN):
+                at = first + tl.arange(0, SCAN)
+                mine = tl.load(last + at, mask=at < rows, other=0.0)
+                differs |= (tl.load(last + other * piece + at, mask=at < rows, other=0.0) != mine).to(tl.int32)
+        poison = tl.where(tl.max(differs, 0) > 0, float("nan"), 0.0)
+
+    # shares are relative to the most probable piece
+    best = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
+    first_start = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
+    first_rest = tl.zeros((BLOCK,), dtype=tl.float64)
+    for rank in range(0, ranks):
+        own = gathered_ptr + rank * piece + row
+        start = tl.load(own + START * rows, mask=mask, other=0.0).to(tl.float64)
+        rest = tl.load(own + REST * rows, mask=mask, other=0.0).to(tl.float64)
+        better = (start - rest > best) | (rank == 0)
+        best = tl.where(better, start - rest, best)
+        first_start, first_rest = tl.where(better, start, first_start), tl.where(better, rest, first_rest)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    shifted = tl.zeros((BLOCK,), dtype=tl.float64)
+    target_logit = tl.zeros((BLOCK,), dtype=tl.float64)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float64)
+    top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    argmax = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in range(0, ranks):
+        own = gathered_ptr + rank * piece + row
+        start = tl.load(own + START * rows, mask=mask, other=0.0).to(tl.float64)
+        rest = tl.load(own + REST * rows, mask=mask, other=0.0).to(tl.float64)
+        log_share = (start - first_start) - (rest - first_rest)
+        share = tl.exp(log_share)
+        total += share
+        if entropy_ptr is not None:
+            entropy = tl.load(own + ENTROPY * rows, mask=mask, other=0.0).to(tl.float64)
+            shifted += tl.where(share > 0.0, share * (entropy - log_share), 0.0)
+        if logprob_ptr is not None:
+            asked = tl.load(own + TARGET * rows, mask=mask, other=0.0).to(tl.float64)
+            if KNOWN_TARGETS:
+                target_logit = tl.where(rank == 0, asked, target_logit)
+            else:
+                target_logit += asked
+        if weighted_sum_ptr is not None:
+            weighted += tl.load(own + WEIGHTED * rows, mask=mask, other=0.0).to(tl.float64)
+        if top_ptr is not None:
+            x = tl.load(own + TOP * rows, mask=mask, other=0.0)
+            # of equal logits the first column's, which the first piece has
+            higher = (x > top) | (x != x) | (rank == 0)
+            argmax = tl.where(higher, tl.load(own + ARGMAX * rows, mask=mask, other=0.0), argmax)
+            top = tl.where(higher, x, top)
+    log_sum = tl.log(total)
+    merged_rest = first_rest - log_sum
+    tl.store(start_ptr + row, first_start.to(tl.float32) + poison, mask=mask)
+    tl.store(rest_ptr + row, merged_rest.to(tl.float32), mask=mask)
+    if logprob_ptr is not None:
+        rounded = target_logit.to(tl.float32)
+        counts = tl.load(target_ptr + row, mask=mask, other=-1) >= 0
+        logprob = (rounded.to(tl.float64) * ratio - first_start) + merged_rest
+        tl.store(logprob_ptr + row, tl.where(counts, logprob, 0.0).to(tl.float32) + poison, mask=mask)
+        tl.store(lse_ptr + row, (first_start - merged_rest).to(tl.float32) + poison, mask=mask)
+        if target_logit_ptr is not None:
+            tl.store(target_logit_ptr + row, rounded, mask=mask)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, (shifted / total + log_sum).to(tl.float32) + poison, mask=mask)
+    if weighted_sum_ptr is not None:
+        tl.store(weighted_sum_ptr + row, weighted.to(tl.float32) + poison, mask=mask)
+    if top_ptr is not None:
+        tl.store(top_ptr + row, top, mask=mask)
+        tl.store(argmax_ptr + row, argmax.to(tl.int32), mask=mask)
+
+
+@kernel
+def sum_rows_kernel(
+    # outputs
+    first_ptr,  # [] the first of the sums once more
+    out_ptr,  # [rows]
+    # inputs
+    table_ptr,  # [rows, tokens] contiguous
+    inverse_ptr,  # [] factor of the first ``parts`` rows
+    one_or_nan_ptr,  # [] factor of the others
+    # sizes
+    tokens,
+    parts,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, tokens, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        sums += tl.load(table_ptr + row.to(tl.int64) * tokens + at, mask=at < tokens, other=0.0)
+    factor = tl.load(inverse_ptr) if row < parts else tl.load(one_or_nan_ptr)
+    total = tl.sum(sums, 0) * factor
+    tl.store(out_ptr + row, total)
+    tl.store(first_ptr, total, mask=row == 0)
