@@ -116,7 +116,7 @@ def run_explain(model: str, dtype: str | None, autocast: str | None, **options: 
 
 
 def model_of(where: str, dtype: torch.dtype | None) -> Any:
-    """A model of transformers without numbers, from its configuration alone."""
+    """A model of transformers without numbers, from its configuration."""
     try:
         import transformers
     except ImportError as error:
@@ -230,7 +230,7 @@ def odd(device: torch.device, trl: str) -> list[str]:
 
 @torch.enable_grad()
 def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A call held against float64: relative errors, the worst of three calls, and times beside three bare matmuls."""
+    """A call compared with float64: relative errors, the worst of three calls; times of it and of its three matmuls."""
     hidden, weight, target = operands(CHECKED, dtype, device)
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     true, errors = with_gradients(F.cross_entropy(wide[0] @ wide[1].T, target), wide), []

@@ -154,7 +154,7 @@ def structure_of(
 
 
 def check_kept(demand: Demand) -> None:
-    """Raises where a call whose tokens keep sets of columns needs what is not of those alone."""
+    """Raises where a call whose tokens keep sets of columns needs statistics of others."""
     needs = {
         "the mean logit, or label smoothing": demand.weighted_sum, "logits of a teacher's ids": demand.columns,
         "top_k": demand.top_k, "a dense teacher": demand.pairing is not None,

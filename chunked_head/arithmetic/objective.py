@@ -241,7 +241,7 @@ class ScalarObjective(LossObjective):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenObjective(LossObjective):
     """The weighted sum of token losses for each token, unreduced. Factors are the upstream gradients, and until they
-    come values alone are asked for."""
+    come only values are made."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         inputs, structure = self.inputs, self.structure.values_only

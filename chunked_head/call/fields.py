@@ -13,7 +13,7 @@ from ..losses.base import Teacher as TeacherOptions
 from ..metrics import Metric
 from ..stores.operands import Teacher
 
-TEMPERATURE = "temperature of each token"  # an argument of the call, laid beside rows as fields are
+TEMPERATURE = "temperature of each token"  # an argument of the call, brought into the order of rows as fields are
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
 # what to do with fields that other libraries have
 INSTEAD = {

@@ -186,9 +186,8 @@ def with_global_counts(tokens: Tokens) -> Tokens:
     own += [batch.segment_count(name) for name in ids]
     own += [batch.segment_sum(batch[name]) for name in fields]
     own += [local_total(summand, tokens) for summand in counted]
-    whole = add_up(own, parallel.group)
-    number, one_or_nan = whole[:2]
-    rest = iter(whole[2:])
+    number, one_or_nan, *others = add_up(own, parallel.group)
+    rest = iter(others)
     rank_sums = RankSums(
         parallel, {name: next(rest) for name in ids}, {name: next(rest) for name in fields},
         {summand: next(rest) for summand in counted},

@@ -90,7 +90,7 @@ class Execution(TypedDict, total=False):
             which an upstream gradient that is no power of two rounds again.
         accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
             weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
-            for a float64 weight. The gradient is then held nowhere else, and backward gives ``weight`` none. It is
+            for a float64 weight. The gradient is then nowhere else, and backward gives ``weight`` none. It is
             added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1: with
             any other, ``hidden``'s gradient and the buffer become nan. The buffer must not be cleared between the two:
             that would lose the gradient unnoticed. Where gradients are made in backward (``reduction="none"``, a second

@@ -269,7 +269,7 @@ def check_outputs(call: Call[Any]) -> None:
 
 
 def check_losses(call: Call[Any]) -> None:
-    """Raises what is wrong with losses and metrics beside the call's other options."""
+    """Raises what is wrong with losses and metrics, given the call's other options."""
     device, terms = call.device, call.losses.terms
     for metric in call.metrics:
         if metric.over_streams:

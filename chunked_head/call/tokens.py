@@ -98,7 +98,7 @@ class Tokens:
     scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
     kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None
-    groups: tuple[Group, ...] | None = None  # of rows whose gradients wait for each other alone
+    groups: tuple[Group, ...] | None = None  # of rows whose gradients wait for each other only
     rank_sums: RankSums | None = None  # where ranks hold different tokens
 
     @property
@@ -130,7 +130,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
         known = {**known, **own}
     if structure is None:
         structure, _ = structure_at(call, losses, spec.wanted, spec.columns, spec.teacher_vocab)
-        if call.target is not None:  # which a user's function may read in some calls alone
+        if call.target is not None:  # which a user's function may read in some calls only
             parts: dict[str, Any] = {
                 name: tuple([(replace(part, reads_target=True), view) for part, view in getattr(structure, name)])
                 for name in ("summands", "metrics", "segment_metrics")
@@ -337,9 +337,9 @@ def of_all_ranks(
     fields = {"tokens": str(count), "batch": str(sorted(own))}
     fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
     shard.agreed_on(fields, call.device)
-    whole = {name: interleaved(value, shard.group) for name, value in own.items()}
-    target = whole.pop("target", None)
-    return target, {**batch, **whole}, (count * shard.parallel.ranks,)
+    gathered = {name: interleaved(value, shard.group) for name, value in own.items()}
+    target = gathered.pop("target", None)
+    return target, {**batch, **gathered}, (count * shard.parallel.ranks,)
 
 
 def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:

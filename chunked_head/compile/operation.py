@@ -43,8 +43,8 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
             eager = given.get("parallel") is not None or given.get("segment_lengths") is not None
             eager = eager or type(given.get("hidden")) in (list, tuple)  # several streams
             eager = eager or any(is_dtensor(given[name]) for name in OPERANDS if name in given)
-            whole = not eager and not given.get("inplace")
-            if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
+            in_graph = not eager and not given.get("inplace")
+            if in_graph and ("loss" not in given or isinstance(given["loss"], Losses)):
                 made = as_operator(name, given)
                 if made is not None:
                     return made

@@ -115,7 +115,7 @@ def registered(function: str, arguments: tuple, autocast: torch.dtype | None) ->
 
 
 def text_of(value: Any) -> str:
-    """Text that is equal for equal plain values alone."""
+    """Text that is equal only for equal plain values."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(text_of, value))})"
     if isinstance(value, tuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.common.cache import Cache
 
 BLOCKS = 8  # that a deterministic call sums a vocabulary in, on any number of ranks
-# of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
+# of a dense teacher and the student: sums over columns, made once both softmaxes are known
 PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "below", "overlap")
 
 
@@ -24,7 +24,7 @@ class View(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """A dense teacher beside the student: which softmax of the student's, what is wanted, how the teacher is made."""
+    """A dense teacher paired with the student: the student's softmax, the statistics wanted, beta, columns."""
 
     view: int  # of Demand.views
     forward_kl: bool
@@ -73,7 +73,7 @@ class Demand(NamedTuple):
 
     @property
     def vectors(self) -> int:
-        """Statistics per token beside the first three."""
+        """Number of statistics per token after the first three."""
         two, pairing = len(self.views) > 1, self.pairing
         count = sum(self.entropy) + self.weighted_sum + 2 * self.top + self.columns + 3 * self.top_k + 4 * two
         return count + (12 if pairing is not None else 0)
@@ -211,7 +211,7 @@ def names_of(demand: Demand) -> tuple[str, ...]:
 class Coefficients(Vectors):
     """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
 
-    0 where a row does not count. ``columns`` [tokens, K] is what each of a row's own columns gets beside.
+    0 where a row does not count. ``columns`` [tokens, K] is added at each of a row's own columns.
     """
 
     alpha: Tensor | None = None

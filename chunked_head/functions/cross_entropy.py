@@ -56,7 +56,7 @@ def linear_cross_entropy(
             ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since to
             raise would be to wait for the device. Nothing is read or written out of bounds. Or class probabilities
             [..., vocab], floating point and without gradient, as ``F.cross_entropy`` takes them: they need not add up
-            to 1, and every token counts. Their logarithm is held as a float32 copy, and the call takes a pass over it.
+            to 1, and every token counts. Their logarithm is a float32 copy, and the call takes a pass over it.
             A negative one raises on the CPU and makes the loss nan elsewhere. Refused with ``VocabParallel``.
         bias: [vocab], the dtype of ``weight``.
         class_weights: [vocab], as in ``F.cross_entropy``; they weigh the cross-entropy, not the z-loss.
@@ -166,7 +166,7 @@ def ids_and_probabilities(target: Tensor, rows: Any) -> tuple[Tensor, Tensor | N
 
 
 def check_probabilities(call: Call[Tensor], probabilities: Tensor) -> None:
-    """Raises what is wrong with the head, with the probabilities, or with one beside the other."""
+    """Raises what is wrong with the head, with the probabilities, or with both."""
     call.check()
     check_losses(call)
     checks.check_class_probabilities(probabilities, (*call.leading, call.vocab), call.device)

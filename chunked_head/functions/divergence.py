@@ -65,9 +65,9 @@ def linear_divergence(
             they take no gradient. Of vocabularies that differ the first ids, which both have, are compared.
         teacher_logit_scale, teacher_softcap: of the teacher's logits.
         temperature: divides the logits; a number, or a tensor [...] with one per token.
-        teacher_temperature: of the teacher alone, a number; None: ``temperature``, which is the student's.
+        teacher_temperature: of the teacher only, a number; None: ``temperature``, which is the student's.
         entropy: whether to return the student's entropy too, in nats.
-        mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 and no gradient.
+        mask: [...] bool, tokens that count, in addition to ``ignore_index``. The others have 0 and no gradient.
         The rest: as in ``linear_logprobs``.
 
     Returns:

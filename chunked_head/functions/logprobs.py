@@ -108,12 +108,11 @@ def linear_logprobs(
         entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.
         mean_logit: mean of the logits over the vocabulary, [...] fp32 (TRL's ``logits/chosen`` averages it).
         log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32: WPO's weight, less a sign Rényi's entropy of
-            order 2. It takes a softmax at half the temperature beside the first.
+            order 2. It takes a second softmax, at half the temperature.
         top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
             Not with ``deterministic=True``.
         temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
-        mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
-            gradient.
+        mask: [...] bool, tokens that count, in addition to ``ignore_index``. The others have 0 everywhere (ids too), no gradient.
         kept_ids, kept_offsets: sets of ids that the softmaxes of tokens are over, as samplers keep them (top-p, top-k,
             min-p): token t's are ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets
             ``kept_ids[t]``, -1 for none. They are indexed like the target, which is added where it is missing; a token

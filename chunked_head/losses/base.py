@@ -26,7 +26,7 @@ class Field(NamedTuple):
     """Kind and type of a field of ``batch``.
 
     ``token``: indexed like the target and moved with it by ``shift``; ``row``: indexed like the hidden states;
-    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used whole; ``kept``: the sets of
+    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used as it is; ``kept``: the sets of
     ids that tokens' softmaxes are over, which no loss reads but the call.
     """
 
@@ -63,7 +63,7 @@ FIELDS: dict[str, Field] = {
 
 KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense one
-# statistics that a loss may need beside `logprob` and `lse`, which are always there
+# statistics that a loss may need besides `logprob` and `lse`, which are always there
 STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")
 DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap", "teacher_entropy", "teacher_argmax")
 
@@ -169,7 +169,7 @@ class Summand(Part):
     teacher: Teacher | None = None
     # (batch, **tensors) -> what each token adds to the default denominator (None: 1)
     counted: Callable[..., Tensor] | None = None
-    of_columns: bool = False  # reads logits of the token's ``teacher_ids`` alone, up to a constant of the token
+    of_columns: bool = False  # reads logits of the token's ``teacher_ids`` only, up to a constant of the token
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None

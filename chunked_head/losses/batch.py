@@ -35,7 +35,7 @@ class Stats:
 
 
 class Batch(Mapping[str, Tensor]):
-    """Fields of some tokens [n, ...]; segment, pair and constant fields whole.
+    """Fields of some tokens [n, ...]; segment, pair and constant fields complete.
 
     Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] is
     a valid id everywhere (0 where a token does not count), ``mask`` [n] bool says which count. ``batch.advantages`` is

@@ -1,4 +1,4 @@
-"""Losses of policy gradients whose ratio is one of a whole segment: ``gspo``, ``gmpo``, ``rloo`` and ``vespo``."""
+"""Losses of policy gradients whose ratio is a segment's: ``gspo``, ``gmpo``, ``rloo`` and ``vespo``."""
 
 import math
 from typing import Any
@@ -156,7 +156,7 @@ def vespo(
 
     One value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. phi is at most ``(k / lambda)^k
     exp(lambda - k)``: where ``phi A`` is beyond fp32 it is infinite (TRL: 0). ``ratio_clamp`` c: a token's log-ratio is
-    clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` alone, are part of w:
+    clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` only, are part of w:
     their logarithms, in the same range, are added to log w, and the value is not multiplied by them. Fields: segments
     [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). Defaults: TRL's, whose normaliser is
     ``weights.token_mean``. ``policy``: ``PolicyOptions``.

@@ -167,7 +167,7 @@ def dpo(
 
     ``divergence`` (f-DPO, 2309.16240) puts ``f'(e^u)`` in the place of u, and of v likewise: ``forward_kl``
     ``1 - exp(-u)``; ``js`` ``log 2 + log s(u)``; ``alpha`` ``(exp((a - 1) * u) - 1) / (a - 1)`` with
-    ``a = divergence_alpha``, 1 for reverse KL. It goes with the variants that read ``u - v`` alone. Exponents are at
+    ``a = divergence_alpha``, 1 for reverse KL. It goes with the variants that read ``u - v`` only. Exponents are at
     most 80 (40 for ``ipo``, which squares), without gradient beyond.
 
     ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411): tokens of a pair's longer segment that stand behind the shorter one's
@@ -364,12 +364,12 @@ def beyond_shorter(batch: Batch) -> Tensor:
     return batch.segment_place() >= batch.per_token(count)
 
 
-def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, whole: bool) -> tuple[Tensor, Tensor]:
+def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, differ: bool) -> tuple[Tensor, Tensor]:
     """Two numbers for each pair, of which the second comes from whichever pair it is at the first one's rank: the
-    pair's difference and the reference's where ``whole``, else the chosen and the rejected score."""
+    pair's difference and the reference's with ``differ``, else the chosen and the rejected score."""
     counted = of_pairs(batch.segment_count() > 0, batch)
     counts = counted[0] & counted[1] & (batch["pairs"] >= 0).all(1)
-    if whole:
+    if differ:
         known = batch["ref_logprobs"] if reference else torch.zeros_like(stats.logprob)
         chosen, rejected = of_pairs(total(stats.logprob, batch, average), batch)
         of_chosen, of_rejected = of_pairs(total(known, batch, average), batch)

@@ -94,7 +94,7 @@ class Contents:
         found = Same(kind), *map(self.of, parts)
         if kind is FunctionType:
             for name in value.__code__.co_names:
-                self.of(value.__globals__.get(name))  # for devices alone
+                self.of(value.__globals__.get(name))  # for its device
         self.inside.pop()
         return found
 
@@ -158,8 +158,8 @@ class RecordingStats(dict):
 class RecordingBatch(Batch):
     """``get`` and ``in`` ask whether a field is there: it is optional then, read or not."""
 
-    def __init__(self, held: Mapping[str, Tensor], target: Tensor, vocab: int, reads: Reads):
-        self.held, self.reads = held, reads
+    def __init__(self, made: Mapping[str, Tensor], target: Tensor, vocab: int, reads: Reads):
+        self.made, self.reads = made, reads
         super().__init__(self, target, SEGMENTS, vocab)
 
     @property
@@ -174,7 +174,7 @@ class RecordingBatch(Batch):
     def __getitem__(self, name: str) -> Tensor:
         self._refuse_unknown(name)
         self.reads.required |= {name} - self.reads.optional
-        return self.held[name]
+        return self.made[name]
 
     def __contains__(self, name: object) -> bool:
         self._refuse_unknown(name)
@@ -185,14 +185,14 @@ class RecordingBatch(Batch):
         return self[name] if name in self else default  # noqa: SIM401
 
     def _refuse_unknown(self, name: object) -> None:
-        if name not in self.held:
+        if name not in self.made:
             raise KeyError(f"there is no field {name!r}; declare one of your own: fields={{{name!r}: 'token'}}")
 
     def __iter__(self) -> Iterator[str]:
         raise TypeError("a loss names the fields that it reads: batch cannot be iterated over in losses.custom")
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.made)
 
 
 class Synthetic:
@@ -285,7 +285,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
     """Runs the function on made-up tokens, all at once to see what it reads, and if it claims that a token's value
-    depends on that token alone, in two pieces, which must give the same values and gradients."""
+    depends on no other token, in two pieces, which must give the same values and gradients."""
     device = device_of(summand.function, summand.options, summand.tensors)
     with by_itself(True, device):
         made, reads = Synthetic(summand.tensors, extra, device), Reads()

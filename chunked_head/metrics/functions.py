@@ -134,7 +134,7 @@ def ratio(
     """``(logprob - old_logprobs).exp()``, r, or to ``ref_logprobs``, ``rollout_logprobs``.
 
     ``level="segment"``: GSPO's, ``exp`` of the mean log-ratio over a segment's tokens, one per segment. The log-ratio
-    is held within ``ratio_clamp`` before ``exp`` (None: not), as in the policy losses.
+    is clamped to ``ratio_clamp`` before ``exp`` (None: not), as in the policy losses.
     """
     other, suffix = _against("ratio", against)
     known = _of_ratios("ratio", other, level, ratio_clamp)

@@ -106,7 +106,7 @@ class MetricValue:
     count: Tensor | None = None  # 0-d: tokens, or segments or documents with a token
     extremum: Tensor | None = None  # the maximum of nothing is -inf, its minimum inf
     finish: Finish = "mean"
-    whole_of: str | None = None  # name of the process group whose ranks' tokens it is of, and not one rank's alone
+    whole_of: str | None = None  # name of the process group whose ranks' tokens it is of; None: of one rank's
 
     @property
     def value(self) -> Tensor:

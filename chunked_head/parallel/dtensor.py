@@ -92,11 +92,11 @@ def local_logits(
                     f"logits hold {held} ids on rank {parallel.rank}, where Shard(-1) of {vocab} has {expected}; pass "
                     "logits.to_local() with VocabParallel(rows=[...])"
                 )
-        target = whole("target", target)
+        target = complete("target", target)
     return part(logits), part(target), vocab_size, parallel
 
 
-def whole(name: str, tensor: Target) -> Target:
+def complete(name: str, tensor: Target) -> Target:
     """A tensor that every rank has all of; ValueError for other placements."""
     given: Any = tensor
     if is_dtensor(given) and not replicated(given):
@@ -181,9 +181,9 @@ def local_tokens(hidden: Any, target: Any, dim: int | None, parallel: VocabParal
             # every rank gets the whole gradient
             hidden = hidden.to_local(grad_placements=[Replicate()] * hidden.device_mesh.ndim)
         return hidden, target
-    whole = tuple(hidden.shape[:-1])
+    leading = tuple(hidden.shape[:-1])
     hidden = hidden.to_local()
-    if target is not None and not is_dtensor(target) and tuple(target.shape) == whole:
+    if target is not None and not is_dtensor(target) and tuple(target.shape) == leading:
         target = target.chunk(parallel.ranks, dim)[parallel.rank]
     return hidden, target
 

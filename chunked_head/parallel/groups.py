@@ -27,7 +27,7 @@ LONGEST = 160  # letters of a value in an error
 AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
 
 
-# ids travel beside statistics as floats, exact up to here
+# ids travel with statistics as floats, exact up to here
 MOST_IDS = 1 << 24
 LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
 BLOCK_MULTIPLE = 8  # ids: a block of a vocabulary begins on 16 bytes of 16 bits
@@ -91,7 +91,7 @@ class TokenParallel(OfGroup):
             calls in the same order, with as many tokens as it has, none included.
         average: multiplies the loss, and so the gradients, by the number of ranks, for frameworks that average
             gradients over the group (DDP's and FSDP's default) rather than add them; the mean of the losses
-            is then the whole one. Parts and metrics are not multiplied.
+            is then the batch's. Parts and metrics are not multiplied.
     """
 
     group: Any = None
@@ -213,7 +213,7 @@ class Split(NamedTuple):
 
 
 def block_of(vocab: int) -> int:
-    """Ids of a block: from the size of the vocabulary alone, and the last block may be smaller."""
+    """Ids of a block: by the size of the vocabulary, and the last block may be smaller."""
     return cdiv(vocab, BLOCKS * BLOCK_MULTIPLE) * BLOCK_MULTIPLE
 
 

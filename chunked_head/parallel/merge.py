@@ -26,7 +26,7 @@ class GatheredStats(NamedTuple):
     names: tuple[str, ...]
     target: Tensor  # [rows] int64, -1 where a row does not count
     ratio2: float  # of the second softmax
-    known_targets: bool  # every rank has sent the target's logit, not its own part of it alone
+    known_targets: bool  # every rank has sent the target's logit, not its part of it only
     zero_or_nan: Tensor | None  # [] whether the tokens are the same; None where their checks have to be equal
 
 
@@ -97,8 +97,8 @@ def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: Row
     """All that a row has one number of."""
     for name in ADDED:
         if name in pieces:
-            whole = pieces[name][0] if gathered.known_targets and name == "target_logit" else pieces[name].sum(0)
-            getattr(out, name).copy_(whole)
+            known = gathered.known_targets and name == "target_logit"
+            getattr(out, name).copy_(pieces[name][0] if known else pieces[name].sum(0))
     for start, rest in SOFTMAXES:
         if start not in pieces:
             continue
@@ -132,7 +132,7 @@ def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
 
 
 def merge_softmax(pieces: dict[str, Tensor], out: RowStats, start: str, rest: str) -> tuple[Tensor, Tensor]:
-    """``start`` and ``rest`` of the whole, and its entropy, from the pieces' shares of the probability."""
+    """``start`` and ``rest`` of the vocabulary, and its entropy, from the pieces' shares of the probability."""
     starts, rests = pieces[start], pieces[rest]
     largest = (starts - rests).argmax(0, keepdim=True)
     first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
@@ -146,8 +146,7 @@ def merge_softmax(pieces: dict[str, Tensor], out: RowStats, start: str, rest: st
     entropy = ENTROPIES.get(start)
     if entropy in pieces:
         p, log_p = share / share.sum(0), log_share - log_sum
-        whole = torch.where(p > 0, p * (pieces[entropy] - log_p), 0.0).sum(0)
-        getattr(out, entropy).copy_(whole)
+        getattr(out, entropy).copy_(torch.where(p > 0, p * (pieces[entropy] - log_p), 0.0).sum(0))
     return whole_start, whole_rest
 
 
@@ -211,8 +210,8 @@ def interleaved(own: Tensor, group: Any) -> Tensor:
     as_bytes = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
     gathered = as_bytes.new_empty(ranks * len(sent), *sent.shape[1:])
     all_gather(gathered, as_bytes, group)
-    whole = gathered.view(ranks, len(sent), *sent.shape[1:]).transpose(0, 1).reshape(gathered.shape)
-    return whole.view(sent.dtype) if sent.dtype == torch.bool else whole
+    ordered = gathered.view(ranks, len(sent), *sent.shape[1:]).transpose(0, 1).reshape(gathered.shape)
+    return ordered.view(sent.dtype) if sent.dtype == torch.bool else ordered
 
 
 class GatheredRows:

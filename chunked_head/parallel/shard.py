@@ -21,7 +21,7 @@ CheckedBy = Literal["targets", "hidden", "nothing"]
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's columns of the vocabulary. The order of messages depends on the plan alone."""
+    """This rank's columns of the vocabulary. The order of messages depends on nothing but the plan."""
 
     parallel: VocabParallel
     split: Split
@@ -126,12 +126,12 @@ class Shard:
         return torch.cat([pieces, pieces[:1].expand(missing, -1, -1)]) if missing else pieces
 
     def add_pairs(self, stats: RowStats) -> None:
-        """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""
+        """Sums over columns of a teacher's and the student's terms: one message for the chunk."""
         sums = [value for name, value in stats.named().items() if name in PAIR_STATS]
         packed = torch.stack(sums)
         distributed.all_reduce(packed, group=self.group)
-        for value, whole in zip(sums, packed, strict=True):
-            value.copy_(whole)
+        for value, total in zip(sums, packed, strict=True):
+            value.copy_(total)
 
     def hidden_gradient(self) -> SummedRows | ScatteredRows | None:
         """The message that this rank's share of hidden states' gradient takes; None for none."""

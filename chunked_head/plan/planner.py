@@ -223,7 +223,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
         yield from forward(sizes, request, sizes.buffer_dtype or own)
     else:
         # A 16-bit gradient of the weight: in one product, in an fp32 accumulator, in few sums of 16 bits, in an fp32
-        # accumulator beside the default budget, or by recomputing. Unscaled sums over tokens can pass fp16's 65504.
+        # accumulator besides the default budget, or by recomputing. Unscaled sums over tokens can pass fp16's 65504.
         may_own = own != torch.float16 and sizes.sums_into(own) and wanted in (None, own)
         may_wide = wanted in (None, torch.float32)
         least = -(-tokens // MAX_HALF_CHUNKS)
@@ -252,10 +252,10 @@ def forward(
         # asked for by name, it overrides the default budget: chunks as large as the accuracy asks
         named = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
     elif named is not None and half and wanted is None and weight_acc == torch.float32:
-        fits_budget = True  # fp32 unasked must fit the budget beside the named chunk
+        fits_budget = True  # fp32 unasked must fit the budget with the named chunk
     # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
     # (fp16 waits without its scale, and so wants the range as well)
-    # beside a caller's buffer the upstream gradient is promised
+    # with a caller's buffer the upstream gradient is promised
     waits = weight_acc != sizes.weight_dtype and sizes.buffer_dtype is None
     keep_wide = waits or not sizes.weight_grad or sizes.dtype == torch.float16
     choices = [wide] if keep_wide and wide != own else []
@@ -264,7 +264,7 @@ def forward(
         choices = [wide] if sizes.dtype == torch.float16 else choices[-1:]
     modest = sizes.tokens * sizes.hidden * 4 <= request.default // 2
     for hidden_acc in choices:
-        # beside a named chunk that overrides the default budget, a wide accumulator has to be modest
+        # with a named chunk that overrides the default budget, a wide accumulator has to be modest
         if named is None or fits_budget or modest or hidden_acc == choices[-1]:
             plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)
             yield Candidate(plan, least_rows, named, fits_budget)
@@ -324,7 +324,7 @@ def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
 
 def largest(needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE) -> int:
     """The largest size up to ``most`` that the budget holds, a multiple of ``multiple`` unless it is ``most`` or none
-    is; 0 where none is held."""
+    is; 0 where it holds none."""
     if needed(most) <= budget:
         return most
     for step, top in ((multiple, most // multiple), (1, multiple - 1)):

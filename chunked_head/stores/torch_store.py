@@ -271,7 +271,7 @@ class GivenView(TorchStore):
 
 
 def scratch_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Elementwise tiles of the largest statistic and gradient, beside which no tile of the weight is cast; and the
+    """Elementwise tiles of the largest statistic and gradient, while no tile of the weight is cast; and the
     values of several chunks, which are copied to be summed."""
     demand, pairing, cast = (
         sizes.demand,

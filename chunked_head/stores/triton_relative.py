@@ -100,8 +100,8 @@ class RelativeStore(HalfStore):
             self.parts = next(made) if wanted[0] else None, next(made) if wanted[1] else None
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Logits relative to their strips' maxima, or exponentials relative to the target's logit; strips' sums
-        alone where there is no buffer."""
+        """Logits relative to their strips' maxima, or exponentials relative to the target's logit; only strips'
+        sums where there is no buffer."""
         head, count, stored = self.head, rows.target.shape[0], None
         made = transform(head, rows.scale)
         assert rows.source is not None
