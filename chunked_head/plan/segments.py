@@ -71,8 +71,8 @@ def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 
 
 def spans_of(sizes: Sequence[int], most: int, slack: float = 1.0) -> Spans:
-    """Chunks of at most ``most`` rows of complete groups, several for a group that is longer; as many, where that can be,
-    as there were of ``most / slack`` rows: each near to an equal part of the rows that are left."""
+    """Chunks of at most ``most`` rows of complete groups, several for a group that is longer; as many, if possible, as
+    there were of ``most / slack`` rows: each near to an equal part of the rows that are left."""
     spans: list[tuple[slice, ...]] = []
     ends = list(itertools.accumulate(sizes))
     start, total = 0, sum(sizes)
