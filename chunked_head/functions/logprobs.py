@@ -112,7 +112,8 @@ def linear_logprobs(
         top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
             Not with ``deterministic=True``.
         temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
-        mask: [...] bool, tokens that count, besides ``ignore_index``. The others have 0 everywhere (ids too), no gradient.
+        mask: [...] bool, tokens that count, besides ``ignore_index``. The others have 0 everywhere (ids too), without
+            gradient.
         kept_ids, kept_offsets: sets of ids that the softmaxes of tokens are over, as samplers keep them (top-p, top-k,
             min-p): token t's are ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets
             ``kept_ids[t]``, -1 for none. They are indexed like the target, which is added where it is missing; a token
