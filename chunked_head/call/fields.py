@@ -99,7 +99,13 @@ def wanted_fields(
 
 
 def check_field(
-    field: str, value: Tensor, kind: Field, leading: tuple[int, ...], device: torch.device, num_segments: int | None
+    field: str,
+    value: Tensor,
+    kind: Field,
+    leading: tuple[int, ...],
+    device: torch.device,
+    num_segments: int | None,
+    pairs: tuple[int, ...],  # () where the batch has none
 ) -> None:
     where = f"batch[{field!r}]"
     if not isinstance(value, Tensor):
@@ -132,7 +138,7 @@ def check_field(
         return
     if kind.kind == "segment":
         need_segments(where, num_segments)
-    counts = {"token": leading, "row": leading, "segment": (num_segments,), "pair": tuple(value.shape[:1])}
+    counts = {"token": leading, "row": leading, "segment": (num_segments,), "pair": pairs or tuple(value.shape[:1])}
     expected, of = counts.get(kind.kind, ()), OF_KIND.get(kind.kind, "a constant")
     if value.dim() != len(expected) + kind.trailing or tuple(value.shape[: len(expected)]) != expected:
         shape = ", ".join([*map(str, expected), *["..."] * kind.trailing])
@@ -160,8 +166,9 @@ def check_fields(
     num_segments: int | None,
 ) -> None:
     """Every field by itself, then those that must agree."""
+    pairs = tuple(batch["pairs"].shape[:1]) if isinstance(batch.get("pairs"), Tensor) else ()
     for field in wanted:
-        check_field(field, batch[field], known[field], leading, device, num_segments)
+        check_field(field, batch[field], known[field], leading, device, num_segments, pairs)
         if field in SEGMENT_IDS:
             need_segments(f"batch[{field!r}]", num_segments)
     if set(KEPT_FIELDS) & set(wanted):

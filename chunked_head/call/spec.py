@@ -134,18 +134,21 @@ def metadata(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def of_field(name: str, value: Tensor, own: Mapping[str, Field], call: Call[Any]) -> Hashable:
-    """``metadata`` of a field without the number of tokens, segments, pairs or kept ids: ``leading``."""
+    """``metadata`` of a field without the number of tokens, segments, pairs or kept ids: ``leading``. What checks
+    compare with another field, or with these numbers, is in it as whether they are equal."""
+    batch: Any = call.batch
     leading, segments, shape = call.leading, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:
         ahead = shape[0] - math.prod(leading) if name == "kept_offsets" and shape else 0
-        return len(shape), ahead, shape[:-1] == leading, *metadata(value)[1:]
+        fits = name != "candidate_bias" or ("kept_ids" in batch and batch["kept_ids"].shape == shape)
+        return len(shape), ahead, shape[:-1] == leading, fits, *metadata(value)[1:]
     kind = (own.get(name) or FIELDS.get(name, Field("constant"))).kind
     if kind == "pair":
-        leading = shape[:1]
+        leading = tuple(batch.get("pairs", value).shape[:1])
     elif kind == "segment" and segments is not None:
         leading = (segments,)
     elif kind not in ("token", "row"):
-        return metadata(value)
+        return shape == (segments,), *metadata(value)
     rest = shape[len(leading) :] if shape[: len(leading)] == leading else (shape,)
     return rest, *metadata(value)[1:]
 

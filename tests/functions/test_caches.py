@@ -225,3 +225,42 @@ def test_a_factory_makes_one_object_of_equal_options() -> None:
     for wrong in (2.0, 2.0, True):
         with pytest.raises(ValueError, match=r"clip_low of losses\.grpo"):
             losses.grpo(clip_low=wrong)
+
+
+def test_fields_that_must_fit_each_other_are_refused_after_some_that_do() -> None:
+    """A call that was checked must not let pass one whose bias, baseline or weights are of another number."""
+    hidden, weight = torch.randn(6, 8), torch.randn(16, 8)
+    target, ids = torch.randint(16, (6,)), torch.randint(16, (6, 5))
+    of_segments = {"ref_logprobs": -torch.ones(6), "segments": torch.zeros(6, dtype=torch.int64)}
+    pairs, labels = torch.zeros(3, 2, dtype=torch.int64), torch.ones(4, dtype=torch.bool)
+
+    def run(loss: losses.Losses, number: int | None = None, **batch: Tensor) -> None:
+        linear_loss(hidden, weight, target, loss, batch=batch, num_segments=number)
+
+    def sets(bias: int, each: int = 5) -> None:
+        run(losses.cross_entropy(), kept_ids=ids[:, :each], candidate_bias=torch.zeros(6, bias))
+
+    def flat_sets(bias: int) -> None:
+        offsets = torch.arange(0, 31, 5)
+        given = {"kept_ids": ids.flatten(), "kept_offsets": offsets, "candidate_bias": torch.zeros(bias)}
+        run(losses.cross_entropy(), **given)
+
+    def baseline(of: int, segments: int) -> None:
+        given = {"segment_labels": labels[:segments], "kl_baseline": torch.zeros(of)}
+        run(losses.kto(), segments, **of_segments, **given)
+
+    def pair_weights(of: int, count: int) -> None:
+        run(losses.dpo(), 1, **of_segments, pairs=pairs[:count], pair_weights=torch.ones(of))
+
+    right: list[tuple[Callable[..., None], list[tuple[int, ...]], list[tuple[int, ...]]]] = [
+        (sets, [(5,), (3, 3)], [(3,), (4,), (6,), (5, 3)]),
+        (flat_sets, [(30,)], [(29,), (31,), (1,)]),
+        (baseline, [(3, 3), (1, 3), (2, 2)], [(3, 1), (3, 2), (2, 3), (4, 1)]),
+        (pair_weights, [(3, 3), (1, 1)], [(1, 3), (3, 1), (2, 3)]),
+    ]
+    for call, fitting, others in right:
+        for numbers in fitting:
+            call(*numbers)
+        for numbers in others:
+            with pytest.raises(ValueError, match=r"candidate_bias|kl_baseline|pair_weights"):
+                call(*numbers)
