@@ -153,19 +153,6 @@ def structure_of(
     return structure, demand
 
 
-def check_kept(demand: Demand) -> None:
-    """Raises where a call whose tokens keep sets of columns needs statistics of others."""
-    needs = {
-        "the mean logit, or label smoothing": demand.weighted_sum, "logits of a teacher's ids": demand.columns,
-        "top_k": demand.top_k, "a dense teacher": demand.pairing is not None,
-    }  # fmt: skip
-    refused = [what for what, wanted in needs.items() if wanted]
-    if refused:
-        raise ValueError(
-            f"batch['kept_ids'] does not go with {refused[0]}, which is of the whole vocabulary; make two calls"
-        )
-
-
 def dense_loss(metric: Metric, dense: Sequence[Summand]) -> Summand:
     """The loss whose dense teacher and softmaxes a metric sees."""
     if not dense:

@@ -13,28 +13,36 @@ be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (
 
    whose factors, [n] each, ``coefficients_of`` makes of ``g_s``; the kernels know nothing else of a loss.
 
-``evaluate`` does so in PyTorch. The library's losses have Triton kernels, written from a trace of ``values_of``
-(``kernels.py``).
+``evaluate`` does so in PyTorch, for any loss; ``evaluate_rows`` by a Triton kernel where losses are the library's,
+written from a trace of ``values_of`` (``vectors.py``).
 """
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.private import without_hooks
+from ..core.private import in_own_thread, without_hooks
+from ..core.stats import RowStats
+from ..kernels.common.cache import Cache
 from ..losses.base import DENSE, Summand
 from ..losses.batch import Batch, Stats
 from ..metrics import Metric
 from ..metrics.values import selected
 from ..parallel.tokens import RankSums
+from ..stores import Backend
 from .demand import SUFFIX, Structure
+
+if TYPE_CHECKING:
+    from .vectors import VectorKernel  # imports Triton
 
 Named = dict[str, Tensor]
 Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
+Arithmetic = tuple["VectorKernel", tuple[str, ...]]  # a kernel, and names of the coefficients that it makes, in order
+KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 
 class Inputs(NamedTuple):
@@ -231,6 +239,79 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
     value."""
     counted = unit_mask(unit, batch)
     return counted if batch.rank_sums is None else counted & batch.rank_sums.mine(len(counted), counted.device)
+
+
+def arithmetic_of(
+    structure: Structure, leaves: Named, inputs: Inputs
+) -> tuple[Arithmetic | None, list[Tensor | float]]:
+    """The kernel for inputs like these, None where there is none; and the arguments that it may read."""
+    if not structure.builtin:
+        return None, []
+    tensors = [
+        *leaves.values(), inputs.target, inputs.factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
+        *[tensor for own in inputs.tensors for tensor in own.values()], *inputs.metric_weights.values(),
+    ]  # fmt: skip
+    kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
+    code, numbers = structure.split
+    key = code, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
+    given: list[Tensor | float] = [*tensors, *numbers]
+    return KERNELS.made(key, lambda: make_arithmetic(structure, leaves, inputs, given)), given
+
+
+def make_arithmetic(
+    structure: Structure, leaves: Named, inputs: Inputs, given: list[Tensor | float]
+) -> Arithmetic | None:
+    """A kernel of ``values_of``; None for fp64, sums over segments and several columns of a token."""
+    parts = [part for part, _ in (*structure.summands, *structure.metrics)]
+    wider = any(part.scope != "token" for part in parts) or any(leaf.dim() > 1 for leaf in leaves.values())
+    gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in given)
+    if wider or gaps or leaves["lse"].dtype != torch.float32:
+        return None
+    from .vectors import vector_kernel
+
+    names: list[str] = []
+
+    def function(given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        them = iter(given)
+        named = {name: next(them) for name in leaves}
+        mapped = inputs.map(lambda value, dim: next(them))
+        coefficients, rows, _ = values_of(structure.at(them), named, mapped)
+        names[:] = coefficients
+        return list(coefficients.values()), rows
+
+    dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along
+
+    def note(value: Tensor, dim: int | None) -> Tensor:
+        dims.append(dim)
+        return value
+
+    inputs.map(note)
+    dims += [None] * (len(given) - len(dims))  # numbers
+    # a trace begins without whatever modes and hooks there are around the call
+    kernel = in_own_thread(functools.partial(vector_kernel, function, given, dims))
+    return None if kernel is None else (kernel, tuple(names))
+
+
+def evaluate_rows(
+    structure: Structure,
+    stats: RowStats,
+    inputs: Inputs,
+    rows: slice,
+    backend: Backend | None,
+    table: Tensor | None = None,  # of an earlier chunk
+) -> Evaluation:
+    """``evaluate`` for the tokens ``rows`` of all: by a kernel where ``backend`` is Triton's, whose table is of all
+    tokens, else in PyTorch."""
+    if backend is not None and backend.name == "triton":
+        arithmetic, given = arithmetic_of(structure, stats.named(), inputs)
+        if arithmetic is not None:
+            (kernel, names), like = arithmetic, stats.lse
+            if table is None:
+                table = like.new_empty(sum(structure.widths), inputs.target.shape[0])
+            chunk = like.new_empty(len(names), rows.stop - rows.start)
+            kernel(given, rows, chunk, table)
+            return Evaluation(dict(zip(names, chunk.unbind(0), strict=True)), table, [])
+    return evaluate(structure, stats.at(rows).named(), inputs.at(rows))
 
 
 def full_table(evaluations: list[Evaluation]) -> Tensor:

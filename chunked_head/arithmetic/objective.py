@@ -20,8 +20,7 @@ from ..parallel.tokens import metrics_of_all_ranks
 from ..stores import Backend
 from ..stores.operands import Kept, Teacher
 from .demand import Structure
-from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, full_table, masked, totals
-from .kernels import evaluate_rows
+from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, evaluate_rows, full_table, masked, totals
 
 
 def snapshot(value: float | Tensor, like: Tensor) -> float | Tensor:
@@ -77,11 +76,10 @@ class Objective:
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
     differentiable: int = 1  # number of the outputs, the first ones, that take a gradient
-
-    @property
-    def exchanges(self) -> bool:
-        """True for calls that send messages to ranks with different tokens, whose plans may differ."""
-        return False
+    expected: Expected | None = None  # the upstream gradient that a forward pass makes gradients for, where it does
+    # ranks have different tokens of the batch. Losses that sum segments over them are evaluated once, in the forward
+    # pass, for values and gradients: ranks' plans differ, as their tokens do, and their messages must not.
+    exchanges: bool = False
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
@@ -97,11 +95,6 @@ class Objective:
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         """Coefficients of all tokens with the upstream gradients known."""
         raise NotImplementedError
-
-    @property
-    def expected(self) -> Expected | None:
-        """The upstream gradient that a forward pass makes gradients for, where it does."""
-        return None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -141,19 +134,12 @@ class ScalarObjective(LossObjective):
 
     inverse: list[Tensor]  # [] 1 / D of each: 0 for a normalizer of 0, nan where an id is out of range
     normalized: bool  # by a normalizer, which may be 0
-    declared: Tensor | float  # the expected upstream gradient
+    expected: Expected
     coupled: bool
     counts: list[Tensor]  # of the metrics
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
-
-    @property
-    def exchanges(self) -> bool:
-        """True where ranks have different tokens of the batch. Losses that sum segments over them are evaluated once,
-        in the forward pass, for values and gradients: ranks' plans differ, as their tokens do, and their messages must
-        not."""
-        return self.inputs.rank_sums is not None
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
@@ -232,10 +218,6 @@ class ScalarObjective(LossObjective):
             return Coefficients(**self.coefficients_made).times(self.expected.factors(given)[0])
         factors = [times(one, c, given) for c, one in zip(self.coefficients, self.inverse, strict=True)]
         return Coefficients(**self.coefficients_at(stats, factors))
-
-    @property
-    def expected(self) -> Expected:
-        return Expected(self.declared, self.one_or_nan)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,8 +11,6 @@ from ..arithmetic.objective import Objective
 from ..core.checks import flag
 from ..core.stats import RowStats
 from ..parallel.groups import described
-from ..parallel.shard import Shard
-from ..stores import Backend
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
 from ..stores.sets import WithSets
@@ -45,18 +43,11 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
         raise ValueError("inplace=True needs logits with memory of their own, these are expanded; use inplace=False")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LogitsCall(LocalCall):
-    """A call on logits that exist already: everything of it that takes no gradient."""
+    """A call on logits that exist already."""
 
-    backend: Backend
-    objective: Objective
-    logit_scale: float
-    softcap: float | None
-    inplace: bool
     width: int  # columns of the logits, the first ones, that stand for an id
-    shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
-    plan, gradient_buffer = None, None
 
     def head(self, logits: Tensor) -> Head:
         """The steps from raw logits to those that a softmax sees; there is no weight."""
@@ -124,9 +115,11 @@ def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCal
         fields = {"tokens": str(call.leading), "logits.dtype": str(logits.dtype)}
         fields |= described(objective.demand.of_columns(None), "demand.")
         shard = shard.agreed_on(call_fields(tokens) | fields, logits.device)
-    softcap = None if call.softcap is None else call.softcap / temperature
-    options = float(call.logit_scale) / temperature, softcap, call.inplace, call.columns, shard
-    return logits, LogitsCall(tokens.backend, objective, *options)
+    return logits, LogitsCall(
+        backend=tokens.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
+        softcap=None if call.softcap is None else call.softcap / temperature, shard=shard, inplace=call.inplace,
+        width=call.columns,
+    )  # fmt: skip
 
 
 def row_views(logits: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..arithmetic.demand import SUFFIX
 from ..arithmetic.evaluate import Inputs, unit_mask
-from ..arithmetic.objective import Objective, ScalarObjective, StatsObjective, TokenObjective, snapshot, times
+from ..arithmetic.objective import Expected, Objective, ScalarObjective, StatsObjective, TokenObjective, snapshot, times
 from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
@@ -60,8 +60,8 @@ def objective_of(tokens: Tokens) -> Objective:
     if rank_sums is not None and spec.coupled:
         fields["made"] = {}
     return ScalarObjective(
-        **fields, coefficients=coefficients, inverse=inverse, normalized=normalized, declared=declared,
-        coupled=spec.coupled, counts=counts,
+        **fields, coefficients=coefficients, inverse=inverse, normalized=normalized,
+        expected=Expected(declared, one_or_nan), exchanges=rank_sums is not None, coupled=spec.coupled, counts=counts,
         backend=None if spec.coupled and tokens.groups is None else spec.backend,
     )  # fmt: skip
 

@@ -272,48 +272,34 @@ class Call(Generic[Result]):
 
     def check_ranks(self, parallel: VocabParallel) -> None:
         """Raises where options do not go with ranks that share the vocabulary."""
-        if self.weight is None and parallel.sequence_sharded:
-            raise ValueError(
-                "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
-                "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss"
-            )
-        if self.weight is None and not parallel.reduce_dhidden:
-            raise ValueError(
-                "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True"
-            )
-        if parallel.sequence_sharded and self.shift:
-            raise ValueError(
-                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
-                "that are shifted already, see chunked_head.parallel.shift_targets"
-            )
-        if parallel.sequence_sharded and self.skip_ignored:
-            raise ValueError(
-                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
-                "rank's and more of another's; leave it False"
-            )
-        if parallel.sequence_sharded and not self.leading:
-            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
+        sharded, logits = parallel.sequence_sharded, self.weight is None
         summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.rows.requires_grad
-        if self.deterministic and summed and parallel.ranks > 2:
+        checks.refuse({
+            "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
+            "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss": logits and sharded,
+            "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True":
+                logits and not parallel.reduce_dhidden,
+            "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels that "
+            "are shifted already, see chunked_head.parallel.shift_targets": sharded and self.shift,
+            "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one rank's "
+            "and more of another's; leave it False": sharded and self.skip_ignored,
+            "sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions":
+                sharded and not self.leading,
             # two shares have one sum, the order of more is torch.distributed's
-            raise ValueError(
-                "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
-                f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
-                "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False"
-            )
+            "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
+            f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
+            "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False":
+                self.deterministic and summed and parallel.ranks > 2,
+        })  # fmt: skip
 
     def check_unreduced(self, tokens: TokenParallel) -> None:
         """Raises where values per token have nothing that ranks with other tokens would add to or multiply."""
-        if self.reduction != "none":
-            raise ValueError(
-                f"{self.function} has values per token, which need nothing of other ranks' tokens: TokenParallel has "
-                "no effect on them; leave it out of parallel (tokens=None in VocabParallel)"
-            )
-        if tokens.average:
-            raise ValueError(
-                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
-                "token: multiply yours by the number of ranks, and leave average=False"
-            )
+        checks.refuse({
+            f"{self.function} has values per token, which need nothing of other ranks' tokens: TokenParallel has no "
+            "effect on them; leave it out of parallel (tokens=None in VocabParallel)": self.reduction != "none",
+            'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per token: '
+            "multiply yours by the number of ranks, and leave average=False": tokens.average,
+        })  # fmt: skip
 
 
 OPTIONS = {one.name: one for one in fields(Call) if "check" in one.metadata}

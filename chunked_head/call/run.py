@@ -220,7 +220,8 @@ def head_call(
         fields = call_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
         shard = shard.agreed_on(fields | described(plan.in_common), rows.device)
     return HeadCall(
-        plan, tokens.spec.backend, objective, float(call.logit_scale) / temperature,
-        None if call.softcap is None else call.softcap / temperature, request or tokens.spec.request,
-        None if call.accumulate_into is None else call.gradient_buffer, tokens.packing, spans, shard,
+        plan=plan, backend=tokens.spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
+        softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,
+        gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer, spans=spans,
+        request=request or tokens.spec.request, packing=tokens.packing,
     )  # fmt: skip

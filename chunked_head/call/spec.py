@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic.demand import Structure, check_kept, structure_of
+from ..arithmetic.demand import Structure, structure_of
 from ..core import checks
 from ..core.private import private, refuse_transforms
 from ..core.stats import Demand, View
@@ -324,21 +324,22 @@ def check_shared_teacher(call: Call[Any], batch: Mapping[str, Tensor], rows: int
 
 def check_sets(call: Call[Any], demand: Demand, biased: bool) -> None:
     """Raises for calls whose tokens cannot keep sets of columns."""
-    check_kept(demand)
-    if biased and call.softcap is not None:
-        raise ValueError("candidate_bias does not go with softcap, whose slope is that of logits without it")
-    if call.target is None:
-        raise ValueError("target is None, and kept_ids or candidates are sets that targets belong to; pass token ids")
-    if call.shard is not None and call.deterministic:
-        raise ValueError(
-            "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary: "
-            "a set's sum would depend on which rank has which of its ids; use deterministic=False, or the whole head"
-        )
-    if call.sequence_sharded:
-        raise ValueError(
-            "batch['kept_ids'] does not go with sequence_sharded=True, whose ranks hold hidden states of their own "
-            "tokens alone; gather hidden states and sets beforehand"
-        )
+    of_all = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
+    checks.refuse({
+        of_all.format("the mean logit, or label smoothing"): demand.weighted_sum,
+        of_all.format("logits of a teacher's ids"): demand.columns,
+        of_all.format("top_k"): demand.top_k,
+        of_all.format("a dense teacher"): demand.pairing is not None,
+        "candidate_bias does not go with softcap, whose slope is that of logits without it":
+            biased and call.softcap is not None,
+        "target is None, and kept_ids or candidates are sets that targets belong to; pass token ids":
+            call.target is None,
+        "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary: a "
+        "set's sum would depend on which rank has which of its ids; use deterministic=False, or the whole head":
+            call.shard is not None and call.deterministic,
+        "batch['kept_ids'] does not go with sequence_sharded=True, whose ranks hold hidden states of their own tokens "
+        "alone; gather hidden states and sets beforehand": call.sequence_sharded,
+    })  # fmt: skip
 
 
 def named_weights(call: Call[Any]) -> tuple[Losses, dict[str, Any], dict[str, Field]]:

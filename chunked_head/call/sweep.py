@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -122,28 +122,29 @@ def merge_over_ranks(call: "LocalCall", store: Store, rows: Rows, out: RowStats)
 Work = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LocalCall:
-    """Base of calls on hidden states and on logits."""
+    """A call on hidden states or on logits: everything of it that takes no gradient."""
 
     backend: Backend
     objective: Objective
     logit_scale: float
     softcap: float | None
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
+    plan: Plan | None = None  # None for logits that exist already
+    gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
     spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
+    inplace: bool = False  # the gradient overwrites the logits
     teacher_last = False
-    plan: Plan | None
-    gradient_buffer: GradientBuffer | None
-    inplace: bool  # the gradient overwrites the logits
 
     # statistics of all tokens, and gradients where the forward pass makes them
-    forward: Callable[..., tuple[RowStats, Gradients | None]]
+    forward: ClassVar[Callable[..., tuple[RowStats, Gradients | None]]]
     # the operands' gradients, from what autograd saved of them, statistics and upstream gradients
-    late_gradients: Callable[..., tuple[Tensor | None, ...]]
+    late_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
     # buffers of the gradients that a sweep of what is given makes; None where it makes none. The last: known statistics
-    new_gradients: Callable[[Tensor, bool], Gradients | None]
+    new_gradients: ClassVar[Callable[..., Gradients | None]]
     # the work on what is given, with a head, into statistics and gradients. The last: known statistics
-    begin: Callable[[Tensor, Head, RowStats, Gradients | None, bool], Work]
+    begin: ClassVar[Callable[..., Work]]
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
         """The call with other tensors for a dense teacher's."""
@@ -151,7 +152,7 @@ class LocalCall:
         if objective.teacher is None:
             return self
         objective = replace(objective, teacher=objective.teacher.with_tensors(tensors))
-        return replace(self, objective=objective)  # type: ignore[type-var]
+        return replace(self, objective=objective)
 
     def every_row(self, given: Tensor, teacher: Teacher | None = None, counted: Tensor | None = None) -> Rows:
         """All rows of the call, as given."""
@@ -212,21 +213,13 @@ class LocalCall:
         return weights if weights is None or self.shard is None else weights[self.shard.here].contiguous()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class HeadCall(LocalCall):
-    """A call on hidden states: everything of it that takes no gradient."""
+    """A call on hidden states."""
 
     plan: Plan
-    backend: Backend
-    objective: Objective
-    logit_scale: float
-    softcap: float | None
     request: Request = DEFAULT_REQUEST
-    gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # the order in which rows run
-    spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
-    shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
-    inplace = False
 
     @property
     def counted(self) -> Tensor | None:

@@ -99,7 +99,7 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
             return [*outputs, *stats.named().values()]
         assert isinstance(objective, ScalarObjective) and isinstance(call, HeadCall)
         plan, one_or_nan = call.plan, objective.one_or_nan
-        expected = torch.ones_like(one_or_nan) * objective.declared
+        expected = torch.ones_like(one_or_nan) * objective.expected.upstream
         hidden, weight, bias = waiting_dtypes(asked, spec)
         sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
         if grads is not None:

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -298,6 +298,13 @@ def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> s
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{argument} of {where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
+
+
+def refuse(errors: Mapping[str, Any]) -> None:
+    """A ValueError with the first message, of those in order, whose condition holds."""
+    for message, holds in errors.items():
+        if holds:
+            raise ValueError(message)
 
 
 def flag(argument: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
-from chunked_head.arithmetic import kernels, vectors
+from chunked_head.arithmetic import evaluate, vectors
 
 pytestmark = pytest.mark.compiled
 # several columns per token are no function of one number each
@@ -33,11 +33,11 @@ def measured(case: LossCase) -> tuple[metrics.Metric, ...]:
 def test_kernels_compute_what_the_losses_do(case: LossCase, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same call with kernels of its arithmetic and in plain PyTorch: values, metrics and gradients."""
     inputs, found = inputs_of(case, torch.float32, place.device, tokens=24, vocab=67), []
-    kernels.KERNELS.clear()
+    evaluate.KERNELS.clear()
     for way in ("kernels", "plain"):
         if way == "plain":
-            assert {kernel is None for kernel in kernels.KERNELS.values()} == {case.name in WITHOUT}
-            monkeypatch.setattr(kernels, "arithmetic_of", lambda *call: (None, []))
+            assert {kernel is None for kernel in evaluate.KERNELS.values()} == {case.name in WITHOUT}
+            monkeypatch.setattr(evaluate, "arithmetic_of", lambda *call: (None, []))
         _, numbers = run_step(case, inputs, measured(case), chunk_tokens=16, backend="triton")
         found.append(numbers)
     for name, value in found[0].items():
@@ -97,12 +97,12 @@ def test_kernels_are_made_within_graphs_and_checkpoints(place: Place, around: st
         return linear_cross_entropy(hidden, weight, target, z_loss=1e-3, backend=place.backend)
 
     (expected,) = torch.autograd.grad(call(hidden), hidden)
-    kernels.KERNELS.clear()
+    evaluate.KERNELS.clear()
     if around == "graph":
         loss = torch.compile(call, fullgraph=True, backend="aot_eager")(hidden)
     else:
         loss = checkpoint(call, hidden, use_reentrant=False)
-    assert kernels.KERNELS and None not in kernels.KERNELS.values()
+    assert evaluate.KERNELS and None not in evaluate.KERNELS.values()
     torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], expected)
 
 

@@ -13,7 +13,7 @@ from compiled_for import record_launches
 from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, LossCase, case, inputs_of, run_reference, run_step
 
 from chunked_head import losses, metrics
-from chunked_head.arithmetic import kernels, vectors
+from chunked_head.arithmetic import evaluate, vectors
 from chunked_head.arithmetic.demand import Structure, structure_of
 from chunked_head.arithmetic.evaluate import Inputs
 from chunked_head.core.stats import Demand, RowStats
@@ -52,7 +52,7 @@ def compilations(patch: pytest.MonkeyPatch) -> Callable[[], tuple[int, ...]]:
     """How many traces have been made, and of how many kinds launches have been."""
     traces, trace, launched = [], vectors.trace, record_launches(patch)
     patch.setattr(vectors, "trace", lambda *given: traces.append(given) or trace(*given))
-    return lambda: (len(traces), len(launched), len(kernels.KERNELS))
+    return lambda: (len(traces), len(launched), len(evaluate.KERNELS))
 
 
 @pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
@@ -139,4 +139,4 @@ def arithmetic(made: tuple[Structure, Demand]) -> Any:
         [{} for _ in structure.summands], {}, frozenset(fields),
     )  # fmt: skip
     leaves = RowStats.empty(TOKENS, demand, torch.float32, torch.device("cpu")).named()
-    return kernels.arithmetic_of(structure, leaves, inputs)[0]
+    return evaluate.arithmetic_of(structure, leaves, inputs)[0]
