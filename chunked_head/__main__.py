@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import losses
+from .core.checks import in_a_line
 from .functions.cross_entropy import linear_cross_entropy
 from .functions.plan import plan
-from .integrations.huggingface.explain import explain_model, in_a_line
 from .integrations.trl import KNOWN
 from .kernels.common.gpus import GPUS, gpu_of
 from .kernels.common.tiles import INTERPRETED
@@ -110,6 +110,8 @@ def of_plan(found: Plan) -> dict[str, Any]:
 
 
 def run_explain(model: str, dtype: str | None, autocast: str | None, **options: Any) -> Found:
+    from .integrations.huggingface.explain import explain_model
+
     found = explain_model(model_of(model, DTYPES.get(dtype or "")), autocast=DTYPES.get(autocast or ""), **options)
     record = vars(found) | {"plan": found.plan and of_plan(found.plan)}
     return record, [("What patch_model would do", found.facts())]

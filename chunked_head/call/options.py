@@ -21,7 +21,6 @@ from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import CheckedBy, Shard
 from ..plan.segments import Segments
 from ..plan.sizes import Request
-from ..stores import check_backend
 from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_buffer_of
 
 Result = TypeVar("Result")
@@ -168,7 +167,7 @@ class Call(Generic[Result]):
     accumulate_into: Tensor | str | None = option(check_accumulate_into, decides="call")  # noqa: RUF009
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
-    backend: str | None = option(check_backend)
+    backend: str | None = option(checks.check_backend)
     parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
     inplace: bool = option(functools.partial(flag, "inplace"), False)
     # the loss

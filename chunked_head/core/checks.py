@@ -13,6 +13,7 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INFINITY = float("inf")
 PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values are equal where they mean the same
+BACKENDS = ("triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
 PACKAGE = __name__.partition(".")[0]
@@ -313,6 +314,11 @@ def flag(argument: str, value: Any) -> bool:
     return value
 
 
+def check_backend(name: str | None) -> None:
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+
+
 def check_view_temperature(where: str, temperature: Any) -> None:
     if temperature is not None and not (type(temperature) in (int, float) and 0 < temperature < INFINITY):
         zero = isinstance(temperature, NUMBERS) and temperature == 0
@@ -335,3 +341,7 @@ def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterabl
         names = dict.fromkeys([*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *common])
         meant = nearest(unknown[0], names)
         raise TypeError(f"{module}.{kind} has no option {unknown[0]!r}{meant}; its options are {', '.join(names)}")
+
+
+def in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

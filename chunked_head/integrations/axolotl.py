@@ -12,8 +12,8 @@ learning (``rl:``) are refused: TRL 1.14, which Axolotl 0.21 pins, makes their l
 from typing import Any
 
 from .frameworks import Framework
-from .huggingface import patch_model
 from .huggingface.agreement import check_options
+from .huggingface.patch import patch_model
 
 Framework("axolotl", "0.21", "0.22").check()
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .frameworks import Framework
-from .huggingface import patch_model
 from .huggingface.agreement import check_options
+from .huggingface.patch import patch_model
 
 KEY = "chunked_head"  # of a configuration file
 STAGES = ("pt", "sft", "dpo", "kto")

@@ -11,8 +11,8 @@ logits are lazy ones (``patch_model``), of which it reads only the rows of conti
 from typing import Any
 
 from .frameworks import Framework
-from .huggingface import patch_model
 from .huggingface.agreement import OPTIONS, check_options
+from .huggingface.patch import patch_model
 
 Framework("lm_eval", "0.4.11", "0.5").check()
 

@@ -16,8 +16,8 @@ its model and its reference model. Losses, metrics and everything else are ms-sw
 from typing import Any
 
 from .frameworks import Framework
-from .huggingface import patch_model
 from .huggingface.agreement import check_options
+from .huggingface.patch import patch_model
 
 NAME = "chunked_head"  # of the callback
 MODELS = ("model", "ref_model", "teacher_model")  # attributes of a trainer

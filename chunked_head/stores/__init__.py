@@ -1,5 +1,5 @@
 """Ways of keeping a chunk's logits, and the two backends that make them."""
 
-from .backend import Backend, Layout, Targets, check_backend, resolve
+from .backend import Backend, Layout, Targets, resolve
 
-__all__ = ["Backend", "Layout", "Targets", "check_backend", "resolve"]
+__all__ = ["Backend", "Layout", "Targets", "resolve"]

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.checks import check_backend
 from ..core.stats import Demand, RowStats, shift_left
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import merge_ranks
@@ -20,8 +21,6 @@ from .operands import Head, Rows, Teacher
 from .sets import SetStore, kept_sets
 from .store import Store
 from .torch_store import GivenView, TorchStore
-
-BACKENDS = ("triton", "torch")
 
 
 class Layout(NamedTuple):
@@ -135,11 +134,6 @@ class Backend:
 
 
 TORCH = Backend()
-
-
-def check_backend(name: str | None) -> None:
-    if name is not None and not (isinstance(name, str) and name in BACKENDS):
-        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
 
 
 def resolve(name: str | None, device: torch.device) -> Backend:

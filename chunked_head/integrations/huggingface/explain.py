@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core import checks
+from ...core.checks import in_a_line
 from ...functions.plan import place_of, plan
 from ...plan.plans import Plan, as_text, facts
 from ...plan.sizes import MiB
@@ -233,7 +234,3 @@ def without_layers(model: nn.Module) -> None:
         for key, child in list(module.named_children()):
             if isinstance(child, nn.ModuleList) and all(any(layer.children()) for layer in child):
                 setattr(module, key, nn.ModuleList())
-
-
-def in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
