@@ -62,8 +62,8 @@ class Structure:
     @functools.cached_property
     def widths(self) -> list[int]:
         """Numbers that each summand and metric has per token, 0 for those with values of other units."""
-        own = [int(summand.unit == "token") for summand, _ in self.summands]
-        return own + [metric.components if metric.unit == "token" else 0 for metric, _ in self.metrics]
+        of_losses = [int(summand.unit == "token") for summand, _ in self.summands]
+        return of_losses + [metric.components if metric.unit == "token" else 0 for metric, _ in self.metrics]
 
     @functools.cached_property
     def plain_sums(self) -> bool:
@@ -86,11 +86,11 @@ def structure_of(
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"two of the {what} are called {twice[0]!r}; give one of them another name=")
     per_token, temperature = temperature is None, 1.0 if temperature is None else temperature
-    own = [part.label for part in everything if part.temperature is not None]
-    if per_token and own:
+    tempered = [part.label for part in everything if part.temperature is not None]
+    if per_token and tempered:
         raise ValueError(
-            f"{own[0]} has a temperature of its own, and the call one per token, which goes for all its losses and "
-            "metrics; leave out one of them, or make two calls"
+            f"{tempered[0]} has a temperature of its own, and the call one per token, which goes for all its losses "
+            "and metrics; leave out one of them, or make two calls"
         )
     fewer = teacher_vocab is not None and teacher_vocab < vocab
     dense = [summand for summand in summands if summand.teacher is not None]
@@ -177,8 +177,8 @@ def pair_up(
 
     def resolved(summand: Summand, view: int) -> Teacher:
         assert summand.teacher is not None
-        own = summand.teacher.temperature
-        return summand.teacher._replace(temperature=temperatures[view] if own is None else own, beta=None)
+        given = summand.teacher.temperature
+        return summand.teacher._replace(temperature=temperatures[view] if given is None else given, beta=None)
 
     kinds = {(resolved(summand, view), view) for summand, view in dense}
     betas = {s.teacher.beta for s, _ in dense if s.teacher is not None and s.teacher.beta is not None}

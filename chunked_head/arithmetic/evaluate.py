@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
             target=change(self.target, 0),
             factors=change(self.factors, 1 if self.factors.dim() == 2 else None),
             fields={name: change(value, along[name]) for name, value in self.fields.items()},
-            tensors=[{name: change(value, None) for name, value in own.items()} for own in self.tensors],
+            tensors=[{name: change(value, None) for name, value in named.items()} for named in self.tensors],
             metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
         )
 
@@ -192,9 +192,9 @@ def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Na
         values["argmax"] = leaves["argmax"].to(torch.int64)
         values["top_logprob"] = logprob_of(leaves["top"] * ratio, leaves, suffix).detach()
     if "column_logits" in leaves:
-        own = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
+        logprobs = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
         # the value without the rounding of lse, with its gradient
-        values["topk_logprobs"] = (own + (lse.detach() - lse)).t()
+        values["topk_logprobs"] = (logprobs + (lse.detach() - lse)).t()
     if structure.pairing is not None and structure.pairing.view == view:
         values.update({name: leaves[name] for name in DENSE if name in leaves})
         if "teacher_argmax" in leaves:
@@ -249,7 +249,7 @@ def arithmetic_of(
         return None, []
     tensors = [
         *leaves.values(), inputs.target, inputs.factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
-        *[tensor for own in inputs.tensors for tensor in own.values()], *inputs.metric_weights.values(),
+        *[tensor for named in inputs.tensors for tensor in named.values()], *inputs.metric_weights.values(),
     ]  # fmt: skip
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
     code, numbers = structure.split

@@ -51,19 +51,19 @@ def wanted_fields(
     losses: Losses,
     metrics: Iterable[Metric],
     batch: Mapping[str, Tensor],
-    own: Mapping[str, Field],
+    extra: Mapping[str, Field],
     num_segments: int | None,
 ) -> tuple[list[str], dict[str, Field]]:
-    """The fields that the losses and metrics of a call read, all there; and what is known of every field, among them
-    ``own``, which losses brought along. A user's function may read any at any call, and is given all but what has to be
-    declared: the tensors of a dense teacher, and what is of segments in a call that has none."""
+    """Fields that the losses and metrics of a call read, all there; and the kinds of all fields, with those of
+    ``extra``, which losses brought along. A user's function may read any at any call, and is given all but those that
+    it has to declare: the tensors of a dense teacher, and fields of segments in a call that has none."""
 
     def of_segments(field: str) -> bool:
         return field in SEGMENT_IDS or known[field].kind in ("segment", "pair")
 
     summands, segments = [summand for _, summand in losses.terms], num_segments is not None
     parts = [("loss", s) for s in summands] + [("metric", m) for m in metrics]
-    known = kinds_of(part for _, part in parts) | dict(own)
+    known = kinds_of(part for _, part in parts) | dict(extra)
     unknown = sorted(set(batch) - set(known), key=str)
     if unknown:
         known.pop(TEMPERATURE, None)

@@ -182,11 +182,11 @@ def with_global_counts(tokens: Tokens) -> Tokens:
     batch = tokens.batch
     ids, fields = [name for name in IDS if name in batch], summed_fields(tokens)
     counted = [summand for _, summand in tokens.losses.terms if summand.unit == "token" and summand.counted is not None]
-    own = [tokens.counted, tokens.one_or_nan]
-    own += [batch.segment_count(name) for name in ids]
-    own += [batch.segment_sum(batch[name]) for name in fields]
-    own += [local_total(summand, tokens) for summand in counted]
-    number, one_or_nan, *others = add_up(own, parallel.group)
+    local = [tokens.counted, tokens.one_or_nan]
+    local += [batch.segment_count(name) for name in ids]
+    local += [batch.segment_sum(batch[name]) for name in fields]
+    local += [local_total(summand, tokens) for summand in counted]
+    number, one_or_nan, *others = add_up(local, parallel.group)
     rest = iter(others)
     rank_sums = RankSums(
         parallel, {name: next(rest) for name in ids}, {name: next(rest) for name in fields},
@@ -235,12 +235,12 @@ def call_fields(tokens: Tokens) -> dict[str, str]:
     found |= {name: kind_of(getattr(call, name)) for name in ("reduction", "normalizer", "upstream")}
     for coefficient, summand in tokens.losses.terms:
         factor = coefficient if isinstance(coefficient, int | float) else "tensor"
-        own = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
-        own |= {"coefficient": factor, **summand.options}
-        found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in own.items()}
+        traits = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
+        traits |= {"coefficient": factor, **summand.options}
+        found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in traits.items()}
     for metric in tokens.call.metrics:
-        own = {"reduce": metric.reduce, **metric.options}
-        found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in own.items()}
+        traits = {"reduce": metric.reduce, **metric.options}
+        found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in traits.items()}
     for name in ("temperature", "logit_scale", "softcap", "ignore_index", "shift"):
         found[name] = shown(getattr(call, name))
     found["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"

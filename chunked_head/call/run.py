@@ -175,9 +175,9 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     """Raises where an option needs our own matmuls and these operands run in others."""
     if not (sizes.skips or sizes.deterministic):
         return
-    own, device = sizes.store.bounds_rows, tokens.call.device
+    bounded, device = sizes.store.bounds_rows, tokens.call.device
     what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
-    if sizes.skips and not own:
+    if sizes.skips and not bounded:
         raise ValueError(
             f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not "
             f"run in ({what}); use skip_ignored='wait' or False"
@@ -199,7 +199,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
             "deterministic=True does not go with top_k, whose logits BLAS makes: they depend on the number of rows; "
             "take argmax=True, or the ids from a call with deterministic=False"
         )
-    if not own:
+    if not bounded:
         raise ValueError(
             f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
             "number of rows"

@@ -101,7 +101,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     leading, given = call.leading, call.plain_temperature
     dims, summands = len(leading), [summand for _, summand in terms]
     parts = [*summands, *call.metrics]
-    own = {name: kind for summand in summands for name, kind in summand.extra_fields.items()}
+    extra = {name: kind for summand in summands for name, kind in summand.extra_fields.items()}
     tensors = [tensor for summand in summands for tensor in summand.tensors.values()]
     weights = [one.token_weights if isinstance(one.token_weights, Tensor) else None for one in summands]
     # a tensor that has a number for each token: equal for calls of other lengths
@@ -117,7 +117,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         call.function, call.outputs, static, kinds, dims, call.accumulate_into is None, segments is None, tuple(batch),
         tuple(lengthless),
         tuple([one if one is None else metadata(one) for one in (*shared, *tensors)]),
-        tuple([of_field(name, value, own, call) for name, value in batch.items() if name not in FOR_EACH]),
+        tuple([of_field(name, value, extra, call) for name, value in batch.items() if name not in FOR_EACH]),
         tuple([(one.signature, factor.device if isinstance(factor, Tensor) else None) for factor, one in terms]),
         tuple([next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]),
         tuple([metric.signature for metric in call.metrics]),
@@ -133,16 +133,16 @@ def metadata(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
 
-def of_field(name: str, value: Tensor, own: Mapping[str, Field], call: Call[Any]) -> Hashable:
-    """``metadata`` of a field without the number of tokens, segments, pairs or kept ids: ``leading``. What checks
-    compare with another field, or with these numbers, is in it as whether they are equal."""
+def of_field(name: str, value: Tensor, extra: Mapping[str, Field], call: Call[Any]) -> Hashable:
+    """``metadata`` of a field without the number of tokens, segments, pairs or kept ids: ``leading``. Of a
+    check that compares it with another field, or with these numbers, the result is in it."""
     batch: Any = call.batch
     leading, segments, shape = call.leading, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:
         ahead = shape[0] - math.prod(leading) if name == "kept_offsets" and shape else 0
         fits = name != "candidate_bias" or ("kept_ids" in batch and batch["kept_ids"].shape == shape)
         return len(shape), ahead, shape[:-1] == leading, fits, *metadata(value)[1:]
-    kind = (own.get(name) or FIELDS.get(name, Field("constant"))).kind
+    kind = (extra.get(name) or FIELDS.get(name, Field("constant"))).kind
     if kind == "pair":
         leading = tuple(batch.get("pairs", value).shape[:1])
     elif kind == "segment" and segments is not None:
@@ -171,8 +171,8 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
     check_factors(call)
     backend = resolve(call.backend, call.device)
     backend.check(call.device, dtype, "logits" if call.weight is None else "hidden")
-    losses, batch, own = named_weights(call)
-    wanted, known = wanted_fields(losses, call.metrics, batch, own, call.num_segments)
+    losses, batch, extra = named_weights(call)
+    wanted, known = wanted_fields(losses, call.metrics, batch, extra, call.num_segments)
     reads = [part for part in parts_of(call) if part.reads_target]
     if call.target is None and reads:
         raise ValueError(f"target is None, and {reads[0].label} reads it; pass token ids")
@@ -195,7 +195,7 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
     if "kept_ids" in wanted:
         check_sets(call, spec.demand, "candidate_bias" in wanted)
-    return replace(spec, names_fields=bool(own), withheld=frozenset(batch) - set(wanted))
+    return replace(spec, names_fields=bool(extra), withheld=frozenset(batch) - set(wanted))
 
 
 def decided(
@@ -352,20 +352,20 @@ def named_weights(call: Call[Any]) -> tuple[Losses, dict[str, Any], dict[str, Fi
             f"{type(batch).__name__}"
         )
     fields = dict(batch or {})
-    own: dict[str, Field] = {}
+    extra: dict[str, Field] = {}
     terms = []
     for coefficient, summand in losses.terms:
         if isinstance(summand.token_weights, Tensor):
             key = f"token_weights of {summand.label}"
-            fields[key], own[key] = summand.token_weights, Field("token")
+            fields[key], extra[key] = summand.token_weights, Field("token")
             summand = replace(summand, token_weights=key)
         terms.append((coefficient, summand))
-    losses = Losses(tuple(terms)) if own else losses
+    losses = Losses(tuple(terms)) if extra else losses
     if TEMPERATURE in fields or (call.temperatures is not None and "temperature" in fields):
         raise ValueError("temperature is an argument of the call and no field of batch; pass temperature=")
     if call.temperatures is not None:
-        fields[TEMPERATURE], own[TEMPERATURE] = call.temperatures, Field("token")
-    return losses, fields, own
+        fields[TEMPERATURE], extra[TEMPERATURE] = call.temperatures, Field("token")
+    return losses, fields, extra
 
 
 def bare(structure: Structure) -> Structure:

@@ -255,7 +255,7 @@ def value_over_streams(metric: Metric, outcomes: Sequence[Outcome]) -> MetricVal
 
 def place_of(metric: Metric, objective: ScalarObjective) -> int:
     """The metric's place among those of the objective's structure."""
-    return [own.label for own, _ in objective.structure.metrics].index(metric.label)
+    return [each.label for each, _ in objective.structure.metrics].index(metric.label)
 
 
 def values_of(metric: Metric, ran: Outcome) -> Tensor:

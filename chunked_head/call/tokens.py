@@ -126,8 +126,8 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     """Lays fields in the order of rows; the first work on tensors, whose ids are checked on the way."""
     losses, batch, known, structure = call.losses, dict(call.batch or {}), spec.known, spec.structure
     if spec.names_fields:
-        losses, batch, own = named_weights(call)
-        known = {**known, **own}
+        losses, batch, extra = named_weights(call)
+        known = {**known, **extra}
     if structure is None:
         structure, _ = structure_at(call, losses, spec.wanted, spec.columns, spec.teacher_vocab)
         if call.target is not None:  # which a user's function may read in some calls only
@@ -330,14 +330,14 @@ def of_all_ranks(
 ) -> tuple[Tensor | None, dict[str, Tensor], tuple[int, ...]]:
     """Targets and fields of every rank's tokens, where each has hidden states of its own; and their leading shape."""
     dims = len(call.leading)
-    own = {name: batch[name].flatten(0, dims - 1) for name in wanted if known[name].kind in ("token", "row")}
+    local = {name: batch[name].flatten(0, dims - 1) for name in wanted if known[name].kind in ("token", "row")}
     if call.target is not None:
-        own["target"] = call.target.reshape(-1)
+        local["target"] = call.target.reshape(-1)
     count = math.prod(call.leading)
-    fields = {"tokens": str(count), "batch": str(sorted(own))}
-    fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
+    fields = {"tokens": str(count), "batch": str(sorted(local))}
+    fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in local.items()}
     shard.agreed_on(fields, call.device)
-    gathered = {name: interleaved(value, shard.group) for name, value in own.items()}
+    gathered = {name: interleaved(value, shard.group) for name, value in local.items()}
     target = gathered.pop("target", None)
     return target, {**batch, **gathered}, (count * shard.parallel.ranks,)
 

@@ -116,7 +116,7 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
 def shaped(grads: Sequence[Tensor | None], operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
     """Gradients that were made, as their operands are."""
     found = iter([grad for grad in grads if grad is not None])
-    return [next(found).view(operand.shape) for operand, own in zip(operands, wanted, strict=True) if own]
+    return [next(found).view(operand.shape) for operand, asked in zip(operands, wanted, strict=True) if asked]
 
 
 def packed(asked: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:

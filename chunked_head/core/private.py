@@ -104,9 +104,9 @@ def in_backward() -> bool:
     return under_hooks() if task is None else task[0]() != -1
 
 
-def all_gather(out: Tensor, own: Tensor, group: Any) -> None:
-    """``own`` of every rank into ``out``, rank by rank along the first dimension."""
-    _gather(out, own, group=group)
+def all_gather(out: Tensor, local: Tensor, group: Any) -> None:
+    """``local`` of every rank into ``out``, rank by rank along the first dimension."""
+    _gather(out, local, group=group)
 
 
 def reduce_scatter(out: Tensor, shares: Tensor, group: Any) -> Any:

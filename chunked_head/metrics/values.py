@@ -230,12 +230,12 @@ def over_ranks(metrics: Mapping[str, MetricValue], group: Any, counts: bool = Tr
     parts = [(name, part) for name in sorted(metrics) for part in which if getattr(metrics[name], part) is not None]
     if not parts:
         return {}
-    own = [getattr(metrics[name], part) for name, part in parts]
-    packed = torch.cat([each.reshape(-1).double() for each in own])
+    local = [getattr(metrics[name], part) for name, part in parts]
+    packed = torch.cat([each.reshape(-1).double() for each in local])
     every = packed.new_empty(group.size(), len(packed))
     all_gather(every.view(-1), packed, group)
     found = dict(metrics)
-    for (name, part), mine, pieces in zip(parts, own, every.split([each.numel() for each in own], 1), strict=True):
+    for (name, part), mine, pieces in zip(parts, local, every.split([each.numel() for each in local], 1), strict=True):
         reduced = {"mean": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}[metrics[name].reduce]
         found[name] = replace(found[name], **{part: reduced.view(mine.shape).to(mine.dtype)})
     return found

@@ -32,7 +32,7 @@ class GatheredStats(NamedTuple):
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
     """Numbers per row of each of the statistics."""
-    return [1 if own.dim() == 1 else own.shape[1] for own in (getattr(stats, name) for name in names)]
+    return [1 if value.dim() == 1 else value.shape[1] for value in (getattr(stats, name) for name in names)]
 
 
 def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
@@ -190,11 +190,11 @@ class ScatteredRows:
     def done(self, hidden: Tensor, at: slice) -> None:
         assert self.buffer is not None
         self.wait(hidden)
-        own = hidden[at.start // self.ranks : at.stop // self.ranks]
-        by_rank = self.buffer[: at.stop - at.start].view(len(own), self.ranks, -1).transpose(0, 1)
+        local = hidden[at.start // self.ranks : at.stop // self.ranks]
+        by_rank = self.buffer[: at.stop - at.start].view(len(local), self.ranks, -1).transpose(0, 1)
         # a copy even of one row for each rank, which lies as it should: the next products write the buffer meanwhile
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)
-        work = reduce_scatter(own, by_rank.view(-1, hidden.shape[1]), self.group)
+        work = reduce_scatter(local, by_rank.view(-1, hidden.shape[1]), self.group)
         self.last = work, by_rank
 
     def wait(self, hidden: Tensor) -> None:
@@ -203,10 +203,10 @@ class ScatteredRows:
             self.last = None
 
 
-def interleaved(own: Tensor, group: Any) -> Tensor:
+def interleaved(local: Tensor, group: Any) -> Tensor:
     """Values [tokens / ranks, ...] of every rank as the call's [tokens, ...]: row i of rank r at i * ranks + r."""
     ranks = distributed.get_world_size(group)
-    sent = own.contiguous()
+    sent = local.contiguous()
     as_bytes = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
     gathered = as_bytes.new_empty(ranks * len(sent), *sent.shape[1:])
     all_gather(gathered, as_bytes, group)
@@ -223,8 +223,8 @@ class GatheredRows:
 
     def chunk(self, at: slice) -> tuple[Tensor, Tensor]:
         """Rows ``at`` of the call as they came, and where in them each of the call's is."""
-        own = self.hidden[at.start // self.ranks : at.stop // self.ranks]
+        local = self.hidden[at.start // self.ranks : at.stop // self.ranks]
         gathered = self.buffer[: at.stop - at.start]
-        all_gather(gathered, own.contiguous(), self.group)
-        order = torch.arange(len(gathered), device=own.device).view(self.ranks, len(own)).t().reshape(-1)
+        all_gather(gathered, local.contiguous(), self.group)
+        order = torch.arange(len(gathered), device=local.device).view(self.ranks, len(local)).t().reshape(-1)
         return gathered, order

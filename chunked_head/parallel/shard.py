@@ -57,9 +57,9 @@ class Shard:
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
         things."""
-        own = {"rows of VocabParallel": str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
-        own["sequence_sharded"] = str(self.parallel.sequence_sharded)
-        return replace(self, kind=agree(own | fields, self.group, device, "VocabParallel"))
+        split = {"rows of VocabParallel": str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
+        split["sequence_sharded"] = str(self.parallel.sequence_sharded)
+        return replace(self, kind=agree(split | fields, self.group, device, "VocabParallel"))
 
     def token_checks(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens] what has to be equal on all ranks, for ids ``target`` [tokens] of the vocabulary: the ids, moved by
@@ -101,11 +101,11 @@ class Shard:
             stats.column_logits.masked_fill_(columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
         tokens = hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
-        own = pack(stats, names, tokens).unsqueeze(0) if pieces is None else self.blocks(pieces, stats, names, tokens)
-        gathered = own.new_empty(self.parallel.ranks * own.shape[0], *own.shape[1:])
-        all_gather(gathered.view(-1, own.shape[2]), own.view(-1, own.shape[2]), self.group)
+        local = pack(stats, names, tokens).unsqueeze(0) if pieces is None else self.blocks(pieces, stats, names, tokens)
+        gathered = local.new_empty(self.parallel.ranks * local.shape[0], *local.shape[1:])
+        all_gather(gathered.view(-1, local.shape[2]), local.view(-1, local.shape[2]), self.group)
         if pieces is not None and len(gathered) > sum(self.split.blocks):
-            most = own.shape[0]
+            most = local.shape[0]
             gathered = torch.cat([gathered[i * most : i * most + n] for i, n in enumerate(self.split.blocks)])
         zero_or_nan = None
         if self.checked_by == "hidden":

@@ -51,13 +51,13 @@ class RankSums:
     sums: Mapping[str, Tensor]  # by token field: its sums over segments [num_segments]
     totals: Mapping[Summand, Tensor]  # of what each token adds to a denominator, where that is not 1
 
-    def segment_sum(self, own: Tensor, values: Tensor, fields: Mapping[str, Tensor], name: str) -> Tensor:
-        """Sums over all ranks [num_segments] where ``own`` are this rank's, of ``values`` [n] by the ids ``name``."""
+    def segment_sum(self, local: Tensor, values: Tensor, fields: Mapping[str, Tensor], name: str) -> Tensor:
+        """Sums over all ranks [num_segments] where ``local`` are this rank's, of ``values`` [n] by the ids ``name``."""
         if name == "segments":
             for field, known in self.sums.items():
                 if fields[field] is values:
                     return known
-        return AddOverRanks.apply(own, self.parallel.group)
+        return AddOverRanks.apply(local, self.parallel.group)
 
     def mine(self, number: int, device: torch.device) -> Tensor:
         """[number] bool: the segments or pairs that this rank adds to its share; ranks take turns. Values of

@@ -109,14 +109,14 @@ def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | NoPlan:
     plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, demand=demand.of_columns(most)), request)
     if isinstance(plan, NoPlan):
         return plan
-    own = replace(sizes, demand=demand.of_columns(sizes.vocab))
+    local = replace(sizes, demand=demand.of_columns(sizes.vocab))
     # sums in 16 bits are over as many chunks as they may be
     most_chunks = MAX_HALF_CHUNKS if plan.sizes.returns_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
     rows, block = (
         divisible(n, sizes.hidden_ranks, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
     )
     tile = min(plan.tile_columns, sizes.vocab)
-    return replace(plan, sizes=own, tile_columns=tile, chunk_tokens=rows, block_tokens=block)
+    return replace(plan, sizes=local, tile_columns=tile, chunk_tokens=rows, block_tokens=block)
 
 
 def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
@@ -165,15 +165,15 @@ def of_one_row(
 
 def refusal(sizes: Sizes, request: Request) -> str:
     """The reason why no call of these sizes can add up in the dtype that is asked for; "" where one can."""
-    wanted, own = request.accumulate_dtype, sizes.weight_dtype
+    wanted, weight_dtype = request.accumulate_dtype, sizes.weight_dtype
     if sizes.buffer_dtype is not None and wanted not in (None, sizes.buffer_dtype):
         return (
             f"accumulate_dtype must be None or {name(sizes.buffer_dtype)}, the dtype of accumulate_into, got {wanted!r}"
         )
-    allowed = {own} | ({torch.float32} if own.itemsize < 4 else set())
+    allowed = {weight_dtype} | ({torch.float32} if weight_dtype.itemsize < 4 else set())
     if wanted is not None and wanted not in allowed:
         names = " or ".join(sorted(map(name, allowed)))
-        return f"accumulate_dtype must be None or {names} for a weight of {name(own)}, got {wanted!r}"
+        return f"accumulate_dtype must be None or {names} for a weight of {name(weight_dtype)}, got {wanted!r}"
     in_forward = not sizes.late_upstream and not sizes.coupled
     if wanted == torch.float16 and in_forward and sizes.returns_weight_grad:
         return (
@@ -191,11 +191,11 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | NoPlan:
         if isinstance(found, Plan):
             return found
         misses.append(found)
-    own, wanted = sizes.weight_dtype, request.accumulate_dtype
-    if wanted == own and own.itemsize < 4 and not (sizes.late_upstream or sizes.coupled):
+    weight_dtype, wanted = sizes.weight_dtype, request.accumulate_dtype
+    if wanted == weight_dtype and weight_dtype.itemsize < 4 and not (sizes.late_upstream or sizes.coupled):
         needed = of_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
         reason = (
-            f"accumulate_dtype={name(own)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
+            f"accumulate_dtype={name(weight_dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
             f"{sizes.tokens} tokens in so few need {amount(needed)}; raise memory_budget or "
             "chunk_tokens, or leave accumulate_dtype=None"
         )
@@ -205,7 +205,7 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | NoPlan:
 
 def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     """The ways to make a call's gradients, the fastest first."""
-    own, wanted, named = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
+    weight_dtype, wanted, named = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
     tokens = max(sizes.tokens, 1)
     if not sizes.any_grad:
         yield Candidate(of_one_row(sizes, "loss only", request.budget), chunk_tokens=named)
@@ -213,31 +213,31 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
         yield from recomputing(sizes, request, "the upstream gradient comes late")
     elif sizes.coupled:
         # nothing is recomputed where one chunk has all tokens
-        one = own if sizes.sums_into(own) and sizes.dtype != torch.float16 else torch.float32
+        one = weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
         one = sizes.buffer_dtype or one
         fits = named is None or named >= sizes.tokens
         if fits and not sizes.deterministic and (not sizes.weight_grad or wanted in (None, one)):
             yield from forward(sizes, request, one, tokens)
         yield from recomputing(sizes, request, "a loss couples tokens")
-    elif not sizes.returns_weight_grad or own.itemsize >= 4:
-        yield from forward(sizes, request, sizes.buffer_dtype or own)
+    elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
+        yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
         # A 16-bit gradient of the weight: in one product, in an fp32 accumulator, in few sums of 16 bits, in an fp32
         # accumulator besides the default budget, or by recomputing. Unscaled sums over tokens can pass fp16's 65504.
-        may_own = own != torch.float16 and sizes.sums_into(own) and wanted in (None, own)
+        may_own = weight_dtype != torch.float16 and sizes.sums_into(weight_dtype) and wanted in (None, weight_dtype)
         may_wide = wanted in (None, torch.float32)
         least = -(-tokens // MAX_HALF_CHUNKS)
         if may_own:
-            yield from forward(sizes, request, own, tokens)
+            yield from forward(sizes, request, weight_dtype, tokens)
         if may_wide:
             yield from forward(sizes, request, torch.float32, 1 if named else GOOD_CHUNK)
         if may_own:
-            yield from forward(sizes, request, own, least)
+            yield from forward(sizes, request, weight_dtype, least)
         if may_wide:
             grown = 0 if request.explicit else 4 * sizes.weight_elements
             asked = replace(request, accumulate_dtype=torch.float32)  # a named chunk overrides the default budget
             yield from forward(sizes, asked, torch.float32, 1 if named else CHUNK_MULTIPLE, grown)
-        if wanted != own and named is None and not sizes.deterministic:
+        if wanted != weight_dtype and named is None and not sizes.deterministic:
             yield from recomputing(sizes, request, "no accumulator of the weight fits")
 
 
@@ -245,7 +245,7 @@ def forward(
     sizes: Sizes, request: Request, weight_acc: torch.dtype, least_rows: int = 1, grown: int = 0
 ) -> Iterator[Candidate]:
     """Gradients in the forward pass, with the accumulators of hidden's gradient that go with that of the weight's."""
-    own, wide = sizes.hidden_dtype, torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
+    hidden_dtype, wide = sizes.hidden_dtype, torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
     half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.coupled
     named, wanted, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
     if named is None and half and wanted == sizes.weight_dtype and not request.explicit:
@@ -258,8 +258,8 @@ def forward(
     # with a caller's buffer the upstream gradient is promised
     waits = weight_acc != sizes.weight_dtype and sizes.buffer_dtype is None
     keep_wide = waits or not sizes.weight_grad or sizes.dtype == torch.float16
-    choices = [wide] if keep_wide and wide != own else []
-    choices += [own] if sizes.sums_into(own) else [] if choices else [wide]
+    choices = [wide] if keep_wide and wide != hidden_dtype else []
+    choices += [hidden_dtype] if sizes.sums_into(hidden_dtype) else [] if choices else [wide]
     if sizes.deterministic:  # no choice by size
         choices = [wide] if sizes.dtype == torch.float16 else choices[-1:]
     modest = sizes.tokens * sizes.hidden * 4 <= request.default // 2

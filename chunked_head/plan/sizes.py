@@ -185,9 +185,9 @@ class Sizes:
     def hidden_accumulator(self, tile: int) -> torch.dtype:
         """The dtype in which tiles' products add up to the gradient of hidden: one tile makes it in one product,
         several add in fp32, where fp16 gets its scale."""
-        own = self.hidden_dtype
-        wide = tile < self.vocab or self.dtype == torch.float16 or not self.sums_into(own)
-        return torch.float32 if wide and own.itemsize < 4 else own
+        dtype = self.hidden_dtype
+        wide = tile < self.vocab or self.dtype == torch.float16 or not self.sums_into(dtype)
+        return torch.float32 if wide and dtype.itemsize < 4 else dtype
 
     def through_fp32(self, weight_acc: torch.dtype) -> bool:
         """True where a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
