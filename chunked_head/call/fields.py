@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..core.checks import check_device, is_dtensor, nearest
+from ..core.checks import check_device, is_dtensor, nearest, refuse
 from ..core.checks import name as name_of
 from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand
 from ..losses.base import Teacher as TeacherOptions
@@ -211,18 +211,13 @@ def check_kept(batch: Mapping[str, Tensor], leading: tuple[int, ...]) -> None:
 
 def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
     """Exactly one dense teacher."""
-    if "teacher_logits" in batch:
-        beside = [field for field in TEACHER_FIELDS[1:] if field in batch]
-        if beside:
-            raise ValueError(
-                f"batch has teacher_logits and {beside[0]}; loss {summand.label} takes one of them, teacher_logits or "
-                "teacher_hidden with teacher_weight"
-            )
-    elif "teacher_hidden" not in batch or "teacher_weight" not in batch:
-        raise ValueError(
-            f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with "
-            "batch['teacher_weight']"
-        )
+    logits, rest = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
+    refuse({
+        f"batch has teacher_logits and {', '.join(rest[:1])}; loss {summand.label} takes one of them, teacher_logits "
+        "or teacher_hidden with teacher_weight": logits and rest,
+        f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with batch['teacher_weight']":
+            not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
+    })  # fmt: skip
 
 
 def check_dense_teacher(

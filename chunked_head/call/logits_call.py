@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.checks import flag
+from ..core.checks import flag, refuse
 from ..core.stats import RowStats
 from ..parallel.groups import described
 from ..stores.gradients import Gradients
@@ -26,21 +26,17 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
     if not (flag("inplace", inplace) and logits.requires_grad):
         return
     base = logits if logits._base is None else logits._base
-    if logits.is_leaf or (base.is_leaf and base.requires_grad):
-        raise ValueError(
-            "inplace=True overwrites logits with their gradient, and these are a leaf (or a view of one), which keeps "
-            "its value; pass logits that were computed, or inplace=False"
-        )
-    if logits._base is not None and base.grad_fn is None:
-        raise ValueError(
-            "inplace=True overwrites logits with their gradient, and the memory of these belongs to a tensor that "
-            "autograd does not see behind them (DTensor.to_local() gives such), and so no backward would notice the "
-            "change; pass inplace=False"
-        )
-    if logits.numel() and any(
-        stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)
-    ):
-        raise ValueError("inplace=True needs logits with memory of their own, these are expanded; use inplace=False")
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
+    refuse({
+        "inplace=True overwrites logits with their gradient, and these are a leaf (or a view of one), which keeps its "
+        "value; pass logits that were computed, or inplace=False":
+            logits.is_leaf or (base.is_leaf and base.requires_grad),
+        "inplace=True overwrites logits with their gradient, and the memory of these belongs to a tensor that autograd "
+        "does not see behind them (DTensor.to_local() gives such), and so no backward would notice the change; pass "
+        "inplace=False": logits._base is not None and base.grad_fn is None,
+        "inplace=True needs logits with memory of their own, these are expanded; use inplace=False":
+            expanded and logits.numel(),
+    })  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

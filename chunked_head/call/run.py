@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
+from ..core.checks import refuse
 from ..core.private import in_backward
 from ..core.stats import all_at_targets
 from ..parallel.groups import block_of, described
@@ -175,35 +176,22 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     """Raises where an option needs our own matmuls and these operands run in others."""
     if not (sizes.skips or sizes.deterministic):
         return
-    bounded, device = sizes.store.bounds_rows, tokens.call.device
+    bounded, fixed, device = sizes.store.bounds_rows, sizes.deterministic, tokens.call.device
     what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
-    if sizes.skips and not bounded:
-        raise ValueError(
-            f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not "
-            f"run in ({what}); use skip_ignored='wait' or False"
-        )
-    if not sizes.deterministic:
-        return
-    if sizes.dtype == torch.float16:
-        raise ValueError(
-            "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk"
-        )
     summed = [summand.label for _, summand in tokens.losses.terms if summand.scope == "segment"]
     summed += [metric.label for metric, _ in tokens.structure.segment_metrics]
-    if summed and device.type == "cuda":
-        raise ValueError(
-            f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"
-        )
-    if sizes.demand.top_k:
-        raise ValueError(
-            "deterministic=True does not go with top_k, whose logits BLAS makes: they depend on the number of rows; "
-            "take argmax=True, or the ids from a call with deterministic=False"
-        )
-    if not bounded:
-        raise ValueError(
-            f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
-            "number of rows"
-        )
+    refuse({
+        f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not run "
+        f"in ({what}); use skip_ignored='wait' or False": sizes.skips and not bounded,
+        "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk":
+            fixed and sizes.dtype == torch.float16,
+        f"deterministic=True does not go with {', '.join(summed[:1])} on a GPU, which adds up a segment's tokens in "
+        "any order": fixed and summed and device.type == "cuda",
+        "deterministic=True does not go with top_k, whose logits BLAS makes: they depend on the number of rows; take "
+        "argmax=True, or the ids from a call with deterministic=False": fixed and sizes.demand.top_k,
+        f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
+        "number of rows": fixed and not bounded,
+    })  # fmt: skip
 
 
 def head_call(

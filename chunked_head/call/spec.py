@@ -273,52 +273,45 @@ def check_outputs(call: Call[Any]) -> None:
 
 def check_losses(call: Call[Any]) -> None:
     """Raises what is wrong with losses and metrics, given the call's other options."""
-    device, terms = call.device, call.losses.terms
-    for metric in call.metrics:
-        if metric.over_streams:
-            raise ValueError(f"metrics.{metric.kind} goes over several streams: pass hidden as a list to linear_loss")
-    if call.reduction == "none" and call.metrics:
-        raise ValueError("metrics go with one loss of the call, which reduction='none' does not have; leave them out")
-    for coefficient, summand in terms:
+    device, unreduced = call.device, call.reduction == "none"
+    errors = {
+        f"metrics.{metric.kind} goes over several streams: pass hidden as a list to linear_loss": metric.over_streams
+        for metric in call.metrics
+    } | {"metrics go with one loss of the call, which reduction='none' does not have; leave them out":
+         unreduced and call.metrics}  # fmt: skip
+    for coefficient, summand in call.losses.terms:
         label, normalizer = summand.label, summand.normalizer
-        if call.reduction == "none" and summand.scope != "token":
-            raise ValueError(
-                f'reduction="none" is for losses of tokens, and {label} puts a segment\'s tokens together; use '
-                '"mean" or "sum"'
-            )
-        if call.reduction == "none" and (summand.reduction is not None or normalizer is not None):
-            raise ValueError(f'{label} names a reduction or normalizer of its own beside reduction="none"')
-        # of any other device it is copied from there
-        if isinstance(coefficient, Tensor) and coefficient.device.type == "meta":
-            raise ValueError(
-                f"the coefficient of {label}, or the stream's weight, is on the meta device, where it has no value; "
-                f"move it to {device}"
-            )
-        if normalizer is not None:
-            mean = (summand.reduction or call.reduction) == "mean"
-            if not mean:
-                raise ValueError(f'normalizer of {label} goes with reduction="mean" only; multiply the result instead')
-            if isinstance(normalizer, Tensor):
-                checks.check_factor(f"normalizer of {label}", normalizer, device)
+        errors |= {
+            f'reduction="none" is for losses of tokens, and {label} puts a segment\'s tokens together; use "mean" or '
+            '"sum"': unreduced and summand.scope != "token",
+            f'{label} names a reduction or normalizer of its own beside reduction="none"':
+                unreduced and (summand.reduction is not None or normalizer is not None),
+            # of any other device it is copied from there
+            f"the coefficient of {label}, or the stream's weight, is on the meta device, where it has no value; move "
+            f"it to {device}": isinstance(coefficient, Tensor) and coefficient.device.type == "meta",
+            f'normalizer of {label} goes with reduction="mean" only; multiply the result instead':
+                normalizer is not None and (summand.reduction or call.reduction) != "mean",
+        }  # fmt: skip
+    checks.refuse(errors)
+    for _, summand in call.losses.terms:
+        if isinstance(summand.normalizer, Tensor):
+            checks.check_factor(f"normalizer of {summand.label}", summand.normalizer, device)
         for name, tensor in summand.tensors.items():
-            checks.check_class_weights(tensor, call.vocab, device, f"{name} of {label}")
+            checks.check_class_weights(tensor, call.vocab, device, f"{name} of {summand.label}")
 
 
 def check_shared_teacher(call: Call[Any], batch: Mapping[str, Tensor], rows: int) -> int:
     """Ids of the teacher's vocabulary, of which ``rows`` are on this rank; ValueError where it is split otherwise."""
     if call.shard is None:
         return rows
-    if call.sequence_sharded and "teacher_logits" in batch:
-        raise ValueError(
-            "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
-            "sequence_sharded=True needs; give teacher_hidden and teacher_weight"
-        )
-    if rows != call.local_vocab:
-        raise ValueError(
-            f"the teacher has {rows} rows of its vocabulary on this rank and the student {call.local_vocab}: "
-            "VocabParallel takes a teacher of the same vocabulary, split as the student is; of two the ids "
-            "on a rank would be others"
-        )
+    checks.refuse({
+        "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
+        "sequence_sharded=True needs; give teacher_hidden and teacher_weight":
+            call.sequence_sharded and "teacher_logits" in batch,
+        f"the teacher has {rows} rows of its vocabulary on this rank and the student {call.local_vocab}: VocabParallel "
+        "takes a teacher of the same vocabulary, split as the student is; of two the ids on a rank would be others":
+            rows != call.local_vocab,
+    })  # fmt: skip
     return call.vocab
 
 

@@ -332,15 +332,10 @@ def check_summand(summand: Summand) -> None:
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:
         raise ValueError(f'normalizer of {where} goes with reduction="mean" only; multiply the loss instead')
-    normalizer = summand.normalizer
-    if isinstance(normalizer, Tensor):
-        if normalizer.dim() != 0 or normalizer.requires_grad:
-            raise ValueError(
-                f"normalizer of {where} must be a number, a 0-d tensor that needs no gradient or the name of a field, "
-                f"got shape {tuple(normalizer.shape)}, requires_grad={normalizer.requires_grad}"
-            )
-    elif normalizer is not None and not isinstance(normalizer, str):
-        shared.number(where, "normalizer", normalizer, 0.0)
+    if isinstance(summand.normalizer, Tensor):
+        shared.check_factor(f"normalizer of {where}", summand.normalizer)
+    elif summand.normalizer is not None and not isinstance(summand.normalizer, str):  # the name of a field
+        shared.number(where, "normalizer", summand.normalizer, 0.0)
     if summand.name is not None and not isinstance(summand.name, str):
         raise TypeError(f"name of {where} must be a string, got {summand.name!r}")
     weights = summand.token_weights

@@ -5,11 +5,12 @@ the target's shape. What counts is global: with micro-batches and ranks, pass to
 the data's own counts); then shares add up, whatever the split. Nothing here waits for the device.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..core.checks import number
 
 
 def token_mean(total: float | Tensor) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def entropy_quantile(entropy: Tensor, mask: Tensor, fraction: float) -> dict[str
     ``entropy`` and ``mask`` bool of target's shape. The denominator stays the count of all tokens, as TRL's. TRL's
     quantile is of all ranks' tokens: gather both beforehand for that.
     """
-    _fraction("entropy_quantile", fraction)
+    number("weights.entropy_quantile", "fraction", fraction, 0.0, 1.0, open_=True)
     _alike("entropy_quantile", mask, entropy=entropy)
     ascending = torch.where(mask, entropy, torch.inf).flatten().sort().values
     at = (mask.sum(dtype=_wide(mask)) - 1).clamp(min=0) * (1.0 - fraction)
@@ -131,7 +132,7 @@ def clip_cov(
     All of target's shape; ``mask`` bool: the tokens that count. ``clipped`` bool: tokens whose ratio the loss clips
     already, which are not chosen.
     """
-    _fraction("clip_cov", fraction)
+    number("weights.clip_cov", "fraction", fraction, 0.0, 1.0, open_=True)
     covariance = _covariance("clip_cov", logprobs, advantages, mask)
     inside = mask & (covariance > low) & (covariance < high)
     inside = inside if clipped is None else inside & ~clipped
@@ -148,7 +149,7 @@ def kl_cov(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, fraction: floa
 
     All of target's shape; ``mask`` bool: the tokens that count.
     """
-    _fraction("kl_cov", fraction)
+    number("weights.kl_cov", "fraction", fraction, 0.0, 1.0, open_=True)
     covariance = _covariance("kl_cov", logprobs, advantages, mask)
     return {"token_weights": (mask & _smallest(-covariance, mask, fraction)).to(logprobs.dtype)}
 
@@ -214,16 +215,10 @@ def _alike(where: str, mask: Tensor, **values: Tensor) -> None:
             )
 
 
-def _fraction(where: str, fraction: Any) -> None:
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-        raise ValueError(f"fraction of weights.{where} must be above 0 and at most 1, got {fraction!r}")
-
-
 def _count(where: str, argument: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"{argument} of weights.{where} must be a number or 0-d tensor, got {tuple(value.shape)}")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{argument} of weights.{where} must be a number >= 0 or a 0-d tensor, got {value!r}")
+    number(f"weights.{where}", argument, value, 0.0)
     return value
