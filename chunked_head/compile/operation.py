@@ -1,32 +1,55 @@
-"""The decorator of public functions: they run at once, or as an operator of a graph being traced."""
+"""The decorator of public functions, which run at once or as an operator of a graph being traced, and the operators: a
+call, and the gradients of one that cannot make them as it goes.
+
+What ``forward`` returns. First the values: per token, or the loss and in one vector those of its parts and metrics.
+Then, where a gradient is wanted, what it comes from. For a loss of hidden states these are the expected upstream
+gradient and the gradients at it; else the statistics, of which ``backward`` makes them once the upstream gradients are
+known.
+"""
 
 import functools
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
 
+from ..arithmetic.objective import ScalarObjective
+from ..call.function import Grads, as_called
+from ..call.logits_call import LogitsCall
 from ..call.options import DEFAULTS, Call, Head
-from ..call.run import run
-from ..call.spec import spec_of
-from ..call.streams import Streams
+from ..call.run import prepared, run
+from ..call.spec import Spec, spec_of
+from ..call.sweep import HeadCall
+from ..call.tokens import Tokens, tokens_of
 from ..core.checks import INFINITY, NUMBERS, is_dtensor
-from ..core.stats import at_targets
+from ..core.private import in_own_thread, private
+from ..core.stats import RowStats, at_targets
 from ..losses.base import Losses
-from . import operators
-from .recipes import TASKS, described
+from ..plan.planner import make_plan
+from ..plan.sizes import Request
+from .recipes import TASKS, described, recipe_of
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Made = TypeVar("Made", covariant=True)
 OPERANDS = ("hidden", "weight", "bias", "logits")
 # by public function: from its operator's outputs and its arguments to what it returns
 IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
 
 
-def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
+class Several(Protocol[Made]):
+    """Calls that run together, as ``call.streams.Streams``."""
+
+    def run(self) -> Made: ...
+
+
+def operation(function: Callable[P, Call[Result] | Several[Result]]) -> Callable[P, Result]:
     """A public function of one that checks its arguments and says what to do.
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
@@ -61,11 +84,11 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
 
 
 def execute(
-    function: Callable[..., Call[Result] | Streams[Result]], args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Call[Result] | Several[Result]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
     """The result of the call that a public function's arguments make, at once and differentiable."""
     call = function(*args, **kwargs)
-    return call.run() if isinstance(call, Streams) else call.result(run(call, spec_of(call)))
+    return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
 
 
 def spelled_out(signature: inspect.Signature) -> inspect.Signature:
@@ -97,10 +120,209 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
     if not key:
         return None
     wanted = [grad and operand.requires_grad for operand in operands]
-    return IN_GRAPH[name](operators.forward(operands, tensors, key, wanted), given)
+    return IN_GRAPH[name](forward(operands, tensors, key, wanted), given)
 
 
 def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
     """Values of tokens in the target's shape, each at its target's place."""
     rows = given["hidden"] if "hidden" in given else given["logits"]
     return at_targets(outputs[0], rows.shape[:-1], given.get("shift", 0))
+
+
+# ---- the operators
+
+# operands are logits, or hidden states, weight and perhaps bias; ``wanted``: of which of them the gradient is
+FORWARD = "(Tensor[] operands, Tensor[] others, str key, bool[] wanted) -> Tensor[]"
+BACKWARD = "(Tensor[] operands, Tensor[] others, Tensor[] stats, Tensor[] upstream, str key, bool[] wanted) -> Tensor[]"
+SCALAR = ("loss", "packed")
+INTEGERS = ("argmax", "top_k_ids")
+WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")
+DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
+
+
+def plainly(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """``function`` as if called from outside of any graph. A compiled one runs its operators with the dispatch of
+    autograd and of ``torch.func`` switched off, and losses are differentiated to their statistics by those."""
+
+    @functools.wraps(function)
+    def outside_of_graphs(*args: Any) -> list[Tensor]:
+        dispatch = private(*DISPATCH)
+        if dispatch is None:
+            return in_own_thread(functools.partial(function, *args))
+        _, _, include, guard = dispatch
+        with guard(include(), switched_off()):
+            return function(*args)
+
+    return outside_of_graphs
+
+
+@functools.cache
+def switched_off() -> Any:
+    """Dispatch keys that stay switched off where nothing is traced and nothing differentiated."""
+    dispatch = private(*DISPATCH)
+    assert dispatch is not None
+    keys, found = dispatch[0], dispatch[1](dispatch[0].Undefined)
+    for name in dir(keys):
+        if name.startswith("Autocast"):
+            found = found.add(getattr(keys, name))
+    return found
+
+
+def begun(
+    asked: Call[Any], spec: Spec, wanted: Sequence[bool]
+) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Any, ...]]:
+    """The beginning of both operators."""
+    of_hidden, of_weight, of_bias = (*wanted, False, False)[:3]
+    return prepared(tokens_of(asked, spec), (of_hidden, of_weight, of_bias))
+
+
+def comes_late(asked: Call[Any]) -> bool:
+    """True where ``backward`` makes the gradients."""
+    return bool(asked.outputs) or asked.weight is None
+
+
+@torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
+@plainly
+def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
+    with torch.no_grad(), as_called(operands[0].device):
+        asked, spec = recipe_of(key).call(operands, others)
+        tokens, call, of = begun(asked, spec, wanted)
+        objective = call.objective
+        stats, grads = call.forward(*of)
+        outputs = objective.outputs(stats)
+        if isinstance(objective, ScalarObjective):
+            outputs = *outputs, packed(asked, objective, stats)
+        elif tokens.packing is not None:
+            outputs = tuple(map(tokens.packing.unpack, outputs))
+        if not any(wanted):
+            return [*outputs]
+        if comes_late(asked):
+            return [*outputs, *stats.named().values()]
+        assert isinstance(objective, ScalarObjective) and isinstance(call, HeadCall)
+        plan, one_or_nan = call.plan, objective.one_or_nan
+        expected = torch.ones_like(one_or_nan) * objective.expected.upstream
+        hidden, weight, bias = waiting_dtypes(asked, spec)
+        sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+        if grads is not None:
+            ready: Grads = grads.finish(call.backend, [one_or_nan], one_or_nan, sizes)
+        else:  # the plan leaves them to backward
+            coefficients = objective.coefficients_for(stats, (expected,))
+            if sizes != plan.sizes:
+                request = Request(memory_budget=call.request.memory_budget)
+                call = replace(call, plan=make_plan(replace(sizes, late_upstream=True), request))
+            ready = call.recompute(of, stats, coefficients)
+        return [*outputs, expected, *shaped(ready, operands, wanted)]
+
+
+def shaped(grads: Sequence[Tensor | None], operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """Gradients that were made, as their operands are."""
+    found = iter([grad for grad in grads if grad is not None])
+    return [next(found).view(operand.shape) for operand, asked in zip(operands, wanted, strict=True) if asked]
+
+
+def packed(asked: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:
+    """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
+    found = [*objective.parts]
+    values = objective.metric_values(stats)
+    for metric in asked.metrics:
+        value = values[metric.label]
+        found += [each for each in (value.sum, value.count, value.extremum) if each is not None]
+    return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
+
+
+def waiting_dtypes(asked: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient: one rule for every
+    number of tokens, which a graph does not know. The operands' own; fp32 where ``accumulate_dtype`` names it, and in
+    fp16, whose range they may pass before denominators and upstream have come.
+    """
+    assert asked.weight is not None
+    hidden, weight = asked.rows.dtype, asked.weight.dtype
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    if spec.dtype == torch.float16 or asked.accumulate_dtype == torch.float32:
+        return torch.promote_types(hidden, wide), torch.promote_types(weight, wide), wide
+    return hidden, weight, wide
+
+
+@forward.register_fake
+def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
+    """Their shapes; raises what is wrong with the arguments."""
+    asked, spec = recipe_of(key).call(operands, others)
+    first, dtype = operands[0], spec.statistics_dtype
+    tokens = math.prod(first.shape[:-1])
+    numbers = len(asked.losses.terms)
+    numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in asked.metrics)
+    top_k = tokens, spec.demand.top_k
+    shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
+    made = [
+        first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)
+        for name in asked.outputs or SCALAR
+    ]
+    if not any(wanted):
+        return made
+    if comes_late(asked):
+        return [*made, *RowStats.empty(tokens, spec.demand, dtype, first.device).named().values()]
+    dtypes = waiting_dtypes(asked, spec)
+    grads = [each.new_empty(each.shape, dtype=own) for each, own in zip(operands, dtypes, strict=False)]
+    return [*made, first.new_empty((), dtype=dtype), *itertools.compress(grads, wanted)]
+
+
+@torch.library.custom_op("chunked_head::backward", mutates_args=(), schema=BACKWARD)
+@plainly
+def backward(
+    operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    with torch.no_grad(), as_called(operands[0].device):
+        asked, spec = recipe_of(key).call(operands, others)
+        tokens, call, of = begun(asked, spec, wanted)
+        names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()
+        kept = RowStats(**dict(zip(names, stats, strict=True)))
+        if isinstance(call, LogitsCall):
+            return [grad for grad in call.late_gradients(of, kept, upstream) if grad is not None]
+        if tokens.packing is not None:
+            upstream = [tokens.packing.pack(each) for each in upstream]
+        found = call.recompute(of, kept, call.objective.coefficients_for(kept, tuple(upstream)))
+        return shaped(found, operands, wanted)
+
+
+@backward.register_fake
+def backward_outputs(
+    operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    return [operand.new_empty(operand.shape) for operand in itertools.compress(operands, wanted)]
+
+
+def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    """Saves what the gradient needs, and no more."""
+    operands, others, ctx.key, ctx.wanted = inputs
+    asked, _ = recipe_of(ctx.key).call(operands, others)
+    names = asked.outputs or SCALAR
+    gradless = [value for name, value in zip(names, output, strict=False) if name in WITHOUT_GRADIENT]
+    kept = output[len(names) :]
+    ctx.mark_non_differentiable(*gradless, *kept)
+    ctx.late, ctx.values = comes_late(asked), len(asked.outputs) or 1
+    ctx.operands, ctx.others = len(operands), len(others)
+    ctx.dtypes = [operand.dtype for operand in itertools.compress(operands, ctx.wanted)]
+    ctx.save_for_backward(*(operands if ctx.late else ()), *(others if ctx.late else ()), *kept)
+
+
+def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
+    """Gradients of the operator's arguments; traced."""
+    if ctx.late:
+        saved, count = [*ctx.saved_tensors], ctx.operands + ctx.others
+        operands, others, stats = saved[: ctx.operands], saved[ctx.operands : count], saved[count:]
+        made = backward(operands, others, stats, upstream[: ctx.values], ctx.key, ctx.wanted)
+    else:
+        expected, *made = ctx.saved_tensors
+        ratio = torch.where(upstream[0] == expected, 1.0, upstream[0] / expected)
+        # plain arithmetic, which a compiler does in the memory of what it reads: the gradients have no other reader
+        made = [
+            (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
+            for grad, dtype in zip(made, ctx.dtypes, strict=True)
+        ]
+    found = iter(made)
+    return [next(found) if own else None for own in ctx.wanted], [None] * ctx.others, None, None
+
+
+forward.register_autograd(differentiate, setup_context=keep)
