@@ -27,7 +27,7 @@ from .integrations.trl import KNOWN
 from .kernels.common.gpus import GPUS, gpu_of
 from .kernels.common.tiles import INTERPRETED
 from .plan.plans import Plan, Section, as_text, facts, sections
-from .stores import resolve
+from .stores import backend_of
 from .stores.backend import has_triton
 
 Found = tuple[dict[str, Any], list[Section]]  # for scripts, and for people
@@ -191,7 +191,7 @@ def diagnose() -> dict[str, Any]:
     found: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
     found["odd"] = odd(device, found["versions"].get("trl", KNOWN))
     try:
-        found["call"] = {"backend": resolve(None, device).name}
+        found["call"] = {"backend": backend_of(None, device).name}
         found["call"] |= facts(plan(*PLANNED, dtype, device=device))
         found["self_test"] = test = self_test(device, dtype)
         checked = ("loss", "loss"), ("hidden", "gradient"), ("weight", "gradient")

@@ -91,7 +91,7 @@ class Loss(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., Any], found: list[Any], *operands: Tensor | None) -> tuple[Tensor, ...]:
         first = operands[0]
         assert first is not None
-        with as_called(first.device):
+        with kernel_context(first.device):
             made = run(*operands)
         found.append(made)
         ctx.operands, outputs = len(operands), made.outputs
@@ -119,7 +119,7 @@ class Loss(torch.autograd.Function):
         made, grads, ctx.grads, graph = ctx.made, ctx.grads, None, torch.is_grad_enabled()
         # once: an activation checkpoint gives them no second time
         saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or made.reads_saved or graph else ()
-        with torch.no_grad(), as_called(there[0].device):
+        with torch.no_grad(), kernel_context(there[0].device):
             ctx.overwritten = made.inplace
             found = made.gradients(grads, saved, upstream)
             if made.inplace:
@@ -135,8 +135,8 @@ class Loss(torch.autograd.Function):
 NOTHING = contextlib.nullcontext()
 
 
-def as_called(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On the tensors' GPU (kernels go to the current one), and with no cast but those that the plan knows of."""
+def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context for kernels: the tensors' GPU is the current one, and autocast, which the plan has dealt with, is off."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     cast = torch.is_autocast_enabled(device.type)
     if not elsewhere and not cast:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arithmetic.objective import Objective
 from ..core.checks import flag, refuse
 from ..core.stats import RowStats
-from ..parallel.groups import described
+from ..parallel.groups import text_fields
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
 from ..stores.sets import WithSets
@@ -109,7 +109,7 @@ def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCal
         logits = logits.contiguous()
     if shard is not None:
         fields = {"tokens": str(call.leading), "logits.dtype": str(logits.dtype)}
-        fields |= described(objective.demand.of_columns(None), "demand.")
+        fields |= text_fields(objective.demand.of_columns(None), "demand.")
         shard = shard.agreed_on(call_fields(tokens) | fields, logits.device)
     return logits, LogitsCall(
         backend=tokens.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,

@@ -11,7 +11,7 @@ from ..arithmetic.objective import Objective
 from ..core.checks import refuse
 from ..core.private import in_backward
 from ..core.stats import all_at_targets
-from ..parallel.groups import block_of, described
+from ..parallel.groups import block_of, text_fields
 from ..plan.planner import LEAST_SLACK, make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
@@ -206,7 +206,7 @@ def head_call(
     call, temperature, shard = tokens.call, tokens.structure.temperature, tokens.call.shard
     if shard is not None:
         fields = call_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
-        shard = shard.agreed_on(fields | described(plan.in_common), rows.device)
+        shard = shard.agreed_on(fields | text_fields(plan.in_common), rows.device)
     return HeadCall(
         plan=plan, backend=tokens.spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
         softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,

@@ -19,7 +19,7 @@ from ..metrics import Metric
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..plan.plans import Plan
 from ..plan.sizes import Request
-from ..stores import Backend, Layout, resolve
+from ..stores import Backend, Layout, backend_of
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import STATIC, Call, check_options
 
@@ -169,7 +169,7 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
     dtype = call.check()
     check_losses(call)
     check_factors(call)
-    backend = resolve(call.backend, call.device)
+    backend = backend_of(call.backend, call.device)
     backend.check(call.device, dtype, "logits" if call.weight is None else "hidden")
     losses, batch, extra = named_weights(call)
     wanted, known = wanted_fields(losses, call.metrics, batch, extra, call.num_segments)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.function import Grads, as_called
+from ..call.function import Grads, kernel_context
 from ..call.logits_call import LogitsCall
 from ..call.options import DEFAULTS, Call, Head
 from ..call.run import prepared, run
@@ -184,7 +184,7 @@ def comes_late(asked: Call[Any]) -> bool:
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
 @plainly
 def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
-    with torch.no_grad(), as_called(operands[0].device):
+    with torch.no_grad(), kernel_context(operands[0].device):
         asked, spec = recipe_of(key).call(operands, others)
         tokens, call, of = begun(asked, spec, wanted)
         objective = call.objective
@@ -272,7 +272,7 @@ def backward(
     operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,
     wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    with torch.no_grad(), as_called(operands[0].device):
+    with torch.no_grad(), kernel_context(operands[0].device):
         asked, spec = recipe_of(key).call(operands, others)
         tokens, call, of = begun(asked, spec, wanted)
         names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()

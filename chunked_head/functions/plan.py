@@ -21,7 +21,7 @@ from ..metrics.values import as_metrics
 from ..parallel.groups import Split, chunked
 from ..plan.planner import make_plan
 from ..plan.plans import Plan
-from ..stores import resolve
+from ..stores import backend_of
 from ..stores.gradients import sum_dtype
 from ..stores.operands import Teacher
 from .logprobs import FLAGS, output_names
@@ -116,7 +116,7 @@ def plan(
             raise ValueError(f"{reason}; got {got}")
     added_to = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place, absent = place_of(device)
-    chosen = resolve(backend, place)
+    chosen = backend_of(backend, place)
     chosen.check(place, dtype, "dtype")
     if not isinstance(returns, list | tuple):
         raise TypeError(f"returns must be a list of names, got {returns!r}")

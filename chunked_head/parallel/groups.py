@@ -242,20 +242,20 @@ def process_group(group: Any, what: str) -> Any:
     return group
 
 
-def described(record: Any, prefix: str = "") -> dict[str, str]:
-    """The fields of a dataclass or NamedTuple, and of those in it."""
+def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
+    """Fields of a dataclass or NamedTuple, and of those in it, as text by name."""
     found: dict[str, str] = {}
     for name in getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]:
         value = getattr(record, name)
         if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-            found |= described(value, f"{prefix}{name}.")
+            found |= text_fields(value, f"{prefix}{name}.")
         else:
             found[prefix + name] = value.__name__ if isinstance(value, type) else str(value)
     return found
 
 
 def talks_always(device: torch.device) -> bool:
-    """True where the host reads what other ranks have sent without waiting for a device."""
+    """True where the host reads messages without waiting for a device."""
     return device.type == "cpu"
 
 

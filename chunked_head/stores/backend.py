@@ -136,7 +136,7 @@ class Backend:
 TORCH = Backend()
 
 
-def resolve(name: str | None, device: torch.device) -> Backend:
+def backend_of(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's default; never another one than was asked for."""
     check_backend(name)
     if name is None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import assert_within_budget
-from cases import PLACES, Place, resolve
+from cases import PLACES, Place, backend_of
 from chunked_head.kernels.statistics import launch
 from loss_cases import kept_ids_of
 from oracle.reference import of_kept
@@ -166,7 +166,7 @@ def test_nothing_is_done_over_the_vocabulary(place: Place, late: bool, monkeypat
     def refuse(*given: Any, **more: Any) -> None:
         raise AssertionError("logits of the whole vocabulary")
 
-    backend = resolve(place.backend, torch.device(place.device))
+    backend = backend_of(place.backend, torch.device(place.device))
     monkeypatch.setattr(backend, "store_of", refuse)
     again = step(**promise)
     for a, b in zip(again, usual, strict=True):
@@ -193,7 +193,7 @@ def test_a_teachers_ids_alone(place: Place, beside: bool, monkeypatch: pytest.Mo
     loss = losses.topk_kl("reverse", normalize="topk")
     asked = [metrics.entropy()] if beside else []
     made = []
-    backend = resolve(place.backend, torch.device(place.device))
+    backend = backend_of(place.backend, torch.device(place.device))
     usual = backend.store_of
     monkeypatch.setattr(backend, "store_of", lambda *given, **more: made.append(usual(*given, **more)) or made[-1])
     out = linear_loss(hidden, weight, None, loss, batch=batch, metrics=asked, backend=place.backend)

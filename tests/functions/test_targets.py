@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PLACES, Place, resolve
+from cases import PLACES, Place, backend_of
 from tiers import crossed
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def test_as_one_after_the_other(place: Place, leading: tuple[int, ...], masked: 
         mask = (torch.rand(leading, generator=generator) < 0.7).to(place.device) if masked else None
         if mask is not None:
             target = torch.where(mask, target, -5)  # out of range where it does not count
-        found = resolve(place.backend, target.device).read_targets(
+        found = backend_of(place.backend, target.device).read_targets(
             target, mask, shift, ignore_index, VOCAB, torch.float32
         )
         right = expected(target, mask, shift, ignore_index)
@@ -62,7 +62,7 @@ def test_as_one_after_the_other(place: Place, leading: tuple[int, ...], masked: 
 def test_one_out_of_range_is_told(place: Place, wrong: int, at: tuple[int, int]) -> None:
     target = torch.zeros(2, 2500, dtype=torch.int64, device=place.device)
     target[at] = wrong
-    read = resolve(place.backend, target.device).read_targets
+    read = backend_of(place.backend, target.device).read_targets
     found = read(target, None, 0, -100, VOCAB, torch.float32)
     assert found.one_or_nan.isnan()
     assert found.target[at[0] * 2500 + at[1]] == -1  # nobody uses it as an index
@@ -76,7 +76,7 @@ def test_one_out_of_range_is_told(place: Place, wrong: int, at: tuple[int, int])
 def test_rows_that_are_not_adjacent(place: Place) -> None:
     target = torch.arange(24, device=place.device).reshape(6, 4).t()
     mask = (torch.arange(48, device=place.device) % 3 > 0).reshape(4, 12)[:, ::2]
-    found = resolve(place.backend, target.device).read_targets(target, mask, 1, 13, VOCAB, torch.float32)
+    found = backend_of(place.backend, target.device).read_targets(target, mask, 1, 13, VOCAB, torch.float32)
     assert torch.equal(found.target, expected(target, mask, 1, 13))
 
 

@@ -15,7 +15,7 @@ from tiers import tier
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, reference
-from chunked_head.stores import resolve as resolve
+from chunked_head.stores import backend_of as backend_of
 
 Options = dict[str, Any]
 

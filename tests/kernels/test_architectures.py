@@ -11,7 +11,7 @@ import cases
 import loss_cases
 import pytest
 import torch
-from cases import HALVES, Case, Place, combinations, resolve
+from cases import HALVES, Case, Place, backend_of, combinations
 from chunked_head.kernels.common import gpus
 from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from compile_for import MATMULS
@@ -68,7 +68,7 @@ def test_newer_ones_are_taken_for_what_they_can_run() -> None:
 def test_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch calls its GPUs cuda as well."""
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert type(resolve(None, torch.device("cuda"))) is type(resolve("triton", torch.device("cuda")))
+    assert type(backend_of(None, torch.device("cuda"))) is type(backend_of("triton", torch.device("cuda")))
 
 
 # ---- plans
