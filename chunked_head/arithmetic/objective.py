@@ -39,7 +39,7 @@ def times(value: Tensor, *factors: float | Tensor) -> Tensor:
 
 
 def stacked(factors: list[Tensor]) -> Tensor:
-    """A row for each summand."""
+    """Factors [summands] or [summands, n] of each summand's [] or [n]."""
     return torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0)
 
 
@@ -123,7 +123,7 @@ class LossObjective(Objective):
 
     @property
     def coefficients_made(self) -> Named:
-        """``made`` of all tokens."""
+        """Coefficients of all tokens, out of the chunks' in ``made``."""
         chunks = [chunk for _, chunk in sorted((self.made or {}).items())]
         return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
@@ -206,7 +206,7 @@ class ScalarObjective(LossObjective):
         return values if rank_sums is None else metrics_of_all_ranks(values, rank_sums.parallel)
 
     def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
-        """Totals of the metrics without tokens."""
+        """Totals of the metrics of a call without tokens."""
         like, totals = self.one_or_nan, {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
         shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
         return [like.new_full(shape, totals[metric.reduce]) for shape, (metric, _) in zip(shapes, metrics, strict=True)]
@@ -250,7 +250,7 @@ class TokenObjective(LossObjective):
 
 
 def over_columns(values: Tensor, like: Tensor) -> Tensor:
-    """[n], or [n, 1] for [n, c]."""
+    """``values`` [n], shaped [n, 1] where ``like`` is [n, c]."""
     return values if like.dim() == 1 else values[:, None]
 
 

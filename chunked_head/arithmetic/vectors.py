@@ -61,7 +61,7 @@ COUNT = itertools.count()
 
 
 class NoKernelError(Exception):
-    """A trace is no function of one token's numbers."""
+    """Raised for a trace that is no function of one token's numbers."""
 
 
 class VectorKernel:

@@ -165,7 +165,7 @@ def check_fields(
     device: torch.device,
     num_segments: int | None,
 ) -> None:
-    """Every field by itself, then those that must agree."""
+    """Raises what is wrong with each field, then with those that must agree."""
     pairs = tuple(batch["pairs"].shape[:1]) if isinstance(batch.get("pairs"), Tensor) else ()
     for field in wanted:
         check_field(field, batch[field], known[field], leading, device, num_segments, pairs)
@@ -210,7 +210,7 @@ def check_kept(batch: Mapping[str, Tensor], leading: tuple[int, ...]) -> None:
 
 
 def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
-    """Exactly one dense teacher."""
+    """Raises where there is not exactly one dense teacher."""
     logits, rest = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
     refuse({
         f"batch has teacher_logits and {', '.join(rest[:1])}; loss {summand.label} takes one of them, teacher_logits "

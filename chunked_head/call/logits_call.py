@@ -102,7 +102,7 @@ class LogitsCall(LocalCall):
 
 
 def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCall]:
-    """The logits as kernels read them, and what is to be done with them."""
+    """The logits as kernels read them, and the call on them."""
     call, temperature = tokens.call, tokens.structure.temperature
     logits, shard = call.rows, call.shard
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:

@@ -73,7 +73,7 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
 
 
 class Plain(torch.autograd.Function):
-    """Nothing. Written as Functions are that torch.func transforms refuse, it tells whether one is running."""
+    """An empty Function that torch.func transforms refuse: its error shows that one is running."""
 
     @staticmethod
     def forward(ctx: Any) -> None:

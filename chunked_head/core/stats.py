@@ -80,7 +80,7 @@ class Demand(NamedTuple):
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
-    """Names of the statistics that a piece tells of, in order."""
+    """Names of the statistics that ranks send each other, in the order of the message."""
     two = len(demand.views) > 1
     names = ["start", "rest", "target_logit"]
     names += ["start2", "rest2"] if two else []
@@ -96,16 +96,16 @@ def sent(demand: Demand) -> tuple[str, ...]:
 
 
 def numbers_sent(demand: Demand) -> int:
-    """Numbers that a piece sends for each row."""
+    """Number of floats per row in that message."""
     widths = {"column_logits": demand.columns, "top_k_logits": demand.top_k, "top_k_ids": demand.top_k}
     return sum(widths.get(name, 1) for name in sent(demand))
 
 
 class Vectors:
-    """Numbers of each token by name; None where they are not there."""
+    """Vectors of numbers per token by name, None for those not made."""
 
     def named(self) -> dict[str, Tensor]:
-        """The numbers that are there, one dictionary for all who ask; it is not to be changed."""
+        """The vectors that are there; a shared dictionary, not to be changed."""
         return self._named
 
     @functools.cached_property
@@ -227,7 +227,7 @@ class Coefficients(Vectors):
     columns: Tensor | None = None
 
     def times(self, factor: Tensor) -> "Coefficients":
-        """Times a 0-d factor."""
+        """The coefficients times ``factor`` []."""
         return Coefficients(**{name: value * factor for name, value in self.named().items()})
 
 

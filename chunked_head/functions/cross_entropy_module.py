@@ -81,7 +81,7 @@ class CrossEntropyLoss(OptionsModule):
 
     @breaks_graph
     def shared(self, input: Tensor, target: Tensor) -> Tensor:
-        """Among ranks."""
+        """The loss where ranks share the classes."""
         return self.loss(classes_last(input, target, self.widths()), target, self.weight)
 
     def loss(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:

@@ -80,7 +80,7 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
 
 
 def numbers(lengths: Any) -> tuple[int, ...]:
-    """The lengths, checked."""
+    """Segment lengths as a tuple of ints; TypeError, ValueError for others."""
     given = lengths
     if isinstance(lengths, Tensor):
         if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):

@@ -33,7 +33,7 @@ class PerTokenOptions(Head, total=False):
 if TYPE_CHECKING:
 
     class LogProbs(tuple[Tensor, ...]):
-        """The named tuple of what was asked for; the rest is not there."""
+        """Named tuple of the results that were asked for."""
 
         logprobs: Tensor
         entropy: Tensor

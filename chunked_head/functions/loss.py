@@ -371,7 +371,7 @@ def weights_of(stream_weights: Any, count: int) -> Sequence[float | Tensor]:
 
 
 def check_alike(over: Sequence[Metric], calls: Sequence[Call[Any]]) -> None:
-    """Metrics over streams follow a token through all of them."""
+    """Raises where streams differ in what metrics over streams need alike."""
     shapes = [torch.Size(call.leading) for call in calls]
     if over and len(set(shapes)) > 1:
         raise ValueError(

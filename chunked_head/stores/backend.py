@@ -125,7 +125,7 @@ class Backend:
         return out
 
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        """All of them times the factors in place."""
+        """Multiplies tensors by the factors in place."""
         factor = functools.reduce(torch.mul, factors)
         if factors[0].device.type == "cpu" and factor == 1:  # elsewhere to look would be to wait for the device
             return

@@ -107,7 +107,7 @@ class Gradients:
         return cls(hidden, weight, bias, gradient_buffer, sizes.padding)
 
     def of_this_rank(self) -> "Gradients":
-        """The buffers, whose rows are not to be summed over ranks yet."""
+        """The buffers, without the sum of rows over ranks."""
         found = copy.copy(self)
         found.over_ranks = None
         return found
@@ -121,7 +121,7 @@ class Gradients:
         return self.hidden if at.stop - at.start == self.hidden.shape[0] else self.hidden[at]
 
     def hidden_done(self, at: slice) -> None:
-        """Rows ``at`` are complete but for what other ranks add to them."""
+        """Starts the sum over ranks of rows ``at``, which have this rank's share."""
         if self.over_ranks is not None and self.hidden is not None:
             self.over_ranks.done(self.hidden, at)
 
@@ -132,7 +132,7 @@ class Gradients:
     def finish(
         self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, sizes: Sizes
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Times the last factors, in the dtypes of the inputs; each buffer is let go before the next is handed over.
+        """Gradients times the last factors, in the inputs' dtypes; each buffer is freed before the next is returned.
 
         The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
         """

@@ -53,7 +53,7 @@ class Teacher:
         return self.weight is not None and self.dtype not in (None, self.weight.dtype)
 
     def cast(self) -> "Teacher":
-        """With its head in the dtype of the matmul."""
+        """The teacher with its head in the dtype of the matmul."""
         if self.dtype is None or self.weight is None:
             return self
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -98,7 +98,7 @@ class Kept:
 
     @functools.cached_property
     def has(self) -> Tensor:
-        """[tokens] which rows have a set."""
+        """Mask [tokens] of rows that have a set."""
         return self.ends > self.starts
 
 

@@ -41,7 +41,7 @@ class Store:
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
-        """Memory of a tile of a block likewise."""
+        """Memory of a tile of a block, in the same form."""
         return iter(())
 
     def fill(self, rows: Rows, out: RowStats) -> None:
@@ -58,7 +58,7 @@ class Store:
         """Gradients of the chunk filled last, added to ``grads``."""
 
     def finish(self, grads: Gradients) -> None:
-        """Adds what had to wait until all chunks had been seen."""
+        """Adds terms of gradients that need all chunks."""
 
 
 class MatmulStore(Store):

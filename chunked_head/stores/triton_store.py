@@ -32,7 +32,7 @@ NO_PARTS: Parts = (None, None)
 
 
 def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
-    """Scale and cap as kernels take them: None is no code. ``scale``: of the rows."""
+    """Scale and cap as kernels take them, None for 1 and no cap. ``scale`` [rows]: of the rows."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
@@ -67,7 +67,7 @@ def counted_of(rows: Rows) -> Counted:
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
-    """For sums over all rows: behind those that count, where our products stop, nothing has been written."""
+    """Zeros the rows behind those that count, which our products leave unwritten, for sums over all rows."""
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 

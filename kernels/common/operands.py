@@ -17,7 +17,7 @@ STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
 
 
 def strip_rows(rows: int) -> int:
-    """Numbers from strip to strip for so many rows."""
+    """Stride from strip to strip for so many rows."""
     return cdiv(rows, STRIP_ROWS) * STRIP_ROWS
 
 
@@ -67,7 +67,7 @@ class Stored(NamedTuple):
 
 
 def strip_stride(*stored: Stored) -> int:
-    """From strip to strip of the offsets, which all of the same rows have alike; 0 for raw logits."""
+    """Stride from strip to strip of the offsets, one for all ``stored`` of the same rows; 0 for raw logits."""
     strides = {side.offset.stride(0) for side in stored if side.offset is not None} or {0}
     assert len(strides) == 1, "buffers of relative logits are for equally many rows"
     return strides.pop()
@@ -110,7 +110,7 @@ class Strips(NamedTuple):
         return cls(offset, total, *others)
 
     def of_rows(self, rows: int) -> "Strips":
-        """For a chunk of so many rows."""
+        """The strips of a chunk of ``rows`` rows, sharing memory."""
         if rows == self.offset.shape[1]:
             return self
         return Strips(*(None if t is None else t[:, :rows] for t in self))
@@ -125,7 +125,7 @@ KEPT: Cache[tuple, TensorDescriptor] = Cache(4096)
 
 
 class Address:
-    """Stands for a tensor in a descriptor that outlives it."""
+    """Address and dtype of a tensor, for a descriptor that outlives it."""
 
     def __init__(self, tensor: torch.Tensor):
         self.address, self.dtype = tensor.data_ptr(), tensor.dtype
@@ -148,7 +148,7 @@ def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
 
 
 def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
-    """From row to row, where a kernel goes there through pointers."""
+    """Stride from row to row where a kernel reads through pointers, else 0."""
     return 0 if tensor is None or tile.described else tensor.stride(0)
 
 

@@ -17,7 +17,7 @@ def cdiv(size: int, step: int) -> int:
 
 
 def power_of_2(size: int) -> int:
-    """The least that is not smaller; likewise."""
+    """The smallest power of 2 from ``size`` on."""
     return 1 << (size - 1).bit_length()
 
 
@@ -52,6 +52,6 @@ class Tile(NamedTuple):
 
 
 def row_block(columns: int) -> tuple[int, int]:
-    """Elements a step and warps of the kernels that walk a row."""
+    """Elements per step, and warps, of the kernels that walk a row."""
     block = min(power_of_2(columns), 1024 if INTERPRETED else 8192)
     return max(block, 128), 4 if block < 2048 else 16

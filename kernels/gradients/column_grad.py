@@ -137,7 +137,7 @@ def kept_grad_kernel(
     ratio2,
     BLOCK: tl.constexpr,
 ):
-    """The identity, for the columns of each row that are there."""
+    """Gradients of the logits of columns that rows keep, by the identity."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     target = tl.load(target_ptr + row)

@@ -179,7 +179,7 @@ def grad_logits(
     tile: Tile,
     counted: Counted = ALL_ROWS,
 ) -> None:
-    """``dlogits`` of ``hidden @ weight.T``, as ``launch_rows.row_grad`` makes them of stored logits."""
+    """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits."""
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     programs = programs_of(tile, rows, columns, hidden.device)
     terms = terms.without_unused()

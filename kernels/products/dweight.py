@@ -268,7 +268,7 @@ def column_pieces_kernel(
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """So that no program walks over all entries of a column that stands in every set."""
+    """Sums of pieces of columns with many entries: no program walks over a column that stands in every set."""
     piece = tl.program_id(0) + 1
     begin = piece * PIECE
     column = tl.load(sorted_ptr + begin)

@@ -75,7 +75,7 @@ def read_fields_kernel(
     shift,
     BLOCK: tl.constexpr,
 ):
-    """Rows that count predict a token ``shift`` behind them."""
+    """Shifts fields to the rows that predict them, 0 where a row does not count."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(target_ptr + row, mask=row < tokens, other=-1) >= 0
     put_field(out_ptr, first_ptr, row, tokens, counts, shift)

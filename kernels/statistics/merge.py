@@ -174,7 +174,7 @@ def merge_ranks_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """In fp64: logarithms have been rounded once already. The same order of sums on every rank."""
+    """Merges pieces' softmaxes in fp64 (logarithms have been rounded once already), in one order on every rank."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     piece = numbers.to(tl.int64) * rows
