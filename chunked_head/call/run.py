@@ -56,7 +56,7 @@ def run(call: Call[Any], spec: Spec) -> Outcome:
 def prepared(
     tokens: Tokens, wanted: Wanted | None = None, again: bool = False
 ) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Tensor | None, ...]]:
-    """The tokens in the order in which they run, what is to be done with them, and the operands: hidden states [tokens,
+    """The tokens in the order in which they run, the call on them, and its operands: hidden states [tokens,
     hidden], weight and bias, or logits. ``wanted``: other gradients than autograd asks for here."""
     call = tokens.call
     if call.weight is None:

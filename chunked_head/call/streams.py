@@ -115,7 +115,7 @@ class StreamsBuffer(GradientBuffer):
         self.buffer[vocab:].zero_()  # rows that stand for no id
 
     def handed_over(self) -> None:
-        """The backward of all streams returns it, once."""
+        """None: the backward of all streams returns the gradient, once."""
 
     def taken(self) -> Tensor:
         """The sums, which nothing here keeps: a graph may outlive its backward."""

@@ -147,7 +147,7 @@ class Part:
 
     @functools.cached_property
     def settings(self) -> tuple:
-        """All numbers: what ``signature`` leaves out."""
+        """Numbers of the options, which ``signature`` leaves out."""
         return self.split[1], self.temperature
 
     @property
@@ -182,7 +182,7 @@ class Summand(Part):
 
     @property
     def key(self) -> tuple:
-        """Equal for summands that compile to the same code."""
+        """A key, equal for summands that compile to the same code."""
         teacher = None if self.teacher is None else self.split_teacher[0]
         return self.split[0], self.unit, tuple(self.tensors), teacher
 
@@ -192,12 +192,12 @@ class Summand(Part):
 
     @property
     def weights(self) -> Tensor | None:
-        """Token weights that it holds itself."""
+        """Token weights, where they are a tensor of the summand's."""
         return self.token_weights if isinstance(self.token_weights, Tensor) else None
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """Equal for summands that run in the same way at any numbers."""
+        """A key, equal for summands that run in the same way at any numbers."""
         weights = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
         normalizer: Hashable = self.normalizer
         if isinstance(normalizer, Tensor):

@@ -130,7 +130,7 @@ class Batch(Mapping[str, Tensor]):
 
 
 def clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Within [-bound, bound], no gradient outside, infinite values included; a nan stays."""
+    """Values within [-bound, bound], no gradient outside, infinite values included; a nan stays."""
     if bound is None:
         return values
     # not torch.clamp, whose gradient at a bound is another in some versions, and for a bound that is a tensor

@@ -321,7 +321,7 @@ def kl_to_reference(
 
 
 def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
-    """Within [-bound, bound]; outside, found before any gradient is, ``d`` has no part in it: its slope may be
+    """Values within [-bound, bound]; outside, found before any gradient is, ``d`` has no part in it: its slope may be
     infinite."""
     if bound is None:
         return kl_estimate(d, estimator)

@@ -261,7 +261,7 @@ OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so d
 
 @contextlib.contextmanager
 def by_itself(grad: bool, device: torch.device) -> Iterator[None]:
-    """Neither modes around a call nor its random numbers have a part in what is run inside, on ``device``."""
+    """Context on ``device`` without the modes around a call, which leaves its random numbers as they are."""
     others, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
     with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.random.fork_rng(others, device_type=kind):
         yield
@@ -274,7 +274,7 @@ def device_of(*values: Any) -> torch.device:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding; what one token adds to a mean over these few is far larger."""
+    """True for values equal up to rounding; what one token adds to a mean over these few is far larger."""
     finite = a[a.isfinite()].abs()
     atol = 1e-4 * float(finite.max()) if len(finite) else 0.0
     return torch.allclose(a, b, rtol=1e-4, atol=atol, equal_nan=True)

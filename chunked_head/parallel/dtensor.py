@@ -86,11 +86,11 @@ def local_logits(
             rows = rows_of_all("logits", vocab, mesh)
             parallel = VocabParallel(mesh, rows, tokens=parallel)
             vocab_size = vocab if vocab_size is None else vocab_size
-            held, expected = part(logits).shape[-1], rows[parallel.rank]
-            if held != expected:
+            columns, expected = part(logits).shape[-1], rows[parallel.rank]
+            if columns != expected:
                 raise ValueError(
-                    f"logits hold {held} ids on rank {parallel.rank}, where Shard(-1) of {vocab} has {expected}; pass "
-                    "logits.to_local() with VocabParallel(rows=[...])"
+                    f"logits hold {columns} ids on rank {parallel.rank}, where Shard(-1) of {vocab} has {expected}; "
+                    "pass logits.to_local() with VocabParallel(rows=[...])"
                 )
         target = complete("target", target)
     return part(logits), part(target), vocab_size, parallel

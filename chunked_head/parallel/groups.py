@@ -148,30 +148,30 @@ class VocabParallel(OfGroup):
         object.__setattr__(self, "rows", rows)
 
     def split(self, rows: int, vocab_size: int | None) -> "Split":
-        """Who holds what where this rank has ``rows`` rows of the head, or columns of logits; raises what is wrong as
-        far as one rank can tell, before any message."""
+        """The split of the vocabulary where this rank has ``rows`` rows of the head, or columns of logits; raises what
+        one rank can see to be wrong, before any message."""
         if self.rows is not None:
-            held = self.rows
+            sizes = self.rows
         elif vocab_size is not None and rows == chunked(vocab_size, self.ranks)[self.rank]:
-            held = chunked(vocab_size, self.ranks)
+            sizes = chunked(vocab_size, self.ranks)
         else:
-            held = (rows,) * self.ranks
-        if held[self.rank] != rows:
-            raise ValueError(f"rank {self.rank} holds {rows} ids, rows of VocabParallel says {held[self.rank]}")
-        vocab = sum(held) if vocab_size is None else vocab_size
-        if vocab > sum(held):
+            sizes = (rows,) * self.ranks
+        if sizes[self.rank] != rows:
+            raise ValueError(f"rank {self.rank} holds {rows} ids, rows of VocabParallel says {sizes[self.rank]}")
+        vocab = sum(sizes) if vocab_size is None else vocab_size
+        if vocab > sum(sizes):
             raise ValueError(
-                f"vocab_size is {vocab}, and the {self.ranks} ranks hold {sum(held)} ids between them"
+                f"vocab_size is {vocab}, and the {self.ranks} ranks hold {sum(sizes)} ids between them"
                 + (f", as many on each as on rank {self.rank}; of other parts rows= tells" if self.rows is None else "")
             )
         if vocab >= MOST_IDS:
             raise ValueError(f"vocabularies of ranks are of at most {MOST_IDS - 1} ids, got {vocab}")
-        firsts = [sum(held[:rank]) for rank in range(self.ranks)]
-        true = tuple(max(0, min(n, vocab - first)) for n, first in zip(held, firsts, strict=True))
+        firsts = [sum(sizes[:rank]) for rank in range(self.ranks)]
+        true = tuple(max(0, min(n, vocab - first)) for n, first in zip(sizes, firsts, strict=True))
         if 0 in true:
             raise ValueError(
                 f"rank {true.index(0)} of VocabParallel holds no row of a vocabulary of {vocab} "
-                f"(rows {list(held)}); split it over fewer ranks"
+                f"(rows {list(sizes)}); split it over fewer ranks"
             )
         return Split(vocab, true, self.rank)
 
@@ -224,7 +224,7 @@ def chunked(vocab: int, ranks: int) -> tuple[int, ...]:
 
 
 def process_group(group: Any, what: str) -> Any:
-    """The process group that was meant."""
+    """The process group of a group, a one-dimensional mesh or None."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise RuntimeError(f"{what} needs torch.distributed.init_process_group() to have been called")
     if group is None:
@@ -338,22 +338,22 @@ def shift_targets(
     choice("shift_targets", "layout", layout, LAYOUTS)
     group = process_group(group, "shift_targets")
     ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
-    held = 2 if layout == "zigzag" else 1
+    count = 2 if layout == "zigzag" else 1
     length = target.shape[dim]
-    if length % held or length // held < shift:
+    if length % count or length // count < shift:
         raise ValueError(
             f"target of shift_targets has {length} ids along dimension {dim}; layout={layout!r} with shift={shift} "
-            + (f"takes {held} equal slices of at least {shift}" if held > 1 else f"takes at least {shift}")
+            + (f"takes {count} equal slices of at least {shift}" if count > 1 else f"takes at least {shift}")
         )
-    slices = target.chunk(held, dim)
+    slices = target.chunk(count, dim)
     first = torch.stack([piece.narrow(dim, 0, shift) for piece in slices])
     every = first.new_empty(ranks, *first.shape)
     all_gather(every.view(-1), first.view(-1), group)
-    places = (rank, 2 * ranks - 1 - rank)[:held]  # of this rank's slices in the sequence
+    places = (rank, 2 * ranks - 1 - rank)[:count]  # of this rank's slices in the sequence
     shifted = []
     for piece, place in zip(slices, places, strict=True):
         after = place + 1
-        if after == held * ranks:
+        if after == count * ranks:
             following = torch.full_like(first[0], ignore_index)
         else:
             following = every[after, 0] if after < ranks else every[2 * ranks - 1 - after, 1]

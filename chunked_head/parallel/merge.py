@@ -56,7 +56,8 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
 
 
 def complete_blocks(pieces: Tensor, stats: RowStats, names: Sequence[str]) -> None:
-    """``pieces`` [blocks, numbers + 1, rows] with what a row has one of: the first block's, 0 for the others."""
+    """Puts statistics that a row has once, whatever its blocks, into ``pieces`` [blocks, numbers + 1, rows]: into the
+    first block's; the other blocks' are 0."""
     found = unpack(pieces[:1], stats, names)
     for name in ("target_logit", "column_logits"):
         if name in found:
@@ -94,7 +95,7 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
 
 
 def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: RowStats) -> None:
-    """All that a row has one number of."""
+    """Merges statistics of one number per row, of pieces [pieces, rows], into ``out``."""
     for name in ADDED:
         if name in pieces:
             known = gathered.known_targets and name == "target_logit"
@@ -119,7 +120,7 @@ def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: Row
 
 
 def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
-    """A row's own columns, and its largest."""
+    """Merges logits of the columns that a row names, and its largest logits, into ``out``."""
     if "column_logits" in pieces:
         assert out.column_logits is not None
         out.column_logits.copy_(pieces["column_logits"].sum(0))
@@ -162,7 +163,7 @@ class SummedRows:
         return hidden[at]
 
     def done(self, hidden: Tensor, at: slice) -> None:
-        """Rows ``at`` have this rank's share."""
+        """Starts the sum over ranks of rows ``at``."""
         self.works.append(distributed.all_reduce(hidden[at], group=self.group, async_op=True))
 
     def wait(self, hidden: Tensor) -> None:
@@ -172,7 +173,7 @@ class SummedRows:
 
 
 class ScatteredRows:
-    """Every rank has rows of its own, and a share of everybody's gradient. Row i of rank r is the call's i * ranks + r:
+    """Every rank has rows of its own, and a share of all rows' gradient. Row i of rank r is the call's i * ranks + r:
     a chunk is the same rows of every rank."""
 
     def __init__(self, group: Any):

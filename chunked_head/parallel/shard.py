@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def here(self) -> slice:
-        """Its ids."""
+        """Ids of this rank."""
         return self.split.here
 
     @property

@@ -162,7 +162,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
 
 
 def sized_buffers(plan: Plan) -> Iterator[Buffer]:
-    """The buffers that do."""
+    """The buffers that depend on chunks, blocks or tiles."""
     sizes, rows, forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
     # where a loss waits for several chunks, those of a sweep for statistics are gone by then
     last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
@@ -224,7 +224,7 @@ def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dt
 
 
 def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
-    """Numbers of each token."""
+    """Buffers of numbers per token."""
     demand, tokens, wide = sizes.demand, sizes.tokens, sizes.wide
     yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)

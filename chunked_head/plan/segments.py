@@ -29,7 +29,8 @@ Spans = tuple[tuple[slice, ...], ...]  # of rows: the chunks of each
 
 
 def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
-    """``length`` of the last dimension of the tokens, along which rows predict tokens ``shift`` behind them."""
+    """Rows of each group of segments. ``length``: of the last dimension of the tokens, along which rows predict
+    tokens ``shift`` behind them."""
     ends = itertools.accumulate(segments.lengths, initial=0)
     # rows at the end of a line predict none, and go with those before them
     starts = [end - min(shift, end % length) for end in ends]

@@ -64,7 +64,7 @@ def peak_of(buffers: Iterable[Buffer], since: Sequence[int] = (0, 0, 0, 0, 0)) -
 
 
 def phase_bytes(buffers: Iterable[Buffer]) -> list[int]:
-    """[phases] bytes in memory in each."""
+    """Bytes in memory in each phase [phases]."""
     change = [0] * (len(Phase) + 1)
     for _, shape, dtype, first, last, _ in buffers:
         size = math.prod(shape) * dtype.itemsize

@@ -136,7 +136,7 @@ if HERE is not None and HERE not in GPUS:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The device's; None where our matmuls do not run."""
+    """Architecture of the device; None where our matmuls do not run."""
     if HERE is not None:
         return run_as(HERE)
     if INTERPRETED or (device.type == "cuda" and not torch.cuda.is_available()):
@@ -170,7 +170,7 @@ def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> in
 
 
 class DhiddenSplit(NamedTuple):
-    """Into how many parts over the vocabulary tiles of dhidden's last turn are cut; the places that their sums have."""
+    """Number of parts over the vocabulary that tiles of dhidden's last turn are cut into, and of their sums' places."""
 
     parts: int = 1
     units: int = 0
