@@ -269,7 +269,7 @@ class StatsObjective(Objective):
         counts, zero = self.target >= 0, self.one_or_nan - self.one_or_nan  # or nan
         found = []
         for name in self.names:
-            value = self.statistic(stats, name)
+            value = self.statistic(stats.named(), name)
             here = over_columns(counts, value)
             if value.is_floating_point():
                 found.append(torch.where(here, value + zero, zero))
@@ -277,21 +277,17 @@ class StatsObjective(Objective):
                 found.append(value * here)  # of ints a product selects
         return tuple(found)
 
-    def statistic(self, stats: RowStats, name: str) -> Tensor:
+    def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
         if name == "argmax":
-            assert stats.argmax is not None
-            return stats.argmax.long()
+            return stats["argmax"].long()
         if name == "top_k_logprobs":
-            assert stats.top_k_logits is not None
-            return (stats.top_k_logits - stats.start[:, None]) + stats.rest[:, None]
+            return (stats["top_k_logits"] - stats["start"][:, None]) + stats["rest"][:, None]
         if name == "mean_logit":
-            assert stats.weighted_sum is not None
-            return stats.weighted_sum / self.structure.vocab
+            return stats["weighted_sum"] / self.structure.vocab
         if name == "log_sum_sq_probs":
-            assert stats.start2 is not None and stats.rest2 is not None
             # lse2 - 2 * lse, which would lose what lies below an ulp of the logits
-            return (stats.start2 - 2 * stats.start) - (stats.rest2 - 2 * stats.rest)
-        return getattr(stats, LEAF.get(name, name))
+            return (stats["start2"] - 2 * stats["start"]) - (stats["rest2"] - 2 * stats["rest"])
+        return stats[LEAF.get(name, name)]
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         grads = {

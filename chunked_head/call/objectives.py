@@ -35,7 +35,7 @@ def objective_of(tokens: Tokens) -> Objective:
     if rank_sums is not None and rank_sums.parallel.average:
         coefficients = [c * rank_sums.parallel.ranks for c in coefficients]
     declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
-    inverse, normalized, of_units = list[Tensor](), False, dict[str, Tensor]()
+    inverse, normalized = list[Tensor](), False
     for _, summand in terms[:1] if call.shares_denominator else terms:
         normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
         if (summand.reduction or call.reduction) != "mean":
@@ -43,10 +43,10 @@ def objective_of(tokens: Tokens) -> Objective:
         elif normalizer is not None:
             inverse.append(quotient(normalizer, tokens))
             normalized = True
-        elif summand.unit == "token" and summand.counted is None and rank_sums is None:
+        elif summand.unit == "token" and summand.counted is None:
             inverse.append(tokens.inverse)
         else:
-            inverse.append(default_inverse(summand, tokens, of_units))
+            inverse.append(default_inverse(summand, tokens))
     if call.shares_denominator:
         inverse *= len(terms)
     factors = inverse
@@ -130,15 +130,13 @@ def quotient(normalizer: float | Tensor | str, tokens: Tokens) -> Tensor:
     return one_or_nan * (1.0 / normalizer if normalizer else 0.0)
 
 
-def default_inverse(summand: Summand, tokens: Tokens, of_units: dict[str, Tensor]) -> Tensor:
-    """1 / D for the sum of what each token adds, or for the number of units that count; D is 1 where that is 0.
-    ``of_units`` remembers those of units."""
-    if summand.unit == "token" and summand.counted is not None:
+def default_inverse(summand: Summand, tokens: Tokens) -> Tensor:
+    """1 / D for the sum of what each token adds, or for the number of units that count; D is 1 where that is 0."""
+    if summand.unit != "token":
+        total = count_units(summand.unit, tokens)
+    else:
         total = local_total(summand, tokens) if tokens.rank_sums is None else tokens.rank_sums.totals[summand]
-        return tokens.one_or_nan / torch.where(total == 0, 1.0, total)
-    if summand.unit not in of_units:
-        of_units[summand.unit] = tokens.one_or_nan / count_units(summand.unit, tokens).clamp(min=1.0)
-    return of_units[summand.unit]
+    return tokens.one_or_nan / torch.where(total == 0, 1.0, total)
 
 
 def count_units(unit: str, tokens: Tokens) -> Tensor:
@@ -193,7 +191,8 @@ def with_global_counts(tokens: Tokens) -> Tokens:
         {summand: next(rest) for summand in counted},
     )  # fmt: skip
     one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
-    return replace(tokens, counted=number, one_or_nan=one_or_nan, rank_sums=rank_sums)
+    inverse = one_or_nan / number.clamp(min=1.0)
+    return replace(tokens, counted=number, one_or_nan=one_or_nan, inverse=inverse, rank_sums=rank_sums)
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:

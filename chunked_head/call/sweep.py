@@ -17,7 +17,7 @@ from ..plan.segments import Spans
 from ..plan.sizes import DEFAULT_REQUEST, Request, slices
 from ..stores import Backend
 from ..stores.gradients import GradientBuffer, Gradients
-from ..stores.operands import Head, Kept, Rows, Teacher
+from ..stores.operands import Head, Kept, Rows
 from ..stores.sets import WithSets
 from ..stores.store import Store
 from .tokens import Packing
@@ -153,10 +153,6 @@ class LocalCall:
             return self
         objective = replace(objective, teacher=objective.teacher.with_tensors(tensors))
         return replace(self, objective=objective)
-
-    def every_row(self, given: Tensor, teacher: Teacher | None = None, counted: Tensor | None = None) -> Rows:
-        """All rows of the call, as given."""
-        return Rows(given, self.target, self.columns, self.objective.scale, teacher, counted)
 
     def rows_of_sets(self, given: Tensor) -> Rows:
         """All rows of the call, as given, with the targets of those that keep sets too."""
@@ -304,7 +300,7 @@ class HeadCall(LocalCall):
             if not self.multiplies:
                 return sets, lambda at: of_sets, [(of_sets.tokens,)]
         teacher = None if teacher is None else teacher.cast()  # once, as the weight
-        every = self.every_row(given, teacher, self.counted)
+        every = Rows(given, self.target, self.columns, self.objective.scale, teacher, self.counted)
         most, tokens = plan.block_tokens if known else plan.chunk_tokens, plan.sizes.tokens
         gathered = None if self.shard is None else self.shard.gathered(given, most)
         buffer = torch.empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)

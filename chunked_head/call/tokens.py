@@ -105,12 +105,6 @@ class Tokens:
     def backend(self) -> Backend:
         return self.spec.backend
 
-    @property
-    def counts(self) -> Tensor:
-        """True for tokens that count [tokens], in the call's order."""
-        counts = self.target >= 0
-        return counts if self.packing is None else self.packing.unpack(counts)
-
     @functools.cached_property
     def batch(self) -> Batch:
         """The fields of all tokens."""
