@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -299,69 +298,3 @@ def test_rows_come_with_those_that_they_are_divided_by() -> None:
     assert speed_rows.chosen(None) == list(ROWS)
     assert speed_rows.chosen(["loss", "half-skipped"]) == ["default", "half-skipped", "loss"]
     assert parallel_rows.chosen(["sequence-sharded"]) == ["one-gpu", "sequence-sharded"]
-
-
-# ---- peers
-
-
-def chunked_linear_cross_entropy(
-    x: Any, weight: Any, target: Any, chunk_size: int = 4096, ignore_index: int = -100, reduction: str = "mean",
-    tuned: bool = True, use_scaled_exp: Any = None,
-) -> Any:  # fmt: skip
-    """With quack's signature and its demand on tokens."""
-    assert len(x) % 8 == 0, "tokens must be a multiple of 8"
-    return F.cross_entropy(x @ weight.T, target)
-
-
-def linear_cross_entropy(
-    e: Any, c: Any, targets: Any, ignore_index: int = -100, softcap: Any = None, reduction: str = "mean",
-    shift: bool = False, filter_eps: Any = "high", impl: Any = None,
-) -> Any:  # fmt: skip
-    """With Cut Cross-Entropy's signature; a sum where gradients are filtered, to tell the two providers apart."""
-    assert impl == "cce"
-    return F.cross_entropy(e @ c.T, targets, reduction="sum" if filter_eps else "mean")
-
-
-def liger_fused_linear_cross_entropy(input: Any, weight: Any, target: Any, *, accum_dtype: Any = None) -> Any:
-    """A sum where gradients are not added in float32."""
-    return F.cross_entropy(input @ weight.T, target, reduction="mean" if accum_dtype else "sum")
-
-
-@pytest.fixture
-def gpu(monkeypatch: Any) -> torch.device:
-    """Stand-ins of the peers' packages, and a GPU that is only said to be there."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    made = (chunked_linear_cross_entropy, linear_cross_entropy, liger_fused_linear_cross_entropy)
-    stand_in = SimpleNamespace(**{function.__name__: function for function in made})
-    for package in providers.PACKAGES.values():
-        parts = package.module.split(".")
-        for end in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), stand_in)
-    return torch.device("cuda")
-
-
-def test_peers_take_the_operands_and_their_own_options(gpu: torch.device, tmp_path: Any, monkeypatch: Any) -> None:
-    drawn = operands()
-    expected = F.cross_entropy(drawn.hidden @ drawn.weight.T, drawn.target)
-    for name, scale in (("quack", 1), ("cce", 64), ("cce-exact", 1), ("liger", 64), ("liger-fp32", 1)):
-        found = providers.build(name, gpu).call(drawn.hidden, drawn.weight, drawn.target)
-        torch.testing.assert_close(found, scale * expected)
-    resolve = providers.resolve
-    monkeypatch.setattr(providers, "resolve", lambda names, device: resolve(names, gpu))
-    words = ["--device", "cpu", "--shape", "44x16x320", "--rounds", "1", "--no-memory", "--provider", "quack"]
-    output = tmp_path / "head.json"  # a shape that a peer refuses is a row
-    assert head.main([*words, "--provider", "cce", "--output", str(output)]) == 0
-    found = json.loads(output.read_text())["rows"]
-    assert [row["status"] for row in found] == ["ok", "failed", "ok"] and "multiple of 8" in found[1]["error"]
-
-
-def test_peers_that_cannot_run_say_why(gpu: torch.device, monkeypatch: Any) -> None:
-    names = list(providers.PACKAGES)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert providers.resolve(names, gpu)[1] == {"quack": "quack-kernels needs a GPU of compute capability 9.0 or newer"}
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)  # a ModuleNotFoundError of this name
-    monkeypatch.delitem(sys.modules, "liger_kernel.transformers.functional")  # its parent is a stand-in
-    skipped = providers.resolve(names, gpu)[1]
-    assert skipped["cce"] == skipped["cce-exact"] == "the package cut-cross-entropy is not installed"
-    assert skipped["liger"].startswith("liger-kernel did not import: ")
-    assert {text.partition(" needs ")[2] for text in providers.resolve(names, CPU)[1].values()} == {"a GPU"}

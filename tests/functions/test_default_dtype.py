@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from chunked_head import linear_cross_entropy, linear_loss, losses, metrics, weights
+from chunked_head import linear_loss, losses, metrics, weights
 
 
 @contextlib.contextmanager
@@ -106,17 +106,6 @@ def test_users_functions() -> None:
 
     both(call)
     assert set(given) == {torch.float32}
-
-
-def test_a_gradient_that_is_added_to_a_buffer() -> None:
-    data = make_data()
-
-    def call() -> Any:
-        buffer = torch.ones_like(data.weight)
-        loss = linear_cross_entropy(data.hidden, data.weight, data.target, accumulate_into=buffer, chunk_tokens=16)
-        return loss.detach(), torch.autograd.grad(loss, data.hidden), buffer
-
-    both(call)
 
 
 def test_weights_of_tokens() -> None:

@@ -102,10 +102,6 @@ def test_wrong_argument(error: type[Exception], message: str, changes: dict[str,
         call(**changes)
 
 
-def test_right_arguments() -> None:
-    assert call().dim() == 0
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_device_mismatch(place: Place) -> None:
     meta = torch.randn(11, 8, device="meta")
@@ -182,11 +178,13 @@ METRICS = [
     if inspect.isfunction(getattr(metrics, name)) and name not in ("all_reduce", "combine", "merge", "unit_weights")
 ]  # fmt: skip
 PUBLIC += [(getattr(losses, name), {}) for name in LOSSES] + [(getattr(metrics, name), {}) for name in METRICS]
+NEGATIVE = -1
 NONSENSE: list[Any] = [
-    None, "x", [1], {"x": 1}, 1.5, True, float("nan"), float("inf"), -1, object, torch.ones(2),
+    None, "x", [1], {"x": 1}, 1.5, True, float("nan"), float("inf"), NEGATIVE, object, torch.ones(2),
     torch.ones(4, 6, dtype=torch.complex64), torch.ones((), requires_grad=True),
 ]  # fmt: skip
 OF_TORCH = ("device", "dtype")  # of ChunkedHead: what nn.Linear says of them
+OF_FIELDS = ("name", "token_weights", "normalizer")  # of a loss or a metric: any text is a name
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -204,14 +202,22 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 @pytest.mark.parametrize(("function", "right"), PUBLIC, ids=lambda given: getattr(given, "__name__", ""))
 def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[str, Any]) -> None:
-    """Whatever stands in the place of an argument: it is taken, or an error of ours says which it is and what came."""
-    complaints = []
+    """Whatever stands in the place of an argument: it is taken, or an error of ours says which it is and what came. No
+    option of a loss or a metric takes any text, and no bound of a ratio is negative."""
+    complaints, factory = [], function.__module__.startswith(("chunked_head.losses", "chunked_head.metrics"))
     for name in parameters(function):
         for value in NONSENSE:
             if function is ChunkedHead and name in OF_TORCH:
                 continue
             try:
                 function(**(right | {name: value}))
+                bound = value is NEGATIVE and name.startswith("clip_")
+                if (
+                    factory
+                    and function is not gathered_topk_kl
+                    and (bound or (isinstance(value, str) and name not in OF_FIELDS))
+                ):
+                    complaints.append(f"{name}={value!r} was taken")
             except (TypeError, ValueError) as error:
                 said = str(error)
                 others = function is gathered_topk_kl and name == "student_logits"  # whose shape others must have

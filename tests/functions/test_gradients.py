@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import chunked_head.stores.store
 from chunked_head import (
-    ChunkedHead,
     linear_cross_entropy,
     linear_divergence,
     linear_logprobs,
@@ -132,33 +131,6 @@ def test_fp16_under_a_loss_scale(place: Place, vocab: int) -> None:
     assert_outcome(run_ours(each, place, upstream), eager, truth, torch.float16)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_fp16_gradient_scaler(place: Place) -> None:
-    """A training step of fp16 autocast under a gradient scaler ends in the weights that eager's ends in."""
-    ends = []
-    for ours in (True, False):
-        torch.manual_seed(3)
-        layer, head = torch.nn.Linear(16, 64, device=place.device), torch.nn.Linear(64, 131, False, device=place.device)
-        data = torch.randn(40, 16, device=place.device)
-        target = torch.randint(0, 131, (40,), device=place.device)
-        optimizer = torch.optim.SGD([*layer.parameters(), *head.parameters()], lr=0.1)
-        scaler = torch.amp.GradScaler(place.device, init_scale=65536.0)
-        for _ in range(3):
-            optimizer.zero_grad()
-            with torch.autocast(place.device, dtype=torch.float16):
-                hidden = layer(data)
-                if ours:
-                    loss = linear_cross_entropy(hidden, head.weight, target, backend=place.backend)
-                else:
-                    loss = F.cross_entropy(head(hidden).float(), target)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == 65536.0, "no step was skipped"
-        ends.append(head.weight.detach())
-    torch.testing.assert_close(ends[0], ends[1], rtol=2e-3, atol=2e-4)
-
-
 @crossed(
     place=PLACES,
     autocast=[torch.bfloat16, torch.float16],
@@ -212,24 +184,6 @@ def test_activation_checkpointing(place: Place, reentrant: bool) -> None:
     torch.testing.assert_close(hidden.grad, expected.hidden, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_non_contiguous(place: Place) -> None:
-    """Transposed weights, strided and sliced hidden states, strided targets."""
-    inputs = Case("", (6, 11), 64, 131).inputs(torch.float16, place.device)
-    plain = run_ours(inputs, place)
-    weight = inputs.weight.t().contiguous().t()
-    hidden = inputs.hidden.transpose(0, 1).contiguous().transpose(0, 1)
-    target = torch.stack([inputs.target, inputs.target], -1)[..., 0]
-    assert not (weight.is_contiguous() or hidden.is_contiguous() or target.is_contiguous())
-    ours = run_ours(Inputs(hidden, weight, target, {}, inputs.schedule), place)
-    truth, eager = (run_reference(inputs, d) for d in (torch.float64, torch.float16))
-    assert_outcome(ours, eager, truth, torch.float16)
-    assert_outcome(plain, eager, truth, torch.float16)
-    sliced = Inputs(inputs.hidden[:, 2:], inputs.weight, inputs.target[:, 2:], {}, inputs.schedule)
-    truth, eager = (run_reference(sliced, d) for d in (torch.float64, torch.float16))
-    assert_outcome(run_ours(sliced, place), eager, truth, torch.float16)
-
-
 @crossed(place=PLACES, dtype=DTYPES, skip=[False, True])
 def test_a_weight_of_one_row_of_any_stride(place: Place, dtype: torch.dtype, skip: bool) -> None:
     """What a tensor of one row has for a stride means nothing: torch calls it contiguous."""
@@ -245,25 +199,6 @@ def test_a_weight_of_one_row_of_any_stride(place: Place, dtype: torch.dtype, ski
             loss = linear_cross_entropy(*given, inputs.target, skip_ignored=skip, backend=place.backend, **options)
             found.append([loss.detach(), *torch.autograd.grad(loss.sum(), given)])
         assert all(torch.equal(*both) for both in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_tied_weight(place: Place) -> None:
-    """The head's parameter used elsewhere too: both gradients add up."""
-    embedding = torch.nn.Embedding(131, 64, device=place.device)
-    linear = torch.nn.Linear(64, 131, bias=False, device=place.device)
-    linear.weight = embedding.weight
-    head = ChunkedHead.from_linear(linear, backend=place.backend)
-    tokens = torch.randint(0, 131, (3, 20), device=place.device)
-    grads = []
-    for loss in (
-        lambda: head(embedding(tokens), tokens, shift=1),
-        lambda: F.cross_entropy(linear(embedding(tokens))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
-    ):
-        embedding.weight.grad = None
-        loss().backward()
-        grads.append(embedding.weight.grad)
-    torch.testing.assert_close(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -287,24 +222,6 @@ def test_changed_input_is_noticed() -> None:
         weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
-
-
-@crossed(place=PLACES, dtype=DTYPES, reduction=["mean", "none"])
-def test_strided_bias(place: Place, dtype: torch.dtype, reduction: str) -> None:
-    """A bias that is a column of something, or one number expanded."""
-    inputs = SMALL.inputs(dtype, place.device)
-    column = torch.randn(131, 2, generator=torch.Generator().manual_seed(2)).to(place.device, dtype)[:, 0]
-    for bias in (column, torch.full((1,), 0.5, device=place.device, dtype=dtype).expand(131)):
-        case = Inputs(inputs.hidden, inputs.weight, inputs.target, {"reduction": reduction}, {"chunk_tokens": 32})
-
-        def call(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor = bias, **options) -> Tensor:
-            return linear_cross_entropy(hidden, weight, target, bias=bias, **options)
-
-        ours = run(call, case, backend=place.backend, chunk_tokens=32)
-        plain = Inputs(inputs.hidden, inputs.weight, inputs.target, {"reduction": reduction, "bias": bias.contiguous()})
-        truth, eager = (run_reference(plain, d) for d in (torch.float64, dtype))
-        for name in ("hidden", "weight"):
-            assert_within_budget(getattr(ours, name), getattr(eager, name), getattr(truth, name), dtype, name)
 
 
 @crossed(place=PLACES, size=[1e6, 1e-9], reduction=["mean", "none"])

@@ -13,10 +13,9 @@ from logits_cases import assert_gradient, by_oracle, made_logits, made_target, o
 from loss_cases import FEWER, LOSS_CASES, SOME_CASES, LossCase, inputs_of
 from tiers import crossed, tier
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
-from chunked_head import CrossEntropyLoss, linear_logprobs, logits_logprobs, logits_loss, losses, metrics
+from chunked_head import CrossEntropyLoss, logits_loss, losses
 from chunked_head.stores.torch_store import TILE_ELEMENTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -118,24 +117,6 @@ def test_layout_that_reads_both_ways() -> None:
         CrossEntropyLoss()(torch.randn(2, 7, 7), torch.zeros(2, 7, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_z_loss_cap_and_scale_of_the_module(place: Place) -> None:
-    logits, target = made_logits(31, 65, device=place.device), made_target(65, 31, device=place.device)
-    weight = (torch.rand(65) + 0.1).to(place.device)
-
-    def theirs(x: Tensor) -> Tensor:
-        x = 5.0 * torch.tanh(0.8 * x / 5.0)
-        counts = target != -100
-        values = F.cross_entropy(x, target, weight.double(), reduction="none") + 0.01 * x.logsumexp(-1).square()
-        return values[counts].sum() / weight.double()[target[counts]].sum()
-
-    module = CrossEntropyLoss(weight, z_loss=0.01, softcap=5.0, logit_scale=0.8, backend=place.backend)
-    truth = loss_and_grad(theirs, logits.double())
-    ours = loss_and_grad(lambda x: module(x, target), logits)
-    for mine, true in zip(ours, truth, strict=True):
-        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-7)
-
-
 def test_the_module_is_a_drop_in() -> None:
     weight = torch.rand(9)
     ours, theirs = CrossEntropyLoss(weight, label_smoothing=0.1), torch.nn.CrossEntropyLoss(weight, label_smoothing=0.1)
@@ -150,7 +131,7 @@ def test_the_module_is_a_drop_in() -> None:
 
 
 def loss_combinations() -> list:
-    """Each loss in one dtype in turn, interpreted every other loss; in every dtype exhaustive, but interpreted."""
+    """Each loss in one dtype in turn, interpreted every fourth loss; in every dtype exhaustive, but interpreted."""
     found = []
     for place in PLACES:
         for i, case in enumerate(LOSS_CASES):
@@ -159,7 +140,7 @@ def loss_combinations() -> list:
                 name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
                 param = pytest.param(case, dtype, place.values[0], marks=place.marks, id=name)
                 if interpreted and (i + 1) % 3 == j:
-                    found += tier(param, i % 2 == 0 or case.name in SOME_CASES)
+                    found += tier(param, i % 4 == 0 or case.name in SOME_CASES)
                 elif not interpreted:
                     found += tier(param, i % 3 == j)
     return found
@@ -207,25 +188,6 @@ def test_loss_in_float64(case: LossCase) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_shift(place: Place) -> None:
-    logits, target = made_logits(3, 9, 65, device=place.device), made_target(65, 3, 9, device=place.device)
-    weights = torch.rand(3, 9).to(place.device)
-
-    def shifted(x: Tensor) -> Tensor:
-        batch = {"token_weights": weights}
-        return logits_loss(x, target, losses.cross_entropy(), batch=batch, shift=2, backend=place.backend).loss
-
-    def sliced(x: Tensor) -> Tensor:
-        values = F.cross_entropy(x[:, :-2].movedim(-1, 1), target[:, 2:], reduction="none") * weights[:, 2:]
-        return values.sum() / (target[:, 2:] != -100).sum()
-
-    ours, truth = loss_and_grad(shifted, logits), loss_and_grad(sliced, logits.double())
-    for mine, true in zip(ours, truth, strict=True):
-        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-7)
-    assert not ours[1][:, -2:].any() and ours[1][:, :-2].any()
-
-
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_upstream_comes_before_rounding(place: Place, dtype: torch.dtype) -> None:
     """A loss scale and a normalizer that cancel: on the way nothing leaves the range of 16 bits."""
@@ -239,9 +201,6 @@ def test_upstream_comes_before_rounding(place: Place, dtype: torch.dtype) -> Non
 
     (_, grad), (_, truth) = loss_and_grad(ours, logits), loss_and_grad(theirs, logits.double())
     assert_within_budget(grad, truth.to(dtype), truth, dtype, "gradient")
-
-
-# ---- nothing counts
 
 
 # ---- rows that do not lie one after another
@@ -481,94 +440,7 @@ def test_no_second_derivatives() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("inplace", [False, True])
-def test_checkpoint(inplace: bool) -> None:
-    logits, target = made_logits(21, 33), made_target(33, 21)
-
-    def ours(x: Tensor) -> Tensor:
-        return logits_loss(x * 1.0, target, losses.cross_entropy(), inplace=inplace).loss
-
-    plain = loss_and_grad(ours, logits)
-    again = loss_and_grad(lambda x: checkpoint(ours, x, use_reentrant=False), logits)
-    assert plain[1].any() and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
-# ---- per token
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logprobs_of_logits(place: Place, dtype: torch.dtype) -> None:
-    """As of hidden states whose product they are: values, masks, shift, gradients."""
-    logits = made_logits(4, 21, 33, dtype=dtype, device=place.device)
-    target = made_target(33, 4, 21, device=place.device)
-    options: dict[str, Any] = {
-        "temperature": 0.7, "softcap": 6.0, "logit_scale": 1.3, "shift": 2,
-        "mask": (torch.rand(4, 21) < 0.7).to(place.device), "entropy": True, "lse": True, "argmax": True,
-        "mean_logit": True, "log_sum_sq_probs": True,
-    }  # fmt: skip
-    leaf, hidden = logits.detach().requires_grad_(), logits.detach().float().requires_grad_()
-    found = logits_logprobs(leaf, target, backend=place.backend, **options)
-    right = linear_logprobs(hidden, torch.eye(33, device=place.device), target, backend="torch", **options)
-    for name, value in found._asdict().items():
-        torch.testing.assert_close(value, getattr(right, name), rtol=1e-4, atol=1e-5)
-    for each in (found, right):
-        sum(value.sum() * (i + 1) for i, value in enumerate(each) if value.is_floating_point()).backward()
-    rtol = 1e-2 if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(leaf.grad, hidden.grad.to(dtype), rtol=rtol, atol=1e-4)
-
-
 # ---- wrong calls
-
-
-def call(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "logits": torch.randn(4, 6, 11), "target": torch.randint(0, 11, (4, 6)), "loss": losses.cross_entropy(),
-    }  # fmt: skip
-    return logits_loss(**(arguments | changes))
-
-
-WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (TypeError, "logits must be a torch.Tensor, got list", {"logits": [1.0]}),
-    (TypeError, "logits must be one of float32.*int64", {"logits": torch.ones(4, 6, 11, dtype=torch.int64)}),
-    (ValueError, r"logits must have shape \[..., vocab\], got \(4, 6, 0\)", {"logits": torch.randn(4, 6, 0)}),
-    (ValueError, r"logits must have shape \[..., vocab\], got \(\)", {"logits": torch.tensor(1.0)}),
-    (ValueError, "meta device", {"logits": torch.randn(4, 6, 11, device="meta"), "target": None}),
-    (ValueError, r"target must have shape \(4, 6\), the leading", {"target": torch.randint(0, 11, (24,))}),
-    (ValueError, "target is on meta, logits on cpu", {"target": torch.zeros(4, 6, dtype=torch.int64, device="meta")}),
-    (TypeError, r"class probabilities p .* alone; .*losses.forward_kl\(", {"target": torch.rand(4, 6, 11)}),
-    (ValueError, "target is None, and cross_entropy reads it", {"target": None}),
-    (IndexError, r"target must be in \[0, 11\) .* got 11", {"target": torch.full((4, 6), 11)}),
-    (TypeError, "loss must be made of chunked_head.losses, got str", {"loss": "cross_entropy"}),
-    (TypeError, "metrics must hold chunked_head.metrics", {"metrics": [metrics.accuracy]}),
-    (ValueError, "teacher_hidden: pass F.linear", {"batch": {"teacher_hidden": torch.randn(4, 6, 3)}}),
-    (ValueError, "temperature must be positive", {"temperature": 0.0}),
-    (ValueError, "one per class", {"loss": losses.cross_entropy(class_weights=torch.rand(4))}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "changes"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_wrong_calls(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(error, match=match):
-        call(**changes)
-
-
-WRONG_MODULES: list[tuple[str, dict[str, Any]]] = [
-    ("size_average is deprecated", {"size_average": True}),
-    ("reduce is deprecated", {"reduce": False}),
-    ("reduction must be one of", {"reduction": "avg"}),
-    ("label_smoothing must be finite and in", {"label_smoothing": 1.5}),
-    ("z_loss must be finite and in", {"z_loss": -1.0}),
-]
-
-
-@pytest.mark.parametrize(("match", "options"), WRONG_MODULES)
-def test_wrong_modules(match: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=match):
-        CrossEntropyLoss(**options)
 
 
 def test_wrong_calls_of_the_module() -> None:

@@ -12,8 +12,6 @@ import operator
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-import traced_interpreter
-
 NOTHING = SimpleNamespace(restore=lambda: None)
 
 
@@ -33,7 +31,7 @@ def install() -> None:
         return
     if triton.__version__.startswith("3.5."):
         interpreter.TensorDescHandle.validate = validate
-    for part in (patch_once, remember_types, remember_conversions, exact_products, traced_interpreter.install):
+    for part in (patch_once, remember_types, remember_conversions, exact_products):
         try:
             part(interpreter)
         except AttributeError:  # private names: a version without them is as slow as it is

@@ -17,7 +17,6 @@ from tracking import Tracker
 
 from chunked_head import (
     LossOutput,
-    linear_cross_entropy,
     linear_logprobs,
     linear_loss,
     losses,
@@ -155,15 +154,6 @@ def test_a_losss_normalizer_is_an_error_where_it_would_not_be_used(loss: Losses)
         linear_loss(hidden, weight, target, loss, reduction="sum")
 
 
-@pytest.mark.parametrize("value", [-10.0, math.nan])
-def test_a_losss_normalizer_is_checked_as_the_calls(value: float) -> None:
-    hidden, weight, target = operands()
-    with pytest.raises(ValueError, match="normalizer"):
-        linear_loss(hidden, weight, target, losses.cross_entropy(), normalizer=value)
-    with pytest.raises(ValueError, match="normalizer"):
-        linear_loss(hidden, weight, target, losses.cross_entropy(normalizer=value))
-
-
 @pytest.mark.parametrize(
     "field", ["mask", "segments", "advantages", "segment_labels"], ids=lambda name: f"normalizer-{name}"
 )
@@ -182,14 +172,6 @@ def test_the_mask_is_no_weight() -> None:
     loss = losses.cross_entropy(token_weights="mask")
     with pytest.raises(ValueError, match="the mask applies by itself"):
         linear_loss(hidden, weight, target, loss, batch={"mask": target > 3})
-
-
-def test_a_normalizer_of_zero_gives_zero() -> None:
-    hidden, weight, target = operands()
-    bias = torch.zeros(VOCAB, dtype=torch.float64)
-    bias[target[0, 0]] = -math.inf
-    out = linear_loss(hidden, weight, target, losses.cross_entropy(), bias=bias, normalizer=0)
-    assert out.loss == 0 and out.parts["cross_entropy"] == 0
 
 
 def test_parts_add_up_and_reduce_themselves() -> None:
@@ -241,14 +223,6 @@ def test_means_of_segments_count_those_with_a_token() -> None:
     assert out.metrics["ratio_segment"].count == 2
     expected = (own[0].mean() + own[1, :2].mean()) / 2
     torch.testing.assert_close(out.metrics["logprob"].value, expected)
-
-
-def test_linear_cross_entropy_is_a_thin_case() -> None:
-    hidden, weight, target = operands()
-    token_weights = torch.rand(LEADING)
-    ours = linear_cross_entropy(hidden, weight, target, token_weights=token_weights, z_loss=0.1, label_smoothing=0.2)
-    loss = losses.cross_entropy(label_smoothing=0.2) + 0.1 * losses.z_loss()
-    assert ours == linear_loss(hidden, weight, target, loss, batch={"token_weights": token_weights}).loss
 
 
 # ---- fields
@@ -358,12 +332,6 @@ def test_wrong_numbers_of_segments(number: Any) -> None:
     batch = {"segments": torch.full(LEADING, -1), "advantages": ADVANTAGES}
     with pytest.raises((TypeError, ValueError), match="num_segments"):
         linear_loss(hidden, weight, target, losses.gspo(), batch=batch, num_segments=number)
-
-
-def test_a_metric_names_what_it_lacks() -> None:
-    hidden, weight, target = operands()
-    with pytest.raises(ValueError, match=r"metric ratio needs batch\['old_logprobs'\]"):
-        linear_loss(hidden, weight, target, losses.z_loss(), metrics=[metrics.ratio()])
 
 
 @pytest.mark.parametrize("lacking", ["segments", "pairs"])
@@ -580,19 +548,6 @@ def test_ids_that_a_teacher_excludes(kind: str, excluder: str) -> None:
     assert (grad[:, 2] > 0).all() if excluder == "teacher" else not grad[:, 2].any()
 
 
-def test_everything_is_tempered() -> None:
-    """Log-probability, entropy and z-loss, and metrics, are of the same logits."""
-    x, target = normal(20, VOCAB), torch.randint(0, VOCAB, (20,))
-    loss = losses.cross_entropy() + losses.z_loss() + losses.entropy()
-    cold = dlogits(loss, x, target, temperature=0.5, metrics=[metrics.lse(), metrics.mean_logit()])
-    plain = dlogits(loss, 2 * x, target, metrics=[metrics.lse(), metrics.mean_logit()])
-    torch.testing.assert_close(cold[1], 2 * plain[1])
-    for ours, theirs in zip(cold[0].parts.values(), plain[0].parts.values(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    for name, value in plain[0].metrics.items():
-        torch.testing.assert_close(cold[0].metrics[name].value, value.value)
-
-
 FP16: dict[str, tuple[Losses, Callable[[Tensor], dict[str, Tensor]], Callable[[Tensor, Tensor], Tensor]]] = {
     "ratio": (
         losses.grpo(), lambda own: {"old_logprobs": own - 10, "advantages": -torch.ones(len(own))},
@@ -688,12 +643,3 @@ def test_the_plan_is_that_of_log_probabilities(
     top_k, returns = flags.pop("top_k", None), ("logprobs", *flags)
     options: dict[str, Any] = {"returns": returns, "top_k": top_k, "chunk_tokens": chunk}
     assert [plan(40, 16, 50, torch.float32, device="cpu", **options)] == made
-
-
-def test_the_plan_knows_the_calls_temperature() -> None:
-    hidden, weight, target = torch.randn(40, 16).requires_grad_(), torch.randn(50, 16), torch.randint(0, 50, (40,))
-    loss = losses.cross_entropy() + losses.entropy(temperature=0.7)
-    out = linear_loss(hidden, weight, target, loss, temperature=0.7)
-    options: dict[str, Any] = {"temperature": 0.7}
-    foretold = plan(40, 16, 50, torch.float32, loss=loss, weight_grad=False, device="cpu", **options)
-    assert foretold == out.plan

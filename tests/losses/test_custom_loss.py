@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import made_anew
 import pytest
 import torch
 from torch import Tensor
@@ -499,22 +498,16 @@ def test_a_plain_function_is_checked_once() -> None:
 def test_a_plain_function_is_let_go_of() -> None:
     """With what it closes over, made anew at every call."""
 
-    def weak_ref() -> Any:
-        by = torch.tensor(3.0)
-        linear_loss(**HEAD, loss=lambda stats, batch: by * stats.logprob)
-        return weakref.ref(by)
+    def weak_ref(of_closure: bool) -> Any:
+        by, settings = torch.tensor(3.0), Settings(torch.tensor(2.0))
+        loss = custom(lambda stats, batch: stats.lse * settings.beta, scope="token", name="settings")
+        measured = [metrics.Metric("by", lambda stats, batch: stats.lse * by)]
+        linear_loss(**HEAD, loss=(lambda stats, batch: by * stats.logprob) + loss, metrics=measured)
+        return weakref.ref(by if of_closure else settings.beta)
 
-    found = [weak_ref() for _ in range(3)]
+    found = [weak_ref(i % 2 == 0) for i in range(6)]
     gc.collect()
-    assert [reference() for reference in found] == [None, None, None]
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_is_made_anew_is_let_go_of_and_not_checked_again(device: str) -> None:
-    found = made_anew.grown(device, 300)
-    assert found.process <= 8 and found.device <= 1, found
-    assert not found.checks
+    assert [reference() for reference in found] == [None] * 6
 
 
 @pytest.mark.parametrize("kind", ["function", "custom", "metric"])

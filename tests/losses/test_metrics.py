@@ -217,13 +217,6 @@ def test_effective_sample_size(against: str) -> None:
     assert fraction.value.item() < 0.999
 
 
-def test_effective_sample_size_of_equal_weights_is_their_number() -> None:
-    data = Data()
-    data.fields["old_logprobs"] = data.logprob()
-    assert measure(metrics.effective_sample_size(), data).value.item() == pytest.approx(len(rows(data)))
-    assert measure(metrics.effective_sample_size(level="segment"), data).value.item() == pytest.approx(4)
-
-
 SEGMENT_LEVEL = {
     "ratio_segment": (metrics.ratio, lambda lr, adv: math.exp(lr)),
     "kl_old_segment": (metrics.kl_old, lambda lr, adv: k3(lr)),
@@ -409,25 +402,6 @@ def test_micro_batches() -> None:
         assert combined[name].value.item() == pytest.approx(expected, rel=1e-9), name
     means = {name: mean([m[name].value.item() for m in measured]) for name in ("accuracy", "ppl", "ess", "clipped")}
     assert all(abs(means[name] - combined[name].value.item()) > 1e-3 for name in means)  # the mean of means is another
-
-
-def test_combining_takes_names_from_anywhere_and_changes_nothing() -> None:
-    first, second = measure(ALL["accuracy"], Data(1)), measure(ALL["low"], Data(2))
-    before = first.sum
-    assert before is not None
-    kept = before.clone()
-    combined = combine([{"a": first}, {"b": second}, {"a": first}])
-    assert list(combined) == ["a", "b"] and combined["b"].value.item() == second.value.item()
-    assert combined["a"].value.item() == first.value.item()
-    assert combined["a"].count is not None and combined["a"].count.item() == 2 * len(rows(Data(1)))
-    assert torch.equal(before, kept)
-    assert combine([]) == {}
-
-
-def test_without_ranks_there_is_nothing_to_do() -> None:
-    measured = {name: measure(metric, Data(1)) for name, metric in ALL.items()}
-    reduced = all_reduce(measured)
-    assert reduced == measured and reduced is not measured
 
 
 def rank(index: int, world: int, store: str) -> None:

@@ -141,35 +141,6 @@ def test_no_wait_for_the_device(data) -> None:
     assert waits()
 
 
-def test_go_into_losses(data) -> None:
-    mask, _ = data
-    summand = losses.grpo(**weights.sequence_mean(mask, empty="excluded"), clip_high=0.28).terms[0][1]
-    assert summand.normalizer == 4 and summand.token_weights.shape == mask.shape
-    assert losses.grpo(**weights.dr_grpo(4, 1000)).terms[0][1].normalizer == 4000
-    assert losses.grpo(**weights.token_mean(10)).terms[0][1].token_weights is None
-    assert losses.grpo(**weights.bnpo()).terms[0][1].normalizer is None
-
-
-@pytest.mark.parametrize("kind", ["dapo", "bnpo", "grpo", "dr_grpo"])
-def test_against_liger(data, kind: str) -> None:
-    liger = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction
-    mask, values = data
-    # on policy the values are minus the advantages: any numbers make a loss
-    loss, _ = liger.ppo_loss_fn(
-        torch.zeros(5, 6, dtype=F64), mask.to(F64), torch.tensor([1.0, -2.0, 0.5, 9.0, 0.25], dtype=F64),
-        mask.to(F64), beta=0.0, loss_type=kind, max_completion_length=12, num_items_in_batch=mask.sum(),
-    )  # fmt: skip
-    values = -torch.tensor([1.0, -2.0, 0.5, 9.0, 0.25], dtype=F64)[:, None].expand(5, 6)
-    known = {
-        "dapo": weights.token_mean(mask.sum()),
-        "bnpo": weights.bnpo(),
-        "grpo": weights.sequence_mean(mask),
-        "dr_grpo": weights.dr_grpo(5, 12),
-    }[kind]
-    torch.testing.assert_close(reduced(values, mask, known), loss, rtol=1e-6, atol=0)
-    assert loss != 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "named"),
     [

@@ -57,13 +57,6 @@ def test_budget_holds(tokens, hidden, vocab, dtype, budget, reduction, hidden_gr
     assert str(made)
 
 
-def test_default_for_a_large_head() -> None:
-    made = plan(8192, **LLAMA)
-    assert (made.schedule, made.chunks, made.chunk_tokens) == ("forward", 4, 2048)
-    assert made.accumulate_dtype == torch.bfloat16
-    assert made.extra_bytes <= 640 * MiB
-
-
 @pytest.mark.parametrize(("hidden", "vocab", "beside"), [(2304, 256000, 1042), (2880, 201088, 825)])
 def test_default_for_many_rows_is_a_chunk_of_2048_tokens(hidden: int, vocab: int, beside: int) -> None:
     """Where the logits alone of so many tokens are more than 640 MiB, in the dtype of the operands."""
@@ -162,24 +155,6 @@ def test_equal_chunks_stay_within_the_budget(tokens: int, hidden: int, vocab: in
     assert made.extra_bytes <= made.budget, str(made)
 
 
-def test_default_grows_by_an_accumulator() -> None:
-    made = plan(65536, **LLAMA)
-    assert made.accumulate_dtype == torch.float32
-    assert 640 * MiB < made.extra_bytes <= 640 * MiB + 4 * 4096 * 128256
-
-
-def test_accumulates_in_fp32_where_that_fits() -> None:
-    assert plan(16384, **LLAMA, memory_budget="3GiB").accumulate_dtype == torch.float32
-    assert (
-        plan(8192, 512, 128256, torch.bfloat16, device="cuda", memory_budget="1GiB").accumulate_dtype == torch.float32
-    )
-
-
-def test_one_chunk_needs_no_accumulator() -> None:
-    made = plan(1024, **LLAMA)
-    assert (made.chunks, made.accumulate_dtype) == (1, torch.bfloat16)
-
-
 def test_named_chunk_and_accumulator() -> None:
     made = plan(8192, **LLAMA, chunk_tokens=4096, accumulate_dtype=torch.float32)
     assert (made.chunks, made.chunk_tokens, made.accumulate_dtype) == (2, 4096, torch.float32)
@@ -195,16 +170,6 @@ def test_small_budget_recomputes() -> None:
     exact = plan(8192, **LLAMA, memory_budget="300MiB", accumulate_dtype=torch.float32)
     assert (exact.schedule, exact.blocks) == ("recompute", 1)
     assert exact.extra_bytes <= 300 * MiB
-
-
-def test_fp16_waits_in_fp32() -> None:
-    made = plan(8192, 4096, 128256, torch.float16, device="cuda")
-    assert made.accumulate_dtype == torch.float32
-
-
-def test_loss_only() -> None:
-    made = plan(8192, **LLAMA, hidden_grad=False, weight_grad=False)
-    assert (made.schedule, made.gradient_bytes) == ("loss only", 0)
 
 
 def test_autocast_names_the_cast_weight() -> None:
