@@ -161,7 +161,8 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
             weights[metric.weighting] = weights_in(of_ids, batch[metric.ids], batch.mask)
             groups[metric.weighting] = (of_ids > 0).sum().to(dtype)
         counts.append(groups[metric.weighting])
-    return weights, counts
+    # each in its memory: a caller may add up those of ranks in place
+    return weights, [*torch.stack(counts).unbind()] if len(counts) > 1 else counts
 
 
 def agreed_batch(tokens: Tokens) -> None:

@@ -394,6 +394,28 @@ def together(several: list[Data]) -> dict[str, float]:
     }
 
 
+def test_results_that_are_changed_in_place_change_no_other() -> None:
+    """As ``torch.distributed.all_reduce`` of every metric's sum and count does."""
+    data = Data()
+    measured = [
+        metrics.entropy(),
+        metrics.perplexity(),
+        metrics.accuracy(),
+        metrics.entropy(weighting="segment", name="a"),
+    ]
+    measured += [metrics.perplexity(weighting="segment", name="b")]
+    out = logits_loss(
+        data.x.requires_grad_(), data.target, losses.cross_entropy() + losses.z_loss(), batch=data.fields,
+        num_segments=SEGMENTS, metrics=measured,
+    )  # fmt: skip
+    found = [out.loss, *out.parts.values(), *(each for one in out.metrics.values() for each in (one.sum, one.count))]
+    before = [value.detach().clone() for value in found]
+    for value in found:
+        value.detach().mul_(2.0)
+    for value, was in zip(found, before, strict=True):
+        torch.testing.assert_close(value.detach(), 2.0 * was, rtol=0, atol=0)
+
+
 def test_micro_batches() -> None:
     several = [Data(1), Data(2, counted=False), Data(3)]
     measured = [{name: measure(metric, data) for name, metric in ALL.items()} for data in several]
