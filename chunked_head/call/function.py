@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic.objective import Expected, ScalarObjective
+from ..arithmetic.objective import ScalarObjective
 from ..core.stats import RowStats
-from ..plan.plans import Plan
-from ..stores.gradients import GradientBuffer, Gradients, Scaling
+from ..stores.gradients import Gradients
 from .sweep import LocalCall
 
 Grads = tuple[Tensor | None, ...]  # of the operands
@@ -23,14 +22,11 @@ class Forward(NamedTuple):
     differentiable: int  # how many of them, the first ones
     stats: RowStats | None
     grads: Gradients | None  # None where backward makes them
-    expected: Expected | None  # the upstream gradient that ``grads`` were made for
     # True where backward reads what autograd has saved, though gradients wait for it. With ranks that hold other tokens
     # an activation checkpoint computes the forward pass again, messages and all: on every rank or on none, whichever of
     # them find their gradients waiting.
     reads_saved: bool
-    backend: Scaling
-    plan: Plan | None  # None for logits that exist already
-    gradient_buffer: GradientBuffer | None
+    call: LocalCall  # without the teacher's tensors
     saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
     # the call and its statistics, from operands and ``saved``
     later: Callable[[Sequence[Tensor]], tuple[LocalCall, RowStats]]
@@ -38,24 +34,24 @@ class Forward(NamedTuple):
 
     @property
     def any_grad(self) -> bool:
-        sizes = None if self.plan is None else self.plan.sizes
+        sizes = None if self.call.plan is None else self.call.plan.sizes
         return sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
 
     def gradients(self, grads: Gradients | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from ``saved``."""
-        if self.gradient_buffer is not None:
-            self.gradient_buffer.check_there()
+        buffer, expected, given = self.call.gradient_buffer, self.call.objective.expected, upstream[0]
+        if buffer is not None:
+            buffer.check_there()
         if grads is None:
             call, stats = self.later(saved)
             return call.late_gradients(saved, stats, upstream)
-        expected, given = self.expected, upstream[0]
-        assert expected is not None and given is not None and self.plan is not None
+        assert expected is not None and given is not None and self.call.plan is not None
         factors, one_or_nan = expected.factors(given), expected.one_or_nan
-        if self.gradient_buffer is not None and grads.weight is not None:
+        if buffer is not None and grads.weight is not None:
             # it was promised, and only as promised can what has been added stay
             one_or_nan = expected.one_or_nan_for(given)
             factors = *factors[:1], one_or_nan
-        return grads.finish(self.backend, factors, one_or_nan, self.plan.sizes)
+        return grads.finish(self.call.backend, factors, one_or_nan, self.call.plan.sizes)
 
 
 def forward_of(call: LocalCall, *operands: Any) -> Forward:
@@ -76,10 +72,8 @@ def forward_of(call: LocalCall, *operands: Any) -> Forward:
         found = RowStats(**attributes, **dict(zip(names, vectors, strict=False)))
         return lasting.with_teacher(vectors[len(names) :]), found
 
-    return Forward(
-        outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, saved, later, call.inplace,
-    )  # fmt: skip
+    differentiable, exchanges = objective.differentiable, objective.exchanges
+    return Forward(outputs, differentiable, stats, grads, exchanges, lasting, saved, later, call.inplace)
 
 
 class Loss(torch.autograd.Function):

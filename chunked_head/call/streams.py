@@ -146,7 +146,7 @@ class StreamsForward(NamedTuple):
 
     def gradients(self, grads: StreamsGrads | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the weight, the bias and each stream's hidden states."""
-        (given,), expected = upstream, self.each[0].expected
+        (given,), expected = upstream, self.each[0].call.objective.expected
         assert given is not None and expected is not None
         waiting, buffer = grads or ([None] * len(self.each), None)
         found: list[Grads] = [(None, None, None)] * len(self.each)
@@ -155,7 +155,7 @@ class StreamsForward(NamedTuple):
                 found[i] = self.each[i].gradients(ready, (), upstream)
         late = [i for i, ready in enumerate(waiting) if ready is None and self.each[i].any_grad]
         if buffer is not None and late:
-            self.each[0].backend.scale_([buffer.buffer], expected.factors(given)[:1])
+            self.each[0].call.backend.scale_([buffer.buffer], expected.factors(given)[:1])
         for i in late:
             if buffer is None and self.buffer_dtype is not None:
                 buffer = StreamsBuffer(saved[0], self.vocab, self.buffer_dtype)
@@ -202,8 +202,8 @@ def forward_of_streams(
 
 def gradients_into(buffer: StreamsBuffer | None, made: Forward, operands: Sequence[Tensor], upstream: Grads) -> Grads:
     """A stream's gradients once the upstream gradient is known: its logits are computed again."""
-    if made.gradient_buffer is not None:
-        made.gradient_buffer.check_there()
+    if made.call.gradient_buffer is not None:
+        made.call.gradient_buffer.check_there()
     call, stats = made.later(operands)
     assert isinstance(call, HeadCall)
     if buffer is not None:
@@ -229,12 +229,12 @@ def finished(buffer: StreamsBuffer, made: Sequence[Forward], given: Tensor, scal
     """The weight's gradient in the weight's dtype; nan where an id of any stream was out of range."""
     if buffer.fresh:
         buffer.buffer.zero_()
-    first, *others = (one.expected for one in made if one.expected is not None)
+    first, *others = (one.call.objective.expected for one in made if one.call.objective.expected is not None)
     one_or_nan = first.one_or_nan
     for other in others:
         one_or_nan = one_or_nan * other.one_or_nan
     factors = (one_or_nan,) if scaled else (*first.factors(given)[:1], one_or_nan)
-    dtype, backend, sums = buffer.weight.dtype, made[0].backend, buffer.taken()
+    dtype, backend, sums = buffer.weight.dtype, made[0].call.backend, buffer.taken()
     if sums.dtype == dtype:
         backend.scale_([sums], factors)
         return sums
