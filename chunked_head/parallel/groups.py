@@ -60,7 +60,7 @@ class OfGroup:
         return distributed.get_rank(self.group)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TokenParallel(OfGroup):
     """Ranks of ``group`` hold different tokens of one batch: data-parallel, sequence- or context-parallel.
 
@@ -103,7 +103,7 @@ class TokenParallel(OfGroup):
         object.__setattr__(self, "group", process_group(self.group, "TokenParallel"))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class VocabParallel(OfGroup):
     """Ranks of ``group`` hold the head's rows in turn: ``weight`` (``bias``, a teacher's head) is each rank's own part,
     and so are the columns of ``logits_loss``'s logits.

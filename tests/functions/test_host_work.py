@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import GPU, TRITON, Place
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -16,6 +18,7 @@ from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, los
 from chunked_head.arithmetic import objective
 from chunked_head.call import run as call
 from chunked_head.call import spec
+from chunked_head.parallel import TokenParallel, VocabParallel
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -120,6 +123,20 @@ def test_calls_alike_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
         batch = {**segments, "advantages": torch.randn(tokens)}
         loss_of(tokens, loss=losses.gspo(), batch=batch, num_segments=tokens + 1)
     assert checked.call_count == len(spec.SPECS) == 3
+
+
+def test_calls_over_one_group_have_one_spec(tmp_path: Path) -> None:
+    """Whichever object says so: calls on DTensors make one each time."""
+    spec.SPECS.clear()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for shared in (VocabParallel, TokenParallel, lambda: VocabParallel(tokens=TokenParallel())):
+            for _ in range(2):
+                loss_of(9, parallel=shared())
+        assert len(spec.SPECS) == 3
+    finally:
+        spec.SPECS.clear()
+        dist.destroy_process_group()
 
 
 def test_calls_that_differ_in_numbers_share_a_spec_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
