@@ -56,7 +56,13 @@ def objective_of(tokens: Tokens) -> Objective:
     if call.metrics:
         measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
         weights, counts = metric_counts(measured, tokens)
-    fields = fields_of(tokens, torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0), weights)
+    if len(counts) < 2:
+        table = torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0)
+    else:
+        # counts in memory of each one's: a caller may add up those of ranks in place
+        numbers = torch.stack([*factors, *counts])
+        table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
+    fields = fields_of(tokens, table, weights)
     if rank_sums is not None and spec.coupled:
         fields["made"] = {}
     return ScalarObjective(
@@ -161,8 +167,7 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
             weights[metric.weighting] = weights_in(of_ids, batch[metric.ids], batch.mask)
             groups[metric.weighting] = (of_ids > 0).sum().to(dtype)
         counts.append(groups[metric.weighting])
-    # each in its memory: a caller may add up those of ranks in place
-    return weights, [*torch.stack(counts).unbind()] if len(counts) > 1 else counts
+    return weights, counts
 
 
 def agreed_batch(tokens: Tokens) -> None:
