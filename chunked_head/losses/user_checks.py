@@ -289,9 +289,9 @@ def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
     device = device_of(summand.function, summand.options, summand.tensors)
     with by_itself(True, device):
         made, reads = Synthetic(summand.tensors, extra, device), Reads()
-        whole = run(where, summand, made, WHOLE, reads)
+        at_once = run(where, summand, made, WHOLE, reads)
         pieces = [run(where, summand, made, piece, Reads()) for piece in PIECES if summand.scope == "token"]
-        for what, found in whole.items():
+        for what, found in at_once.items():
             if pieces and not same(found[made.mask], torch.cat([piece[what] for piece in pieces])[made.mask]):
                 raise ValueError(
                     f'{where} has scope="token", but its {what} on {TOKENS} made-up tokens at once and in pieces '
@@ -393,15 +393,15 @@ def run_over_ranks(
     with by_itself(False, device):
         made = Synthetic(tensors, known, device)
         try:
-            whole, sums = run(WHOLE, [])
+            at_once, sums = run(WHOLE, [])
         except Exception:  # it cannot run on made-up tokens, as its maker may have said by check=False
             return
         values, own = zip(*(run(piece, sums) for piece in OF_RANKS), strict=True)
     right = all(len(each) == len(sums) for each in own)
     right = right and all(same(found, first + second) for found, first, second in zip(sums, *own, strict=True))
     if part.unit == "token":
-        whole, values = whole[made.mask], (torch.cat(values)[made.mask],)
-    if not right or not all(same(whole, each) for each in values):
+        at_once, values = at_once[made.mask], (torch.cat(values)[made.mask],)
+    if not right or not all(same(at_once, each) for each in values):
         raise ValueError(
             f"{what} {part.label} has other values where a segment's tokens lie on two ranks: it puts tokens together "
             "by other means than batch.segment_sum, segment_mean and segment_count, and these alone are summed over "

@@ -211,16 +211,16 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
 
     Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. On
     vocabulary-parallel ranks metrics are equal already: reduce over groups that hold different tokens. Those of a call
-    with ``TokenParallel`` over this group are whole already, and stay as they are. Without an initialised process
+    with ``TokenParallel`` over this group are of all ranks already, and stay so. Without an initialised process
     group there is nothing to do. fp32, fp64 where a metric is.
     """
     from torch import distributed
 
     if not metrics or not (distributed.is_available() and distributed.is_initialized()):
         return dict(metrics)
-    whole: Any = distributed.group.WORLD if group is None else group
-    partial = {name: value for name, value in metrics.items() if value.whole_of != whole.group_name}
-    return {**metrics, **over_ranks(partial, whole)}
+    ranks: Any = distributed.group.WORLD if group is None else group
+    partial = {name: value for name, value in metrics.items() if value.whole_of != ranks.group_name}
+    return {**metrics, **over_ranks(partial, ranks)}
 
 
 def over_ranks(metrics: Mapping[str, MetricValue], group: Any, counts: bool = True) -> dict[str, MetricValue]:
