@@ -16,9 +16,10 @@ from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import merge_ranks
 from ..plan.plans import Plan
 from ..plan.sizes import slices
+from . import torch_store
 from .operands import Head, Rows, Teacher
 from .sets import SetStore, kept_sets
-from .store import Store, block_rows
+from .store import Store
 from .torch_store import GivenView, TorchStore
 
 
@@ -119,7 +120,7 @@ class Backend:
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""
         factor, out = functools.reduce(torch.mul, factors), torch.empty_like(source, dtype=dtype)
-        for part in slices(source.numel(), block_rows(1)):
+        for part in slices(source.numel(), torch_store.TILE_ELEMENTS):
             out.view(-1)[part] = source.view(-1)[part] * factor
         return out
 

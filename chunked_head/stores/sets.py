@@ -15,7 +15,8 @@ from ..kernels.common.tiles import BEHIND
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .operands import Head, Kept, Rows, Sets
-from .store import LogitsView, Store, scratch_buffers, slope, transform_, wide_dtype
+from .store import LogitsView, Store
+from .torch_store import scratch_buffers, slope, transform_, wide_dtype
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
 

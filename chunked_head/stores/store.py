@@ -1,5 +1,4 @@
-"""The protocol of a store, what stores that multiply, and those in torch operations, have in common, and the store of
-logits that exist already."""
+"""The protocol of a store, what stores that multiply have in common, and the store of logits that exist already."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,14 +6,11 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
-from ..plan.plans import Plan, cast_buffers
-from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
+from ..plan.plans import Plan
+from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import add_dhidden, add_dweight, put
-from .operands import Head, Rows, Teacher
-
-TILE_ELEMENTS = 1 << 18  # of elementwise work in torch operations
-BYTES_PER_ROW = 24  # temporaries of the gradient of a row of logits
+from .operands import Head, Rows
 
 
 class Store:
@@ -178,69 +174,3 @@ def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
     # for all rows of a chunk: their strips lie as far apart as the student's
     strips = sizes.gpu.strips_of(columns, sizes.teacher_width, relative=True)
     yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, SWEEP, last)
-
-
-# ---- what stores in torch operations have in common
-
-
-def scratch_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Elementwise tiles of the largest statistic and gradient, while no tile of the weight is cast; and the
-    values of several chunks, which are copied to be summed."""
-    demand, pairing, cast = (
-        sizes.demand,
-        sizes.demand.pairing,
-        sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP)),
-    )
-    tile = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
-    if first == SWEEP:
-        tiles = 7.25 if pairing else 4.25 if any(demand.entropy) else 1
-        yield Buffer("tiles of statistics", (max(0, int(tiles * tile) - cast),), BYTE, SWEEP, SWEEP)
-        if rows < sizes.tokens and not sizes.late_upstream:
-            yield Buffer("values of all chunks", (sizes.tokens, demand.values), sizes.wide, HIDDEN, HIDDEN)
-    if last == LOOP:
-        tiles = 3.25 * any(demand.entropy) + 2 * (len(demand.views) > 1)
-        if pairing:
-            tiles += 6 if pairing.beta is None else 9.25
-        yield Buffer("tiles of gradients", (max(0, int(tiles * tile) - cast),), BYTE, LOOP, LOOP)
-        yield Buffer("numbers of rows", (rows, BYTES_PER_ROW), BYTE, LOOP, LOOP)
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def row_blocks(logits: Tensor) -> list[slice]:
-    """Slices of rows that make a tile of the cache's size."""
-    return slices(logits.shape[0], block_rows(logits.shape[1]))
-
-
-def block_rows(columns: int) -> int:
-    return max(1, TILE_ELEMENTS // max(1, columns))
-
-
-def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher, scale: Tensor | None) -> None:
-    """Bias, scale and cap in place, and at last the rows' ``scale``, tile by tile."""
-    scale = scale if head.scaled else None
-    if bias is None and head.softcap is None and head.logit_scale == 1.0 and scale is None:
-        return
-    for rows in row_blocks(x):
-        part = x[rows]
-        if bias is not None:
-            part.add_(bias)
-        if head.softcap is not None:
-            part.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap)
-        elif head.logit_scale != 1.0:
-            part.mul_(head.logit_scale)
-        if scale is not None:
-            part.mul_(scale[rows, None])
-
-
-def slope(x: Tensor, head: Head, scale: Tensor | None) -> Tensor | float:
-    """d x / d raw logit, from the transformed logit; ``scale``: of the rows."""
-    if scale is not None:
-        scale = scale.view(-1, *[1] * (x.dim() - 1))
-    if head.softcap is None:
-        return head.logit_scale if scale is None else head.logit_scale * scale
-    capped = x / head.softcap if scale is None else x / (head.softcap * scale)
-    bend = capped.square_().neg_().add_(1.0).mul_(head.logit_scale)
-    return bend if scale is None else bend.mul_(scale)

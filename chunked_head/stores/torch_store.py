@@ -12,12 +12,15 @@ from torch import Tensor
 
 from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats, View
 from ..kernels.common.tiles import LOG_FLOOR
-from ..plan.plans import Plan
-from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes
+from ..plan.plans import Plan, cast_buffers
+from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, Teacher
-from .store import MatmulStore, block_rows, row_blocks, scratch_buffers, slope, transform_, wide_dtype
+from .store import MatmulStore
+
+TILE_ELEMENTS = 1 << 18
+BYTES_PER_ROW = 24  # temporaries of the gradient of a row of logits
 
 
 class TorchStore(MatmulStore):
@@ -267,6 +270,28 @@ class GivenView(TorchStore):
             self.gradient_of[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)
 
 
+def scratch_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
+    """Elementwise tiles of the largest statistic and gradient, while no tile of the weight is cast; and the
+    values of several chunks, which are copied to be summed."""
+    demand, pairing, cast = (
+        sizes.demand,
+        sizes.demand.pairing,
+        sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP)),
+    )
+    tile = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
+    if first == SWEEP:
+        tiles = 7.25 if pairing else 4.25 if any(demand.entropy) else 1
+        yield Buffer("tiles of statistics", (max(0, int(tiles * tile) - cast),), BYTE, SWEEP, SWEEP)
+        if rows < sizes.tokens and not sizes.late_upstream:
+            yield Buffer("values of all chunks", (sizes.tokens, demand.values), sizes.wide, HIDDEN, HIDDEN)
+    if last == LOOP:
+        tiles = 3.25 * any(demand.entropy) + 2 * (len(demand.views) > 1)
+        if pairing:
+            tiles += 6 if pairing.beta is None else 9.25
+        yield Buffer("tiles of gradients", (max(0, int(tiles * tile) - cast),), BYTE, LOOP, LOOP)
+        yield Buffer("numbers of rows", (rows, BYTES_PER_ROW), BYTE, LOOP, LOOP)
+
+
 def softmax_stats(x: Tensor, target: Tensor, row_max: Tensor, view: View, suffix: str, out: RowStats) -> None:
     """Statistics of one softmax of rows ``x``, into the fields of that suffix."""
     if view.columns is not None:
@@ -334,3 +359,44 @@ def logprobs_(x: Tensor, start: Tensor | None, rest: Tensor | None) -> Tensor:
     """Logits to log-probabilities, in place."""
     assert start is not None and rest is not None
     return x.sub_(start[:, None]).add_(rest[:, None])
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def row_blocks(logits: Tensor) -> list[slice]:
+    """Slices of rows that make a tile of the cache's size."""
+    return slices(logits.shape[0], block_rows(logits.shape[1]))
+
+
+def block_rows(columns: int) -> int:
+    return max(1, TILE_ELEMENTS // max(1, columns))
+
+
+def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher, scale: Tensor | None) -> None:
+    """Bias, scale and cap in place, and at last the rows' ``scale``, tile by tile."""
+    scale = scale if head.scaled else None
+    if bias is None and head.softcap is None and head.logit_scale == 1.0 and scale is None:
+        return
+    for rows in row_blocks(x):
+        part = x[rows]
+        if bias is not None:
+            part.add_(bias)
+        if head.softcap is not None:
+            part.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap)
+        elif head.logit_scale != 1.0:
+            part.mul_(head.logit_scale)
+        if scale is not None:
+            part.mul_(scale[rows, None])
+
+
+def slope(x: Tensor, head: Head, scale: Tensor | None) -> Tensor | float:
+    """d x / d raw logit, from the transformed logit; ``scale``: of the rows."""
+    if scale is not None:
+        scale = scale.view(-1, *[1] * (x.dim() - 1))
+    if head.softcap is None:
+        return head.logit_scale if scale is None else head.logit_scale * scale
+    capped = x / head.softcap if scale is None else x / (head.softcap * scale)
+    bend = capped.square_().neg_().add_(1.0).mul_(head.logit_scale)
+    return bend if scale is None else bend.mul_(scale)

@@ -11,7 +11,7 @@ from tracking import MiB, Tracker, assert_predicted, no_host_synchronisation, pe
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.losses import Losses
-from chunked_head.stores import sets, store
+from chunked_head.stores import sets, torch_store
 
 CHUNK = 32
 # the interpreter copies a kernel's arguments for itself
@@ -30,7 +30,7 @@ def call(case: LossCase, inputs: LossInputs, place: Place, **more: Any) -> LossO
 def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor of chunk x vocabulary elements at a time, and one more where there is a dense teacher."""
     # tiles much smaller than these small chunks, as they are beside real ones
-    monkeypatch.setattr(store, "TILE_ELEMENTS", 1024)
+    monkeypatch.setattr(torch_store, "TILE_ELEMENTS", 1024)
     monkeypatch.setattr(sets, "GATHERED", 1024)
     inputs = inputs_of(case, torch.float16 if place.backend == "triton" else torch.float32, place.device)
     weight = inputs.weight[:, :16].contiguous()  # its gradient is smaller than a chunk's logits
