@@ -214,11 +214,8 @@ def summed_fields(tokens: Tokens) -> list[str]:
     read = {name for part in parts if part.scope == "segment" for name in (*part.fields, *part.optional_fields)}
     if "segments" not in tokens.batch:
         return []
-
-    def is_value(tensor: Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.dim() == 1
-
-    return sorted(name for name in read & tokens.token_fields if is_value(tokens.batch[name]))
+    values = {name: tokens.batch[name] for name in read & tokens.token_fields}
+    return sorted(name for name, value in values.items() if value.is_floating_point() and value.dim() == 1)
 
 
 def shown(value: Any) -> str:

@@ -189,7 +189,13 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
         teacher_vocab = check_shared_teacher(call, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     if call.outputs and call.outputs != ("values",):
-        check_outputs(call)
+        most, top_k = call.vocab if call.shard is None else min(call.shard.split.rows), call.top_k
+        checks.refuse({
+            "target is None, and log-probabilities are those of targets; pass token ids":
+                call.target is None and not losses.terms,
+            f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}":
+                top_k is not None and not 1 <= top_k <= most,
+        })  # fmt: skip
     spec = decided(call, losses, dtype, backend, wanted, known, autocast, columns, teacher_vocab, numbers)
     if call.kept_everywhere and "kept_ids" not in wanted:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
@@ -260,15 +266,6 @@ def demand_of(needed: Demand, outputs: Sequence[str], top_k: int | None) -> Dema
         top="argmax" in outputs, top_k=top_k or 0,
         rank_one=needed.pairing is None and not (entropy or mean or squares),
     )  # fmt: skip
-
-
-def check_outputs(call: Call[Any]) -> None:
-    """Raises where a call cannot return such values for each token."""
-    if call.target is None and not call.losses.terms:
-        raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
-    most = call.vocab if call.shard is None else min(call.shard.split.rows)
-    if call.top_k is not None and not 1 <= call.top_k <= most:
-        raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {call.top_k}")
 
 
 def check_losses(call: Call[Any]) -> None:
