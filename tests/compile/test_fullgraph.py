@@ -59,13 +59,6 @@ def test_fullgraph(call: Callable[[Data], Any], both_ways: None) -> None:
     assert_alike(call, make_data(), exact=call is not gspo, backend="aot_eager")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("call", [plain, grpo, logprobs], ids=lambda call: call.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inductor(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
-    assert_alike(call, make_data(dtype), exact=False)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(CALLS)), ids=[call.__name__ for call in CALLS])
 def test_on_a_gpu(number: int) -> None:

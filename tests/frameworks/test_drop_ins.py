@@ -204,16 +204,6 @@ def test_cut_cross_entropy_implementations(impl: str) -> None:
     close(loss, F.cross_entropy(leaves[0] @ leaves[1].t(), target))
 
 
-@pytest.mark.parametrize("which", ["accum_e_fp32", "accum_c_fp32"])
-def test_cut_cross_entropy_sums_in_fp32(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
-    monkeypatch.setattr(cce.head, "linear_cross_entropy", lambda *args, **options: seen.update(options))
-    leaves, target = operands()
-    cce.linear_cross_entropy(*leaves[:2], target, **{which: True}, memory_budget="9MiB", skip_ignored="wait")
-    assert seen["accumulate_dtype"] == torch.float32
-    assert seen["memory_budget"] == "9MiB" and seen["skip_ignored"] == "wait"
-
-
 def test_without_tokens_that_count() -> None:
     (hidden, weight, bias), target = operands()
     nothing = torch.full_like(target, -100)

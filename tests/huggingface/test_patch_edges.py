@@ -255,16 +255,6 @@ def inline() -> Any:
     return Inline(transformers.LlamaConfig(**tiny_models.SIZES)).train()
 
 
-def test_dtypes_under_autocast() -> None:
-    for model in pair(inline):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss, logits = model(**tokens())
-            again = F.cross_entropy(logits.flatten(0, 1), IDS.flatten())
-        assert (loss.dtype, logits.dtype, again.dtype) == (torch.float32, torch.bfloat16, torch.float32)
-        half = model.bfloat16()(**tokens())[0]
-        assert half.dtype == torch.bfloat16
-
-
 @pytest.mark.gpu
 def test_log_probabilities_under_autocast() -> None:
     """Autocast of a GPU computes a log-softmax in fp32."""

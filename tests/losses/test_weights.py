@@ -1,6 +1,5 @@
 """Normalisers and token weights: against loops over sequences, Liger's reductions and TRL's masks."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,15 +166,6 @@ def test_the_largest_entropies() -> None:
         found = weights.entropy_quantile(torch.where(mask, entropy, torch.nan), mask, fraction)["token_weights"]
         assert torch.equal(found, expected.float())
     assert not weights.entropy_quantile(entropy, torch.zeros_like(mask), 0.2)["token_weights"].any()
-
-
-@pytest.mark.exhaustive  # to import TRL takes seconds
-def test_against_trl_on_one_process() -> None:
-    trainer = pytest.importorskip("trl").GRPOTrainer
-    entropy, mask = torch.rand(4, 9), torch.rand(4, 9) < 0.6
-    alone = SimpleNamespace(pad_across_processes=lambda tensor, **_: tensor, gather=lambda tensor: tensor)
-    theirs = trainer.get_high_entropy_mask(SimpleNamespace(accelerator=alone), entropy, mask.int(), 0.7)
-    assert torch.equal(weights.entropy_quantile(entropy, mask, 0.3)["token_weights"], theirs.float())
 
 
 def test_covariances() -> None:

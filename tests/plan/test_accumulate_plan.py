@@ -10,7 +10,7 @@ from tiers import crossed
 from torch import Tensor, nn
 from tracking import MiB, NoProducts, Tracker, assert_predicted, no_host_synchronisation, peak_of
 
-from chunked_head import ChunkedHead, Plan, linear_cross_entropy, plan
+from chunked_head import Plan, linear_cross_entropy, plan
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
 HALF = torch.bfloat16
@@ -136,18 +136,6 @@ def test_wrong_weight_or_option() -> None:
     flat = torch.zeros(2, 11, 8)
     linear_cross_entropy(hidden, nn.Parameter(flat[0]), target, accumulate_into=flat[1]).backward()
     assert flat[1].any() and not flat[0].any()
-
-
-def test_module_option() -> None:
-    head = ChunkedHead(8, 11, accumulate_into="main_grad")
-    hidden, target = torch.randn(5, 8), torch.arange(5)
-    with torch.no_grad():
-        expected = head(hidden, target)
-    with pytest.raises(ValueError, match=r"weight.main_grad, which is not there"):
-        head(hidden, target)
-    head.weight.main_grad = torch.zeros_like(head.weight)
-    torch.testing.assert_close(head(hidden, target).detach(), expected)
-    assert head.weight.main_grad.any()
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import PLACES, Place
 from logits_cases import made_logits, made_target
+from tiers import ALL
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -184,7 +185,8 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[Setting], Any]]] = {
         losses.custom(relative, scope="segment", unit="token"), "segments", "advantages")),
     "without gradient on one rank": (("tokens",), without_gradient),
 }  # fmt: skip
-NAMES = [(name, layout) for name, (layouts, _) in CALLS.items() for layout in layouts]
+# to compile takes longer than all the others together
+NAMES = [(name, layout) for name, (layouts, _) in CALLS.items() for layout in layouts if ALL or name != "compiled"]
 
 
 def found(call: Callable[[Setting], Any], layout: str) -> dict[str, Any]:
