@@ -235,47 +235,6 @@ def test_errors(batch: dict[str, Tensor], more: dict[str, Any], error: type[Exce
         )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_sampling_replayed(place: Place) -> None:
-    """Tokens drawn with top-p by transformers, their sets given back: the trainer's log-probabilities are the
-    sampler's, which those of the whole vocabulary miss by the mass that was left out."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config).to(place.device)
-    torch.nn.init.normal_(model.lm_head.weight, std=0.6)
-    processors = transformers.LogitsProcessorList([transformers.TopPLogitsWarper(0.8)])
-    tokens = torch.randint(0, 97, (2, 1), device=place.device)
-    kept, old = [], []
-    with torch.no_grad():
-        for _ in range(12):
-            scores = processors(tokens, model(tokens).logits[:, -1].float())
-            drawn = torch.multinomial(scores.softmax(-1), 1)
-            kept.append([row.isfinite().nonzero()[:, 0] for row in scores])
-            old.append(scores.log_softmax(-1).gather(1, drawn))
-            tokens = torch.cat([tokens, drawn], 1)
-        hidden = model.model(tokens).last_hidden_state
-    each = [[torch.zeros(0, dtype=torch.int64, device=place.device)] + [step[row] for step in kept] for row in (0, 1)]
-    lengths = [len(ids) for row in each for ids in row]
-    batch = {
-        "kept_ids": torch.cat([ids for row in each for ids in row]),
-        "kept_offsets": torch.tensor([0, *lengths], device=place.device).cumsum(0),
-        "old_logprobs": F.pad(torch.cat(old, 1), (1, 0)), "advantages": torch.ones_like(tokens, dtype=torch.float32),
-    }  # fmt: skip
-    asked = [metrics.ratio(reduce="max"), metrics.ratio(reduce="min")]
-    head = hidden, model.lm_head.weight, tokens, losses.grpo()
-    whole = {name: value for name, value in batch.items() if not name.startswith("kept")}
-    for fields, error in ((batch, 0.0), (whole, None)):
-        out = linear_loss(*head, batch=fields, metrics=asked, shift=1, backend=place.backend)
-        ratios = [float(out.metrics[name].value) for name in ("ratio_max", "ratio_min")]
-        if error is None:
-            assert ratios[1] < 0.9 and ratios[0] < 1.0, "the surviving mass"
-        else:
-            assert max(abs(ratio - 1.0) for ratio in ratios) <= 1e-5, ratios
-
-
 @crossed(place=PLACES, shared=[True, False], temperature=[1.0, 0.7, "each"])
 def test_candidates(place: Place, shared: bool, temperature: Any) -> None:
     """Of each token or of all, some named twice and some the target, with a bias of each: a dense mask in float64."""

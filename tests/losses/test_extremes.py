@@ -143,17 +143,6 @@ def test_gradients_flow_at_the_ceiling(name: str) -> None:
     assert beyond.item() == 0 and math.isclose(values.item(), ratio)
 
 
-def test_rollout_weights_by_default() -> None:
-    """2 truncates and 3 masks, inclusive; a masked token keeps its place with value 0."""
-    weights = torch.tensor([0.5, 1.9, 2.1, 2.9, 3.1, 1e6], dtype=F64)
-    for mode, expected in (("truncate", [0.5, 1.9, 2, 2, 2, 2]), ("mask", [0.5, 1.9, 2.1, 2.9, 0, 0])):
-        x = logits(torch.full((6,), -1.0, dtype=F64))
-        old = logits_logprobs(x, torch.zeros(6, dtype=torch.int64))
-        fields = {"advantages": torch.ones(6, dtype=F64), "old_logprobs": old, "rollout_logprobs": old - weights.log()}
-        _, slopes = units(losses.reinforce(rollout=mode), x, **fields)
-        torch.testing.assert_close(-slopes, torch.tensor(expected, dtype=F64))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_rollout_weights_stay_finite(dtype: torch.dtype) -> None:
     rollout, ones = torch.tensor([1e4, 100.0, -100.0, -1e4, math.inf], dtype=dtype), torch.ones(5, dtype=dtype)
