@@ -18,7 +18,7 @@ from ..core.stats import Coefficients, Demand, RowStats
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import metrics_of_all_ranks
 from ..stores import Backend
-from ..stores.operands import Kept, Teacher
+from ..stores.operands import Kept, TeacherHead
 from .demand import Structure
 from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, evaluate_rows, full_table, masked, totals
 
@@ -69,7 +69,7 @@ class Objective:
     structure: Structure
     target: Tensor  # [tokens] int64, -1 where a token does not count
     columns: Tensor | None  # [tokens, K] int64, -1 for none
-    teacher: Teacher | None
+    teacher: TeacherHead | None
     class_weights: Tensor | None
     scale: Tensor | None  # [tokens] factor of a token's logits, None for 1
     kept: Kept | None  # columns that tokens' softmaxes are over, None where all are over the vocabulary

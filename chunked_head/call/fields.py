@@ -8,10 +8,9 @@ from torch import Tensor
 
 from ..core.checks import check_device, is_dtensor, nearest, refuse
 from ..core.checks import name as name_of
-from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand
-from ..losses.base import Teacher as TeacherOptions
+from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand, Teacher
 from ..metrics import Metric
-from ..stores.operands import Teacher
+from ..stores.operands import TeacherHead
 
 TEMPERATURE = "temperature of each token"  # an argument of the call, brought into the order of rows as fields are
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
@@ -249,13 +248,13 @@ def check_dense_teacher(
 
 
 def make_teacher(
-    fields: Mapping[str, Tensor], options: TeacherOptions, columns: int, dtype: torch.dtype | None
-) -> Teacher:
+    fields: Mapping[str, Tensor], options: Teacher, columns: int, dtype: torch.dtype | None
+) -> TeacherHead:
     """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap, or that of
     each token; ``dtype``: of its matmul, where autocast gives one."""
     temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
-    return Teacher(
+    return TeacherHead(
         fields.get("teacher_logits"),
         fields.get("teacher_hidden"),
         None if weight is None else weight[:columns].detach(),

@@ -17,7 +17,7 @@ from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Request, Sizes
 from ..stores import Layout
-from ..stores.operands import Teacher
+from ..stores.operands import TeacherHead
 from .function import Forward, Loss, forward_of
 from .logits_call import LogitsCall, logits_call
 from .objectives import call_fields, objective_of
@@ -145,7 +145,7 @@ def sizes_of(
     plain_rows: bool = True,
     buffer_dtype: torch.dtype | None = None,
     skips: bool = False,
-    teacher: Teacher | None = None,
+    teacher: TeacherHead | None = None,
     **traits: Any,
 ) -> Sizes:
     """The sizes that a plan for so many tokens is made from. ``by_segments``: chunks end where segments do. ``again``:

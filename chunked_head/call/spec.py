@@ -40,19 +40,21 @@ class Spec:
     structure: Structure | None  # None with a user's function, which must not outlive the call: ``structure_at``
     demand: Demand  # the statistics: what losses and metrics need, and what the function returns
     names_fields: bool  # tensors of losses and of the head are fields too, by names of their own: ``named_weights``
-    wanted: tuple[str, ...]  # fields that are read
-    withheld: frozenset[str]  # those of the batch that are not
-    known: Mapping[str, Field]
-    autocast: bool  # whether it gives the dtype of the matmuls
+    wanted: tuple[str, ...]  # names of fields that losses and metrics read
+    withheld: frozenset[str]  # names of the batch's other fields
+    known: Mapping[str, Field]  # kind and type of every field, by name
+    autocast: bool  # autocast gives the dtype of the matmuls
     request: Request
     late: bool  # upstream gradients are of each token, and come late
     coupled: bool  # a loss needs all tokens' statistics for its values, and gradients wait for them
-    by_segments: bool  # those of a segment's, or a pair's, are all that is waited for
-    kept_everywhere: bool  # whether every token that counts has columns of its own, and no token the vocabulary
+    by_segments: bool  # the statistics of a segment's tokens, or a pair's, are all that it needs
+    kept_everywhere: bool  # every token that counts has a set of columns: no softmax is over the vocabulary
     columns: int  # K of teacher_ids, 0 without
     teacher_vocab: int | None  # of a dense teacher
-    numbers: tuple[Any, ...]  # those of the calls that it is for
-    plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))  # whatever the numbers of calls
+    numbers: tuple[Any, ...]  # of the head, losses and metrics, that the structure is made at
+    plans: Cache[Hashable, Plan] = field(
+        default_factory=lambda: Cache(MOST_PLANS)
+    )  # by sizes; shared by Specs of other numbers
 
 
 SPECS: Cache[Hashable, Spec] = Cache(MOST_SPECS)

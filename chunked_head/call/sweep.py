@@ -141,9 +141,9 @@ class LocalCall:
     forward: ClassVar[Callable[..., tuple[RowStats, Gradients | None]]]
     # the operands' gradients, from what autograd saved of them, statistics and upstream gradients
     late_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
-    # buffers of the gradients that a sweep of what is given makes; None where it makes none. The last: known statistics
+    # from hidden states or logits and whether statistics are known: buffers of the sweep's gradients, None for none
     new_gradients: ClassVar[Callable[..., Gradients | None]]
-    # the work on what is given, with a head, into statistics and gradients. The last: known statistics
+    # from hidden states or logits, head, statistics, gradients and whether statistics are known: the sweep's work
     begin: ClassVar[Callable[..., Work]]
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:

@@ -21,7 +21,7 @@ from ..parallel.tokens import RankSums
 from ..plan.segments import Group, groups_of, order_of
 from ..plan.sizes import slices
 from ..stores import Backend, Targets
-from ..stores.operands import Kept, Sets, Teacher
+from ..stores.operands import Kept, Sets, TeacherHead
 from .fields import TEMPERATURE, make_teacher
 from .options import Call
 from .spec import Spec, named_weights, own_matmuls, structure_at
@@ -94,7 +94,7 @@ class Tokens:
     inverse: Tensor  # [] of that dtype: one_or_nan / counted, or / 1 where none does
     fields: dict[str, Tensor]
     token_fields: frozenset[str]  # the fields of which a row is a token's
-    teacher: Teacher | None
+    teacher: TeacherHead | None
     scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
     kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None

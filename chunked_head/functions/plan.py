@@ -23,7 +23,7 @@ from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..stores import backend_of
 from ..stores.gradients import sum_dtype
-from ..stores.operands import Teacher
+from ..stores.operands import TeacherHead
 from .logprobs import FLAGS, output_names
 
 
@@ -164,7 +164,7 @@ def plan(
         rows, logits = None, made(0, dtype=torch.float32)
         if teacher_hidden is not None:
             rows = made(pairing.columns, teacher_hidden, dtype=teacher_dtype or dtype)
-        teacher = Teacher(logits if rows is None else None, rows, rows, None, dtype=dtype if autocast else None)
+        teacher = TeacherHead(logits if rows is None else None, rows, rows, None, dtype=dtype if autocast else None)
     traits: dict[str, Any] = {"columns": parts[0], "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1}
     traits["largest_part"] = parts[0] if ranks > 1 else None
     if absent is not None and "gpu" in chosen.traits(place):

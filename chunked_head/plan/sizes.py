@@ -120,14 +120,14 @@ class Sizes:
     # the time at which gradients can be made
     late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
     coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
-    by_segments: bool = False  # on those of its segment only: chunks end where segments do
+    by_segments: bool = False  # it depends on those of its segment only: chunks end where segments do
     # statistics
     demand: Demand = PLAIN
     deterministic: bool = False  # a token's numbers do not depend on the other tokens, nor on their number
     block: int | None = None  # ids of a block, which statistics are summed in before the sum of blocks
     # a dense teacher
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
-    teacher_cast: bool = False  # whether its head is cast for autocast
+    teacher_cast: bool = False  # its head is cast for autocast
     teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
     # hidden states
     copied: bool = False  # no view flattens them, or they run in another order
@@ -135,7 +135,7 @@ class Sizes:
     # ranks
     ranks: int = 1  # that share the vocabulary, and whose statistics come together
     largest_part: int | None = None  # columns of the rank that has most of them
-    hidden_ranks: int = 1  # ranks that each have an equal part of the hidden states
+    hidden_ranks: int = 1  # that each have an equal part of the hidden states
     # the backend and the device
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     gpu: Gpu | None = None  # the architecture whose matmuls of ours run; None: BLAS's

@@ -17,7 +17,7 @@ from ..parallel.merge import merge_ranks
 from ..plan.plans import Plan
 from ..plan.sizes import slices
 from . import torch_store
-from .operands import Head, Rows, Teacher
+from .operands import Head, Rows, TeacherHead
 from .sets import SetStore, kept_sets
 from .store import Store
 from .torch_store import GivenView, TorchStore
@@ -97,7 +97,7 @@ class Backend:
         """The store of a call's chunks, where the softmax of some token is over the vocabulary."""
         return TorchStore
 
-    def teacher_store(self, teacher: Teacher, store: type[Store]) -> Literal["relative", "logits"] | None:
+    def teacher_store(self, teacher: TeacherHead, store: type[Store]) -> Literal["relative", "logits"] | None:
         """Form in which a dense teacher's logits are stored; None where the caller's are read in place."""
         return "logits"
 

@@ -36,7 +36,7 @@ class Head:
 
 
 @dataclass(frozen=True, eq=False)
-class Teacher:
+class TeacherHead:
     """A dense teacher: its logits, or its hidden states and head; its temperature is in scale and cap, or its rows'."""
 
     logits: Tensor | None  # [tokens, vocabulary], raw
@@ -52,14 +52,14 @@ class Teacher:
     def casts(self) -> bool:
         return self.weight is not None and self.dtype not in (None, self.weight.dtype)
 
-    def cast(self) -> "Teacher":
+    def cast(self) -> "TeacherHead":
         """The teacher with its head in the dtype of the matmul."""
         if self.dtype is None or self.weight is None:
             return self
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
-    def rows(self, rows: slice | Tensor) -> "Teacher":
+    def rows(self, rows: slice | Tensor) -> "TeacherHead":
         """The teacher of a slice of rows, or of rows by their numbers."""
         given: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
         return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
@@ -68,7 +68,7 @@ class Teacher:
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.logits, self.hidden, self.weight, self.bias) if t is not None]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Teacher":
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "TeacherHead":
         names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
         given: dict[str, Any] = dict(zip(names, tensors, strict=False))
         return replace(self, **given)
@@ -111,7 +111,7 @@ class Sets(NamedTuple):
     length: int  # of the dimension along which rows predict tokens
     shift: int  # how far before them
     vocab: int
-    everywhere: bool  # whether a row that counts and keeps no set is wrong
+    everywhere: bool  # a row that counts and keeps no set is an error
 
 
 class Rows(NamedTuple):
@@ -121,7 +121,7 @@ class Rows(NamedTuple):
     target: Tensor  # [rows] int64, -1 where a row does not count
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
     scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1
-    teacher: Teacher | None = None
+    teacher: TeacherHead | None = None
     counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
     first: int = 0  # of these rows within the call
     source: Tensor | None = None  # [rows, hidden] as given

@@ -16,7 +16,7 @@ from ..plan.plans import Plan, cast_buffers
 from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .matmul import project_biased
-from .operands import Head, Rows, Teacher
+from .operands import Head, Rows, TeacherHead
 from .store import MatmulStore
 
 TILE_ELEMENTS = 1 << 18
@@ -82,7 +82,7 @@ class TorchStore(MatmulStore):
         return logits
 
     def projected(
-        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head | Teacher, buffer: Tensor
+        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head | TeacherHead, buffer: Tensor
     ) -> Tensor:
         """Logits of a student or a teacher, in the first elements of the buffer."""
         count, columns = len(hidden), len(weight)
@@ -374,7 +374,7 @@ def block_rows(columns: int) -> int:
     return max(1, TILE_ELEMENTS // max(1, columns))
 
 
-def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher, scale: Tensor | None) -> None:
+def transform_(x: Tensor, bias: Tensor | None, head: Head | TeacherHead, scale: Tensor | None) -> None:
     """Bias, scale and cap in place, and at last the rows' ``scale``, tile by tile."""
     scale = scale if head.scaled else None
     if bias is None and head.softcap is None and head.logit_scale == 1.0 and scale is None:

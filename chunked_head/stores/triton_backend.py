@@ -29,7 +29,7 @@ from ..kernels.statistics import launch as statistics
 from ..plan.plans import Plan
 from .backend import Backend, Layout, Targets
 from .matmul import sums_halves
-from .operands import Head, Kept, Rows, Sets, Teacher
+from .operands import Head, Kept, Rows, Sets, TeacherHead
 from .sets import SetStore
 from .store import Store
 from .triton_relative import FastStore, RelativeStore
@@ -121,7 +121,7 @@ class TritonBackend(Backend):
         fast = one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows
         return FastStore if fast else RelativeStore
 
-    def teacher_store(self, teacher: Teacher, store: type[Store]) -> Literal["relative", "logits"] | None:
+    def teacher_store(self, teacher: TeacherHead, store: type[Store]) -> Literal["relative", "logits"] | None:
         if teacher.logits is not None:
             return None
         weight = teacher.weight

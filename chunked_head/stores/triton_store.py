@@ -18,7 +18,7 @@ from ..plan.plans import Plan, own_dweight
 from ..plan.sizes import LOOP, Buffer, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import project_biased
-from .operands import Head, Rows, Teacher
+from .operands import Head, Rows, TeacherHead
 from .store import MatmulStore
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
@@ -31,7 +31,7 @@ Parts = tuple[Tensor | None, Tensor | None]
 NO_PARTS: Parts = (None, None)
 
 
-def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
+def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
     """Scale and cap as kernels take them, None for 1 and no cap. ``scale`` [rows]: of the rows."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
@@ -170,7 +170,7 @@ class LogitsStore(KernelStore):
             self.teacher_buffer = torch.empty(elements, dtype=torch.float32, device=device)
 
     def raw_logits(
-        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head | Teacher, buffer: Tensor
+        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head | TeacherHead, buffer: Tensor
     ) -> Stored:
         """Raw logits of a student or a teacher, with the bias or the bias to be added, to be read with the head's scale
         and cap."""

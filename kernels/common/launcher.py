@@ -36,7 +36,7 @@ NOTHING = (None,)
 AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
 
 
-class Sizes(dict[int, object]):
+class IntegerKinds(dict[int, object]):
     """Properties of integers that Triton compiles anew for: equal to 1, a multiple of 16, within 32 bits."""
 
     def __missing__(self, size: int) -> object:
@@ -46,14 +46,14 @@ class Sizes(dict[int, object]):
         return found
 
 
-SIZES = Sizes()
+SIZES = IntegerKinds()
 
 
 def specialization(parameter: Any) -> str:
     """An expression of an argument for what Triton compiles a kernel anew for.
 
     A constant: itself. A descriptor: dtype and block. A pointer: dtype, and whether it is a multiple of 16 bytes. An
-    integer: see ``Sizes``. Any other number: its type.
+    integer: see ``IntegerKinds``. Any other number: its type.
     """
     name = parameter.name
     if parameter.is_constexpr:
