@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="what is launched is Triton's")
 
-from chunked_head.kernels.common import descriptors
 from chunked_head.kernels.common import launcher as launch
+from chunked_head.kernels.common import operands
 from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.operands import Strips, Transform
 from chunked_head.kernels.gradients import launch as gradients
@@ -27,7 +27,7 @@ NOT_SPECIALIZED = {"do_not_specialize": ["rows"], "do_not_specialize_on_alignmen
 
 
 def described(shape: tuple[int, int] = (64, 64), block: tuple[int, int] = (16, 32), dtype: torch.dtype = torch.float16):
-    return descriptors.described(torch.zeros(shape, dtype=dtype), *block)
+    return operands.described(torch.zeros(shape, dtype=dtype), *block)
 
 
 NUMBERS = torch.zeros(64)
