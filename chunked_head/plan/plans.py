@@ -72,9 +72,6 @@ class Plan:
     def blocks(self) -> int:
         return math.ceil(self.sizes.tokens / self.block_tokens)
 
-    def token_chunks(self) -> list[slice]:
-        return slices(self.sizes.tokens, self.chunk_tokens)
-
     def column_tiles(self) -> list[slice]:
         return slices(self.sizes.vocab, self.tile_columns)
 

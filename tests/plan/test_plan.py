@@ -14,7 +14,7 @@ from tracking import MiB
 from chunked_head import Plan, linear_cross_entropy, linear_loss, losses, plan
 from chunked_head.plan import planner
 from chunked_head.plan.planner import default_budget, make_plan
-from chunked_head.plan.sizes import DEFAULT_BUDGET, Request, Sizes, parse_bytes
+from chunked_head.plan.sizes import DEFAULT_BUDGET, Request, Sizes, parse_bytes, slices
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
 
@@ -43,7 +43,7 @@ def test_budget_holds(tokens, hidden, vocab, dtype, budget, reduction, hidden_gr
     grown = 4 * hidden * vocab if budget is None else 0
     assert made.extra_bytes <= (budget or default_budget(made.sizes, 1)) + grown
     assert made.extra_bytes <= made.budget
-    covered = [t for rows in made.token_chunks() for t in (rows.start, rows.stop)]
+    covered = [t for rows in slices(tokens, made.chunk_tokens) for t in (rows.start, rows.stop)]
     assert covered == sorted(covered)
     assert (covered[0], covered[-1]) == (0, tokens) if tokens else not covered
     if made.chunks > 1 and made.chunk_tokens >= 128:
