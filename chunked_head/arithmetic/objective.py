@@ -7,9 +7,9 @@ then for ``outputs`` once. A backward that makes gradients asks for ``coefficien
 arithmetic is that of ``evaluate.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,13 +88,10 @@ class Objective:
         with them. ``closed``: no other tokens belong to their segments. ``values``: what values depend on has been made
         too; else it comes with the gradients, and ``outputs`` makes all values at once."""
 
-    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        """Values that the call returns, once all chunks have been visited."""
-        raise NotImplementedError
-
-    def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
-        """Coefficients of all tokens with the upstream gradients known."""
-        raise NotImplementedError
+    # from statistics of all tokens: values that the call returns, once all chunks have been visited
+    outputs: ClassVar[Callable[..., tuple[Tensor, ...]]]
+    # from statistics and upstream gradients: coefficients of all tokens
+    coefficients_for: ClassVar[Callable[..., Coefficients]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

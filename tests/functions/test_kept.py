@@ -1,4 +1,4 @@
-"""Sets of ids that tokens keep, beside the list of losses: ways to give them, what is not done, sampling replayed."""
+"""Sets of ids that tokens keep, beside the list of losses: ways to give them, what is not done."""
 
 from typing import Any
 
