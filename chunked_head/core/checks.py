@@ -58,7 +58,6 @@ def check_logits(logits: Tensor, target: Tensor | None) -> torch.dtype:
 
 def check_target(target: Tensor | None, rows: Tensor, what: str) -> None:
     if target is not None:
-        # ids first: class probabilities have a shape of their own
         check_ids("target", target)
         leading = tuple(rows.shape[:-1])
         same = tuple(target.shape) == leading
@@ -70,21 +69,10 @@ def check_ids(argument: str, target: Tensor) -> None:
         remedy = "use target.long()"
         if target.is_floating_point():
             remedy = (
-                "ids need .long(); class probabilities p [..., vocab] are a target of linear_cross_entropy and "
-                'CrossEntropyLoss alone; elsewhere pass target=None, losses.forward_kl("cross_entropy") and '
-                'batch={"teacher_logits": p.log()}'
+                "ids need .long(); for class probabilities p [..., vocab] call linear_loss or logits_loss with "
+                'target=None, losses.forward_kl("cross_entropy") and batch={"teacher_logits": p.log()}'
             )
         raise TypeError(f"{argument} must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
-
-
-def check_class_probabilities(target: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    same = tuple(target.shape) == shape
-    check_shape("target", target, same, f"{shape}, class probabilities of each token", "")
-    check_constant("target", target)
-    check_device("target", target, device, "the logits")
-    # a tensor without data, of a graph being made, has no values to look at
-    if type(target) is Tensor and device.type == "cpu" and bool((target < 0).any()):
-        raise ValueError(f"target holds class probabilities, got a negative one, {float(target.min()):g}")
 
 
 def check_per_class(argument: str, vector: Tensor, vocab: int) -> None:

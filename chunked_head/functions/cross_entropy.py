@@ -10,20 +10,18 @@ from torch import Tensor, nn
 from .. import losses
 from ..call.options import NO_LOSSES, Call, Head, call_of, check_options
 from ..call.run import Outcome
-from ..call.spec import check_losses
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..core import checks
 from ..core.checks import flag, nearest
 from ..kernels.common.cache import Cache
 from ..losses.base import Losses
-from ..losses.distillation import TARGET_MASS, fields_of_probabilities
 
 
 @operation
 def linear_cross_entropy(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [vocab, hidden]
-    target: Tensor,  # [...] int64, or class probabilities [..., vocab]
+    target: Tensor,  # [...] int64
     *,
     class_weights: Tensor | None = None,  # [vocab]
     reduction: str = "mean",
@@ -54,10 +52,7 @@ def linear_cross_entropy(
             run in autocast's, each gradient comes in its input's.
         target: token ids [...] int64, the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
             ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since to
-            raise would be to wait for the device. Nothing is read or written out of bounds. Or class probabilities
-            [..., vocab], floating point and without gradient, as ``F.cross_entropy`` takes them: they need not add up
-            to 1, and every token counts. Their logarithm is a float32 copy, and the call takes a pass over it.
-            A negative one raises on the CPU and makes the loss nan elsewhere. Refused with ``VocabParallel``.
+            raise would be to wait for the device. Nothing is read or written out of bounds.
         bias: [vocab], the dtype of ``weight``.
         class_weights: [vocab], as in ``F.cross_entropy``; they weigh the cross-entropy, not the z-loss.
         ignore_index: target of tokens that do not count.
@@ -95,16 +90,13 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
-    ids, probabilities = target, None
-    if isinstance(target, Tensor) and target.is_floating_point():
-        ids, probabilities = ids_and_probabilities(target, hidden)
     call: Call[Tensor] = call_of(
-        "linear_cross_entropy", hidden, weight, ids, options, losses=plain_loss(label_smoothing, z_loss),
+        "linear_cross_entropy", hidden, weight, target, options, losses=plain_loss(label_smoothing, z_loss),
         reduction=reduction, normalizer=normalizer, upstream=upstream, shares_denominator=True, result=first_output,
     )  # fmt: skip
-    if probabilities is None and class_weights is None and token_weights is None:
+    if class_weights is None and token_weights is None:
         return call
-    return with_weights(call, probabilities, label_smoothing, z_loss, class_weights, token_weights)
+    return with_weights(call, label_smoothing, z_loss, class_weights, token_weights)
 
 
 def plain_loss(label_smoothing: float, z_loss: float) -> Losses:
@@ -124,29 +116,20 @@ def z_term(z_loss: float) -> Losses:
 
 def with_weights(
     call: Call[Tensor],
-    probabilities: Tensor | None,
     label_smoothing: float,
     z_loss: float,
     class_weights: Tensor | None,
     token_weights: Tensor | None = None,
 ) -> Call[Tensor]:
-    """The call, of hidden states or of logits, with weights of classes and tokens, or with class probabilities [...,
-    vocab] in place of ids."""
-    batch = {}
+    """The call, of hidden states or of logits, with weights of classes and tokens."""
     if token_weights is not None:
         checks.check_token_weights(token_weights, call.leading, call.device)
-        batch["token_weights"] = token_weights
+        call.batch = {"token_weights": token_weights}
     if class_weights is not None:
         argument = "weight" if call.function == "CrossEntropyLoss" else "class_weights"
         checks.check_class_weights(class_weights, call.vocab, call.device, argument)
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
         call.losses = loss + z_term(z_loss)
-    if probabilities is not None:
-        check_probabilities(call, probabilities)
-        batch = fields_of_probabilities(probabilities, label_smoothing, class_weights, token_weights, call.shift)
-        # which are smoothed and weighted already
-        call.losses = losses.forward_kl("cross_entropy", token_weights=TARGET_MASS) + z_term(z_loss)
-    call.batch = batch or None
     return call
 
 
@@ -156,30 +139,6 @@ LOSSES: Cache[Hashable, Losses] = Cache(64)
 
 def first_output(ran: Outcome) -> Tensor:
     return ran.outputs[0]
-
-
-def ids_and_probabilities(target: Tensor, rows: Any) -> tuple[Tensor, Tensor | None]:
-    """Ids that all count and ``target``, where it has a number for each class of each row of states or logits."""
-    if not isinstance(rows, Tensor) or target.dim() != rows.dim() or checks.is_dtensor(target):
-        return target, None
-    return rows.new_zeros(rows.shape[:-1], dtype=torch.int64), target
-
-
-def check_probabilities(call: Call[Tensor], probabilities: Tensor) -> None:
-    """Raises what is wrong with the head, with the probabilities, or with both."""
-    call.check()
-    check_losses(call)
-    checks.check_class_probabilities(probabilities, (*call.leading, call.vocab), call.device)
-    if call.shard is not None:
-        raise ValueError(
-            "target holds class probabilities, whose sums over the vocabulary need all of it, and VocabParallel "
-            'splits it: give p.log() of its ids to linear_loss with losses.forward_kl("cross_entropy")'
-        )
-    if call.ignore_index >= 0:
-        raise ValueError(
-            f"ignore_index={call.ignore_index} is of token ids, and target holds class probabilities; leave it out, "
-            "and give tokens that do not count token_weights of 0, or probabilities that are all 0"
-        )
 
 
 def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from ..core.checks import is_dtensor
 from ..core.private import breaks_graph
 from ..parallel.dtensor import complete, local_logits
 from ..parallel.groups import TokenParallel, VocabParallel, chunked
-from .cross_entropy import first_output, ids_and_probabilities, in_graph_cross_entropy, plain_loss, with_weights
+from .cross_entropy import first_output, in_graph_cross_entropy, plain_loss, with_weights
 
 
 class CrossEntropyLoss(OptionsModule):
@@ -21,8 +21,7 @@ class CrossEntropyLoss(OptionsModule):
 
     ``forward(input, target)``: ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none, and
     PyTorch's [N, C, d1, ...] with [N, d1, ...]; the latter is copied, its classes last, unless they are contiguous.
-    Where a shape could be read either way (all dimensions but the first are equal) it is refused. Or class
-    probabilities, ``input`` and ``target`` [N, C] or [C]; ``linear_cross_entropy`` says how they are read.
+    Where a shape could be read either way (all dimensions but the first are equal) it is refused.
 
     Args:
         weight: [C], a buffer, where columns are padding or other ranks' [vocab_size]; ignore_index, reduction,
@@ -103,7 +102,7 @@ class CrossEntropyLoss(OptionsModule):
 @operation
 def logits_cross_entropy(
     logits: Tensor,  # [..., C]
-    target: Tensor,  # [...] int64, or class probabilities [..., C]
+    target: Tensor,  # [...] int64
     *,
     class_weights: Tensor | None,
     ignore_index: int,
@@ -118,18 +117,15 @@ def logits_cross_entropy(
     backend: str | None,
 ) -> Call[Tensor]:
     """The function of the module."""
-    ids, probabilities = target, None
-    if isinstance(target, Tensor) and target.is_floating_point():
-        ids, probabilities = ids_and_probabilities(target, logits)
-    logits, ids, vocab_size, parallel = local_logits(logits, ids, vocab_size, parallel, inplace)
+    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
     checks.check_tensor("input", logits, optional=False)
     check_inplace(logits, inplace)
     call = Call(
-        function="CrossEntropyLoss", rows=logits, target=ids, ignore_index=ignore_index, reduction=reduction,
+        function="CrossEntropyLoss", rows=logits, target=target, ignore_index=ignore_index, reduction=reduction,
         softcap=softcap, logit_scale=logit_scale, inplace=inplace, vocab_size=vocab_size, parallel=parallel,
         backend=backend, losses=plain_loss(label_smoothing, z_loss), shares_denominator=True, result=first_output,
     )  # fmt: skip
-    return with_weights(call, probabilities, label_smoothing, z_loss, complete("weight", class_weights))
+    return with_weights(call, label_smoothing, z_loss, complete("weight", class_weights))
 
 
 IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy
@@ -140,13 +136,6 @@ def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> 
     for argument, tensor in (("input", logits), ("target", target)):
         if not is_dtensor(tensor):
             checks.check_tensor(argument, tensor, optional=False)
-    if target.is_floating_point() and ids_and_probabilities(target, logits)[1] is not None:
-        if logits.dim() > 2:
-            raise ValueError(
-                f"input {tuple(logits.shape)} with class probabilities as target may have its classes last or, as in "
-                "PyTorch, second; flatten both: .flatten(0, -2) or .movedim(1, -1).flatten(0, -2)"
-            )
-        return logits
     checks.check_ids("target", target)
     shape, leading = tuple(logits.shape), tuple(target.shape)
     last, second = leading == shape[:-1], len(shape) > 2 and leading == shape[:1] + shape[2:]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import PLACES, Place, backend_of
 from tiers import crossed
 from torch import Tensor
@@ -94,7 +95,6 @@ OF_POLICY = ("old_logprobs", "advantages", "teacher_logits", "teacher_ids", "tea
 MEASURED = [metrics.entropy(), metrics.accuracy(), metrics.ratio(), metrics.lse(reduce="max"), metrics.perplexity()]
 SHORT: dict[str, Callable[..., Any]] = {
     "cross-entropy": lambda h, w, y, b, **o: linear_cross_entropy(h, w, y, label_smoothing=0.1, z_loss=1e-3, **o),
-    "probabilities": lambda h, w, y, b, **o: linear_cross_entropy(h, w, torch.rand(2, 3, 11).to(h.device), **o),
     "none": lambda h, w, y, b, **o: linear_cross_entropy(h, w, y, reduction="none", **o),
     "logprobs": lambda h, w, y, b, **o: linear_logprobs(h, w, y, entropy=True, lse=True, argmax=True, top_k=2, **o),
     "kept": lambda h, w, y, b, **o: linear_logprobs(h, w, y, kept_ids=b["kept_ids"], **o),
@@ -140,3 +140,19 @@ def test_sequences_no_longer_than_the_shift(name: str, shift: int, place: Place)
             assert metric.sum.eq(0).all() and metric.count == 0, label
         else:
             assert metric.extremum == -torch.inf, label
+
+
+def test_class_probabilities_are_a_teacher() -> None:
+    """As the error says that refuses them as targets."""
+    hidden, weight = torch.randn(5, 8).double().requires_grad_(), torch.randn(11, 8).double()
+    p = torch.randn(5, 11).double().softmax(-1) * (torch.arange(11) != 4)
+    p = p / p.sum(-1, keepdim=True)
+    with pytest.raises(TypeError) as refused:
+        linear_cross_entropy(hidden, weight, p)
+    for advice in ("target=None", 'losses.forward_kl("cross_entropy")', 'batch={"teacher_logits": p.log()}'):
+        assert advice in str(refused.value)
+    loss = losses.forward_kl("cross_entropy")
+    ours = linear_loss(hidden, weight, target=None, loss=loss, batch={"teacher_logits": p.log()}).loss
+    theirs = F.cross_entropy(hidden @ weight.t(), p)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, hidden), torch.autograd.grad(theirs, hidden))
