@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import quick_interpreter
 import torch
 import torch.distributed as dist
@@ -71,6 +72,12 @@ def gpu_of(rank: int, gpus: int) -> int:
     """A GPU of its own; on two, ranks 2 and 3 stand crosswise: NCCL wants the ranks of a group on different GPUs, and
     in a grid of two by two so are those of every row and of every column."""
     return rank if rank < gpus else gpus - 1 - rank % gpus
+
+
+def need_gpus(device: str, ranks: int) -> None:
+    """Skips a test on GPUs where there are fewer than the ranks of a group: NCCL wants one for each."""
+    if device == "cuda" and (there := torch.cuda.device_count()) < ranks:
+        pytest.skip(f"{ranks} ranks of one group need as many GPUs, and there are {there}")
 
 
 def outcome(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

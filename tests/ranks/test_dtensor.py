@@ -249,5 +249,6 @@ def work(rank: int, device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks(count: int, device: str, tmp_path: Path) -> None:
+    ranks.need_gpus(device, count)
     for found in ranks.run(work, count, tmp_path, device):
         assert not (wrong := {name: outcome for name, outcome in found.items() if outcome is not None}), wrong

@@ -413,6 +413,7 @@ def on_gpus(run: Run, part: int) -> Any:
     [pytest.param(*each[:3], id=f"{each[0]} part{each[1]} {each[2].name}") for each in held(ON_GPUS)],
 )
 def test_gpus(run: Run, part: int, case: LossCase) -> None:
+    ranks.need_gpus("cuda", LAYOUTS[run.layout].columns)
     found = on_gpus(run, part)
     assert not isinstance(found, str), found
     hold(found, run, case, "cuda")
