@@ -104,8 +104,7 @@ def planned(
     }  # fmt: skip
     weight = call.weight
     kind = count, wanted, tuple(where.values()), weight.is_contiguous(), weight.data_ptr() & 15, request
-    # of calls among ranks, or with a teacher's tensors, plans are made anew
-    lasts = call.shard is None and tokens.teacher is None
+    lasts = tokens.teacher is None  # else its tensors decide too
 
     def plan_of(by_segments: bool) -> Plan:
         plan = spec.plans.get((kind, by_segments)) if lasts else None

@@ -327,11 +327,14 @@ def largest(needed: Callable[[int], int], budget: int, most: int, multiple: int 
     is; 0 where it holds none."""
     if needed(most) <= budget:
         return most
-    for step, top in ((multiple, most // multiple), (1, multiple - 1)):
-        low, high = 0, top  # the bytes needed grow with the size: bisect
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if needed(middle * step) <= budget else (low, middle - 1)
+    for step, top in ((multiple, -(-most // multiple)), (1, multiple)):
+        # bytes grow with the size, nearly evenly: sizes that fit and sizes that do not close in on the budget
+        low, fits, high, exceeds = 0, needed(0), top, needed(min(top * step, most))
+        while high - low > 1:
+            share = (high - low) * (budget - fits) // max(1, exceeds - fits)
+            middle = low + min(max(share, 1), high - low - 1)
+            size = needed(middle * step)
+            low, fits, high, exceeds = (middle, size, high, exceeds) if size <= budget else (low, fits, middle, size)
         if low:
             return low * step
     return 0
@@ -399,8 +402,6 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
         tiles = sizes.vocab if best is None else (least - moved - 1) // each_tile
         if tiles < 1:
             break
-        if min(needed(block, tile) for tile in (sizes.vocab, math.ceil(sizes.vocab / tiles))) > plan.budget:
-            continue
         tile = widest_tile(plan, functools.partial(needed, block))
         if tile and math.ceil(sizes.vocab / tile) <= tiles:
             best, least = of_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * each_tile

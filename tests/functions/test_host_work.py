@@ -125,15 +125,17 @@ def test_calls_alike_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked.call_count == len(spec.SPECS) == 3
 
 
-def test_calls_over_one_group_have_one_spec(tmp_path: Path) -> None:
+def test_calls_over_one_group_have_one_spec_and_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever object says so: calls on DTensors make one each time."""
     spec.SPECS.clear()
+    planned = mock.Mock(side_effect=call.make_plan)
+    monkeypatch.setattr(call, "make_plan", planned)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         for shared in (VocabParallel, TokenParallel, lambda: VocabParallel(tokens=TokenParallel())):
             for _ in range(2):
                 loss_of(9, parallel=shared())
-        assert len(spec.SPECS) == 3
+        assert len(spec.SPECS) == planned.call_count == 3
     finally:
         spec.SPECS.clear()
         dist.destroy_process_group()
