@@ -78,7 +78,9 @@ class TritonSets(SetStore):
 
     def put_dweight(self, out: Tensor, hidden: Tensor, add: bool) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        products.put_column_rows(out, rows, self.kept.columns, self.dlogits, self.kept.rows, add)
+        if not add:
+            out.zero_()
+        products.add_rows(out, rows, self.kept.columns, self.dlogits, self.kept.rows)
 
 
 def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:

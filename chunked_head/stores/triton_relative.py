@@ -8,14 +8,14 @@ from torch import Tensor
 from ..core.stats import Coefficients, RowStats, numbers_sent, sent
 from ..kernels.common.gpus import RELATIVE_STRIP, split_strips
 from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
-from ..kernels.common.tiles import ELSEWHERE, LEAST_SECTION, STRIPS_AT_ONCE, cdiv, piece_bytes
+from ..kernels.common.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
 from ..kernels.statistics.launch import Outputs
 from ..parallel.merge import merge_blocks, unpack
 from ..plan.plans import Plan
-from ..plan.sizes import BYTE, CHUNK_MULTIPLE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
+from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
 from .matmul import add_dhidden, project
 from .operands import Head, Rows
@@ -39,6 +39,7 @@ class RelativeStore(HalfStore):
     name = "relative"
     description = "logits relative to strips of columns"
     parts: Parts = NO_PARTS
+    arrived: Tensor | None = None
     level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
     has_target_logits = False  # the target's logits of all tokens are there
 
@@ -71,6 +72,8 @@ class RelativeStore(HalfStore):
         self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
+            # how many parts of a tile are there: 0 in each chunk before its tiles are made
+            self.arrived = torch.empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         two = len(demand.views) > 1
         self.tile = gpu.exp_tile_of(rows, sizes.hidden, self.block or sizes.vocab)
         strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and self.name == "relative", self.block)
@@ -105,12 +108,11 @@ class RelativeStore(HalfStore):
         head, count, stored = self.head, rows.target.shape[0], None
         made = transform(head, rows.scale)
         assert rows.source is not None
+        given = rows.hidden, rows.source, rows.target, rows.order
         if self.has_target_logits:
-            self.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
+            statistics.clean_rows(*given, zeros=self.arrived)
         else:
-            statistics.clean_rows(
-                rows.hidden, rows.source, rows.target, rows.order, out.target_logit, head.weight, head.bias, made
-            )
+            statistics.clean_rows(*given, out.target_logit, head.weight, head.bias, made, self.arrived)
             self.add_targets(out)
         self.stored_strips = strips = self.strips.of_rows(count)
         if out.column_logits is not None:
@@ -211,8 +213,9 @@ class RelativeStore(HalfStore):
         if self.sizes.own_dhidden:
             split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
             products.dhidden(
-                out, self.part_sums, dlogits, weight, self.gpu.product, factors, counted_of(rows), split=split
-            )
+                out, dlogits, weight, self.gpu.product, factors, counted_of(rows), False, split, self.part_sums,
+                self.arrived,
+            )  # fmt: skip
         elif factors.target is None:
             super().add_dhidden(dlogits, rows, weight, out, first)
         else:
@@ -258,11 +261,6 @@ class FastStore(RelativeStore):
         # tokens sorted by target, chunk by chunk where hidden states come so
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (sizes.tokens * 4 + at_once * 24,), BYTE, LOOP, LOOP)
-        # sums of their rows lie in the buffer of exponentials, unless that is too small for those of the least section:
-        # said of 128 rows, whatever their number, since more rows should never need less
-        sums = piece_bytes(min(at_once, LEAST_SECTION), sizes.hidden)
-        if sums > CHUNK_MULTIPLE * sizes.vocab * 2:
-            yield Buffer("sums of targets' rows", (sums,), BYTE, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan, every: Rows, out: RowStats):
         """``every``: the call's rows as given, of which ``out`` receives the statistics."""
@@ -316,7 +314,7 @@ class FastStore(RelativeStore):
         """The targets' terms of the weight's gradient, once the products with the chunk's exponentials are done."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
-        products.add_target_rows(d_weight, hidden, target, self.target_factor_from(at.start), order, self.buffer)
+        products.add_rows(d_weight, hidden, target, self.target_factor_from(at.start), order)
 
     def target_factor_from(self, token: int) -> Tensor:
         return self.target_factor[token:] if token else self.target_factor

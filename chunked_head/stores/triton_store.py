@@ -307,7 +307,7 @@ class GradStore(HalfStore):
         if rows.counted is None and not self.sizes.deterministic:
             super().add_dhidden(dlogits, rows, weight, out, first)
         else:
-            products.dhidden(out, None, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not first)
+            products.dhidden(out, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not first)
 
 
 PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"

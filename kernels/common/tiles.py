@@ -21,17 +21,8 @@ def power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-PIECE = 16  # tokens of equal or neighbouring targets whose rows of dweight are summed at a time
-LEAST_SECTION = 16 * PIECE  # tokens that are dealt with at a time where there is no room for the sums of more
-
-
 STRIPS_AT_ONCE = 8  # of relative logits, that one program turns into gradients
 PRODUCT_ROWS = 128  # the most rows of logits' gradients that a product for dweight reads at a time
-
-
-def piece_bytes(tokens: int, columns: int) -> int:
-    """Bytes of the sums of targets that lie in several pieces: two of each piece, in fp32."""
-    return 2 * cdiv(tokens, PIECE) * columns * 4
 
 
 class Tile(NamedTuple):

@@ -4,7 +4,8 @@
     dhidden (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
 
 A persistent GEMM that reads on the device how many rows count: what lies behind them costs nothing. Tiles of the last
-turn may be cut over the vocabulary; their parts are joined in a fixed order.
+turn may be cut over the vocabulary; the program that is the last to leave its part of a tile adds up all of them, in a
+fixed order: the bits do not depend on which one it is.
 """
 
 import triton
@@ -85,6 +86,7 @@ def dhidden_kernel(
     # outputs
     dhidden_ptr,  # [rows, hidden]
     part_ptr,  # [units, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
+    arrived_ptr,  # [programs] int32: how many parts of each cut tile are there, 0 at first; None with part_ptr
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; None where it is not described
     grad_ptr,
@@ -108,9 +110,9 @@ def dhidden_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,  # nothing fills a row of the gradient
+    ROWS: tl.constexpr,  # of a cut tile that are added up at a time
 ):
-    """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``, but for tiles that are cut:
-    of these the parts."""
+    """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``"""
     counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
@@ -157,48 +159,21 @@ def dhidden_kernel(
                 store_halves(
                     out, factors, left_half, right_half, row_start, column_start, counted, ADD, BLOCK_M, BLOCK_N // 2
                 )
-
-
-@kernel
-def join_parts_kernel(
-    # outputs
-    dhidden_ptr,
-    # inputs, as above
-    part_ptr,
-    weight_ptr,
-    count_ptr,
-    target_ptr,
-    softmax_factor_ptr,
-    target_factor_ptr,
-    # sizes
-    first_row,
-    rows,
-    hidden,
-    most_parts,
-    units,
-    programs,  # of dhidden_kernel
-    ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Adds the parts of each tile that ``dhidden_kernel`` cut, in a fixed order, into dhidden."""
-    counted = counted_rows(count_ptr, first_row, rows)
-    tiles_m = tl.cdiv(counted, BLOCK_M)
-    tiles_n = tl.cdiv(hidden, BLOCK_N)
-    tiles = tiles_m * tiles_n
-    uncut, parts = cut_tiles(tiles, most_parts, units, programs)
-    at = tl.program_id(0)
-    if at < tiles - uncut:
-        tile_m, tile_n = tile_place(uncut + at, tiles_m, tiles_n, GROUP_M)
-        first = tl.program_id(1) * ROWS
-        offs = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-        for part in range(0, parts):
-            total += tl.load(part_ptr + (part * (tiles - uncut) + at) * (BLOCK_M * BLOCK_N) + offs)
-        out, factors = (dhidden_ptr, hidden), (weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr)
-        store_dhidden(out, factors, total, tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, ADD, ROWS, BLOCK_N)
+    if part_ptr is not None:
+        tl.debug_barrier()  # each thread's parts are stored before one thread says so, to all of the GPU
+        for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0)):
+            at = (unit - uncut) % left
+            if tl.atomic_add(arrived_ptr + at, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tile_m, tile_n = tile_place(uncut + at, tiles_m, tiles_n, GROUP_M)
+                for row in range(0, BLOCK_M, ROWS):
+                    offs = (row + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+                    for part in range(0, parts):
+                        part_at = part_ptr + (part * left + at) * (BLOCK_M * BLOCK_N)
+                        total += tl.load(part_at + offs, cache_modifier=".cg")
+                    store_dhidden(
+                        out, factors, total, tile_m * BLOCK_M + row, tile_n * BLOCK_N, counted, ADD, ROWS, BLOCK_N
+                    )
 
 
 @kernel

@@ -5,24 +5,17 @@ persistent GEMM, as ``dhidden.py`` has one; rows behind those that count cost no
 
     dweight (+)= grad [rows, vocab] .T @ hidden [rows, hidden]
 
-The target's terms added to the product of exponentials, exact in fp32, for tokens [tokens] sorted by target,
-``add_target_rows_kernel``:
+Terms of few logits, sums in fp32 over the entries [n] of each column, sorted by column, ``add_rows_kernel``: the
+targets' terms, which exponentials leave out, or all gradients where a softmax is over a set of columns.
 
-    dweight[target[i]] += target_factor[i] hidden[i]
-
-Rows where few logits have a gradient, sums in fp32 over the entries [n] of each column, ``column_rows_kernel``:
-
-    dweight[c] (+)= sum_{e: column[e] = c} factor[e] hidden[row[e]]
+    dweight[c] += sum_{e: column[e] = c} factor[e] hidden[row[e]]
 """
 
 import triton
 import triton.language as tl
 
-from ..common import tiles
 from ..common.blocks import column_halves, counted_rows, dot, load_tile, store_tile, tile_place
 from ..common.launcher import kernel
-
-PIECE = tl.constexpr(tiles.PIECE)
 
 
 @triton.jit
@@ -84,237 +77,96 @@ def dweight_kernel(
 
 
 @kernel
-def sort_targets_kernel(
+def sort_columns_kernel(
     # outputs
-    sorted_ptr,  # [tokens] int32
-    order_ptr,  # [tokens] int64: where each stands in target
-    # inputs
-    target_ptr,  # [tokens] int64
-    # sizes
-    tokens,
-    BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """A stable sort in one launch: a target's place is how many come before it."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(target_ptr + row, mask=row < tokens, other=0).to(tl.int32)
-    before = tl.zeros((BLOCK, AT_ONCE), dtype=tl.int32)
-    for start in range(0, tokens, AT_ONCE):
-        other_row = start + tl.arange(0, AT_ONCE)
-        other = tl.load(target_ptr + other_row, mask=other_row < tokens, other=2147483647).to(tl.int32)
-        # of equals the first in place
-        bound = target[:, None] + (other_row[None, :] < row[:, None]).to(tl.int32)
-        before += (other[None, :] < bound).to(tl.int32)
-    place = tl.sum(before, 1)
-    tl.store(sorted_ptr + place, target, mask=row < tokens)
-    tl.store(order_ptr + place, row.to(tl.int64), mask=row < tokens)
-
-
-@kernel
-def add_target_rows_kernel(
-    # outputs
-    dweight_ptr,  # [vocab, hidden], added to
-    piece_sum_ptr,  # [2 * pieces, hidden] fp32: sums of a target that other pieces hold too, head and tail
-    # inputs
-    hidden_ptr,  # [tokens, hidden]
-    order_ptr,  # [tokens] int64, tokens sorted by target
-    row_ptr,  # [tokens] int64: where a token stands in hidden, in the same order; None where tokens stand in theirs
-    sorted_target_ptr,  # [tokens] int32, -1 first
-    target_factor_ptr,  # [tokens] fp32
-    # sizes
-    tokens,
-    hidden,
-    hidden_stride,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,  # of fp32 operands
-):
-    """``dweight[target[i]] += target_factor[i] * hidden[i]``, tokens in sorted pieces of a fixed size.
-
-    A target whose tokens all lie in one piece is finished here. One that spans pieces, at most one at either end of
-    each, leaves its sums to ``join_pieces_kernel``: whatever the targets, the order of every sum is fixed, and no
-    program walks over more than a piece.
-    """
-    piece = tl.program_id(0)
-    at = piece * PIECE + tl.arange(0, PIECE)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    in_cols = cols < hidden
-    target = tl.load(sorted_target_ptr + at, mask=at < tokens, other=-1)
-    before = tl.load(sorted_target_ptr + at - 1, mask=(at > 0) & (at < tokens), other=-2)
-    end = (piece + 1) * PIECE
-    after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
-    token = tl.load(order_ptr + at, mask=at < tokens, other=0)
-    row = token
-    if row_ptr is not None:
-        row = tl.load(row_ptr + at, mask=at < tokens, other=0)
-    counts = target >= 0
-    in_piece = tl.arange(0, PIECE)
-    # a row for each target of the piece, where it stands first, gathers all of them
-    first = counts & ((in_piece == 0) | (before != target))
-    from_before = (in_piece == 0) & (before == target)
-    complete = first & (from_before == 0) & (target != after)
-    # all that is read stands before the sum, so that it is waited for once
-    factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
-    h = tl.load(
-        hidden_ptr + row[:, None] * hidden_stride + cols[None, :], mask=counts[:, None] & in_cols[None, :], other=0.0
-    ).to(tl.float32)
-    out = dweight_ptr + target.to(tl.int64)[:, None] * hidden + cols[None, :]
-    mask = complete[:, None] & in_cols[None, :]
-    sum_so_far = tl.load(out, mask=mask, other=0.0)
-
-    gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), 1.0, 0.0)
-    total = tl.dot(gather, factor[:, None] * h, input_precision=PRECISION)  # ones are exact, and this splits the rest
-    tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
-    slot = 2 * piece + tl.where(from_before, 0, 1)
-    partial = first & (complete == 0)
-    tl.store(
-        piece_sum_ptr + slot.to(tl.int64)[:, None] * hidden + cols[None, :], total,
-        mask=partial[:, None] & in_cols[None, :],
-    )  # fmt: skip
-
-
-@kernel
-def join_pieces_kernel(
-    # outputs
-    dweight_ptr,  # [vocab, hidden], added to
-    # inputs
-    piece_sum_ptr,  # [2 * pieces, hidden] fp32
-    sorted_target_ptr,  # [tokens] int32
-    # sizes
-    tokens,
-    hidden,
-    pieces,
-    AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Adds up the targets that span pieces, each by the program of the piece in which it begins."""
-    piece = tl.program_id(0)
-    end = (piece + 1) * PIECE
-    target = tl.load(sorted_target_ptr + end - 1, mask=end < tokens, other=-1)
-    after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
-    start = tl.load(sorted_target_ptr + piece * PIECE)
-    before = tl.load(sorted_target_ptr + piece * PIECE - 1, mask=piece > 0, other=-2)
-    begins_here = (start != target) | (before != target)
-    if (target >= 0) & (after == target) & begins_here:
-        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        in_cols = cols < hidden
-        total = tl.load(piece_sum_ptr + (2 * piece + 1).to(tl.int64) * hidden + cols, mask=in_cols, other=0.0)
-        following = piece + 1
-        more = 1
-        while more > 0:
-            at = following + tl.arange(0, AT_ONCE)
-            here = tl.load(sorted_target_ptr + at * PIECE, mask=at < pieces, other=-2) == target
-            heads = piece_sum_ptr + (2 * at).to(tl.int64)[:, None] * hidden + cols[None, :]
-            total += tl.sum(tl.load(heads, mask=here[:, None] & in_cols[None, :], other=0.0), 0)
-            more = tl.min(here.to(tl.int32), 0)
-            following += AT_ONCE
-        out = dweight_ptr + target.to(tl.int64) * hidden + cols
-        sum_so_far = tl.load(out, mask=in_cols, other=0.0).to(tl.float32)
-        tl.store(out, (sum_so_far + total).to(dweight_ptr.dtype.element_ty), mask=in_cols)
-
-
-@kernel
-def column_begins_kernel(
-    # outputs
-    begin_ptr,  # [vocab + 1] int32: how many entries are of smaller columns
-    # inputs
     sorted_ptr,  # [entries] int32
+    order_ptr,  # [entries] int64: where each stands in column
+    # inputs
+    column_ptr,  # [entries] int32 or int64
     # sizes
     entries,
-    vocab,
-    steps,  # to find a place by halving
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low, high = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32) + entries
-    for _ in range(steps):
-        middle = low + (high - low) // 2
-        smaller = tl.load(sorted_ptr + middle, mask=low < high, other=0) < column
-        low, high = tl.where((low < high) & smaller, middle + 1, low), tl.where(smaller, high, middle)
-    tl.store(begin_ptr + column, low, mask=column <= vocab)
+    """A stable sort in one launch: a column's place is how many come before it."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(column_ptr + entry, mask=entry < entries, other=0).to(tl.int32)
+    before = tl.zeros((BLOCK, AT_ONCE), dtype=tl.int32)
+    for start in range(0, entries, AT_ONCE):
+        other_entry = start + tl.arange(0, AT_ONCE)
+        other = tl.load(column_ptr + other_entry, mask=other_entry < entries, other=2147483647).to(tl.int32)
+        # of equals the first in place
+        bound = column[:, None] + (other_entry[None, :] < entry[:, None]).to(tl.int32)
+        before += (other[None, :] < bound).to(tl.int32)
+    place = tl.sum(before, 1)
+    tl.store(sorted_ptr + place, column, mask=entry < entries)
+    tl.store(order_ptr + place, entry.to(tl.int64), mask=entry < entries)
 
 
 @triton.jit
-def sum_of_rows(
-    hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE: tl.constexpr
-):
-    """Sum of ``factor[i] * hidden[row[i]]`` for the sorted entries from ``begin`` to ``end``."""
-    total = tl.zeros(cols.shape, dtype=tl.float32)
-    for first in range(begin, end, AT_ONCE):
-        at = first + tl.arange(0, AT_ONCE)
-        entry = tl.load(order_ptr + at, mask=at < end, other=0)
-        row = tl.load(row_ptr + entry, mask=at < end, other=0)
-        factor = tl.load(factor_ptr + entry, mask=at < end, other=0.0)
-        of_rows = hidden_ptr + row[:, None] * hidden_stride + cols[None, :]
-        h = tl.load(of_rows, mask=(at < end)[:, None] & mask[None, :], other=0.0).to(tl.float32)
-        total += tl.sum(h * factor[:, None], 0)
-    return total
+def terms_of(given, at, here, cols):
+    """``factor[i] * hidden[row[i]]`` of the sorted entries ``at``, 0 where not ``here``."""
+    hidden_ptr, row_ptr, factor_ptr, order_ptr, hidden, hidden_stride = given
+    entry = tl.load(order_ptr + at, mask=here, other=0)
+    row = entry
+    if row_ptr is not None:
+        row = tl.load(row_ptr + entry, mask=here, other=0)
+    factor = tl.load(factor_ptr + entry, mask=here, other=0.0)
+    of_rows = hidden_ptr + row[:, None] * hidden_stride + cols[None, :]
+    h = tl.load(of_rows, mask=here[:, None] & (cols < hidden)[None, :], other=0.0).to(tl.float32)
+    return factor[:, None] * h
 
 
 @kernel
-def column_pieces_kernel(
+def add_rows_kernel(
     # outputs
-    piece_sum_ptr,  # [pieces, hidden] fp32, of a column that began before the piece
+    dweight_ptr,  # [vocab, hidden], added to
     # inputs
     hidden_ptr,  # [rows, hidden]
-    order_ptr,  # [entries] int64: entries sorted by column
-    row_ptr,  # [entries] int64, of hidden
+    row_ptr,  # [entries] int64, rows of hidden; None where they are the entries
     factor_ptr,  # [entries] fp32
-    begin_ptr,  # [vocab + 1] int32: where a column's entries begin
-    sorted_ptr,  # [entries] int32: columns, -1 first
+    sorted_ptr,  # [entries] int32: columns of the vocabulary, -1 for none first
+    order_ptr,  # [entries] int64: the entry of each
     # sizes
+    entries,
     hidden,
     hidden_stride,
+    BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,  # of fp32 operands
 ):
-    """Sums of pieces of columns with many entries: no program walks over a column that stands in every set."""
-    piece = tl.program_id(0) + 1
-    begin = piece * PIECE
-    column = tl.load(sorted_ptr + begin)
-    before = tl.load(sorted_ptr + begin - 1)
-    end = begin
-    if (column >= 0) & (before == column):
-        end = tl.minimum(tl.load(begin_ptr + column + 1), begin + PIECE)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < tl.where(end > begin, hidden, 0)
-    total = sum_of_rows(hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE)
-    tl.store(piece_sum_ptr + piece.to(tl.int64) * hidden + cols, total, mask=mask)
+    """``dweight[column[i]] += factor[i] * hidden[row[i]]``, entries in sorted pieces of a fixed size.
 
-
-@kernel
-def column_rows_kernel(
-    # outputs
-    dweight_ptr,  # [vocab, hidden]
-    # inputs
-    piece_sum_ptr,  # [pieces, hidden] fp32
-    hidden_ptr,  # [rows, hidden]
-    order_ptr,  # [entries] int64: entries sorted by column
-    row_ptr,  # [entries] int64, of hidden
-    factor_ptr,  # [entries] fp32
-    begin_ptr,  # [vocab + 1] int32: where a column's entries begin
-    # sizes
-    hidden,
-    hidden_stride,
-    ADD: tl.constexpr,  # and leave rows without entries; otherwise they are 0
-    PIECE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """``dweight[column] (+)= sum(factor * hidden[row])``, the same bits whenever it is done."""
-    column = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(begin_ptr + column), tl.load(begin_ptr + column + 1)
+    A program finishes the columns that begin in its piece, the last of them as far as its entries reach into others:
+    whatever the columns, the order of every sum is fixed, and it is rounded once.
+    """
+    end = (tl.program_id(0) + 1) * PIECE
+    at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < hidden
-    if ADD:
-        mask = cols < tl.where(end > begin, hidden, 0)
-    following = begin // PIECE + 1
-    mine = tl.minimum(end, following * PIECE)
-    total = sum_of_rows(hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, mine, cols, mask, hidden_stride, AT_ONCE)
-    wide = tl.zeros((), dtype=tl.int64) + hidden
-    for piece in range(following, tl.cdiv(end, PIECE)):
-        total += tl.load(piece_sum_ptr + piece * wide + cols, mask=mask, other=0.0)
-    out = dweight_ptr + column * hidden + cols
-    if ADD:
-        total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out, total.to(dweight_ptr.dtype.element_ty), mask=mask)
+    given = hidden_ptr, row_ptr, factor_ptr, order_ptr, hidden, hidden_stride
+    column = tl.load(sorted_ptr + at, mask=at < entries, other=-1)
+    before = tl.load(sorted_ptr + at - 1, mask=(at > 0) & (at < entries), other=-2)
+    last = tl.load(sorted_ptr + end - 1, mask=end < entries, other=-1)
+    after = tl.load(sorted_ptr + end, mask=end < entries, other=-2)
+    # a row for each column, where it stands first, gathers all of the piece
+    first = (column >= 0) & (before != column)
+    # all that is read stands before the sum, so that it is waited for once
+    terms = terms_of(given, at, column >= 0, cols)
+    out = dweight_ptr + column.to(tl.int64)[:, None] * hidden + cols[None, :]
+    mask = first[:, None] & (cols < hidden)[None, :]
+    sum_so_far = tl.load(out, mask=mask, other=0.0)
+    gather = tl.where(first[:, None] & (column[:, None] == column[None, :]), 1.0, 0.0)
+    total = tl.dot(gather, terms, input_precision=PRECISION)  # ones are exact, and this splits the rest
+    reaches = first & (column == last)
+    more = tl.where(last == after, tl.max(reaches.to(tl.int32), 0), 0)
+    if more > 0:
+        following = tl.zeros((BLOCK,), dtype=tl.float32)
+        while more > 0:
+            at_following = end + tl.arange(0, AT_ONCE)
+            same = tl.load(sorted_ptr + at_following, mask=at_following < entries, other=-2) == last
+            following += tl.sum(terms_of(given, at_following, same, cols), 0)
+            more = tl.min(same.to(tl.int32), 0)
+            end += AT_ONCE
+        total += tl.where(reaches[:, None], following[None, :], 0.0)
+    tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)

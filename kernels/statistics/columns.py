@@ -21,6 +21,7 @@ def clean_rows_kernel(
     # outputs
     out_ptr,  # [rows, hidden] contiguous: the source, 0 where a row does not count, whatever stands there
     logit_ptr,  # [rows] fp32 as ``dot_columns_kernel`` makes them of one id a row, or None
+    zeros_ptr,  # [zeros] int32 of 0, or None
     # inputs
     source_ptr,  # [rows, hidden]
     weight_ptr,  # [vocab, hidden], or None without logits
@@ -28,6 +29,7 @@ def clean_rows_kernel(
     target_ptr,  # [rows] int64, -1 where the row does not count, or ELSEWHERE
     order_ptr,  # [rows] int64: rows of the source, or None for its first
     # sizes
+    zeros,
     hidden,
     row_stride,
     column_stride,
@@ -45,6 +47,10 @@ def clean_rows_kernel(
         source_row = tl.load(order_ptr + row)
     here = target < ELSEWHERE
     column = tl.where(here, tl.maximum(target, 0), 0)
+    if zeros_ptr is not None:
+        for start in range(0, tl.where(row == 0, zeros, 0), BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            tl.store(zeros_ptr + offs, tl.zeros((BLOCK,), dtype=tl.int32), mask=offs < zeros)
     lanes = tl.zeros((1, BLOCK), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK)

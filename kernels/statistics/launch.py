@@ -89,12 +89,13 @@ def clean_rows(
     weight: torch.Tensor | None = None,  # [vocab, hidden] contiguous
     bias: torch.Tensor | None = None,
     transform: Transform = PLAIN,
+    zeros: torch.Tensor | None = None,  # [counters] int32 that become 0, for a later kernel to count in
 ) -> None:
     """``out = source[order]``, 0 where a row does not count; and the targets' logits where there is a weight."""
     rows, hidden = out.shape
     clean_rows_kernel[(rows,)](
-        out, logit, source, weight, bias, target, order, hidden, source.stride(0), source.stride(1),
-        *transform, BLOCK=min(power_of_2(hidden), 2048), num_warps=4,
+        out, logit, zeros, source, weight, bias, target, order, 0 if zeros is None else len(zeros), hidden,
+        *source.stride(), *transform, BLOCK=min(power_of_2(hidden), 2048), num_warps=4,
     )  # fmt: skip
 
 

@@ -44,8 +44,9 @@ def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.Factors
     return torch.where((factors.target >= 0)[:, None], found, 0.0)
 
 
-def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> torch.Tensor:
-    return torch.full((split.units * tile.elements,), torch.nan, device=device)
+def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> dict[str, torch.Tensor]:
+    sums = torch.full((split.units * tile.elements,), torch.nan, device=device)
+    return {"scratch": sums, "arrived": torch.zeros(multiprocessors_of(sums.device), dtype=torch.int32, device=device)}
 
 
 @crossed(place=OURS, tile=PRODUCT_TILES, name=SPLITS, factored=[False, True], add=[False, True])
@@ -61,7 +62,8 @@ def test_product(
     found = []
     for _ in range(2):
         out = old.clone() if add else torch.full_like(old, torch.nan)
-        products.dhidden(out, scratch_of(split, tile, place.device), grad, weight, tile, factors, add=add, split=split)
+        scratch = scratch_of(split, tile, place.device)
+        products.dhidden(out, grad, weight, tile, factors, add=add, split=split, **scratch)
         found.append(out)
     size = grad.double().abs() @ weight.double().abs()
     assert ((found[0].double() - true).abs() <= 2.0**-22 * (size + true.abs() + 1.0) * vocab**0.5 / 16).all()
@@ -78,10 +80,30 @@ def test_rows_that_count(place: Place, tile: Tile, share: float) -> None:
     out = torch.full((rows, hidden), 7.0, device=place.device)
     counted = Counted(torch.tensor(900 + count, device=place.device), 900)
     scratch = scratch_of(split, tile, place.device)
-    products.dhidden(out, scratch, grad, weight, tile, factors, counted, split=split)
+    products.dhidden(out, grad, weight, tile, factors, counted, split=split, **scratch)
     true = expected(grad, weight, factors)[:count]
     torch.testing.assert_close(out[:count].double(), true, rtol=1e-4, atol=1e-3)
     assert (out[count:] == 7.0).all()
+
+
+@crossed(place=OURS, tile=PRODUCT_TILES, name=["chosen", "many"])
+@pytest.mark.parametrize("rows, hidden, vocab", [*SHAPES, (512, 2048, 8200)] if not INTERPRETED else SHAPES[:1])
+def test_parts_have_one_sum(place: Place, tile: Tile, name: str, rows: int, hidden: int, vocab: int) -> None:
+    """The same bits whichever program is the last to come to a tile, and none reads a part before it is there: those
+    of the run before are nan."""
+    grad, weight, factors = operands(rows, hidden, vocab, place.device)
+    split = split_of(name, tile, rows, vocab, hidden, grad.device)
+    out, first = torch.empty(rows, hidden, device=place.device), None
+    scratch = scratch_of(split, tile, place.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=place.device)
+    for _ in range(2 if INTERPRETED else 200):
+        scratch["scratch"].fill_(torch.nan)
+        scratch["arrived"].zero_()
+        products.dhidden(out, grad, weight, tile, factors, split=split, **scratch)
+        first = out.clone() if first is None else first
+        wrong += (out.view(torch.int32) != first.view(torch.int32)).sum()
+    torch.testing.assert_close(first.double(), expected(grad, weight, factors), rtol=1e-4, atol=2e-2)
+    assert wrong == 0
 
 
 def test_turns() -> None:

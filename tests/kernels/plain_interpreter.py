@@ -101,7 +101,8 @@ def test_products() -> None:
     split = dhidden_split(gpu.product, rows, HIDDEN, vocab, gpu.multiprocessors)
     assert split.parts > 1
     out, exact = torch.empty(rows, HIDDEN), grad.double() @ weight.double()
-    products.dhidden(out, torch.empty(split.units * gpu.product.elements), grad, weight, gpu.product, split=split)
+    sums = torch.empty(split.units * gpu.product.elements), torch.zeros(gpu.multiprocessors, dtype=torch.int32)
+    products.dhidden(out, grad, weight, gpu.product, products.NO_FACTORS, products.ALL_ROWS, False, split, *sums)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
     factors = products.Factors(torch.randint(vocab, (rows,)), torch.rand(rows), torch.rand(rows))
     products.finish_dhidden(out, exact.float(), weight, factors)
@@ -110,7 +111,7 @@ def test_products() -> None:
     # more entries of one column than a program adds up
     columns, entry = torch.cat([torch.full((300,), 3), torch.tensor([5, -1, 7])]).int(), torch.randn(303)
     dweight, sources = torch.empty(9, HIDDEN), torch.randint(vocab, (303,))
-    products.put_column_rows(dweight, weight, columns, entry, sources, add=False)
+    products.add_rows(dweight.zero_(), weight, columns, entry, sources)
     terms = (entry[:, None] * weight[sources])[columns >= 0]
     expected = torch.zeros(9, HIDDEN).index_add(0, columns[columns >= 0], terms)
     torch.testing.assert_close(dweight, expected, rtol=1e-4, atol=1e-3)
@@ -121,4 +122,4 @@ def test_every_kernel_has_run() -> None:
     names = (path.relative_to(root).with_suffix("").parts for path in root.glob("*/*.py"))
     modules = [importlib.import_module(".".join((kernels.__name__, *name))) for name in names]
     found = {v.kernel.fn.__name__ for module in modules for v in vars(module).values() if isinstance(v, Launcher)}
-    assert len(found) > 30 and not (missing := found - launched), missing
+    assert len(found) > 20 and not (missing := found - launched), missing

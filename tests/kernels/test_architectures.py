@@ -195,7 +195,7 @@ def kind(found: frozenset, several: bool) -> tuple[Any, ...]:
                                      {"reduction": "none"}], ids=str)  # fmt: skip
 def test_any_number_of_tokens(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # only those run whose numbers torch takes for indices
-    launched = record_launches(monkeypatch, lambda name: name in ("read_targets_kernel", "sort_targets_kernel"))
+    launched = record_launches(monkeypatch, lambda name: name in ("read_targets_kernel", "sort_columns_kernel"))
     if dtype == torch.float32:
         options = {name: value for name, value in options.items() if name != "skip_ignored"}  # needs to wait
     kinds: dict[tuple, dict[frozenset, int]] = {}

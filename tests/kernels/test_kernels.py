@@ -23,7 +23,7 @@ TARGETS = {
 
 
 @crossed(place=PLACES, kind=TARGETS, dtype=[torch.float32, torch.bfloat16])
-def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
+def test_add_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     """Sorted pieces add what one addition after the other would, and the same bits every time."""
     made = torch.Generator().manual_seed(5)
     target = TARGETS[kind](made).to(place.device)
@@ -35,7 +35,7 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 
     def run() -> torch.Tensor:
         dweight = start.clone()
-        products.add_target_rows(dweight, rows, target, factor)
+        products.add_rows(dweight, rows, target, factor)
         return dweight
 
     counts = target >= 0
@@ -48,29 +48,13 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(first, run())
 
 
-@crossed(place=PLACES, kind=TARGETS, room=[0, 100, 230])
-def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
-    """In a scratch of nan that holds the sums of some tokens only: the same but for the order of a target's sums."""
-    made = torch.Generator().manual_seed(5)
-    target = TARGETS[kind](made).to(place.device)
-    rows, factor = (torch.randn(len(target), *size, generator=made).to(place.device) for size in ((40,), ()))
-    order = torch.randperm(len(target), generator=made).to(place.device)
-    expected = torch.randn(301, 40, generator=made).to(place.device)
-    found = expected.clone()
-    scratch = torch.full((room, 10), torch.nan, dtype=torch.bfloat16, device=place.device)  # 20 bytes a token
-    products.add_target_rows(found, rows, target, factor, order, scratch)
-    products.add_target_rows(expected, rows, target, factor, order)
-    assert scratch.nbytes < products.piece_bytes(len(target), 40) or len(target) < 230
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-
-
 @crossed(place=PLACES, counted=[True, False], kind=TARGETS)
-def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sort_columns(place: Place, kind: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting and sorting put equal targets in the same order: the first in place."""
     target = TARGETS[kind](torch.Generator().manual_seed(6)).to(place.device).repeat(4)
     if not counted:
         monkeypatch.setattr(products, "MOST_COUNTED", 0)
-    found, order = products.sort_targets(target)
+    found, order = products.sort_columns(target)
     expected = torch.sort(target, stable=True)
     assert found.dtype == torch.int32
     assert torch.equal(found.long(), expected.values)
