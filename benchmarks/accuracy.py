@@ -21,7 +21,7 @@ _GPU_SHAPE, _CPU_SHAPE = Shape(8192, 4096, 128256), Shape(512, 256, 8192)
 _GPU_PROVIDERS = ("eager", "torch", *providers.PACKAGES, "ours", "ours:accumulate_dtype=float32")
 _CPU_PROVIDERS = ("eager", "torch", "ours")
 _ROWS = 2048
-_QUANTITIES = ("loss", "d_hidden", "d_weight")
+_QUANTITIES = ("loss", "logprob", "d_hidden", "d_weight")
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Reference:
     """The loss and its gradients in a wider type than the operands', for an upstream gradient of one."""
 
     loss: float
+    logprobs: Tensor
     d_hidden: Tensor
     d_weight: Tensor
 
@@ -50,25 +51,33 @@ def reference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 @torch.no_grad()
-def reference(operands: Operands, dtype: torch.dtype) -> Reference:
-    """The mean cross-entropy and its gradients from upcast operands, a block of rows at a time."""
+def reference(operands: Operands, dtype: torch.dtype, bonus: float = 0.0) -> Reference:
+    """The mean of cross-entropy less ``bonus`` of the entropy, and its gradients, from upcast operands.
+
+    A block of rows at a time.
+    """
     tokens = operands.target.shape[0]
     weight = operands.weight.detach().to(dtype)
     d_hidden = torch.empty(operands.hidden.shape, dtype=dtype, device=weight.device)
     d_weight = torch.zeros_like(weight)
-    loss = 0.0
+    loss, logprobs = 0.0, weight.new_empty(tokens)
     with full_float32():
         for start in range(0, tokens, _ROWS):
             rows = slice(start, start + _ROWS)
             hidden, target = operands.hidden.detach()[rows].to(dtype), operands.target[rows, None]
             log_probability = torch.log_softmax(hidden @ weight.T, dim=1)
-            loss -= float(log_probability.gather(1, target).double().sum()) / tokens
-            gradient = log_probability.exp_()
+            logprobs[rows] = log_probability.gather(1, target)[:, 0]
+            loss -= float(logprobs[rows].double().sum()) / tokens
+            gradient = log_probability.exp()
+            if bonus:
+                entropy = -(gradient * log_probability).sum(1, keepdim=True)
+                loss -= bonus * float(entropy.double().sum()) / tokens
+                gradient *= log_probability.add_(entropy).mul_(bonus).add_(1.0)
             gradient.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype)).div_(tokens)
             torch.mm(gradient, weight, out=d_hidden[rows])
             d_weight.addmm_(gradient.T, hidden)
             del log_probability, gradient  # before the next block's are made
-    return Reference(loss, d_hidden, d_weight)
+    return Reference(loss, logprobs, d_hidden, d_weight)
 
 
 @torch.no_grad()
@@ -87,16 +96,23 @@ def relative_error(found: Tensor | None, wanted: Tensor, factor: float) -> float
     return float((difference / total).sqrt())
 
 
-def errors(step: measure.Step, exact: Reference) -> dict[str, float]:
-    """One step's relative errors of the loss and of both gradients."""
+def errors(step: measure.Step, exact: Reference, read: providers.Late | None = None) -> dict[str, float]:
+    """One step's relative errors of the loss and of both gradients; of log-probabilities the error in nats.
+
+    The latter is the root of the mean square over tokens, or the error of their mean where only that is known.
+    """
     step.operands.clear()
-    loss = float(step())
-    operands = step.operands
+    operands, loss = step.operands, float(step())
+    nats = abs(loss - exact.loss)
+    if read is not None:
+        with torch.no_grad():
+            found_logprobs = read(operands.hidden, operands.weight, operands.target)[0]
+        nats = float((found_logprobs.double() - exact.logprobs.double()).square().mean().sqrt())
     found = {
-        "loss": abs(loss - exact.loss) / abs(exact.loss),
+        "loss": abs(loss - exact.loss) / abs(exact.loss), "logprob": nats,
         "d_hidden": relative_error(operands.hidden.grad, exact.d_hidden, step.upstream),
         "d_weight": relative_error(operands.weight.grad, exact.d_weight, step.upstream),
-    }
+    }  # fmt: skip
     operands.clear()
     return found
 
@@ -107,24 +123,25 @@ def run_kind(kind: str, shape: Shape, args: Any, watch: Watch) -> list[Row]:
     watch.stage(f"{shape} {kind}: reference")
     operands = make_operands(shape, args.dtype, args.device, data=data, targets=targets)
     wide = reference_dtype(args.dtype, args.device)
-    exact = reference(operands, wide)
-    measure.release(operands)
     ready, _ = providers.resolve(args.provider, args.device)
+    bonuses = {provider.label: providers.BONUS if provider.read else 0.0 for provider in ready}
+    exact = {bonus: reference(operands, wide, bonus) for bonus in set(bonuses.values())}
+    measure.release(operands)
     rows: list[Row] = []
     for upstream in args.upstream:
         eager: dict[str, float] = {}
         # Eager first, whatever the order asked for: all are compared with it.
-        for provider in sorted(ready, key=lambda one: one.name != "eager"):
+        for provider in sorted(ready, key=lambda one: not one.name.endswith("eager")):
             watch.stage(f"{shape} {kind}: {provider.label} upstream {upstream:g}")
             row: Row = {"shape": str(shape), "dtype": dtype_name(args.dtype), "reference": dtype_name(wide)}
             row |= {"data": kind, "upstream": upstream, "provider": provider.label, "status": "ok"}
-            row["plan"] = providers.predict(provider, shape, args.dtype, args.device)
             step = measure.Step(provider.call, operands, upstream)
-            found, failure = measure.attempt(functools.partial(errors, step, exact), operands)
+            measured = functools.partial(errors, step, exact[bonuses[provider.label]], provider.read)
+            found, failure = measure.attempt(measured, operands)
             if failure:
                 rows.append(row | failure.record())
             else:
-                eager = found if provider.name == "eager" else eager
+                eager = found if provider.name.endswith("eager") else eager
                 ratios = {f"{key}_to_eager": found[key] / eager[key] for key in found if eager.get(key)}
                 rows.append(row | {f"{key}_error": value for key, value in found.items()} | ratios)
             watch.tick()
@@ -142,7 +159,8 @@ def _table(rows: Sequence[Row]) -> Table:
         for name in _QUANTITIES:
             cells += [number(row[f"{name}_error"], ".2e"), number(row.get(f"{name}_to_eager"), ".3f")]
         lines.append(cells)
-    columns = ("data", "provider", "upstream", "loss", "x eager", "dH", "x eager", "dW", "x eager")
+    columns = ["data", "provider", "upstream"]
+    columns += [cell for name in ("loss", "log-prob", "dH", "dW") for cell in (name, "x eager")]
     title = (
         f"{rows[0]['shape']} {rows[0]['dtype']}: relative errors against {rows[0].get('reference', 'the reference')}"
     )

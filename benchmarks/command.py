@@ -105,7 +105,7 @@ def arguments(
         words = f"gradients from above ({' '.join(f'{value:g}' for value in upstream)})"
         add("--upstream", nargs="+", type=argument(shapes.parse_upstream), default=list(upstream), help=words)
     if peers:
-        words = f"repeatable; one of {', '.join(providers.NAMES)}; ours takes options"
+        words = f"repeatable; one of {', '.join((*providers.NAMES, *providers.LATE))}; ours takes options"
         add("--provider", action="append", type=argument(providers.checked_spec), metavar="NAME[:KEY=VALUE,...]",
             help=words)  # fmt: skip
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
@@ -329,7 +329,7 @@ def report_failures(console: "Console", rows: Sequence[Row]) -> int:
     failures = [(label, failure) for label, failure in failures if failure.get("status") == "failed"]
     for text in dict.fromkeys(f"{label} failed: {one['error']} ({', '.join(one['where'])})" for label, one in failures):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return int(any(label.startswith("ours") for label, _ in failures))
+    return int(any("ours" in label for label, _ in failures))
 
 
 def results_path(output: Path | None, benchmark: str, device: torch.device) -> Path:
@@ -358,7 +358,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     with contextlib.suppress(ImportError):
         # the one that runs: another than the installed one may come before it on the path
         versions["triton"] = importlib.import_module("triton").__version__
-    for name in dict.fromkeys(package.name for package in providers.PACKAGES.values()):
+    for name in dict.fromkeys(package.name for package in (providers.PACKAGES | providers.LATE_PACKAGES).values()):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     if device.type == "cuda":

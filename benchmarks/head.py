@@ -1,4 +1,8 @@
-"""Time and peak memory of the head's providers and of three bare matrix products: `python -m benchmarks.head`."""
+"""Time, peak memory and errors of the head's providers, and bare matrix products: `python -m benchmarks head`.
+
+With `--late` the providers are functions of log-probabilities and entropy, whose gradients come in backward: four
+products, and one without gradients. Errors are those of peaked logits (see shapes) against a wider type.
+"""
 
 import functools
 import sys
@@ -7,47 +11,67 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import command, measure, providers
+from benchmarks import accuracy, command, measure, providers
 from benchmarks.command import Row, Watch, number
 from benchmarks.shapes import DATA, TARGETS, Shape, make_operands
 
-FLOOR = "floor"
+FLOOR, FOUR, ONE = "floor", "floor, 4 products", "floor, 1 product"
 _GPU_SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 2304, 256000))
-_KEYS = ("shape", "provider", "upstream", "status", "ms", "ratio", "peak_bytes", "beside_gradients_bytes")
+_ERRORS = ("d_hidden_error", "d_weight_error", "logprob_error")
+_KEYS = ("shape", "provider", "upstream", "below", "status", "ms", "ratio", "peak_bytes", *_ERRORS)
+
+
+def first(read: Any, *operands: Any) -> Any:
+    """The log-probabilities alone, so that nothing stands beside what makes them."""
+    return read(*operands)[0]
 
 
 def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
-    """Measure every provider at one shape; one row for the floor and one for each provider and upstream."""
+    """Measure every provider at one shape: a row for each floor, and for each provider and upstream."""
+    found: dict[str, Row] = {}
+    if args.errors:
+        for row in accuracy.run_kind("peaked", shape, args, watch):
+            found.setdefault(row["provider"], {key: row[key] for key in _ERRORS if key in row})
+        measure.release()
     # Anew for each shape: compiled code is for one shape, see providers.
-    ready, _ = providers.resolve(args.provider or providers.NAMES, args.device)
+    ready, _ = providers.resolve(args.provider, args.device)
     operands = make_operands(shape, args.dtype, args.device, data=args.data, targets=args.targets)
     measure.release(operands)
-    asked = {}
+    names, asked = {FOUR: 4, ONE: 1} if args.late else {FLOOR: 3}, dict[str, Any]()
     for provider in ready:
-        plan = providers.predict(provider, shape, args.dtype, args.device)
-        for value in args.upstream:
-            record = {"provider": provider.label, "upstream": value, "below": FLOOR, "plan": plan}
-            step = functools.partial(measure.Step, provider.call, operands, value)
-            asked[command.key_of(provider.label, value)] = record, step
+        plan = None if args.late else providers.predict(provider, shape, args.dtype, args.device)
+        for below, value in ((below, value) for below in names for value in args.upstream):
+            record = {"provider": provider.label, "upstream": value, "below": below, "plan": plan}
+            call = functools.partial(first, provider.read) if below == ONE else provider.call
+            step = functools.partial(measure.Step, call, operands, value, below != ONE)
+            asked[f"{below}, {command.key_of(provider.label, value)}"] = record | found.get(provider.label, {}), step
 
     def floors() -> dict[str, Any]:
-        return {FLOOR: measure.floor_steps(operands, args.device, [3])["3 products"]}
+        made = measure.floor_steps(operands, args.device, set(names.values()))
+        return {name: made[measure.products_name(count)] for name, count in names.items()}
 
     def request(row: Row) -> measure.MemoryRequest:
-        return measure.MemoryRequest(row["provider"], shape, row["dtype"], row["upstream"], args.data, args.targets)
+        named = row["provider"], shape, row["dtype"], row["upstream"], args.data, args.targets
+        return measure.MemoryRequest(*named, backward=row["below"] != ONE)
 
-    return command.measured(shape, args, operands, asked, {FLOOR: {"provider": FLOOR}}, floors, request, watch)
+    records = {name: {"provider": name} for name in names}
+    return command.measured(shape, args, operands, asked, records, floors, request, watch)
 
 
 def _table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     title = f"{first['shape']} {first['dtype']}, data {first['data']}, targets {first['targets']}"
-    lines = [
-        [row["provider"], number(row.get("upstream"), "g"),
-         *([*command.timed_cells(row), number(row.get("loss"), ".5f")] if row["status"] == "ok" else [row["status"]])]
-        for row in rows
-    ]  # fmt: skip
-    return command.table(title, ("provider", "upstream", *command.TIMED, "loss"), lines)
+    lines = []
+    for row in rows:
+        cells = [row["provider"], row.get("below", ""), number(row.get("upstream"), "g")]
+        if row["status"] == "ok":
+            cells += [*command.timed_cells(row), number(row.get("loss"), ".5f")]
+            cells += [number(row.get(name), ".1e") for name in _ERRORS]
+        else:
+            cells.append(f"{row['status']}: {row['error'][:60]}")
+        lines.append(cells)
+    columns = ("provider", "of", "upstream", *command.TIMED, "loss", "d hidden", "d weight", "log-prob")
+    return command.table(title, columns, lines, left=["of"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,10 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.arguments("head", __doc__, shape=True, rounds=20, upstream=[1.0], peers=True)
     parser.add_argument("--targets", choices=TARGETS, default="random")
     parser.add_argument("--data", choices=DATA, default="random")
+    parser.add_argument("--late", action="store_true", help=f"by default {', '.join(providers.LATE)}")
+    parser.add_argument("--errors", action="store_true", help="errors of gradients and log-probabilities as well")
     parser.add_argument("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    args.provider = args.provider or (providers.LATE if args.late else providers.NAMES)
     sizes = command.sizes(args, _GPU_SHAPES)
-    ready, skipped = providers.resolve(args.provider or providers.NAMES, args.device)
+    ready, skipped = providers.resolve(args.provider, args.device)
     jobs = command.over(sizes, args, run_shape, provider="operands")
     if not ready:
         return command.nothing_runs(skipped)

@@ -21,6 +21,18 @@ from chunked_head import Plan, linear_cross_entropy, linear_logprobs, linear_los
 from chunked_head.metrics import Metric
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 1024, 151936))
+# Where the matmuls are short, what is beside them counts: workloads by shape, with the largest ratio that is accepted.
+SHORT = {
+    Shape(8192, 1024, 151936): {
+        "logprobs+entropy": 1.05, "logprobs": 1.03, "logprobs+entropy-grad": 1.07, "ce+z+metrics": 1.11,
+        "grpo+z-entropy": 1.15, "cross-entropy": 1.06,
+    },
+    Shape(8192, 2048, 128256): {"cross-entropy": 1.05},
+    Shape(8192, 4096, 128256): {
+        "logprobs+entropy": 1.03, "ce+z+metrics": 1.03, "grpo+z-entropy": 1.05, "cross-entropy": 1.02,
+    },
+    Shape(8192, 2880, 201088): {"logprobs": 1.02},
+}  # fmt: skip
 _KEYS = ("shape", "workload", "upstream", "status", "ms", "ratio", "products", "must", "peak_bytes")
 
 
@@ -47,6 +59,8 @@ WORKLOADS: dict[str, Workload] = {
     "cross-entropy": Workload(_CE),
     "streams": Workload(_CE, streams=4),
     "ce+entropy+accuracy": Workload(_CE, (), (metrics.entropy(), metrics.accuracy()), must=(1.09, 1.13, 1.22)),
+    "ce+z+metrics": Workload(_CE + 1e-4 * losses.z_loss(), (), (metrics.entropy(), metrics.accuracy())),
+    "grpo+z-entropy": Workload(_GRPO - 0.01 * losses.entropy(), _POLICY, _SIX[:4]),
     "grpo": Workload(_GRPO - 0.01 * losses.entropy(), _POLICY, _SIX, must=(1.10, 1.15, 1.26)),
     "grpo+z+metrics": Workload(_GRPO, _POLICY, (metrics.entropy(), metrics.accuracy(), *_SIX)),
     "grpo-temperature": Workload(losses.grpo(), _POLICY, temperature=0.8),
@@ -64,6 +78,7 @@ WORKLOADS: dict[str, Workload] = {
     "reverse-kl": Workload(losses.reverse_kl(), _DENSE, products=4),
     "jsd": Workload(losses.jsd(), _DENSE, products=4),
     "logprobs": Workload(_CE, products=1),
+    "logprobs+entropy": Workload(_CE, products=1),
     # The backward is a pass of its own and computes the logits again: they are two of the four products.
     "logprobs+entropy-grad": Workload(losses.grpo() - 0.01 * losses.entropy(), _POLICY, products=4),
 }
@@ -102,9 +117,11 @@ class Call:
             self.plan = out.streams[0].plan
             return out.loss
         if self.name == "logprobs":
-            return -linear_logprobs(hidden, weight, target, **self.options).mean()
-        if self.name == "logprobs+entropy-grad":
+            return linear_logprobs(hidden, weight, target, **self.options)
+        if self.name.startswith("logprobs+entropy"):
             logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True, **self.options)
+            if self.name == "logprobs+entropy":
+                return logprobs
             ratio, advantages = (logprobs - self.batch["old_logprobs"]).exp(), self.batch["advantages"]
             surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
             return (-surrogate - 0.01 * entropy).mean()
@@ -126,7 +143,7 @@ def plan_of(step: measure.Step) -> Plan:
         return call.plan
     wanted: dict[str, Any] = {"hidden_grad": step.backward, "weight_grad": step.backward, **call.options}
     if call.name.startswith("logprobs"):
-        wanted["returns"] = ("logprobs", "entropy") if call.name == "logprobs+entropy-grad" else ("logprobs",)
+        wanted["returns"] = ("logprobs", "entropy") if "entropy" in call.name else ("logprobs",)
     return plan(len(hidden), hidden.shape[1], len(weight), hidden.dtype, device=hidden.device, **wanted)
 
 
@@ -155,17 +172,19 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every workload at one shape; one row for each workload and upstream."""
     operands = shapes.make_operands(shape, args.dtype, args.device)
     asked: dict[str, Any] = {}
-    for name in args.workload:
+    musts = SHORT.get(shape, {}) if args.short else {}
+    names = [name for name in args.workload if not args.short or name in musts]
+    for name in names:
         workload = WORKLOADS[name]
         for upstream in args.upstream if workload.products > 1 else args.upstream[:1]:
             record = {"workload": name, "provider": f"ours, {name}", "upstream": upstream}
             record |= {"products": workload.products, "below": measure.products_name(workload.products)}
-            record |= {"must": dict(zip(SHAPES, workload.must, strict=False)).get(shape)}
+            record |= {"must": musts.get(name, dict(zip(SHAPES, workload.must, strict=False)).get(shape))}
             asked[command.key_of(name, upstream)] = (
                 record,
                 functools.partial(make_step, name, operands, args.options, upstream),
             )
-    products = {WORKLOADS[name].products for name in args.workload}
+    products = {WORKLOADS[name].products for name in names}
     floors = {name: {"provider": f"floor, {name}"} for name in map(measure.products_name, sorted(products))}
 
     def request(row: Row) -> Request:
@@ -200,12 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--memory-budget", type=command.size_in_bytes, help="such as 1GiB")
     add("--chunk-tokens", type=command.count)
     add("--accumulate-dtype", type=command.argument(shapes.parse_dtype))
+    add("--short", action="store_true", help=f"those of {', '.join(map(str, SHORT))} that short matmuls make hard")
     add("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, sys.argv[1:] if argv is None else argv)
     args.workload = list(dict.fromkeys(args.workload or WORKLOADS))
     named = ("memory_budget", "chunk_tokens", "accumulate_dtype")
     args.options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
-    sizes = command.sizes(args, SHAPES)
+    sizes = command.sizes(args, tuple(SHORT) if args.short else SHAPES)
     jobs = command.over(sizes, args, run_shape, workload="all", provider="ours")
     return command.run("losses", args, jobs, len(sizes) * args.rounds, _table, _KEYS)
 

@@ -291,12 +291,13 @@ class MemoryRequest:
     upstream: float = 1.0
     data: str = "random"
     targets: str = "random"
+    backward: bool = True
 
     def step(self) -> Step:
         """Draw the operands and make the step."""
         device = torch.device("cpu")
         operands = make_operands(self.shape, parse_dtype(self.dtype), device, data=self.data, targets=self.targets)
-        return Step(build(self.provider, device).call, operands, self.upstream)
+        return Step(build(self.provider, device).call, operands, self.upstream, self.backward)
 
 
 def gpu_peak(step: Callable[[], Any], operands: Holder) -> dict[str, int]:

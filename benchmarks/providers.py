@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.shapes import Shape, parse_bytes, parse_dtype
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Late = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Package(NamedTuple):
@@ -32,17 +33,30 @@ class Package(NamedTuple):
 
 
 _LIGER = "liger-kernel", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
-_CCE = "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"
+# its kernels for Hopper: on other GPUs, and at sizes that they do not take, they raise
+_LIGER_SM90 = "liger-kernel", "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+_QUACK = "quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
 PACKAGES = {
     "liger": Package(*_LIGER, {}),
-    "liger-fp32": Package(*_LIGER, {"accum_dtype": torch.float32}),
-    # it chooses between its two ways by itself: scaled exponentials need sm_90, bf16 and a vocabulary divisible by 128
-    "quack": Package("quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy", {}, (9, 0)),
+    "liger-16": Package(*_LIGER, {"chunk_mem_const": 16}),
+    "liger-hopper": Package(*_LIGER_SM90, "liger_fused_linear_cross_entropy_sm90", {}, (9, 0)),
+    # it chooses between its two modes by itself: scaled exponentials need sm_90, bf16 and a vocabulary divisible by 128
+    "quack": Package(*_QUACK, {}, (9, 0)),
+    "quack-base": Package(*_QUACK, {"use_scaled_exp": False}, (9, 0)),
     # by default blocks of the gradient of the logits that are all below 2.4e-4 (bf16) are left out
-    "cce": Package(*_CCE, {"impl": "cce"}, (8, 0)),
-    "cce-exact": Package(*_CCE, {"impl": "cce", "filter_eps": None}, (8, 0)),
+    "cce": Package("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy", {"impl": "cce"}, (8, 0)),
 }
-NAMES = ("eager", "compile", "torch", *PACKAGES, "ours")
+NAMES = ("ours", "eager", "compile", "torch", *PACKAGES)
+# Functions of log-probabilities and entropy whose gradients come in backward, of logits that are made again there.
+LATE_PACKAGES = {
+    "late-trl": Package("trl", "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", {}),
+    "late-liger": Package(
+        "liger-kernel", "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+        "LigerFusedLinearScaledCrossEntropyFunction", {},
+    ),
+}  # fmt: skip
+LATE = ("late-ours", "late-eager", "late-compile", *LATE_PACKAGES)
+BONUS = 0.01  # of the entropy in their loss, which is otherwise the cross-entropy
 
 
 class Unavailable(Exception):
@@ -57,13 +71,14 @@ class Provider:
     name: str
     call: Loss
     options: dict[str, Any] = field(default_factory=dict)
+    read: Late | None = None  # the log-probabilities and entropies that the loss is made of
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
     """Read a provider such as `eager` or `ours:chunk_tokens=4096,accumulate_dtype=float32`."""
     name, colon, rest = text.partition(":")
-    if name not in NAMES:
-        raise ValueError(f"provider {name!r} is none of {', '.join(NAMES)}")
+    if name not in (*NAMES, *LATE):
+        raise ValueError(f"provider {name!r} is none of {', '.join((*NAMES, *LATE))}")
     if colon and name != "ours":
         raise ValueError(f"provider {name!r} takes no options, only ours does")
     options: dict[str, Any] = {}
@@ -96,6 +111,9 @@ def build(spec: str, device: torch.device) -> Provider:
     name, options = parse_spec(spec)
     if name == "eager":
         return Provider(spec, name, eager)
+    if name in LATE:
+        read = _late(name, device)
+        return Provider(spec, name, functools.partial(_late_loss, read), read=read)
     makers = {"compile": _compiled, "torch": _torch_native} | dict.fromkeys(PACKAGES, _packaged)
     if name in makers:
         return Provider(spec, name, makers[name](name, device))
@@ -121,15 +139,47 @@ def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ weight.T).float(), target)
 
 
-def _compiled(name: str, device: torch.device) -> Loss:
+def eager_late(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and entropies, by all logits in float32."""
+    logprobs = (hidden @ weight.T).float().log_softmax(1)
+    return logprobs.gather(1, target[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
+
+
+def _late_loss(read: Late, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logprobs, entropy = read(hidden, weight, target)
+    return -(logprobs + BONUS * entropy).mean()
+
+
+def _late(name: str, device: torch.device) -> Late:
+    if name == "late-eager":
+        return eager_late
+    if name == "late-compile":
+        return _compiled(name, device, eager_late)
+    if name == "late-ours":
+        return functools.partial(_import_ours({}).linear_logprobs, entropy=True)
+    function = _function(LATE_PACKAGES[name], device)
+    if name == "late-trl":  # 32768 columns at a time, as its trainers
+
+        def read(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            found = function.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, ("entropy",))
+            return found[0], found[1]
+    else:
+
+        def read(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            loss, entropy = function.apply(hidden, weight, target, 1.0, -100, 1, True)
+            return -loss, entropy
+
+    return read
+
+
+def _compiled(name: str, device: torch.device, function: Callable[..., Any] = eager) -> Callable[..., Any]:
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise Unavailable("torch.compile needs Triton on a GPU, and it is not installed")
     if device.type == "cpu" and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
         raise Unavailable("torch.compile needs a C++ compiler on a CPU, and none was found")
     # Without the reset a run over many shapes meets the recompile limit and silently measures eager instead.
     torch._dynamo.reset()
-    compiled: Loss = torch.compile(eager, dynamic=False)
-    return compiled
+    return torch.compile(function, dynamic=False)
 
 
 def _torch_native(name: str, device: torch.device) -> Loss:
@@ -147,18 +197,30 @@ def _torch_native(name: str, device: torch.device) -> Loss:
 
 def _packaged(name: str, device: torch.device) -> Loss:
     package = PACKAGES[name]
+    function = functools.partial(_function(package, device), **package.options)
+    if name != "quack":
+        return function
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        # it raises where a chunk has as many tokens as the hidden size, 4096 by default
+        loss: Tensor = function(hidden, weight, target, chunk_size=8192 if hidden.shape[1] == 4096 else 4096)
+        return loss
+
+    return call
+
+
+def _function(package: Package, device: torch.device) -> Any:
     if device.type != "cuda":
         raise Unavailable(f"{package.name} needs a GPU")
     if torch.cuda.get_device_capability(device) < package.capability:
         wanted = ".".join(map(str, package.capability))
         raise Unavailable(f"{package.name} needs a GPU of compute capability {wanted} or newer")
     try:
-        function = getattr(importlib.import_module(package.module), package.function)
+        return getattr(importlib.import_module(package.module), package.function)
     except Exception as error:  # whatever a foreign package raises on import, no other provider is lost
         if isinstance(error, ModuleNotFoundError) and error.name == package.module.split(".")[0]:
             raise Unavailable(f"the package {package.name} is not installed") from error
         raise Unavailable(f"{package.name} did not import: {type(error).__name__}: {error}") from error
-    return functools.partial(function, **package.options)
 
 
 def _import_ours(options: dict[str, Any]) -> Any:

@@ -36,8 +36,11 @@ FILES = {
 }  # fmt: skip
 NAMES = {
     "floor": "three matmuls alone", "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
-    "torch": "torch's own fused head", "liger": "Liger-Kernel", "liger-fp32": "Liger-Kernel, fp32 sums",
-    "quack": "quack", "cce": "Cut Cross-Entropy", "cce-exact": "Cut Cross-Entropy, unfiltered",
+    "torch": "`F.linear_cross_entropy`", "liger": "Liger-Kernel", "liger-16": "Liger-Kernel, `chunk_mem_const=16`",
+    "liger-hopper": "Liger-Kernel, its Hopper kernels", "quack": "quack, scaled exponentials",
+    "quack-base": "quack, plain", "cce": "Cut Cross-Entropy",
+    "late-ours": "**chunked_head**", "late-eager": "plain PyTorch", "late-compile": "torch.compile",
+    "late-trl": "TRL's `ChunkedLogProbFunction`", "late-liger": "Liger-Kernel's fused scaled cross-entropy",
     "default": "**chunked_head**", "plain": "plain PyTorch",
     "ours:accumulate_dtype=float32": "**chunked_head**, fp32 sums",
     "ours:memory_budget=64MiB": "**chunked_head** in 64 MiB", "half-skipped": "half of the tokens skipped",
@@ -48,6 +51,9 @@ NAMES = {
     "gspo": "GSPO", "dpo": "DPO", "jsd": "JSD, likewise",
     "topk": "top-K distillation (K = 64) and cross-entropy", "reverse-kl": "reverse KL, likewise",
     "dense-kl": "forward KL from a teacher's hidden states", "logprobs": "`linear_logprobs` without gradients",
+    "logprobs+entropy": "`linear_logprobs` with entropy, without gradients",
+    "ce+z+metrics": "cross-entropy and z-loss; entropy and accuracy as metrics",
+    "grpo+z-entropy": "GRPO, z-loss and an entropy bonus; four metrics",
     "logprobs+entropy-grad": "`linear_logprobs` with entropy and their gradients",
     "gspo-lengths": "GSPO with `segment_lengths`", "dpo-lengths": "DPO with `segment_lengths`",
     "grpo-kept": "GRPO over `kept_ids`", "grpo-kept-everywhere": "GRPO over `kept_ids`, `kept_everywhere=True`",
@@ -63,7 +69,11 @@ CARDS = {
 
 
 def read(question: str) -> dict[str, Any]:
-    return json.loads((RESULTS / FILES[question]).read_text())
+    """The results of a question; ValueError where they are of a tree that is no commit."""
+    found: dict[str, Any] = json.loads((RESULTS / FILES[question]).read_text())
+    if not re.fullmatch("[0-9a-f]{7,40}", found["commit"]):
+        raise ValueError(f"{FILES[question]} is of {found['commit']}, not of a commit: measure it again at one")
+    return found
 
 
 def rows_of(question: str, upstream: float = 1.0, **equal: Any) -> list[dict[str, Any]]:
@@ -84,7 +94,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -
     for question in questions:
         found = read(question)
         ran = {row.get("provider") for row in found.get("rows", ())}
-        names = ["torch", "triton", *(package.name for name, package in providers.PACKAGES.items() if name in ran)]
+        packages = providers.PACKAGES | providers.LATE_PACKAGES
+        names = ["torch", "triton", *(package.name for name, package in packages.items() if name in ran)]
         versions = [f"{name} {found['versions'][name]}" for name in dict.fromkeys(names) if name in found["versions"]]
         parts = [found["device"] or "CPU", *versions]
         command = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
@@ -94,7 +105,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -
 
 def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
     """A line for each value of ``first``, a column for each of the chosen values of ``column``."""
-    rows = [row for row in rows_of(question) if row[column] in chosen]
+    rows = [row for row in rows_of(question) if row[column] in chosen and (first == "shape" or row[first] in NAMES)]
     columns = [name for name in chosen if any(row[column] == name for row in rows)]
     cells = {(row[first], row[column]): cell(row) for row in rows}
     lines = [[NAMES.get(one, one.replace("x", " x ")), *(cells.get((one, c), "-") for c in columns)]
@@ -108,12 +119,29 @@ def one_head() -> list[dict[str, Any]]:
     return [row for name in NAMES for row in rows if row["provider"] == name and name != "floor"]
 
 
-def heads(*providers: str, source: tuple[str, ...] = ()) -> str:
-    """One head in one run, a line for each way, or for these."""
-    chosen = [row for row in one_head() if row["provider"] in providers or not providers]
-    rows = [[NAMES[row["provider"]], f"{row['ms']:.1f} ms", f"{row['ratio']:.2f}",
-             f"{row['peak_bytes'] / 2**30:.1f} GiB"] for row in chosen]  # fmt: skip
-    return table(["", "time", "of its three matmuls alone", "memory over the inputs"], rows, *source)
+def heads(*names: str, source: tuple[str, ...] = (), question: str = "head", shape: str = "8192x4096x128256") -> str:
+    """One head in one run, a line for each way, or for these; those that did not run last, with the reason."""
+    found, late = read(question), question == "late"
+    of = {False: "three matmuls", True: "four matmuls"}[late]
+    rows = [row for row in found["rows"] if row.get("shape") == shape and row["provider"] in (names or NAMES)]
+    alone = {row["provider"]: row for row in rows if row.get("below") == "floor, 1 product" and row["status"] == "ok"}
+    rows = [row for row in rows if row.get("below") != "floor, 1 product" and not row["provider"].startswith("floor")]
+    absent, lines = dict(found["skipped"]), []
+    for row in sorted(rows, key=lambda row: list(NAMES).index(row["provider"])):
+        if row["status"] != "ok":
+            absent[row["provider"]] = f"{row['status']}, {row['error']}"
+            continue
+        cells = [f"{row['ms']:.1f} ms", f"{row['ratio']:.3f}", f"{row['peak_bytes'] / 2**30:.1f} GiB"]
+        if late:
+            cells.append(f"{alone[row['provider']]['ratio']:.3f}" if row["provider"] in alone else "-")
+        errors = [row[f"{key}_error"] for key in ("d_hidden", "d_weight", "logprob") if f"{key}_error" in row]
+        lines.append([NAMES[row["provider"]], *cells, *(f"{error:.1e}" for error in errors)])
+    wide = max(map(len, lines))
+    head = ["", "time", f"of {of}", "memory", *["without gradients, of one"] * late]
+    head += ["error of dhidden", "of dweight", "of the log-probability"][: wide - len(head)]
+    absent = {name: why.split("\n")[0][:160] for name, why in absent.items() if name in (names or NAMES)}
+    lines += [[NAMES[name], f"did not run: {why}", *["-"] * (wide - 2)] for name, why in absent.items()]
+    return table(head, lines, *source)
 
 
 def default() -> str:
@@ -262,7 +290,7 @@ def forced(question: str, own: str, column: str, **equal: Any) -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "readme": lambda: heads("ours", "eager", "compile", "liger", "cce"), "heads": lambda: heads(source=("head",)),
+    "readme": heads, "heads": lambda: heads(source=("head",)),
     "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
     **{question: functools.partial(matrix, question, "row", ("default", "compile", *providers.PACKAGES),

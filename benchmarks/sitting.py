@@ -25,7 +25,7 @@ _MIXES = "ce+entropy+accuracy", "grpo+z+metrics", "topk", "dense-kl", "jsd", "gs
 _SIX = " ".join(f"--workload {name}" for name in _MIXES)
 # by name: the file, about how many minutes an H200 takes, and the words; kernels are those of a GPU that a file names
 PARTS = {
-    "head": ("head-cuda.json", 2.0, f"head --shape 8192x4096x128256 --rounds 5 {_ALL}"),
+    "head": ("head-cuda.json", 2.0, f"head --shape 8192x4096x128256 --errors --rounds 5 {_ALL}"),
     "peers": ("speed-cuda-peers.json", 4.5, "speed --peers --rows default --rounds 3 --no-memory"),
     "memory": ("memory-cuda.json", 0.8, f"memory --model llama3-8b {_FEW}"),
     "host": ("host-cuda.json", 0.7, "host --rounds 1 --lengths 200"),

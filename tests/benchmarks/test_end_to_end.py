@@ -66,6 +66,21 @@ def test_head(tmp_path: Path, quick: None, capsys: Any) -> None:
     assert ours["beside_gradients_bytes"] == 2**20 - 4 * (48 + 320) * 16
 
 
+def test_late(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
+    """Log-probabilities and entropies with gradients in backward, and what they err by."""
+    eager = providers.eager_late
+    monkeypatch.setattr(providers, "eager_late", lambda *given: (eager(*given)[0] + 0.125, 1.5 * eager(*given)[1]))
+    asked = ["--provider", "late-eager", "--provider", "late-ours", "--provider", "late-trl", "--dtype", "fp32"]
+    record, rows = made(head.main, tmp_path, *TINY, "48x16x320", "--late", "--errors", *asked)
+    assert set(record["skipped"]) == {"late-trl"}
+    found = {(row["provider"], row["below"]): row for row in rows if "below" in row}
+    assert set(found) == {(f"late-{name}", below) for name in ("eager", "ours") for below in (head.FOUR, head.ONE)}
+    ours, wrong = (found[f"late-{name}", head.FOUR] for name in ("ours", "eager"))
+    assert max(ours[f"{name}_error"] for name in ("d_hidden", "d_weight", "logprob")) < 1e-5
+    assert wrong["logprob_error"] == pytest.approx(0.125, rel=1e-4) and wrong["d_weight_error"] > 1e-4
+    assert all(row["gradient_bytes"] == (below == head.FOUR) * 4 * 368 * 16 for (_, below), row in found.items())
+
+
 def test_accuracy(tmp_path: Path) -> None:
     asked = ["--shape", "48x16x320", "--dtype", "fp32", "--provider", "ours", "--provider", "eager"]
     _, rows = made(accuracy.main, tmp_path, *CPU, *asked)
@@ -93,18 +108,24 @@ def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
     assert tried == [("eager", 32), ("ours", 32), ("eager", 64), ("ours", 64), ("ours", 128)]
 
 
-def test_losses(tmp_path: Path, quick: None) -> None:
+def test_losses(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     asked = ["--upstream", "1", "0.37", "--chunk-tokens", "32"]
     _, rows = made(losses.main, tmp_path, *TINY, "64x32x1000", *asked)
     found = {(row["workload"], row["upstream"]): row for row in rows}
     assert {name for name, value in found if value == 1.0} == set(losses.WORKLOADS)
-    assert {name for name, value in found if value == 0.37} == set(losses.WORKLOADS) - {"logprobs"}
+    forward = {name for name, workload in losses.WORKLOADS.items() if workload.products == 1}
+    assert {name for name, value in found if value == 0.37} == set(losses.WORKLOADS) - forward
     for (name, _), row in found.items():
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"]) and row["must"] is None
         chunks = 1 if losses.WORKLOADS[name].streams else 2 + losses.WORKLOADS[name].lengths
         assert row["plan"]["chunks"] == chunks
     products = {name: found[name, 1.0]["products"] for name in losses.WORKLOADS}
     assert (products["logprobs"], products["grpo"], products["dense-kl"]) == (1, 3, 4)
+    short = {shapes.Shape(64, 32, 1000): {"logprobs+entropy": 1e-9, "cross-entropy": 1e9}, shapes.Shape(8, 4, 32): {}}
+    monkeypatch.setattr(losses, "SHORT", {shape: few or {"logprobs": 1.0} for shape, few in short.items()})
+    _, rows = made(losses.main, tmp_path, *CPU, "--rounds", "2", "--short")
+    found = {(row["tokens"], row["workload"]): row["must"] for row in rows}
+    assert found == {(64, "cross-entropy"): 1e9, (64, "logprobs+entropy"): 1e-9, (8, "logprobs"): 1.0}
 
 
 def test_speed(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
@@ -121,7 +142,7 @@ def test_speed(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     assert found["logprobs", 1.0]["loss"] == pytest.approx(-found["default", 1.0]["loss"])
     monkeypatch.setattr(providers, "_compiled", lambda name, device: providers.eager)
     record, rows = made(speed.main, tmp_path, *TINY, "64x32x1000", "--peers", "--rows", "loss", "--upstream", "1")
-    assert set(record["skipped"]) == {"liger", "liger-fp32", "quack", "cce", "cce-exact"}
+    assert set(record["skipped"]) == set(providers.PACKAGES)
     peers = {row["row"]: row for row in rows}
     assert peers["compile"]["loss"] == pytest.approx(peers["loss"]["loss"], rel=1e-5)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,34 @@ def test_a_changed_number_is_found(
     monkeypatch.setitem(report.FILES, "head", str(tmp_path / "head.json"))
     assert report.main(["--check"]) == 1
     assert "README.md" in capsys.readouterr().out
+
+
+def test_a_tree_that_is_no_commit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = report.read("head")
+    (tmp_path / "head.json").write_text(json.dumps(found | {"commit": found["commit"] + "-dirty"}))
+    monkeypatch.setitem(report.FILES, "head", str(tmp_path / "head.json"))
+    with pytest.raises(ValueError, match="measure it again"):
+        report.read("head")
+
+
+def test_what_did_not_run_is_shown_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def row(provider: str, below: str, **more: Any) -> dict[str, Any]:
+        errors = {f"{name}_error": 0.00123 for name in ("d_hidden", "d_weight", "logprob")}
+        timed = {"status": "ok", "ms": 39.31, "ratio": 1.0271, "peak_bytes": 2**30}
+        return {"shape": "1x2x3", "provider": provider, "below": below} | timed | errors | more
+
+    rows = [
+        row("floor, 4 products", ""), row("late-eager", "floor, 4 products", status="out of memory", error="40 GiB"),
+        row("late-ours", "floor, 4 products"), row("late-ours", "floor, 1 product", ratio=1.0111),
+    ]  # fmt: skip
+    found = {"commit": "0123abc", "rows": rows, "skipped": {"late-trl": "trl is not installed"}}
+    (tmp_path / "late.json").write_text(json.dumps(found))
+    monkeypatch.setitem(report.FILES, "late", str(tmp_path / "late.json"))
+    assert report.heads(question="late", shape="1x2x3").splitlines()[2:] == [
+        "| **chunked_head** | 39.3 ms | 1.027 | 1.0 GiB | 1.011 | 1.2e-03 | 1.2e-03 | 1.2e-03 |",
+        "| TRL's `ChunkedLogProbFunction` | did not run: trl is not installed | - | - | - | - | - | - |",
+        "| plain PyTorch | did not run: out of memory, 40 GiB | - | - | - | - | - | - |",
+    ]
 
 
 def test_labels_of_near_dots_are_apart() -> None:
