@@ -64,6 +64,15 @@ def dot(a, b, total):
 
 
 @triton.jit
+def scaled(product, row_scale_ptr, scale_ptr, offs_row, rows):
+    """A product of e4m3 operands times the scales [rows] of the first and [] of the second; of others as it is."""
+    if row_scale_ptr is not None:
+        scale = tl.load(row_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(scale_ptr)
+        product = product * scale[:, None]
+    return product
+
+
+@triton.jit
 def to_type_of(matrix, value):
     """A value in the dtype of the matrix."""
     if matrix[0] is not None:

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .cache import Cache
 from .launcher import is_known
-from .tiles import Tile, cdiv
+from .tiles import Matrix, Quantised, Tile, cdiv
 
 STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
 
@@ -114,6 +114,11 @@ class Strips(NamedTuple):
         if rows == self.offset.shape[1]:
             return self
         return Strips(*(None if t is None else t[:, :rows] for t in self))
+
+
+def with_scale(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A matrix as it lies in memory, and its scale; None for 1."""
+    return matrix if isinstance(matrix, Quantised) else (matrix, None)
 
 
 def mixture(beta: float | None) -> tuple[float | None, float | None]:

@@ -3,6 +3,8 @@
 import os
 from typing import NamedTuple
 
+import torch
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 # the column of a target that is none of those at hand, for rows that count: a vocabulary in parts has it elsewhere
 ELSEWHERE = 1 << 30
@@ -25,6 +27,19 @@ STRIPS_AT_ONCE = 8  # of relative logits, that one program turns into gradients
 PRODUCT_ROWS = 128  # the most rows of logits' gradients that a product for dweight reads at a time
 
 
+LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # a scale has an inverse, whatever it is of
+
+
+class Quantised(NamedTuple):
+    """A matrix in e4m3, one byte a number, of which ``values * scale`` is what was rounded."""
+
+    values: torch.Tensor  # [rows, columns] float8_e4m3fn, contiguous
+    scale: torch.Tensor  # [rows] fp32, or [] for all; nan where a number of them is not finite
+
+
+Matrix = torch.Tensor | Quantised  # an operand of the logits' products
+
+
 class Tile(NamedTuple):
     """Tile of a persistent matmul and how it is run."""
 
@@ -40,6 +55,10 @@ class Tile(NamedTuple):
     @property
     def elements(self) -> int:
         return self.block_m * self.block_n
+
+    def of(self, matrix: Matrix) -> "Tile":
+        """The tile for operands like this one: as many bytes of hidden states at a time."""
+        return self._replace(block_k=self.block_k * 2) if isinstance(matrix, Quantised) else self
 
 
 def row_block(columns: int) -> tuple[int, int]:

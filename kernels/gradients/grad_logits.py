@@ -11,7 +11,7 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
-from ..common.blocks import column_halves, counted_rows, dot, load_rows, store_tile, tile_place, to_type_of
+from ..common.blocks import column_halves, counted_rows, dot, load_rows, scaled, store_tile, tile_place, to_type_of
 from ..common.launcher import kernel
 from ..common.transform import load_column, transform_logits
 from .identity import logits_gradient
@@ -131,12 +131,14 @@ def grad_logits_kernel(
     dlogits_desc,  # [rows, columns] 16 bit, store block [BLOCK_M, BLOCK_N / 2]; None where it is not described
     dlogits_ptr,
     # inputs
-    hidden_desc,  # [rows, hidden] 16 bit, block [BLOCK_M, BLOCK_K]
+    hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]
     hidden_ptr,
-    weight_desc,  # [columns, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
+    weight_desc,  # [columns, hidden], block [BLOCK_N, BLOCK_K]
     weight_ptr,
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
+    hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
+    weight_scale_ptr,  # [] fp32, likewise
     target_ptr,  # [rows] int64, -1 where the row does not count
     target_logit_ptr,  # [rows] fp32, like all that follow
     beta_ptr,  # or None
@@ -188,6 +190,7 @@ def grad_logits_kernel(
             acc = dot(h, w.T, acc)
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
+        acc = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
         target = tl.load(target_ptr + offs_row, mask=offs_row < rows, other=-1)
         counts = target >= 0
         target = (target - first_column).to(tl.int32)

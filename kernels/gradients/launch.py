@@ -19,8 +19,9 @@ from ..common.operands import (
     mixture,
     row_stride,
     strip_stride,
+    with_scale,
 )
-from ..common.tiles import STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
 from .column_grad import column_grad_kernel, kept_dhidden_kernel, kept_grad_kernel
 from .grad_logits import grad_logits_kernel
 from .row_grad import add_parts_kernel, level_rows_kernel, row_grad_kernel, scale_kernel
@@ -169,8 +170,8 @@ def column_grad(
 
 def grad_logits(
     dlogits: torch.Tensor,  # [rows, columns] 16 bit, row stride a multiple of 8
-    hidden: torch.Tensor,  # [rows, hidden] contiguous
-    weight: torch.Tensor,  # [columns, hidden] contiguous
+    hidden: Matrix,  # [rows, hidden] contiguous
+    weight: Matrix,  # [columns, hidden] contiguous, of the same dtype
     bias: torch.Tensor | None,  # [columns], as class_weights
     class_weights: torch.Tensor | None,
     terms: Terms,
@@ -180,6 +181,8 @@ def grad_logits(
     counted: Counted = ALL_ROWS,
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits."""
+    tile = tile.of(weight)
+    hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     programs = programs_of(tile, rows, columns, hidden.device)
     terms = terms.without_unused()
@@ -187,7 +190,7 @@ def grad_logits(
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, *terms.tensors, *counted, rows, columns, width,
+        bias, class_weights, hidden_scale, weight_scale, *terms.tensors, *counted, rows, columns, width,
         first_column, terms.second.columns, row_stride(dlogits, tile), *transform, terms.second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages,

@@ -17,12 +17,14 @@ column and the last of a block leaves out the next one's: a block's strips are t
 
 No logit is ever rounded by its own size. The target's own column is left out of E and of the sums, to be added from its
 exact logit: then loss and gradient see one and the same logit.
+
+Operands may be e4m3, with a scale for each row of hidden states and one for the weight.
 """
 
 import triton
 import triton.language as tl
 
-from ..common.blocks import column_halves, counted_rows, dot, load_rows, store_tile, tile_place
+from ..common.blocks import column_halves, counted_rows, dot, load_rows, scaled, store_tile, tile_place
 from ..common.launcher import kernel
 from ..common.transform import ln_2, log2_e, transform_logits
 
@@ -114,6 +116,7 @@ def finish_strip(
     class_weights_ptr,
     row_offset,  # None: each strip's own maximum
     target,  # None where no column of these is one
+    exact,  # [BLOCK_M] the target's logit, in place of the one of e4m3 operands; None where x has it
     row_start,
     strip,
     moved,  # by how many columns strips are away from where they follow each other; None for 0
@@ -143,6 +146,8 @@ def finish_strip(
     SHIFTED: tl.constexpr = shifted_sum_ptr is not None
     SECOND: tl.constexpr = sum2_ptr is not None
     SHIFTED2: tl.constexpr = shifted_sum2_ptr is not None
+    if exact is not None:
+        x = tl.where(offs_col[None, :] == target[:, None], exact[:, None], x)
     if weighted_sum_ptr is not None:
         omega = tl.where(in_vocab, 1.0, 0.0)
         if class_weights_ptr is not None:
@@ -231,6 +236,7 @@ def finish_tile(
     class_weights_ptr,
     row_offset,
     target,
+    exact,
     row_start,
     tile_n,
     moved,
@@ -245,21 +251,21 @@ def finish_tile(
     """All of a tile but its last strip's sum, which is returned."""
     if STRIP == BLOCK_N:
         return finish_strip(
-            out, strips, strip_stride, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved, vocab,
+            out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n, moved, vocab,
             second, BLOCK_M, STRIP, BLOCK_N // 2, EDGE, SPLIT,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, BLOCK_N)
         sums = finish_strip(
-            out, strips, strip_stride, left, class_weights_ptr, row_offset, target, row_start, tile_n * 2, moved,
+            out, strips, strip_stride, left, class_weights_ptr, row_offset, target, exact, row_start, tile_n * 2, moved,
             vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
         )  # fmt: skip
         offs_row = row_start + tl.arange(0, BLOCK_M)
         tl.store(strips[1] + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < out[3])
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         return finish_strip(
-            out, strips, strip_stride, right, class_weights_ptr, row_offset, target, row_start, tile_n * 2 + 1, moved,
-            vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
+            out, strips, strip_stride, right, class_weights_ptr, row_offset, target, exact, row_start, tile_n * 2 + 1,
+            moved, vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
         )  # fmt: skip
 
 
@@ -277,14 +283,17 @@ def exp_logits_kernel(
     strip_sum2_ptr,  # [strips, rows] fp32: sum of exp(ratio2 (x - offset)) over the first columns2; or None
     strip_shifted_sum2_ptr,  # [strips, rows] fp32: the same times ratio2 (x - offset), or None
     # inputs
-    hidden_desc,  # [rows, hidden] 16 bit, block [BLOCK_M, BLOCK_K]
+    hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]
     hidden_ptr,
-    weight_desc,  # [vocab, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
+    weight_desc,  # [vocab, hidden], block [BLOCK_N, BLOCK_K]
     weight_ptr,
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
     row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
+    hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
+    weight_scale_ptr,  # [] fp32, likewise
+    target_logit_ptr,  # [rows] fp32, in place of the one of e4m3 operands; or None
     count_ptr,  # [] int64: how many rows of the call count, or None for all
     # sizes
     first_row,  # of the chunk within the call
@@ -340,7 +349,7 @@ def exp_logits_kernel(
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
-        x = acc
+        x = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
         if bias_ptr is not None:
             offs_col = first_column(tile_n, moved, BLOCK_N) + tl.arange(0, BLOCK_N)
             x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
@@ -369,13 +378,16 @@ def exp_logits_kernel(
         # Few tiles hold a target or the end of a softmax. What these need would cost every element of every tile two
         # operations, 3 to 10 % of the time; with its own stores in it, the branch stays a branch.
         if special:
+            exact = None
+            if target_logit_ptr is not None:
+                exact = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
             sums = finish_tile(
-                out, strips, strip_stride, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved, end,
-                second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB, SPLIT,
+                out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n, moved,
+                end, second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB, SPLIT,
             )  # fmt: skip
         else:
             sums = finish_tile(
-                out, strips, strip_stride, x, class_weights_ptr, row_offset, None, row_start, tile_n, moved, end,
+                out, strips, strip_stride, x, class_weights_ptr, row_offset, None, None, row_start, tile_n, moved, end,
                 second, BLOCK_M, BLOCK_N, STRIP, False, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1

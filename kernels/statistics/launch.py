@@ -19,12 +19,14 @@ from ..common.operands import (
     mixture,
     row_stride,
     strip_stride,
+    with_scale,
 )
-from ..common.tiles import Tile, cdiv, power_of_2, row_block
+from ..common.tiles import Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
 from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
+from .quantise import quantise_kernel
 from .row_stats import kept_logits_kernel, kept_stats_kernel, pair_stats_kernel, row_stats_kernel
 
 
@@ -114,11 +116,21 @@ def sum_rows(
     return first, sums
 
 
+def quantise(out: Quantised, matrix: torch.Tensor) -> None:
+    """Rounds a contiguous matrix: by the scale of all, which is there, or by those of its rows, which are made."""
+    rows, columns = matrix.shape
+    scales = (None, out.scale) if out.scale.dim() == 0 else (out.scale, None)
+    quantise_kernel[(rows,)](
+        out.values, scales[0], matrix, scales[1], columns, BLOCK=power_of_2(columns),
+        num_warps=4 if columns <= 4096 else 8,
+    )  # fmt: skip
+
+
 def exp_logits(
     out: torch.Tensor | None,  # [rows, vocab] 16 bit, row stride a multiple of 8: exponentials, or fp16 relative logits
     strips: Strips,
-    hidden: torch.Tensor,  # [rows, hidden] contiguous
-    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    hidden: Matrix,  # [rows, hidden] contiguous
+    weight: Matrix,  # [vocab, hidden] contiguous, of the same dtype
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     row_offset: torch.Tensor | None,  # [rows] fp32: then exponentials are stored, else relative logits
@@ -130,7 +142,12 @@ def exp_logits(
     | None = None,  # that the second softmax is over, None for all; then strips are those of relative logits
     counted: Counted = ALL_ROWS,
     block: int | None = None,  # columns of a block; then nothing is stored
+    target_logit: torch.Tensor | None = None,  # [rows] fp32, what it is among quantised ones
 ) -> None:
+    tile = tile.of(weight)
+    hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
+    if hidden_scale is None or (strips.top is None and strips.weighted_sum is None):
+        target_logit = None  # of exponentials the target's is left out in any case
     rows, vocab = hidden.shape[0], weight.shape[0]
     assert block is None or (out is None and columns2 is None)
     tiles = cdiv(vocab, tile.block_n) if block is None else cdiv(vocab, block) * cdiv(block, tile.block_n)
@@ -141,8 +158,8 @@ def exp_logits(
         *strips,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, row_offset, target, *counted, rows, strips.offset.stride(0), row_stride(out, tile), vocab,
-        hidden.shape[1], columns2, block, *transform, ratio2,
+        bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, *counted, rows,
+        strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1], columns2, block, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // ((strips.offset.shape[0] - split_strips(columns2)) // tiles),
         GROUP_M=tile.group_m, EVEN_VOCAB=even_vocab, EVEN_HIDDEN=even(hidden.shape[1], tile),
