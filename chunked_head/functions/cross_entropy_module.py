@@ -1,6 +1,5 @@
 """``torch.nn.CrossEntropyLoss`` on logits that exist already."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +9,8 @@ from ..call.options import Call, OptionsModule, check_options
 from ..compile.operation import IN_GRAPH, operation
 from ..core import checks
 from ..core.checks import is_dtensor
-from ..core.private import breaks_graph
 from ..parallel.dtensor import complete, local_logits
-from ..parallel.groups import TokenParallel, VocabParallel, chunked
+from ..parallel.groups import TokenParallel, VocabParallel
 from .cross_entropy import first_output, in_graph_cross_entropy, plain_loss, with_weights
 
 
@@ -21,7 +19,8 @@ class CrossEntropyLoss(OptionsModule):
 
     ``forward(input, target)``: ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none, and
     PyTorch's [N, C, d1, ...] with [N, d1, ...]; the latter is copied, its classes last, unless they are contiguous.
-    Where a shape could be read either way (all dimensions but the first are equal) it is refused.
+    Where a shape could be read either way (all dimensions but the first are equal) it is refused. Ranks that share the
+    classes have them last.
 
     Args:
         weight: [C], a buffer, where columns are padding or other ranks' [vocab_size]; ignore_index, reduction,
@@ -74,26 +73,9 @@ class CrossEntropyLoss(OptionsModule):
         self.keep(options)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if self.parallel is not None or is_dtensor(input) or is_dtensor(self.weight):
-            return self.shared(input, target)
-        return self.loss(classes_last(input, target), target, self.weight)
-
-    @breaks_graph
-    def shared(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss where ranks share the classes."""
-        return self.loss(classes_last(input, target, self.widths()), target, self.weight)
-
-    def loss(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        return logits_cross_entropy(logits, target, class_weights=weight, **self.options())
-
-    def widths(self) -> Sequence[int]:
-        """Columns of the logits on each rank, as far as that was said: all of them read a shape alike."""
-        parallel = self.parallel
-        if not isinstance(parallel, VocabParallel):
-            return ()
-        if parallel.rows is not None:
-            return parallel.rows
-        return () if self.vocab_size is None else chunked(self.vocab_size, parallel.ranks)
+        if not is_dtensor(input):
+            input = classes_last(input, target, isinstance(self.parallel, VocabParallel))
+        return logits_cross_entropy(input, target, class_weights=self.weight, **self.options())
 
     def extra_repr(self) -> str:
         return f"weight={None if self.weight is None else tuple(self.weight.shape)}, {super().extra_repr()}"
@@ -131,19 +113,17 @@ def logits_cross_entropy(
 IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy
 
 
-def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> Tensor:
-    """[..., C], from PyTorch's [N, C, d1, ...] too; ``widths``: what C is on ranks that have other columns."""
+def classes_last(logits: Tensor, target: Tensor, split: bool) -> Tensor:
+    """[..., C], from PyTorch's [N, C, d1, ...] too, unless ranks ``split`` the classes."""
     for argument, tensor in (("input", logits), ("target", target)):
-        if not is_dtensor(tensor):
-            checks.check_tensor(argument, tensor, optional=False)
+        checks.check_tensor(argument, tensor, optional=False)
     checks.check_ids("target", target)
     shape, leading = tuple(logits.shape), tuple(target.shape)
-    last, second = leading == shape[:-1], len(shape) > 2 and leading == shape[:1] + shape[2:]
-    # on another rank, where there are as many classes as every dimension but the first has
-    elsewhere = len(shape) > 2 and len(set(leading[1:])) == 1 and leading[1] in widths
-    if (last and second) or (elsewhere and (last or second)):
+    if len(shape) < 3 or leading != shape[:1] + shape[2:]:
+        return logits
+    if split or leading == shape[:-1]:
         raise ValueError(
             f"input {shape} with target {leading} may have its classes last or, as in PyTorch, second; flatten both: "
             "input.flatten(0, -2) or input.movedim(1, -1).flatten(0, -2), with target.flatten()"
         )
-    return logits.movedim(1, -1) if second else logits
+    return logits.movedim(1, -1)

@@ -321,7 +321,7 @@ def modules(rank: int) -> None:
         made = []
         for module, x in (
             (torch.nn.CrossEntropyLoss(**options), theirs),
-            (CrossEntropyLoss(**options, parallel=VocabParallel(rows=COLUMNS)), mine),
+            (CrossEntropyLoss(**options, parallel=VocabParallel(rows=COLUMNS)), mine.movedim(1, -1)),
         ):
             loss = module(x, target)
             loss.sum().backward(retain_graph=True)
@@ -457,8 +457,7 @@ SAID = {
     "in place": "inplace=True writes where autograd sees it",
     "few": "ValueError: logits has 1 ids, of which 2 ranks do not all hold one",
     "in place of local ones": "memory of these belongs to a tensor that autograd does not see",
-    "not chunks": "pass logits.to_local() with VocabParallel(rows=[...])",
-    "twofold": "ValueError: input (2, 16, ", "twofold by size": "ValueError: input (2, 16, ",
+    "not chunks": "pass logits.to_local() with VocabParallel(rows=[...])", "second": "ValueError: input (2, ",
     "field": "TypeError: batch['mask'] is a DTensor", "class weights": "weight has the placements",
     "saved": "TypeError: VocabParallel holds a process group, which cannot be saved",
     "afterwards": "13.358",
@@ -471,7 +470,7 @@ def refused(rank: int) -> dict[str, str]:
     # of a size that no call before had: what one rank has agreed on before, it does not compare again
     logits, ids = made_logits(8, 33), made_target(33, 8)
     placed = distribute_tensor(logits, mesh, [Shard(1)])
-    last = made_logits(2, 16, 33).split(COLUMNS, 2)[rank]  # of one rank as many classes as tokens in a row
+    second = made_logits(2, 33, 5).split(COLUMNS, 1)[rank]  # classes second
     weighted = CrossEntropyLoss(torch.ones(33))
     weighted.weight = distribute_tensor(torch.ones(33), mesh, [Shard(0)])
     ce, replicated = losses.cross_entropy, [Replicate()]
@@ -562,8 +561,7 @@ def refused(rank: int) -> dict[str, str]:
         "in place of local ones": lambda: on_logits(
             (placed.clone().requires_grad_() * 1.0).to_local()[:, :], inplace=True),
         "not chunks": lambda: on_logits(uneven(), parallel=None),
-        "twofold": lambda: CrossEntropyLoss(parallel=VocabParallel(rows=COLUMNS))(last, made_target(33, 2, 16)),
-        "twofold by size": lambda: CrossEntropyLoss(vocab_size=33, parallel=everyone)(last, made_target(33, 2, 16)),
+        "second": lambda: CrossEntropyLoss(parallel=VocabParallel(rows=COLUMNS))(second, made_target(33, 2, 5)),
         "field": lambda: on_logits(batch={"mask": distribute_tensor(ids >= 0, mesh, replicated)}),
         "class weights": lambda: weighted(placed, ids),
         "saved": lambda: pickle.dumps(CrossEntropyLoss(parallel=everyone)),
