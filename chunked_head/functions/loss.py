@@ -15,7 +15,6 @@ from ..call.streams import Streams, value_over_streams
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..compile.recipes import TASKS
 from ..core import checks
-from ..core.checks import INFINITY, NUMBERS
 from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric, MetricValue
@@ -317,7 +316,7 @@ def streams_of(
         raise ValueError(
             'reduction="none" has no loss that streams would add up to; call linear_loss once for each stream'
         )
-    weights = weights_of(stream_weights, count)
+    weights = each("stream_weights", 1.0 if stream_weights is None else stream_weights, count)
     measured = as_metrics(given["metrics"])
     over = tuple(metric for metric in measured if metric.over_streams)
     # each stream makes the values of a metric over streams as it makes those of its own
@@ -353,21 +352,6 @@ def each(name: str, value: Any, count: int) -> Sequence[Any]:
     if len(value) != count:
         raise ValueError(f"{name} must be one for all {count} streams or a list of {count}, got {len(value)}")
     return value
-
-
-def weights_of(stream_weights: Any, count: int) -> Sequence[float | Tensor]:
-    if stream_weights is None:
-        return [1.0] * count
-    if not isinstance(stream_weights, list | tuple) or len(stream_weights) != count:
-        raise ValueError(f"stream_weights must be a list of {count} numbers or 0-d tensors, got {stream_weights!r}")
-    for weight in stream_weights:
-        number = isinstance(weight, NUMBERS) and not isinstance(weight, bool) and -INFINITY < weight < INFINITY
-        scalar = isinstance(weight, Tensor) and weight.dim() == 0 and not (weight.requires_grad or weight.is_complex())
-        if not (number or scalar):
-            raise ValueError(
-                f"stream_weights must be finite numbers or 0-d tensors that need no gradient, got {weight!r}"
-            )
-    return stream_weights
 
 
 def check_alike(over: Sequence[Metric], calls: Sequence[Call[Any]]) -> None:
