@@ -100,7 +100,10 @@ class Batch(Mapping[str, Tensor]):
     def segment_place(self, name: str = "segments") -> Tensor:
         """[n] the number of tokens that count before each in its segment, in the order of the tokens."""
         if self.rank_sums is not None:
-            raise ValueError("a token's place in its segment is not known where ranks hold different tokens of it")
+            raise ValueError(
+                "a token's place in its segment, which ld_alpha needs, is not known where ranks hold different tokens "
+                "of it; leave it out, or leave out parallel=TokenParallel(...)"
+            )
         ids = self.fields[name]
         last = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62))
         if PLACES in self.fields:

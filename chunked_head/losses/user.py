@@ -21,7 +21,7 @@ from .base import (
     Unit,
     make,
 )
-from .user_checks import Contents, Function, checked, found_once
+from .user_checks import Function, checked, contents, found_once
 
 ALWAYS = ("logprob", "lse")
 
@@ -101,7 +101,7 @@ def custom(
     options, tensors = dict(options or {}), dict(tensors or {})
     if check:
         question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
-        about = scope, unit, tuple(sorted(extra.items())), Contents(options, tensors).key
+        about = scope, unit, tuple(sorted(extra.items())), contents((options, tensors))
         reads = found_once(function, about, lambda: checked(where, question, extra))
         if reads.target and reads_target is False:
             raise ValueError(f"{where} reads the target, in stats.logprob or batch.target: not reads_target=False")

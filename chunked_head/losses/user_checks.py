@@ -3,14 +3,13 @@ found out once, known again without a reference to what the function closes over
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -23,26 +22,15 @@ from .batch import Batch, Stats
 Function = Callable[..., Tensor]
 Result = TypeVar("Result")
 
-PLAIN = (type(None), bool, int, complex, torch.dtype, torch.device, CodeType)
-MOST_VALUES = 256  # of a function's contents that are looked into
+PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, CodeType)
+MOST_PARTS, DEEPEST = 64, 6  # of a function's contents that are looked into
 MOST_ITEMS = 8  # of a list or dict, which may be a log that grows at every call
-MOST_QUESTIONS = 16  # of one function, such as its options
-# by question: of functions, and of methods by their object, as long as these live; and of those made anew, by contents
-KNOWN: "weakref.WeakKeyDictionary[Any, Cache[Hashable, Any]]" = weakref.WeakKeyDictionary()
-ALIKE: Cache[Hashable, Any] = Cache(256)
+FOUND: Cache[Hashable, Any] = Cache(256)  # by contents of the function, and question
 
 
 def found_once(function: Function, question: Hashable, find: Callable[[], Result]) -> Result:
-    """Result of ``find`` for a function: found once, and once for all of the same code over equal values."""
-    owner: Any = function
-    code = None
-    if isinstance(function, MethodType):
-        owner, code = function.__self__, getattr(function.__func__, "__code__", None)
-    of_owner: Cache[Hashable, Any] = Cache(MOST_QUESTIONS)
-    if type(owner).__eq__ is object.__eq__:  # else an equal one might be taken for it
-        with contextlib.suppress(TypeError):  # of what cannot be referred to weakly
-            of_owner = KNOWN.setdefault(owner, of_owner)
-    found: Result = of_owner.made((code, question), lambda: ALIKE.made((Contents(function).key, question), find))
+    """Result of ``find`` for a function: found once for all of the same code over equal values."""
+    found: Result = FOUND.made((contents(function), question), find)
     return found
 
 
@@ -59,48 +47,24 @@ class Same:
         return isinstance(other, Same) and (value := self.reference()) is not None and other.reference() is value
 
 
-class Contents:
-    """Parts of values, functions' closures, defaults and objects included. ``key``: equal where code and types are the
-    same and plain values are equal; a float enters with its sign, a tensor with dtype, device and dimensions, an
-    opaque object as itself. ``devices``: those of tensors, of globals that are read too."""
-
-    def __init__(self, *values: Any):
-        self.devices: list[torch.device] = []
-        self.left = MOST_VALUES
-        self.inside: list[int] = []
-        self.key: Hashable = tuple(map(self.of, values))
-
-    def of(self, value: Any) -> Hashable:
-        kind = type(value)
-        self.left -= 1
-        if kind in PLAIN:
-            return kind, value
-        if kind in (str, bytes):
-            return kind, len(value), hash(value)  # none of them is kept, however long
-        if kind is float:
-            return kind, math.isfinite(value), (value > 0) - (value < 0)
-        if isinstance(value, Tensor):
-            self.devices.append(value.device)
-            return "tensor", value.dtype, value.device, value.dim()
-        if id(value) in self.inside:
-            return "again", self.inside.index(id(value))
-        parts = parts_of(value)
-        if parts is None or len(parts) > self.left:
-            try:
-                return Same(value)
-            except TypeError:
-                return object()  # equal to nothing
-        self.inside.append(id(value))
-        found = Same(kind), *map(self.of, parts)
-        if kind is FunctionType:
-            for name in value.__code__.co_names:
-                self.of(value.__globals__.get(name))  # for its device
-        self.inside.pop()
-        return found
-
-
-class Plain:
-    """An object with attributes and nothing else."""
+def contents(value: Any, depth: int = 0) -> Hashable:
+    """A key of a value, of a function with its closure and defaults: equal where code and types are the same and plain
+    values are equal. A float enters with its sign, a tensor with dtype, device and dimensions, an opaque object as
+    itself."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind is float:
+        return kind, math.isfinite(value), (value > 0) - (value < 0)
+    if isinstance(value, Tensor):
+        return "tensor", value.dtype, value.device, value.dim()
+    parts = parts_of(value)
+    if parts is None or len(parts) > MOST_PARTS or depth == DEEPEST:
+        try:
+            return Same(value)
+        except TypeError:  # of what cannot be referred to weakly
+            return object()  # equal to nothing
+    return Same(kind), *[contents(part, depth + 1) for part in parts]
 
 
 def parts_of(value: Any) -> tuple[Any, ...] | None:
@@ -115,15 +79,10 @@ def parts_of(value: Any) -> tuple[Any, ...] | None:
         return value.func, value.args, value.keywords
     if isinstance(value, tuple):
         return (*value,)
-    if isinstance(value, list):
+    if kind is list:
         return (*value[:MOST_ITEMS],)
-    if isinstance(value, dict):
-        items = list(itertools.islice(value.items(), MOST_ITEMS))
-        return tuple(itertools.chain(*items))
-    if dataclasses.is_dataclass(kind):
-        return tuple([getattr(value, each.name, None) for each in dataclasses.fields(kind)])
-    if kind is SimpleNamespace or (kind.__basicsize__ == Plain.__basicsize__ and hasattr(value, "__dict__")):
-        return *value.__dict__, *value.__dict__.values()
+    if kind is dict:
+        return tuple(itertools.chain(*itertools.islice(value.items(), MOST_ITEMS)))
     return None
 
 
@@ -267,10 +226,15 @@ def by_itself(grad: bool, device: torch.device) -> Iterator[None]:
         yield
 
 
-def device_of(*values: Any) -> torch.device:
-    """Device that a function runs on: that of the tensors that it closes over, else the CPU."""
-    found = [device for device in Contents(*values).devices if device.type not in ("cpu", "meta")]
-    return found[0] if found else torch.device("cpu")
+def device_of(key: Any) -> torch.device:
+    """Device of the tensors in a key of ``contents``; without any the GPU if there is work on one, else the CPU."""
+    parts, devices = [key], list[torch.device]()
+    while parts:
+        part = parts.pop()
+        parts += part if isinstance(part, tuple) else ()
+        devices += [part] if isinstance(part, torch.device) else []
+    elsewhere = [device for device in devices if device.type not in ("cpu", "meta")]
+    return elsewhere[0] if elsewhere else torch.device("cuda" if not devices and torch.cuda.is_initialized() else "cpu")
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -286,7 +250,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
     """Runs the function on made-up tokens, all at once to see what it reads, and if it claims that a token's value
     depends on no other token, in two pieces, which must give the same values and gradients."""
-    device = device_of(summand.function, summand.options, summand.tensors)
+    device = device_of(contents((summand.function, summand.options, summand.tensors)))
     with by_itself(True, device):
         made, reads = Synthetic(summand.tensors, extra, device), Reads()
         at_once = run(where, summand, made, WHOLE, reads)
@@ -366,44 +330,38 @@ class RankBatch(Batch):
 
 
 def check_over_ranks(part: Part, what: str, given: frozenset[str], known: Mapping[str, Field]) -> None:
-    """Raises where a loss or metric has other values on made-up tokens that two ranks share."""
-    if part.options.get("ld_alpha") is not None:
-        raise ValueError(
-            f"ld_alpha of {what} {part.label} needs each token's place in its segment, which no rank knows where ranks "
-            "hold different tokens of it; leave it out, or leave out parallel=TokenParallel(...)"
-        )
+    """Raises where a user's loss or metric has other values on made-up tokens that two ranks share."""
     if part.builtin or part.scope != "segment":
         return
     tensors = part.tensors if isinstance(part, Summand) else {}
-    about = "ranks", part.unit, given, tuple(sorted(known.items())), Contents(part.options, tensors).key
-    found_once(part.function, about, lambda: run_over_ranks(part, what, given, known, tensors))
-
-
-def run_over_ranks(
-    part: Part, what: str, given: frozenset[str], known: Mapping[str, Field], tensors: Mapping[str, Tensor]
-) -> None:
-    device = device_of(part.function, part.options, tensors)
-
-    def run(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        batch = RankBatch(made, piece, given, sums)
-        with made.device:
-            values = part.values(Stats({name: value[piece] for name, value in made.stats.items()}), batch, tensors)
-        return values, batch.own
-
-    with by_itself(False, device):
-        made = Synthetic(tensors, known, device)
-        try:
-            at_once, sums = run(WHOLE, [])
-        except Exception:  # it cannot run on made-up tokens, as its maker may have said by check=False
-            return
-        values, own = zip(*(run(piece, sums) for piece in OF_RANKS), strict=True)
-    right = all(len(each) == len(sums) for each in own)
-    right = right and all(same(found, first + second) for found, first, second in zip(sums, *own, strict=True))
-    if part.unit == "token":
-        at_once, values = at_once[made.mask], (torch.cat(values)[made.mask],)
-    if not right or not all(same(at_once, each) for each in values):
+    inside = contents((part.options, tensors))
+    about = "ranks", part.unit, given, tuple(sorted(known.items())), inside
+    device = device_of((contents(part.function), inside))
+    if not found_once(part.function, about, lambda: adds_up(part, Synthetic(tensors, known, device), given, tensors)):
         raise ValueError(
             f"{what} {part.label} has other values where a segment's tokens lie on two ranks: it puts tokens together "
             "by other means than batch.segment_sum, segment_mean and segment_count, and these alone are summed over "
             "ranks; use these, or leave out parallel=TokenParallel(...)"
         )
+
+
+def adds_up(part: Part, made: Synthetic, given: frozenset[str], tensors: Mapping[str, Tensor]) -> bool:
+    """True where the values of two ranks are those of all tokens, with the ranks' own sums over segments added up."""
+
+    def run(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        batch = RankBatch(made, piece, given, sums)
+        stats = Stats({name: value[piece] for name, value in made.stats.items()})
+        with by_itself(False, made.device), made.device:
+            return part.values(stats, batch, tensors), batch.own
+
+    try:
+        at_once, sums = run(WHOLE, [])
+    except Exception:  # it cannot run on made-up tokens, as its maker may have said by check=False
+        return True
+    values, own = zip(*(run(piece, sums) for piece in OF_RANKS), strict=True)
+    if not all(len(each) == len(sums) for each in own):
+        return False
+    if part.unit == "token":
+        at_once, values = at_once[made.mask], (torch.cat(values)[made.mask],)
+    right = all(same(found, first + second) for found, first, second in zip(sums, *own, strict=True))
+    return right and all(same(at_once, each) for each in values)

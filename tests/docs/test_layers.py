@@ -85,7 +85,7 @@ BROAD = {
     ("integrations.huggingface.explain", "explain_model"): "reports what patch_model would raise",
     ("integrations.huggingface.explain", "hollow"): "copies modules of others",
     ("integrations.huggingface.explain", "rehearse"): "runs models of others",
-    ("losses.user_checks", "run_over_ranks"): "runs a user's function on tokens that it may refuse",
+    ("losses.user_checks", "adds_up"): "runs a user's function on tokens that it may refuse",
     ("losses.user_checks", "run"): "names the loss whose function raised",
 }
 
