@@ -174,26 +174,15 @@ class Summand(Part):
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
 
-    @functools.cached_property
-    def split_teacher(self) -> tuple[Hashable, tuple[float, ...]]:
-        """The dense teacher as a key without its floats, and the floats."""
-        numbers: list[float] = []
-        return None if self.teacher is None else split_numbers(self.teacher, numbers), tuple(numbers)
-
     @property
     def key(self) -> tuple:
         """A key, equal for summands that compile to the same code."""
-        teacher = None if self.teacher is None else self.split_teacher[0]
+        teacher = None if self.teacher is None else split_numbers(self.teacher, [])
         return self.split[0], self.unit, tuple(self.tensors), teacher
 
     @functools.cached_property
     def settings(self) -> tuple:
-        return self.split[1], self.temperature, () if self.teacher is None else self.split_teacher[1]
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Token weights, where they are a tensor of the summand's."""
-        return self.token_weights if isinstance(self.token_weights, Tensor) else None
+        return self.split[1], self.temperature, self.teacher
 
     @functools.cached_property
     def signature(self) -> Hashable:
@@ -214,7 +203,7 @@ class Losses:
     terms: tuple[tuple[float | Tensor, Summand], ...]
 
     def __add__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        return Losses(self.terms + as_summand(other).terms) if is_summand(other) else NotImplemented
+        return Losses(self.terms + as_losses(other, "a summand").terms) if is_summand(other) else NotImplemented
 
     def __mul__(self, factor: float | Tensor) -> "Losses":
         if isinstance(factor, Tensor):
@@ -242,17 +231,17 @@ class Losses:
     def __radd__(self, other: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""
         if callable(other):
-            return as_summand(other) + self
+            return as_losses(other, "a summand") + self
         return self if other == 0 else NotImplemented
 
     def __neg__(self) -> "Losses":
         return self * -1.0
 
     def __sub__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        return self + -as_summand(other) if is_summand(other) else NotImplemented
+        return self + -as_losses(other, "a summand") if is_summand(other) else NotImplemented
 
     def __rsub__(self, other: "Callable[..., Tensor]") -> "Losses":
-        return as_summand(other) + -self if callable(other) else NotImplemented
+        return as_losses(other, "a summand") + -self if callable(other) else NotImplemented
 
     def __truediv__(self, divisor: float) -> "Losses":
         return self * (1.0 / divisor)
@@ -278,10 +267,6 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
             "values is taken as well"
         )
     return TAKERS[0](loss)
-
-
-def as_summand(other: Any) -> Losses:
-    return as_losses(other, "a summand")
 
 
 def is_summand(other: Any) -> bool:

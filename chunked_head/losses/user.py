@@ -7,20 +7,7 @@ from torch import Tensor
 
 from ..core.checks import choice
 from ..core.private import breaks_graph
-from .base import (
-    DENSE,
-    FIELDS,
-    STATISTICS,
-    TAKERS,
-    TEACHER_FIELDS,
-    Field,
-    Losses,
-    Scope,
-    Summand,
-    Teacher,
-    Unit,
-    make,
-)
+from .base import DENSE, FIELDS, STATISTICS, TAKERS, TEACHER_FIELDS, Field, Losses, Scope, Summand, Teacher, Unit, make
 from .user_checks import Function, checked, contents, found_once
 
 ALWAYS = ("logprob", "lse")
@@ -140,13 +127,7 @@ def custom(
     )
 
 
-@breaks_graph
-def taken(function: Function) -> Losses:
-    """The loss of a plain function, checked once."""
-    return custom(function, scope="token")
-
-
-TAKERS.append(taken)
+TAKERS.append(lambda function: custom(function, scope="token"))
 
 
 def _declared(
