@@ -1,4 +1,5 @@
-"""The losses: functions that return sums of losses, to be added, subtracted and multiplied by numbers."""
+"""The losses: functions that return sums of losses, to be added, subtracted and multiplied by numbers. docs/losses.md
+says what other libraries have under these names, and where they differ."""
 
 from .base import FIELDS, Field, Losses, Summand, Teacher
 from .distillation import forward_kl, jsd, lk, reverse_kl, topk_kl, tvd

@@ -19,10 +19,8 @@ class TeacherOptions(SummandOptions, total=False):
     """Options that every loss with a dense teacher takes.
 
     The teacher's logits are ``teacher_softcap * tanh(teacher_logit_scale * y / teacher_softcap) / T``, the capping
-    where asked for. ``temperature`` is the student's and the teacher's; ``teacher_temperature`` is the teacher's alone
-    (Fast-LLM: set that one only; with both, each has its own). ``t_squared`` multiplies value and gradient by
-    ``temperature ** 2`` (Hinton et al., 1503.02531; DistillKit; Axolotl multiplies the value only); by default there
-    is no factor (TRL, Liger, Fast-LLM).
+    where asked for. ``temperature`` is the student's and the teacher's; ``teacher_temperature`` is the teacher's alone.
+    ``t_squared`` multiplies value and gradient by ``temperature ** 2`` (Hinton et al., 1503.02531).
     """
 
     teacher_temperature: float | None
@@ -40,13 +38,7 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     Fields, for this and the other dense losses: either ``teacher_logits`` [..., V_t], or ``teacher_hidden``
     [..., H_t] with ``teacher_weight`` [V_t, H_t] and perhaps ``teacher_bias`` [V_t]. They are indexed like the hidden
     states. The target is read for its ``ignore_index`` alone and may be None. Where the vocabularies differ in size,
-    both distributions are over the ids that they share, the first ``min(V, V_t)``. (Liger pads the student with
-    logits of 0, which take probability; DistillKit cuts the teacher.)
-
-    ``teacher``: ``TeacherOptions``. A token's value has no factor of the vocabulary (Liger's and TRL's ``batchmean``).
-
-    A mixture of forward and reverse, or with hard labels at temperature 1, is a sum:
-    ``0.5 * losses.forward_kl(temperature=2.0) + 0.5 * losses.cross_entropy()``.
+    both distributions are over the ids that they share, the first ``min(V, V_t)``. ``teacher``: ``TeacherOptions``.
     """
     choice("losses.forward_kl", "form", form, ("kl", "cross_entropy"))
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
@@ -67,8 +59,8 @@ def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
     """``(beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)`` with ``m = beta * q + (1 - beta) * p``:
     ``beta * KL(q || m) + (1 - beta) * KL(p || m)`` to a dense teacher (GKD, 2306.13649).
 
-    ``beta`` as in TRL, Liger and Axolotl: 0 is ``forward_kl`` and 1 ``reverse_kl``. They are cases of their own: the
-    formula tends to 0 at both ends. Fields and other options as ``forward_kl``.
+    ``beta`` 0 is ``forward_kl`` and 1 ``reverse_kl``, cases of their own: the formula tends to 0 at both ends. Fields
+    and other options as ``forward_kl``.
     """
     beta = number("losses.jsd", "beta", beta, 0.0, 1.0)
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
@@ -78,9 +70,7 @@ def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
 @once
 def tvd(**teacher: Any) -> Losses:
     """``0.5 * (p - q).abs().sum(-1)``: total variation distance to a dense teacher; fields and options as
-    ``forward_kl``.
-
-    An id where ``p_j = q_j`` has the subgradient 0.
+    ``forward_kl``. Where ``p_j = q_j`` the subgradient is 0.
     """
     return dense("tvd", ("tvd",), teacher)
 
@@ -169,28 +159,24 @@ def topk_kl(
     leave of 1, ``divergence`` one of ``forward`` KL(t || p), ``reverse`` KL(p || t), ``jsd`` (``beta`` as in
     ``jsd``: 0 is forward, 1 reverse) and ``tvd``:
 
-    - ``normalize="tail"`` (TRL's ``add_tail``; DistillKit's symmetric): over K + 1 outcomes, the last being any other
-      id, of probability ``rest``. At least 0, and 0 for equal distributions; with K = 1 it still learns.
-    - ``normalize="vocab"`` (Axolotl's default, DistillKit's "zero"): ``p`` over the vocabulary, a teacher of whom other
-      ids have probability 0. ``forward`` is ``sum_k t_k * (log t_k - log p_k)``, below 0 where the ``t_k`` sum to less
-      than 1; ``reverse`` leaves other ids out (they would be infinite); ``jsd`` and ``tvd`` count the student's rest.
-    - ``normalize="topk"`` (Axolotl's ``normalize_topk``, NeMo, TRL without tail): both over the K ids alone. Moves no
-      probability between them and the other ids; identically 0 for K = 1.
+    - ``normalize="tail"``: over K + 1 outcomes, the last being any other id, of probability ``rest``. At least 0, and
+      0 for equal distributions; with K = 1 it still learns.
+    - ``normalize="vocab"``: ``p`` over the vocabulary, a teacher of whom other ids have probability 0. ``forward`` is
+      ``sum_k t_k * (log t_k - log p_k)``, below 0 where the ``t_k`` sum to less than 1; ``reverse`` leaves other ids
+      out (they would be infinite); ``jsd`` and ``tvd`` count the student's rest.
+    - ``normalize="topk"``: both over the K ids alone. Moves no probability between them and the other ids; identically
+      0 for K = 1.
 
     ``teacher_renormalize`` divides the ``t_k`` by their sum first (then unnormalised logits serve as well): by
     default for ``topk`` only. The log-probabilities are taken to have been made at the loss's temperature. With
     ``teacher_temperature=T`` they are those of temperature 1, and ``t_k ** (1 / T)`` is normalised anew: over K where
-    the teacher is renormalised, for ``tail`` else over K and the rest as one outcome (DistillKit; exact would need all
-    logits). ``temperature`` is the student's; ``t_squared`` as in ``forward_kl``.
+    the teacher is renormalised, for ``tail`` else over K and the rest as one outcome. ``temperature`` is the student's;
+    ``t_squared`` as in ``forward_kl``.
 
     An entry counts where ``teacher_mask`` says so and its log-probability is above -1e6 (-inf and -1e9 are padding);
-    its id may be anything otherwise. What does not count is taken out before any sum, the student's over K too
-    (Axolotl's kernel keeps padded ids there). An id that counts twice counts once, with the larger of its
-    log-probabilities: the same outcome named twice, as by servers that add the sampled id to the K largest. A token
-    without entries has value 0. Rests are taken to be at least the dtype's epsilon under a logarithm (TRL: 1e-7). They
-    are what sums of K probabilities leave of 1, known to some 1e-7 in fp32: with ``tail``, where the student's is r and
-    the teacher's is not small, the tail's part of value and gradient has a relative error of about 1e-7 / r, and below
-    epsilon no gradient, in plain PyTorch on log-probabilities as here.
+    its id may be anything otherwise. What does not count is taken out before any sum, the student's over K too. An id
+    that counts twice counts once, with the larger of its log-probabilities. A token without entries has value 0. Rests
+    are at least the dtype's epsilon under a logarithm: what sums of K probabilities leave of 1 is known to some 1e-7.
     """
     options = topk_options("losses.topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
     options["factor"] = squared("losses.topk_kl", summand.get("temperature"), t_squared)

@@ -23,13 +23,8 @@ def cross_entropy(
 
     ``class_weights`` [V], floating point. With them the default denominator is the sum of the targets' weights over the
     tokens that count, as PyTorch; ``normalizer`` and z-loss know nothing of them.
-    ``label_smoothing`` in [0, 1] is PyTorch's e; Megatron's formula is e V / (V - 1) here.
-    ``token_scaling`` multiplies a token's whole value by its detached probability (DFT, arXiv 2508.05629); the
-    denominator stays the count, as in TRL. Liger scales its z-loss too: here that is a summand of its own.
-    ``entropy_scaling`` a multiplies it by ``H^a``, H the detached entropy in nats (EAFT, arXiv 2601.02151): tokens of
-    which the model is sure learn little. H is that of the whole softmax, where LLaMA-Factory and Axolotl take the 20
-    largest logits', and is not divided: 3, LLaMA-Factory's divisor, goes into the coefficient as ``1 / 3 ** a``.
-    Defaults: PyTorch's. ``summand``: ``SummandOptions``.
+    ``token_scaling`` multiplies a token's whole value by its detached probability (DFT), ``entropy_scaling`` a by
+    ``H^a``, H the detached entropy in nats (EAFT); the denominator stays the count. ``summand``: ``SummandOptions``.
     """
     where = "losses.cross_entropy"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
@@ -77,9 +72,8 @@ def _cross_entropy(
 def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: Any) -> Losses:
     """``-alpha[y] * (1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
 
-    ``alpha``: a tensor [V] of weights per class, or one number. The denominator stays the count of tokens: alpha is not
-    in it, unlike ``class_weights`` of cross-entropy. ``gamma = 0`` is cross-entropy; 2 is the paper's choice, alpha is
-    left out by default because the paper's 0.25 balances two classes. ``summand``: ``SummandOptions``.
+    ``alpha``: a tensor [V] of weights per class, or one number; it is no part of the denominator, unlike
+    ``class_weights`` of cross-entropy. ``summand``: ``SummandOptions``.
     """
     options: dict[str, Any] = {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3) or None}
     known: dict[str, Any] = {}
@@ -110,8 +104,8 @@ def unlikelihood(**summand: Any) -> Losses:
     """``-torch.log(1 - logprob.exp())``: takes probability from tokens that should not have been said
     (Welleck, arXiv 1908.04319).
 
-    Which tokens, ``token_weights`` say. The probability is taken to be at most 1 - 1e-6, beyond which there is no
-    gradient: the loss of a certain token would be infinite. ``summand``: ``SummandOptions``.
+    Which tokens, ``token_weights`` say. The probability is taken to be at most 1 - 1e-6, without gradient beyond.
+    ``summand``: ``SummandOptions``.
     """
     return make("unlikelihood", _unlikelihood, summand)
 
@@ -126,8 +120,7 @@ def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
 def z_loss(**summand: Any) -> Losses:
     """``lse ** 2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 
-    Of the logits at the loss's temperature, scaled and capped. Needs no target. Liger's ``lse_square_scale`` and
-    Megatron's are this times the coefficient. ``summand``: ``SummandOptions``.
+    Of the logits at the loss's temperature, scaled and capped. Needs no target. ``summand``: ``SummandOptions``.
     """
     return make("z_loss", _z_loss, summand, reads_target=False)
 
@@ -141,8 +134,7 @@ def entropy(**summand: Any) -> Losses:
     """``-(p * p.log()).sum(-1)`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a
     penalty.
 
-    Of the softmax at the loss's temperature, as in verl; TRL's chunked log-probabilities ignore this gradient. Needs no
-    target. ``summand``: ``SummandOptions``.
+    Of the softmax at the loss's temperature. Needs no target. ``summand``: ``SummandOptions``.
     """
     return make("entropy", _entropy, summand, needs=("entropy",), reads_target=False)
 

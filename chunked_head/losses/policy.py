@@ -21,14 +21,11 @@ class PolicyOptions(SummandOptions, total=False):
     ``rollout``: weights against the mismatch of rollout engine and trainer, ``v = exp(old_logprobs -
     rollout_logprobs)``, detached factors of the loss's values (of no other summand); without ``old_logprobs`` the
     detached ``logprob`` stands for them. "truncate" clamps v to [rollout_min, rollout_max], "mask" takes 0 for a v
-    outside; a token so masked stays in every count and denominator (verl's rejection masks leave it out: put those into
-    ``batch["mask"]``). A token whose weight is 0, as is an e^-104 in fp32, has value 0 whatever its ratio is. None, the
-    default: no weights.
+    outside; a token so masked stays in every count and denominator. A token whose weight is 0 has value 0 whatever its
+    ratio is. None, the default: no weights.
     ``rollout_level``: "token" (default), or "segment" for one v per segment, of the sum of its log-ratios; tokens of
     segment -1 then have v = 1. For losses per segment, "token" takes the mean of the tokens' weights.
-    ``rollout_max``: by default 2 to truncate (verl) and 3 to mask (TRL). ``rollout_min``: None, the default, is 0.
-    Sources: TRL ``vllm_importance_sampling_mode`` (its default: segment, mask), verl ``rollout_is``, NeMo-RL TIS
-    (truncate) and IcePop (mask).
+    ``rollout_max``: by default 2 to truncate and 3 to mask. ``rollout_min``: None, the default, is 0.
     """
 
     rollout: str | None
@@ -50,9 +47,8 @@ class Rollout(NamedTuple):
 def reinforce(**policy: Any) -> Losses:
     """``-A * logprob``: REINFORCE, and what every clipped loss is on policy.
 
-    Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs. As GPG in verl. An
-    importance ratio to the old policy as a detached factor, PipelineRL's form, is ``cispo``.
-    ``policy``: ``PolicyOptions``.
+    Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs. ``policy``:
+    ``PolicyOptions``.
     """
     return make_policy("reinforce", _reinforce, {}, policy)
 
@@ -75,13 +71,12 @@ def grpo(
     """``-torch.min(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)``: the clipped surrogate of PPO and GRPO.
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1 with the gradient of the ratio).
-    ``clip_high`` above ``clip_low`` is DAPO's asymmetric clip (0.28); at a bound the gradient still flows.
-    ``delta``: two-sided clip (INTELLECT-2, TRL, Liger): r becomes ``min(r, delta)`` in the unclipped branch.
-    ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A`` (verl, default 3 there; OpenRLHF; NeMo-RL). Equal to
-    ``delta = c`` where c >= 1 + clip_high; one of the two can be given.
-    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient outside (verl: 20; TRL, Liger
-    and Fast-LLM have none: None). GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``.
-    0.2 is everyone's default; ``clip_low`` is at most 1, which clips nothing. ``policy``: ``PolicyOptions``.
+    At a bound the gradient still flows; ``clip_low`` is at most 1, which clips nothing.
+    ``delta``: two-sided clip: r becomes ``min(r, delta)`` in the unclipped branch.
+    ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A``. Equal to ``delta = c`` where c >= 1 + clip_high; one
+    of the two can be given.
+    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient outside; None: not. GRPO, Dr.
+    GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``. ``policy``: ``PolicyOptions``.
     """
     clip = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
     if delta is not None and dual_clip is not None:
@@ -110,10 +105,8 @@ def cispo(
     loses its gradient (MiniMax-M1, arXiv 2506.13585).
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). No lower bound unless ``clip_low`` is set.
-    ``bounds``: "offset" clips r to [1 - clip_low, 1 + clip_high], as the paper, verl, NeMo-RL and PipelineRL's
-    reinforce; "raw" to [clip_low, clip_high] itself, as TRL and Liger, where ``epsilon_high`` is the bound. A raw bound
-    below 1 would shrink every on-policy gradient and is refused. The default caps r at 5, which TRL advises after
-    ScaleRL. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
+    ``bounds``: "offset" clips r to [1 - clip_low, 1 + clip_high]; "raw" to [clip_low, clip_high] itself, at least 1
+    above. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
     """
     choice("losses.cispo", "bounds", bounds, ("offset", "raw"))
     if bounds == "offset":
@@ -139,8 +132,8 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
     """``-A * 4 / tau * torch.sigmoid(tau * (r - 1))`` with ``tau = torch.where(A > 0, tau_pos, tau_neg)``: a soft gate
     in place of the clip (arXiv 2511.20347). On policy its gradient is REINFORCE's.
 
-    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). Defaults: the paper's, TRL's and Liger's.
-    ``ratio_clamp``: see ``grpo``. TRL averages it as GRPO: ``weights.sequence_mean``. ``policy``: ``PolicyOptions``.
+    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``ratio_clamp``: see ``grpo``. ``policy``:
+    ``PolicyOptions``.
     """
     options = {
         "tau_pos": number("losses.sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
@@ -281,19 +274,16 @@ def kl_to_reference(
 ) -> Losses:
     """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: an estimate of KL(policy || reference) from the target.
 
-    ``estimator``: "k3" is this (TRL, Liger; verl's low_var_kl), "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``.
+    ``estimator``: "k3" is this, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``.
 
     Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens].
     On samples of the policy, the gradient of k2 alone is that of the KL (k1's vanishes on average, k3's is that of
-    another divergence). "k1+", "abs+" and "k3+" have the value of the first and the gradient of k2, as verl's;
-    NeMo-RL's default, k3 with the score function, has the gradient of "k3+".
-    ``bias_correction``: times r = exp(logprob - old_logprobs), with its gradient (DeepSeek-V3.2; TRL and Liger
-    ``use_bias_correction_kl``); r is 1 with its gradient where old_logprobs are missing. With ``level="segment"`` r is
-    that of the token's segment, of the mean of its log-ratios (TRL with sequence-level importance sampling).
+    another divergence). "k1+", "abs+" and "k3+" have the value of the first and the gradient of k2.
+    ``bias_correction``: times r = exp(logprob - old_logprobs), with its gradient (DeepSeek-V3.2); r is 1 with its
+    gradient where old_logprobs are missing. With ``level="segment"`` r is that of the token's segment, of the mean of
+    its log-ratios.
     ``log_ratio_clamp`` c: d is clamped to [-c, c]; ``kl_clamp`` c: the value, before the correction. No gradient where
-    a clamp acts, but ``kl_clamp`` leaves the gradient of a "+" (as verl). verl: 20 and 10 (k3); NeMo-RL the same;
-    PipelineRL 10 and None; TRL and Liger None and None. The default keeps k3 finite and is out of
-    reach of ordinary tokens. ``ratio_clamp``: of log r, see ``grpo``.
+    a clamp acts, but ``kl_clamp`` leaves the gradient of a "+". ``ratio_clamp``: of log r, see ``grpo``.
     ``summand``: ``SummandOptions``; rollout weights don't apply to it.
     """
     where = "losses.kl_to_reference"

@@ -35,14 +35,12 @@ def gspo(
     ``R = segment_mean(logprob - old_logprobs).exp()`` and ``A_s = segment_mean(A)`` (arXiv 2507.18071).
 
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``weighting``: "segment", one value per segment, their mean counting segments with a token that counts (the paper,
-    TRL, NeMo-RL); "token", a segment's value at each of its tokens (Fast-LLM: long segments weigh more). LUSPO is
-    "token" with the number of segments as ``normalizer``. Tokens of segment -1 have value 0; by tokens they count.
-    ``level``: "segment"; or "token", GSPO-token (verl's GSPO): ``R_t = sg(R) exp(logprob - sg(logprob))`` with each
-    token's own advantage, averaged over the segment by weighting "segment".
-    ``delta``: the two-sided clip of ``grpo`` (TRL with sequence-level importance sampling).
-    ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside (verl: at most 10; others none: None).
-    The paper clips at 3e-4 and 4e-4; 0.2 is the default of TRL, verl and Fast-LLM. ``policy``: ``PolicyOptions``.
+    ``weighting``: "segment", one value per segment, their mean counting segments with a token that counts; "token", a
+    segment's value at each of its tokens. Tokens of segment -1 have value 0; by tokens they count.
+    ``level``: "segment"; or "token", GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` with each token's own
+    advantage, averaged over the segment by weighting "segment".
+    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside.
+    The paper clips at 3e-4 and 4e-4. ``policy``: ``PolicyOptions``.
     """
     options = {
         **checked_clip("losses.gspo", clip_low, clip_high, delta),
@@ -84,8 +82,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | Non
     ratios, each clipped in log space on the side that its segment's advantage pushes to (arXiv 2507.20673).
 
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them the ratio is 1 with its
-    gradient). 0.4 in log space is the paper's advice.
-    ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
+    gradient). ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
     """
     options = {
         "clip_low": bound("losses.gmpo", "clip_low", clip_low),
@@ -123,8 +120,8 @@ def rloo(
 
     ``A_s`` is the caller's leave-one-out advantage.
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. Defaults:
-    TRL's. ``policy``: ``PolicyOptions``.
+    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. ``policy``:
+    ``PolicyOptions``.
     """
     clip = checked_clip("losses.rloo", clip_low, clip_high, delta)
     options = {**clip, "ratio_clamp": checked_clamp("losses.rloo", ratio_clamp)}
@@ -154,12 +151,11 @@ def vespo(
     old_logprobs).exp())`` is the ratio of the token's segment: a soft bound in place of the clip (VESPO, arXiv
     2602.10693, as TRL).
 
-    One value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. phi is at most ``(k / lambda)^k
-    exp(lambda - k)``: where ``phi A`` is beyond fp32 it is infinite (TRL: 0). ``ratio_clamp`` c: a token's log-ratio is
-    clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` only, are part of w:
-    their logarithms, in the same range, are added to log w, and the value is not multiplied by them. Fields: segments
-    [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). Defaults: TRL's, whose normaliser is
-    ``weights.token_mean``. ``policy``: ``PolicyOptions``.
+    One value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. ``ratio_clamp`` c: a token's
+    log-ratio is clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` only, are
+    part of w: their logarithms, in the same range, are added to log w, and the value is not multiplied by them. Fields:
+    segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). ``policy``:
+    ``PolicyOptions``.
     """
     if policy.get("rollout_level", "token") != "token":
         raise ValueError('rollout_level of losses.vespo must be "token": a segment\'s weight is a sum over its tokens')

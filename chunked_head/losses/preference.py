@@ -24,8 +24,7 @@ def orpo(beta: float = 0.1, **summand: Any) -> Losses:
 
     Fields: ``segments``, ``pairs``. The paper's other term is the negative log-likelihood of prompt and chosen
     completion together: add it as ``cpo`` says, with ``nll_mask`` true on the chosen sequences' prompt and completion,
-    and ``segments`` -1 on prompts (their targets must not be ``ignore_index``). TRL and Liger do the same; Liger's
-    ``log1p(-exp(a))`` is lost where ``a`` is near 0.
+    and ``segments`` -1 on prompts (their targets must not be ``ignore_index``).
     """
     beta = number("losses.orpo", "beta", beta, 0.0)
     return make("orpo", _orpo, summand, {"beta": beta}, fields=("segments", "pairs"), scope="segment", unit="pair")
@@ -52,9 +51,7 @@ def kto(
     2402.01306).
 
     ``u`` is a mean with ``average``, ``desirable`` the field ``segment_labels``, ``kl`` the constant field
-    ``kl_baseline`` (0-d, [1], or one per segment), taken without gradient and at least 0; absent, it is 0, which is
-    TRL's ``apo_zero_unpaired``. It is the caller's: TRL takes the mean of ``logprob - ref`` over completions of other
-    prompts, over all ranks.
+    ``kl_baseline`` (0-d, [1], or one per segment), taken without gradient and at least 0; absent, it is 0.
 
     Fields: ``segments``, ``segment_labels`` [num_segments] (true: desirable), ``ref_logprobs`` unless
     ``reference_free``; ``kl_baseline`` if there is one. One value per segment; the weights are no part of the
@@ -147,28 +144,13 @@ def dpo(
 ) -> Losses:
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob -
     ref_logprobs)``: direct preference optimisation (arXiv 2305.18290) and, by ``variant``, its relatives (names and
-    defaults as TRL's ``loss_type``).
+    defaults as TRL's ``loss_type``). docs/losses.md has the formula of each.
 
-    With ``u`` and ``v`` the scores of a pair's chosen and rejected segment, ``d = beta * (u - v)``, ``s`` the sigmoid
-    and ``eps`` the ``label_smoothing``, a pair's value is:
-
-    - ``sigmoid``: ``-(1 - eps) * log s(d) - eps * log s(-d)``; eps > 0 is cDPO. ``sigmoid_norm``: of mean scores.
-    - ``hinge`` (SLiC, 2305.10425): ``max(0, 1 - d)``.
-    - ``ipo`` (2310.12036): ``(u - v - 1 / (2 * beta)) ** 2`` of mean scores.
-    - ``robust`` (2403.00409), eps < 0.5: ``(-(1 - eps) * log s(d) + eps * log s(-d)) / (1 - 2 * eps)``.
-    - ``exo_pair`` (2402.00856), eps > 0: KL of ``(s(d), s(-d))`` from ``(1 - eps, eps)``; the paper advises 1e-3.
-    - ``nca_pair`` (2402.05369): ``-log s(beta * u) - 0.5 * log s(-beta * u) - 0.5 * log s(-beta * v)``.
-    - ``bco_pair`` (2404.04656), without a running mean: ``-log s(beta * u) - log s(-beta * v)``.
-    - ``sppo_hard`` (2405.00675): ``(u - 0.5 / beta) ** 2 + (v + 0.5 / beta) ** 2``.
-    - ``apo_zero`` (2408.06266): ``s(-beta * u) + s(beta * v)``. ``apo_down``: ``s(beta * u) + s(-d)``.
-    - ``discopop`` (2406.08414): ``-log s(d) * (1 - M) + exp(-d) * M``, ``M = s(d / discopop_tau)``.
-    - ``aot`` (2406.05882): ``sigmoid`` of ``d = beta * (w_(i) - r_(i))``, where ``w`` are the pairs' differences of
-      log-probabilities in ascending order, ``r`` those of the reference. ``aot_unpaired``: ``beta * (u_(i) - v_(i))``.
-
-    ``divergence`` (f-DPO, 2309.16240) puts ``f'(e^u)`` in the place of u, and of v likewise: ``forward_kl``
-    ``1 - exp(-u)``; ``js`` ``log 2 + log s(u)``; ``alpha`` ``(exp((a - 1) * u) - 1) / (a - 1)`` with
-    ``a = divergence_alpha``, 1 for reverse KL. It goes with the variants that read ``u - v`` only. Exponents are at
-    most 80 (40 for ``ipo``, which squares), without gradient beyond.
+    With ``label_smoothing`` eps it is ``-(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)`` of the difference d:
+    cDPO; ``exo_pair`` needs eps > 0 (its paper advises 1e-3), ``robust`` eps < 0.5.
+    ``divergence`` (f-DPO, 2309.16240): "reverse_kl", "forward_kl", "js", or "alpha" with ``divergence_alpha``, 1 for
+    reverse KL. It goes with the variants that read the difference of scores only. Exponents are at most 80 (40 for
+    ``ipo``, which squares), without gradient beyond.
 
     ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411): tokens of a pair's longer segment that stand behind the shorter one's
     length weigh so much; a segment of several pairs is as long as its shortest. Not with ``TokenParallel``.
@@ -177,9 +159,6 @@ def dpo(
     ``reference_free``. One value per pair; the mean is over pairs. ``average`` scores segments by their mean instead
     of their sum; by default ``ipo`` and ``sigmoid_norm`` do. ``batch["pair_weights"]`` [P], if it is there, multiplies
     the values (not those of ``aot``); it is no part of the denominator.
-
-    Where sources differ: OpenRLHF's IPO takes sums (``average=False``), TRL's means. Liger has no smoothing of
-    ``sigmoid``. Fast-LLM sums the differences of all pairs under one log-sigmoid: not offered.
     """
     where = "losses.dpo"
     choice(where, "variant", variant, DPO_VARIANTS)
@@ -208,10 +187,8 @@ def simpo(
     segment_mean(logprob)``: SimPO (arXiv 2405.14734).
 
     ``alpha`` other than 0 is AlphaPO (2501.03884): ``(1 - exp(-alpha * u)) / alpha`` in the place of a score u, the
-    exponents at most 80. ``label_smoothing`` as in ``dpo``.
-    Fields: ``segments``, ``pairs``; no reference. The margin is TRL's and Liger's
-    ``simpo_gamma``, as are the defaults; the paper's code says ``gamma_beta_ratio = gamma / beta`` and trains with
-    beta 2 to 10. TRL and Liger can add the chosen segments' NLL: ``cpo`` says how to.
+    exponents at most 80. ``label_smoothing`` as in ``dpo``. Fields: ``segments``, ``pairs``; no reference. The chosen
+    segments' NLL is added as ``cpo`` says. The paper's code has ``gamma / beta`` for gamma.
     """
     more = {
         "margin": number("losses.simpo", "gamma", gamma),
@@ -237,8 +214,8 @@ def cpo(
     ``simpo``, for ``ipo`` with exponents of at most 40, of sums (TRL) or, with ``average``, of means as in AlphaPO's
     paper. Fields: ``segments``, ``pairs``.
 
-    The papers and TRL add the chosen segments' negative log-likelihood (``cpo_alpha`` 1), which is a summand of its
-    own: with ``batch["nll_mask"]`` true on the tokens it is of,
+    The paper adds the chosen segments' negative log-likelihood, which is a summand of its own: with
+    ``batch["nll_mask"]`` true on the tokens it is of,
     ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``. The normalizer makes
     it the mean over those tokens; without one it is divided by all tokens that count.
     """
