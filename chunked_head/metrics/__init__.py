@@ -29,12 +29,11 @@ from .values import (
     all_reduce,
     combine,
     merge,
-    unit_weights,
 )
 
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",
     "accepted_length", "accuracy", "advantage", "agreement", "all_reduce", "clip_fraction", "combine",
     "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "mean_logit", "merge",
-    "perplexity", "ratio", "top_probability", "unit_weights",
+    "perplexity", "ratio", "top_probability",
 ]  # fmt: skip

@@ -38,8 +38,6 @@ def make(
         refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
     if level != "token":
         choice(f"metrics.{kind}", "level", level, ("token", "segment"))
-        if common.get("weighting") is not None:
-            raise ValueError(f"weighting of metrics.{kind} has no meaning here: its values are per segment")
         known |= {"scope": "segment", "unit": "segment"}
         fields = (*fields, "segments")
     unusual = suffix, "" if level == "token" else level, "" if reduce == "mean" else str(reduce)
@@ -63,7 +61,7 @@ def _accuracy(stats: Any, batch: Any) -> Tensor:
 
 @once
 def perplexity(weighting: Literal["token", "segment"] = "token", **common: Any) -> Metric:
-    """``(-logprob).mean().exp()``; ``weighting="segment"``: the mean of the segments' own perplexities, as verl."""
+    """``(-logprob).mean().exp()``; ``weighting="segment"``: the mean of the segments' own perplexities."""
     if choice("metrics.perplexity", "weighting", weighting, ("token", "segment")) == "token":
         return make("perplexity", _negative_logprob, common, finish="perplexity")
     return make("perplexity", _segment_perplexity, common, level="segment")
@@ -91,14 +89,13 @@ def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
 
 @once
 def mean_logit(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """``x.mean(-1)``: mean of a token's logits over the vocabulary (TRL's ``logits/chosen`` is its mean over chosen
-    tokens)."""
+    """``x.mean(-1)``: mean of a token's logits over the vocabulary."""
     return _statistic("mean_logit", "mean_logit", reduce, common)
 
 
 @once
 def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """``logprob``: log-probability of the target (Fast-LLM's ``new_logprobs``)."""
+    """``logprob``: log-probability of the target."""
     return _statistic("logprob", "logprob", reduce, common)
 
 
@@ -152,12 +149,9 @@ def effective_sample_size(
 ) -> Metric:
     """``r.sum() ** 2 / (r ** 2).sum()`` over all tokens (or segments), between 1 and their number.
 
-    ``normalized``: divided by their number, so at most 1, as verl logs it. ``.sum`` is ``(sum r, sum r^2)``: the value
-    follows from the sums of all micro-batches and ranks, which is not the mean of theirs.
+    ``normalized``: divided by their number, so at most 1. ``.sum`` is ``(sum r, sum r^2)``.
     """
     kind = "effective_sample_size"
-    if common.get("weighting") is not None:
-        raise ValueError("weighting of metrics.effective_sample_size has no meaning: it goes over all tokens")
     flag(f"normalized of metrics.{kind}", normalized)
     finish = "effective_sample_fraction" if normalized else "effective_sample_size"
     other, suffix = _against(kind, against)
@@ -206,9 +200,8 @@ def kl_old(
 ) -> Metric:
     """``d.exp() - d - 1`` with ``d = logprob - old_logprobs``: KL(old || new), on tokens that the old policy sampled.
 
-    ``estimator``: "k3" is this (Fast-LLM's ``kl_new_old``, TRL's asynchronous GRPO), "k1" ``-d`` (verl's and OpenRLHF's
-    ``ppo_kl``), "abs" ``d.abs()``, "k2" ``d ** 2 / 2``. ``d`` is clamped to ``ratio_clamp``. ``level="segment"``: of
-    the mean of ``d`` over the segment's tokens, GSPO's log-ratio.
+    ``estimator``: "k3" is this, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``. ``d`` is clamped to
+    ``ratio_clamp``. ``level="segment"``: of the mean of ``d`` over the segment's tokens, GSPO's log-ratio.
     """
     choice("metrics.kl_old", "estimator", estimator, ESTIMATORS)
     known = _of_ratios("kl_old", "old_logprobs", level, ratio_clamp, estimator=estimator)
@@ -234,8 +227,7 @@ def kl_reference(
     """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: KL(new || reference), on tokens that the policy sampled.
 
     ``estimator`` as in ``kl_old``: what ``losses.kl_to_reference`` of the same options is the mean of.
-    ``bias_correction`` multiplies by the ratio to ``old_logprobs``, where tokens are the old policy's (DeepSeek-V3.2,
-    TRL's ``use_bias_correction_kl``).
+    ``bias_correction`` multiplies by the ratio to ``old_logprobs``, where tokens are the old policy's.
     """
     kind = "kl_reference"
     options = {
@@ -262,10 +254,9 @@ def clip_fraction(
 ) -> Metric:
     """``(r < 1 - clip_low) | (r > 1 + clip_high)``: share of tokens (or segments) whose ratio lies outside of the clip.
 
-    ``"unsigned"``: below or above, whatever the advantage (Fast-LLM, PipelineRL). ``"low"``: below, with a negative
-    advantage; ``"high"``: above, with a positive one; ``"signed"``: either (TRL's ``clip_ratio/low_mean``,
-    ``high_mean``, ``region_mean``), which is where PPO's clip takes the gradient away. At a bound is not clipped, as in
-    the losses. ``level="segment"``: GSPO's ratio, and the mean of the segment's advantages.
+    ``"unsigned"``: below or above, whatever the advantage. ``"low"``: below, with a negative advantage; ``"high"``:
+    above, with a positive one; ``"signed"``: either, which is where PPO's clip takes the gradient away. At a bound is
+    not clipped. ``level="segment"``: GSPO's ratio, and the mean of the segment's advantages.
     """
     where = "metrics.clip_fraction"
     choice(where, "side", side, ("unsigned", "signed", "low", "high"))
@@ -306,15 +297,14 @@ def _advantage(stats: Any, batch: Any) -> Tensor:
 @once
 def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has
-    sampled (Leviathan et al., 2211.17192). ``q`` is the dense teacher of a loss of the call, at that loss's
-    softmaxes."""
+    sampled. ``q`` is the dense teacher of a loss of the call, at that loss's softmaxes."""
     return _statistic("acceptance", "overlap", reduce, common)
 
 
 @once
 def agreement(**common: Any) -> Metric:
-    """``argmax == q.argmax(-1)``: share of tokens whose most probable id is the dense teacher's too, which a verifier
-    that decodes greedily accepts. The teacher is that of a loss of the call; of equal logits the first id's counts."""
+    """``argmax == q.argmax(-1)``: share of tokens whose most probable id is the dense teacher's too, the first on ties.
+    ``q`` as in ``acceptance``."""
     return make("agreement", _agreement, common, needs=("argmax", "teacher_argmax"), reads_target=False)
 
 
@@ -326,9 +316,6 @@ def _agreement(stats: Any, batch: Any) -> Tensor:
 def accepted_length(**common: Any) -> Metric:
     """``a.cumprod(0).sum(0)``: tokens in a row that a verifier accepts on average. ``a[i]`` is the acceptance of a
     token in the i-th stream of ``linear_loss``, 0 where it does not count there; of the tokens that count in the first.
-
     Streams hold the same tokens, the i-th drafted i tokens ahead.
     """
-    if common.get("weighting") is not None:
-        raise ValueError("weighting of metrics.accepted_length has no meaning: it goes over all tokens")
     return _statistic("accepted_length", "overlap", "mean", common, over_streams=True)

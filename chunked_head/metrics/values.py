@@ -1,8 +1,6 @@
 """Metrics and their values: sums and counts, or extrema, that add up over micro-batches and ranks.
 
-A ``Metric`` is a function of ``(stats, batch)`` that gives one value per token or per segment, and how those become one
-number: a sum and a count, or an extremum. Both reduce correctly over micro-batches (``combine``) and ranks
-(``all_reduce``); only ``MetricValue.value`` divides.
+Both reduce correctly over micro-batches (``combine``) and ranks (``all_reduce``); only ``MetricValue.value`` divides.
 """
 
 import functools
@@ -53,7 +51,8 @@ class Metric(Part):
                 choice(where, option, given, allowed)
         if self.unit == "segment" and self.scope != "segment":
             raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
-        if self.weighting != "token" and (self.unit != "token" or self.reduce != "mean"):
+        plain = self.unit == "token" and self.reduce == "mean" and self.components == 1 and not self.over_streams
+        if self.weighting != "token" and not plain:
             raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
         if self.temperature is not None:
             check_view_temperature(where, self.temperature)
@@ -142,20 +141,9 @@ CHOICES = (
 # ---- from values to sums, and from sums to sums
 
 
-def unit_weights(ids: Tensor, mask: Tensor, number: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Weights [n] that make a sum over tokens one of the segments' means, and how many segments have a token (0-d).
-
-    1 / (tokens that count in the token's segment), 0 where a token does not count or is of no segment. ``ids`` [n] in
-    [-1, number), ``mask`` [n] of all the call's tokens: a chunk takes its slice.
-    """
-    kept = mask & (ids >= 0)
-    index = torch.where(kept, ids, number)
-    counts = torch.zeros(number + 1, dtype=dtype, device=ids.device).index_add(0, index, kept.to(dtype))[:-1]
-    return weights_in(counts, ids, mask), (counts > 0).sum().to(dtype)
-
-
 def weights_in(counts: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    """The weights of ``unit_weights`` where it is known how many tokens of each segment count, ``counts`` [number]."""
+    """Weights [n] that make a sum over tokens one of the segments' means: 1 / ``counts`` [number], how many tokens of
+    each segment count; 0 where a token does not count or is of no segment. ``ids`` [n] in [-1, number)."""
     kept = mask & (ids >= 0)
     return torch.where(kept, 1.0 / counts.clamp(min=1.0)[ids.clamp(min=0)], 0.0)
 
@@ -164,7 +152,7 @@ def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | Non
     """Terms of a sum: ``values`` [n] or [n, c] of some units where ``mask`` [n], 0 elsewhere; or of an extremum, with
     infinities elsewhere. fp32 at least, without gradient.
 
-    ``weights`` [n] are those of ``unit_weights`` where the metric's weighting asks for them.
+    ``weights`` [n] are those of ``weights_in`` where the metric's weighting asks for them.
     """
     values = values.detach()
     if values.dtype != torch.float64:
@@ -209,10 +197,8 @@ def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricVal
 def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[str, MetricValue]:
     """``metrics`` over the ranks of ``group``, in one message.
 
-    Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. On
-    vocabulary-parallel ranks metrics are equal already: reduce over groups that hold different tokens. Those of a call
-    with ``TokenParallel`` over this group are of all ranks already, and stay so. Without an initialised process
-    group there is nothing to do. fp32, fp64 where a metric is.
+    Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. Reduce over
+    groups that hold different tokens; metrics of a call with ``TokenParallel`` over this group stay as they are.
     """
     from torch import distributed
 

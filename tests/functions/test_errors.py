@@ -167,7 +167,7 @@ PUBLIC: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 LOSSES = [name for name in losses.__all__ if name.islower() and name != "custom"]
 METRICS = [
     name for name in metrics.__all__
-    if inspect.isfunction(getattr(metrics, name)) and name not in ("all_reduce", "combine", "merge", "unit_weights")
+    if inspect.isfunction(getattr(metrics, name)) and name not in ("all_reduce", "combine", "merge")
 ]  # fmt: skip
 PUBLIC += [(getattr(losses, name), {}) for name in LOSSES] + [(getattr(metrics, name), {}) for name in METRICS]
 NEGATIVE = -1
