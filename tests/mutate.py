@@ -35,7 +35,7 @@ FORMULAS, EXTREMES, CONTRACT, METRICS = (
     "tests/losses/test_metrics.py",
 )
 KERNELS, GRAD_LOGITS = "tests/kernels/test_kernels.py", "tests/kernels/test_grad_logits.py"
-RANKS, RANKS_CALLS = "tests/ranks/test_layouts.py", "tests/ranks/test_calls.py"
+RANKS, RANKS_CALLS = "tests/ranks/test_every_loss.py", "tests/ranks/test_calls.py"
 MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
     "tests/plan/test_memory.py",
     "tests/plan/test_loss_memory.py",
@@ -62,8 +62,8 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sign: KL(q || p)", TORCH, "q * (log_q - log_p), 0.0).sum(1)", "q * (log_p - log_q), 0.0).sum(1)", LINEAR + " -k 'test_loss and kl'"),
     ("swapped: shares of a mixture", TORCH, "pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl", "(1.0 - pairing.beta) * q_to_mixture + pairing.beta * kl", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
-    ("offset: columns of a tile", TORCH, "((ids - tile.start).clamp(", "(ids.clamp(", "tests/ranks/test_every_loss.py -k 'budget and one'"),
-    ("offset: a loss's own columns in a tile", TORCH, "(ids >= tile.start) & (ids < tile.stop)", "(ids >= 0) & (ids < tile.stop)", "tests/ranks/test_every_loss.py -k 'budget and everything'"),
+    ("offset: columns of a tile", TORCH, "((ids - tile.start).clamp(", "(ids.clamp(", RANKS + " -k 'budget and one'"),
+    ("offset: a loss's own columns in a tile", TORCH, "(ids >= tile.start) & (ids < tile.stop)", "(ids >= 0) & (ids < tile.stop)", RANKS + " -k 'budget and everything'"),
     ("scale: bias", TORCH, "part.add_(bias)", "part.sub_(bias)", CROSS + " -k bias"),
     ("scale: slope of scale and cap", TORCH, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
     ("sign: total variation's gradient", TORCH, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
@@ -86,7 +86,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sign: offsets of strips", "kernels/common/transform.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
     ("mask: targets among kept columns", "kernels/statistics/row_stats.py", "here & (column == target)", "here", "tests/functions/test_kept.py"),
-    ("sign: entropy over ranks, in kernels", "kernels/statistics/merge.py", "share * (entropy - log_share)", "share * (entropy + log_share)", RANKS + " -k triton"),
+    ("sign: entropy over ranks, in kernels", "kernels/statistics/merge.py", "share * (entropy - log_share)", "share * (entropy + log_share)", RANKS + " -k kernels"),
     # from statistics to coefficients
     ("sign: entropy's coefficient", EVALUATE, 'add("alpha" + suffix, -g * leaves["entropy" + suffix])', 'add("alpha" + suffix, g * leaves["entropy" + suffix])', LINEAR + " -k 'test_loss and entropy'"),
     ("scale: slope of a second temperature", EVALUATE, 'g = r * grads["logprob" + suffix]', 'g = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),

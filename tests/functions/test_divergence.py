@@ -6,10 +6,11 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
+from oracle import label, reference
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head import linear_divergence, linear_logprobs, linear_loss, losses
+from chunked_head import linear_divergence, linear_loss, losses
 
 TOKENS, HIDDEN, VOCAB, WIDTH = 57, 64, 213, 48
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,33 +39,14 @@ def operands(dtype: torch.dtype, device: str, teacher_vocab: int = VOCAB) -> tup
 
 
 def on_full_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor, *, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor, divergence: str = "forward_kl", beta: float = 0.5, temperature: float = 1.0,
-    teacher_temperature: float | None = None, logit_scale: float = 1.0, softcap: float | None = None,
-    teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor, *, divergence: str = "forward_kl", temperature: float = 1.0,
+    logit_scale: float = 1.0, softcap: float | None = None, beta: float | None = None, **teacher: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    def logits(h: Tensor, w: Tensor, b: Tensor, scale: float, cap: float | None, t: float) -> Tensor:
-        x = torch.nn.functional.linear(h, w, b)
-        x = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
-        return (x if cap is None else cap * torch.tanh(x / cap)) / t
-
-    shared = min(len(weight), len(teacher_weight))
-    x = logits(hidden, weight, bias, logit_scale, softcap, temperature)[:, :shared].log_softmax(-1)
-    y = logits(
-        teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap,
-        teacher_temperature or temperature,
-    )[:, :shared].log_softmax(-1)  # fmt: skip
-    p, q = x.exp(), y.exp()
-    if divergence == "jsd" and 0 < beta < 1:
-        m = (beta * q + (1 - beta) * p).log()
-        value = (beta * q * (y - m) + (1 - beta) * p * (x - m)).sum(-1)
-    elif divergence == "tvd":
-        value = (p - q).abs().sum(-1) / 2
-    elif divergence == "reverse_kl" or (divergence == "jsd" and beta == 1):
-        value = (p * (x - y)).sum(-1)
-    else:
-        value = (q * (y - x)).sum(-1)
-    return value, -(p * x).sum(-1)
+    """The oracle's divergence, and the entropy of the student."""
+    x = reference.logits(hidden, weight, bias, logit_scale, softcap) / temperature
+    fields = {"teacher_x": reference.teacher_logits(teacher, teacher, temperature)}
+    own = {} if beta is None else {"beta": beta}
+    return reference.ORACLE[divergence](x, None, fields, **own), label.entropy(x, None, {})
 
 
 @crossed(place=PLACES, dtype=[torch.float32, torch.bfloat16, torch.float16], kind=KINDS)
@@ -97,59 +79,6 @@ def test_values_and_gradients(place: Place, dtype: torch.dtype, kind: str) -> No
         assert_within_budget(a, b, c, torch.float32, name)
     for name, a, b, c in zip(("hidden", "weight", "bias"), grads, eager, truth, strict=True):
         assert_within_budget(a, b, c, dtype, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", ["reverse", "jsd", "tvd"])
-def test_a_teacher_that_is_nan_where_nothing_counts(place: Place, kind: str) -> None:
-    """It has no part in anything, the gain that fp16 gradients share among it."""
-    student, teacher = operands(torch.float16, place.device)
-    logits = teacher["teacher_hidden"] @ teacher["teacher_weight"].t() + teacher["teacher_bias"]
-    mask = torch.arange(TOKENS, device=place.device) % 5 != 2
-    found = []
-    for garbage in (0.0, torch.nan):
-        leaves = [t.clone().requires_grad_() for t in student]
-        given = torch.where(mask[:, None], logits, garbage)
-        value = linear_divergence(
-            *leaves[:2], bias=leaves[2], mask=mask, teacher_logits=given, backend=place.backend, **KINDS[kind]
-        )
-        found.append([value.detach(), *torch.autograd.grad((value * value.detach().cos()).sum(), leaves)])
-    assert all(torch.equal(*both) for both in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("teacher_vocab", [150, 260])
-def test_other_vocabularies(place: Place, teacher_vocab: int) -> None:
-    """The ids that both have; the entropy is that of the same distribution."""
-    student, teacher = operands(torch.float32, place.device, teacher_vocab)
-    leaves = [t.requires_grad_() for t in student]
-    found = linear_divergence(*leaves[:2], bias=leaves[2], entropy=True, backend=place.backend, **teacher)
-    expected = on_full_logits(*leaves, **teacher)
-    for mine, true in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, true, rtol=2e-5, atol=2e-6)
-        ours, theirs = (torch.autograd.grad(v.sum(), leaves, retain_graph=True) for v in (mine, true))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_beside_the_other_functions() -> None:
-    """The mean of a loss, the entropy of log-probabilities; alone, a tensor; target, shift and leading dimensions."""
-    (hidden, weight, bias), teacher = operands(torch.float32, "cpu")
-    target = torch.randint(0, VOCAB, (3, 19))
-    target[0, :5] = -100
-    hidden, rows = hidden.view(3, 19, -1), {**teacher, "teacher_hidden": teacher["teacher_hidden"].view(3, 19, -1)}
-    found = linear_divergence(hidden, weight, target, bias=bias, shift=1, divergence="reverse_kl", **rows)
-    assert isinstance(found, Tensor) and found.shape == target.shape
-    assert not found[:, 0].any() and not found[0, :5].any() and (found[1:, 1:] > 0).all()
-    out = linear_loss(hidden, weight, target, losses.reverse_kl(), bias=bias, shift=1, batch=rows)
-    counts = (target[:, 1:] != -100).sum()
-    torch.testing.assert_close(found.sum() / counts, out.loss)
-    skipped = linear_divergence(
-        hidden, weight, target, bias=bias, shift=1, divergence="reverse_kl", skip_ignored=True, **rows
-    )  # fmt: skip
-    torch.testing.assert_close(skipped, found)
-    both = linear_divergence(hidden, weight, target, bias=bias, shift=1, entropy=True, **rows)
-    own = linear_logprobs(hidden, weight, target, bias=bias, shift=1, entropy=True)
-    torch.testing.assert_close(both.entropy, own.entropy)
 
 
 @pytest.mark.parametrize(

@@ -329,15 +329,6 @@ def test_hidden_states_in_the_place_of_logits() -> None:
         logits_logprobs(HIDDEN, target)
 
 
-def test_sequences_of_nothing_and_of_one_token() -> None:
-    """Nothing is predicted, and the loss is 0."""
-    for length in (0, 1):
-        hidden = torch.randn(3, length, 8, requires_grad=True)
-        loss = linear_cross_entropy(hidden, WEIGHT, torch.zeros(3, length, dtype=torch.int64), shift=1)
-        loss.backward()
-        assert loss == 0 and hidden.grad is not None and not hidden.grad.any()
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_baselines_of_kto(shape: tuple[int, ...]) -> None:
     batch = {

@@ -8,7 +8,6 @@ from budget import assert_within_budget
 from cases import PLACES, Place
 from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from loss_cases import (
-    FEWER,
     LOSS_CASES,
     LossCase,
     LossInputs,
@@ -253,40 +252,6 @@ def assert_metrics(out: LossOutput, wanted: list[Metric], case: LossCase, inputs
     torch.testing.assert_close(found, true, rtol=1e-5, atol=3e-5)
 
 
-def has_values_per_token(case: LossCase) -> bool:
-    parts = [part for _, part in case.losses.terms]
-    own = [(part.reduction, part.normalizer, part.token_weights) for part in parts]
-    return all(part.scope == "token" for part in parts) and set(own) == {(None, None, None)}
-
-
-def unreduced() -> list:
-    """By kernels: PyTorch's operations are held to it in tests/ranks/test_every_loss.py. Interpreted, a third of the
-    losses; all of them exhaustive."""
-    cases = [case for case in LOSS_CASES if has_values_per_token(case)]
-    found = []
-    for place in KERNELS:
-        for i, case in enumerate(cases):
-            param = pytest.param(case, place.values[0], marks=place.marks, id=f"{case.name}-{place.id}")
-            found += tier(param, place.id != "triton-interpreted" or i % 3 == 0)
-    return found
-
-
-@pytest.mark.parametrize(("case", "place"), unreduced())
-def test_unreduced(case: LossCase, place: Place) -> None:
-    """Each token's value, and gradients of any sum of them: those of the sum with these token weights."""
-    inputs = inputs_of(case, torch.float32, place.device, **(FEWER if place == Place("triton", "cpu") else {}))
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    shared = {"backend": place.backend, "chunk_tokens": 32, **inputs.head}
-    out = linear_loss(hidden, weight, inputs.target, case.losses, batch=inputs.batch, reduction="none", **shared)
-    assert out.loss.shape == inputs.hidden.shape[:-1] and not out.parts and not out.metrics
-    factors = torch.rand(out.loss.shape, generator=torch.Generator().manual_seed(1)).to(place.device) - 0.3
-    found = torch.autograd.grad((out.loss * factors).sum(), [hidden, weight])
-    batch = {**inputs.batch, "token_weights": inputs.batch.get("token_weights", 1.0) * factors}
-    whole = linear_loss(hidden, weight, inputs.target, case.losses, batch=batch, reduction="sum", **shared).loss
-    torch.testing.assert_close((out.loss * factors).sum(), whole, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found, torch.autograd.grad(whole, [hidden, weight]), rtol=1e-4, atol=1e-5)
-
-
 def test_unreduced_logits() -> None:
     case = next(case for case in LOSS_CASES if case.name == "grpo-sum")
     inputs = inputs_of(case, torch.float32, "cpu")
@@ -298,30 +263,3 @@ def test_unreduced_logits() -> None:
     torch.testing.assert_close(alone, of_head)
     (found,) = torch.autograd.grad(alone.square().sum(), logits)
     assert found.isfinite().all() and found.any()
-
-
-@pytest.mark.parametrize(
-    ("loss", "options", "says"),
-    [
-        (losses.gspo(), {}, "puts a segment's tokens together"),
-        (losses.cross_entropy(reduction="sum"), {}, "names a reduction or normalizer of its own"),
-        (losses.cross_entropy(), {"metrics": [metrics.entropy()]}, "metrics go with one loss"),
-        (losses.cross_entropy(), {"upstream": 2.0}, "upstream goes with reduction"),
-        (losses.cross_entropy(), {"normalizer": 2.0}, 'normalizer goes with reduction="mean"'),
-    ],
-)
-def test_what_has_no_value_per_token(loss: Any, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        linear_loss(torch.randn(3, 8), torch.randn(9, 8), torch.arange(3), loss, reduction="none", **options)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_power_of_the_entropy_stays_within_fp16(place: Place) -> None:
-    """Six nats to the fifth power are a factor that no scale chosen beforehand leaves room for."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(16, 32, generator=generator).to(place.device, torch.float16).requires_grad_()
-    weight = (0.1 * torch.randn(512, 32, generator=generator)).to(place.device, torch.float16).requires_grad_()
-    target = torch.arange(16, device=place.device)
-    loss = 1e-9 * losses.cross_entropy(entropy_scaling=5.0)
-    linear_loss(hidden, weight, target, loss, backend=place.backend).loss.backward()
-    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()

@@ -85,30 +85,6 @@ def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> No
         assert_within_budget(a, b, c, dtype, f"gradient of {name}")
 
 
-@crossed(place=PLACES, dtype=[torch.float32, torch.float16], asked=EVERY)
-def test_one_alone(place: Place, dtype: torch.dtype, asked: str) -> None:
-    """Beside the log-probability nothing else is asked for: whatever makes it, and no other term in the gradient."""
-    hidden, weight, target = operands(dtype, place.device)
-
-    def run(call: Any, kind: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight)]
-        value = call(*leaves)
-        return value.detach(), list(torch.autograd.grad((value * value.detach().cos()).sum(), leaves))
-
-    def ours(h: Tensor, w: Tensor) -> Tensor:
-        found = linear_logprobs(h, w, target, **{asked: True}, temperature=0.8, backend=place.backend)
-        assert found._fields == ("logprobs", asked)
-        return found[1]
-
-    def full(h: Tensor, w: Tensor) -> Tensor:
-        return on_full_logits(h, w, target, temperature=0.8)[NAMES.index(asked)]
-
-    (mine, grads), (plain, eager), (exact, truth) = run(ours, dtype), run(full, dtype), run(full, torch.float64)
-    assert_within_budget(mine, plain, exact, torch.float32, asked)
-    for name, a, b, c in zip(("hidden", "weight"), grads, eager, truth, strict=True):
-        assert_within_budget(a, b, c, dtype, f"gradient of {name}")
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_squares_of_small_probabilities(place: Place) -> None:
     """Log-sum-exp is thousands here, and rounded by more than what is left of it."""
@@ -139,41 +115,6 @@ def test_largest(place: Place, head: str) -> None:
     torch.testing.assert_close(found.top_k_logprobs[counts].double(), values[counts], rtol=1e-5, atol=2e-5)
     assert not found.argmax[~counts].any() and not found.top_k_ids[~counts].any()
     assert not found.top_k_logprobs.requires_grad and found.top_k_ids.dtype == torch.int64
-
-
-@crossed(place=PLACES, dtype=[torch.bfloat16, torch.float16, torch.float32], spread=[2.0, 30.0])
-def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spread: float) -> None:
-    """Whatever the path, the chunks, the other losses and the metrics."""
-    if place == Place("triton", "cpu") and dtype == torch.bfloat16:
-        dtype = torch.float16  # interpreted, a path of bf16 is that of fp16
-    hidden, weight, target = operands(dtype, place.device, spread)
-    with torch.no_grad():
-        old = linear_logprobs(hidden, weight, target, backend=place.backend)
-    grads = [t.requires_grad_() for t in (hidden, weight)]
-    assert all(t.requires_grad for t in grads)
-    advantages = torch.ones(TOKENS, device=place.device)
-    # fp32 holds a log-probability of -200 to 1.5e-5: beyond 1e-5 some ulp of it, as many as two products differ by
-    bound = 1e-5 + 4 * torch.finfo(torch.float32).eps * float(old.abs().max()) * (spread > 2.0)
-    batch = {"old_logprobs": old, "advantages": advantages}
-    measured = [
-        metrics.ratio(reduce="max", name="most"), metrics.ratio(reduce="min", name="least"),
-        metrics.clip_fraction(clip_low=bound, clip_high=bound), metrics.entropy(), metrics.accuracy(),
-    ]  # fmt: skip
-    chunks = (16, 128)
-    several = (
-        losses.grpo(),
-        losses.grpo() + 0.1 * losses.entropy(),
-        losses.grpo() + losses.cross_entropy(label_smoothing=0.1) + 1e-3 * losses.z_loss(),
-        losses.grpo() + losses.entropy(temperature=2.0),
-    )
-    for i, loss in enumerate(several):
-        # interpreted, one of the two sizes with either spread
-        for chunk in chunks if place != Place("triton", "cpu") else (chunks[(i + (spread > 2.0)) % 2],):
-            out = linear_loss(
-                hidden, weight, target, loss, batch=batch, metrics=measured, chunk_tokens=chunk, backend=place.backend
-            )
-            assert abs(out.metrics["most"].value - 1.0) <= bound and abs(out.metrics["least"].value - 1.0) <= bound
-            assert out.metrics["clip_fraction"].value == 0.0
 
 
 @crossed(place=PLACES, vocab=(1, 2, 3, 7, 17, 65), dtype=Turn((torch.bfloat16, torch.float16, torch.float32)))

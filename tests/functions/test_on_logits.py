@@ -1,6 +1,5 @@
 """Losses on existing logits: against PyTorch and the oracle in float64, on every backend; copies, shapes and errors."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -30,56 +29,6 @@ def loss_and_grad(function: Callable[[Tensor], Tensor], logits: Tensor) -> tuple
 
 
 # ---- against PyTorch
-
-MODULE_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "smoothing": {"label_smoothing": 0.1},
-    "weight": {"weight": True},
-    "weight+none": {"weight": True, "reduction": "none"},
-    "weight+smoothing": {"weight": True, "label_smoothing": 0.2},
-    "weight+smoothing+sum": {"weight": True, "label_smoothing": 0.2, "reduction": "sum"},
-    "smoothing+none": {"label_smoothing": 0.3, "reduction": "none"},
-    "ignore-negative": {"ignore_index": -1},
-    "ignore-inside": {"ignore_index": 5},
-}
-
-
-def module_combinations() -> list:
-    """Each option once for each vocabulary, in one dtype in turn; in every dtype exhaustive, but interpreted."""
-    found = []
-    for place in PLACES:
-        for i, name in enumerate(MODULE_OPTIONS):
-            for vocab in (507, 64):
-                for j, dtype in enumerate(DTYPES):
-                    first = (i + (vocab == 64)) % 3 == j
-                    given = place.values[0], dtype, vocab, name
-                    param = pytest.param(*given, marks=place.marks, id=f"{name}-{vocab}-{str(dtype)[6:]}-{place.id}")
-                    found += tier(param, first) if first or place.id != "triton-interpreted" else []
-    return found
-
-
-@pytest.mark.parametrize(("place", "dtype", "vocab", "name"), module_combinations())
-def test_cross_entropy_is_torch(place: Place, dtype: torch.dtype, vocab: int, name: str) -> None:
-    options = dict(MODULE_OPTIONS[name])
-    if options.get("weight"):
-        options["weight"] = torch.rand(vocab, generator=torch.Generator().manual_seed(1)).to(place.device) + 0.1
-    logits = made_logits(43, vocab, dtype=dtype, device=place.device)
-    ignore_index = options.get("ignore_index", -100)
-    target = made_target(vocab, 43, ignore_index=ignore_index, device=place.device)
-    garbage = logits.masked_fill((target == ignore_index)[:, None], torch.nan)
-
-    def theirs(kind: torch.dtype) -> Callable[[Tensor], Tensor]:
-        given = {k: v.to(kind) if isinstance(v, Tensor) else v for k, v in options.items()}
-        return lambda x: F.cross_entropy(x.to(kind), target, **given)
-
-    truth = loss_and_grad(theirs(torch.float64), logits.double())
-    eager = loss_and_grad(theirs(torch.float32), logits)
-    loss, grad = loss_and_grad(lambda x: CrossEntropyLoss(**options, backend=place.backend)(x, target), garbage)
-    assert loss.dtype == torch.float32 and grad.dtype == dtype
-    assert_within_budget(loss, eager[0], truth[0], torch.float32, "loss")
-    assert_within_budget(grad, eager[1], truth[1], dtype, "gradient")
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -169,22 +118,6 @@ def test_loss(case: LossCase, dtype: torch.dtype, place: Place) -> None:
         one = torch.maximum(exact.abs(), torch.ones_like(exact)) - exact
         assert_within_budget(value.cpu() + one, plain + one, exact + one, torch.float32, name)
     assert_gradient(grad, 0.37 * eager[2].double(), 0.37 * truth[2], dtype)
-
-
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
-def test_loss_in_float64(case: LossCase) -> None:
-    clean = inputs_of(case, torch.float64, "cpu")
-    logits, batch, head = on_logits(case, clean, torch.float64)
-    loss, parts, expected = by_oracle(case, logits, batch, head, clean)
-    garbage = inputs_of(case, torch.float64, "cpu", garbage=True)
-    logits, batch, head = on_logits(case, garbage, torch.float64)
-    x = logits.requires_grad_()
-    out = logits_loss(x, garbage.target, case.losses, batch=batch, num_segments=garbage.num_segments, **head)
-    (grad,) = torch.autograd.grad(out.loss, x)
-    assert torch.isfinite(loss) and expected.any()
-    torch.testing.assert_close(out.loss, loss, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(out.parts, parts, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -345,29 +278,6 @@ def test_only_kernels_touch_the_logits(place: Place, inplace: bool, name: str) -
     assert tracker.most_large == (0 if inplace else 1)
     # the interpreter's own: set_ and copy_
     assert tracker.large_operations <= {"new_empty", "view", "alias", "detach", "slice", "set_", "copy_"}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", MEMORY_LOSSES)
-def test_memory_on_a_gpu(inplace: bool, name: str) -> None:
-    def step() -> None:
-        gc.collect()  # what other tests have left would be freed in between
-        x = logits.view_as(logits) if not inplace else logits * 1.0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out = logits_loss(x, target, MEMORY_LOSSES[name], batch=fields, num_segments=7, inplace=inplace)
-        torch.autograd.grad(out.loss, x)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-
-    logits, target, fields = memory_inputs("cuda", torch.bfloat16)
-    logits.requires_grad_()
-    peaks: list[int] = []
-    step()  # compiles
-    step()
-    gradient = 0 if inplace else LARGE * 2
-    assert gradient <= peaks[-1] <= gradient + (1 << 20)
 
 
 # ---- in place, and once or twice

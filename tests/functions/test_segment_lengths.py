@@ -1,11 +1,9 @@
 """Segments whose lengths the host knows: the oracle's values and gradients, in chunks that end where segments end."""
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import ranks
 import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
@@ -17,7 +15,7 @@ from oracle.reference import Term
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
+from chunked_head import linear_loss, losses, metrics
 from chunked_head.stores.torch_store import TorchStore
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
@@ -108,29 +106,6 @@ def test_three_matmuls(name: str, layout: str, shift: int, place: Place) -> None
         assert_within_budget(ours, *others, torch.float32, what)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["gspo", "dpo"])
-def test_16_bits(name: str, place: Place) -> None:
-    """In the interpreter fp16: it gets dot products of bf16 wrong."""
-    half = torch.bfloat16 if place.device == "cuda" or place.backend == "torch" else torch.float16
-    out, *grads = step(name, "packed", half, place, 1)
-    assert out.plan.schedule == "forward"
-    truth, eager = (oracle(name, "packed", half, wide, 1) for wide in (torch.float64, half))
-    for what, ours, *others in zip(("hidden", "weight"), grads, eager[1:], truth[1:], strict=True):
-        assert_within_budget(ours, *others, half, what)
-
-
-def test_metrics_and_parts_are_those_of_two_passes() -> None:
-    place = Place("torch", "cpu")
-    out, *_ = step("orpo", "packed", torch.float64, place, 1)
-    whole, *_ = step("orpo", "packed", torch.float64, place, 1, chunk_tokens=64)
-    assert whole.plan.chunks == 1 and out.plan.chunks > 1
-    for label, part in whole.parts.items():
-        torch.testing.assert_close(out.parts[label], part)
-    for label, measured in whole.metrics.items():
-        torch.testing.assert_close(out.metrics[label].value, measured.value)
-
-
 def swept(layout: str) -> list[int]:
     """Rows of each chunk whose logits are made."""
     with mock.patch.object(TorchStore, "fill", autospec=True, side_effect=TorchStore.fill) as fill:
@@ -201,36 +176,6 @@ def test_four_matmuls_where_three_would_be_wrong(loss: Any, options: dict[str, A
         out.loss.backward()
         found.append((out.loss, hidden.grad, weight.grad))
     torch.testing.assert_close(*found)
-
-
-def of_two_ranks(rank: int, device: str) -> dict[str, Any]:
-    found = {}
-    for name in ("dpo", "gspo"):
-        for layout in ("packed", "long"):
-            hidden, weight, target, batch = made(layout, torch.float32, device)
-            own = weight.chunk(2)[rank]
-            hidden, own = hidden.requires_grad_(), own.clone().requires_grad_()
-            out = linear_loss(
-                hidden, own, target, getattr(losses, name)(), batch=fields_of(name, batch), shift=1,
-                segment_lengths=LAYOUTS[layout][1], chunk_tokens=CHUNK, parallel=VocabParallel(), vocab_size=VOCAB,
-            )  # fmt: skip
-            assert out.plan is not None and out.plan.schedule == "forward"
-            (out.loss * 0.37).backward()
-            found[f"{name} {layout}"] = out.loss.detach(), hidden.grad, own.grad
-    with pytest.raises(ValueError, match="with TokenParallel"):
-        linear_loss(hidden, own, target, losses.gspo(), segment_lengths=[80], parallel=TokenParallel())
-    return found
-
-
-def test_vocab_parallel(tmp_path: Path) -> None:
-    first, second = ranks.run(of_two_ranks, 2, tmp_path)
-    for key, (loss, d_hidden, d_weight) in first.items():
-        name, layout = key.split()
-        expected, *grads = step(name, layout, torch.float32, Place("torch", "cpu"), 1)
-        for ours, alone in zip(
-            (loss, d_hidden, torch.cat([d_weight, second[key][2]])), (expected.loss, *grads), strict=True
-        ):
-            torch.testing.assert_close(ours, alone.detach(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -381,16 +381,6 @@ def test_two_ranks(tmp_path: Path) -> None:
     torch.testing.assert_close(streams, one)
 
 
-def test_compiled() -> None:
-    """The call breaks the graph, and is right."""
-    hidden, weight, _, target = made(torch.float32, count=2)
-
-    def run(first: Tensor, second: Tensor) -> Tensor:
-        return linear_loss([first, second], weight, target, losses.cross_entropy(), shift=(1, 2)).loss * 2
-
-    torch.testing.assert_close(torch.compile(run, backend="eager")(*hidden), run(*hidden))
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

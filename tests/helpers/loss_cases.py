@@ -281,27 +281,40 @@ def leaves_of(inputs: LossInputs) -> tuple[list[Tensor], dict[str, Any]]:
 COVERED = {"cross_entropy": {"label_smoothing"}, "z_loss": set(), "entropy": set(), "grpo": {"clip_low", "clip_high"}}
 
 
-def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-    """Loss, parts and gradients of hidden, weight (and bias) by full logits on the CPU; those in float64 by
-    ``chunked_head.reference`` in chunks and shards where it has the losses."""
-    inputs = inputs.on("cpu")
-    covered = all(t.kind in COVERED and t.options.keys() <= COVERED[t.kind] for t in case.terms)
-    if covered and inputs.hidden.dtype == torch.float64 and "kept_ids" not in inputs.batch:
-        mix = {t.kind: (t.coefficient, partial(getattr(reference, t.kind), **t.options)) for t in case.terms}
-        target = torch.zeros(len(inputs.hidden), dtype=torch.int64) if inputs.target is None else inputs.target
-        batch = dict(inputs.batch)
-        found = reference.linear_loss(
-            inputs.hidden, inputs.weight, target, mix, token_weights=batch.pop("token_weights", None), batch=batch,
-            chunk_tokens=40, shards=3, **inputs.head,
-        )  # fmt: skip
-        grads = [grad for grad in (found.dhidden, found.dweight, found.dbias) if grad is not None]
-        return found.loss, found.parts, grads
+def has_reference(case: LossCase) -> bool:
+    covered = all(term.kind in COVERED and term.options.keys() <= COVERED[term.kind] for term in case.terms)
+    return covered and "kept_ids" not in case.batch
+
+
+Numbers = tuple[Tensor, dict[str, Tensor], list[Tensor]]  # loss, parts, and gradients of hidden, weight and a bias
+
+
+def by_reference(case: LossCase, inputs: LossInputs, chunk_tokens: int = 40, shards: int = 3) -> Numbers:
+    """``chunked_head.reference``, in chunks and shards."""
+    mix = {t.kind: (t.coefficient, partial(getattr(reference, t.kind), **t.options)) for t in case.terms}
+    target = torch.zeros(len(inputs.hidden), dtype=torch.int64) if inputs.target is None else inputs.target
+    batch = dict(inputs.batch)
+    found = reference.linear_loss(
+        inputs.hidden, inputs.weight, target, mix, token_weights=batch.pop("token_weights", None), batch=batch,
+        chunk_tokens=chunk_tokens, shards=shards, **inputs.head,
+    )  # fmt: skip
+    return found.loss, found.parts, [grad for grad in (found.dhidden, found.dweight, found.dbias) if grad is not None]
+
+
+def by_oracle(case: LossCase, inputs: LossInputs) -> Numbers:
+    """Full logits."""
     leaves, head = leaves_of(inputs)
-    hidden, weight = leaves[:2]
     loss, parts = oracle.linear_loss(
-        hidden, weight, inputs.target, case.terms, batch=inputs.batch, num_segments=inputs.num_segments, **head
+        *leaves[:2], inputs.target, case.terms, batch=inputs.batch, num_segments=inputs.num_segments, **head
     )
     return loss.detach(), {k: v.detach() for k, v in parts.items()}, list(torch.autograd.grad(loss, leaves))
+
+
+def run_reference(case: LossCase, inputs: LossInputs) -> Numbers:
+    """On the CPU, in float64 by ``chunked_head.reference`` where it has the losses."""
+    inputs = inputs.on("cpu")
+    covered = inputs.hidden.dtype == torch.float64 and has_reference(case)
+    return by_reference(case, inputs) if covered else by_oracle(case, inputs)
 
 
 def run_step(

@@ -446,15 +446,6 @@ def squared(stats: Any, batch: Any) -> Tensor:
     return stats.logprob.square()
 
 
-class Owner:
-    def __init__(self) -> None:
-        self.by = torch.tensor(2.0)
-
-    def method(self, stats: Any, batch: Any) -> Tensor:
-        COUNTER.append(1)
-        return self.by * stats.logprob.square()
-
-
 def test_a_plain_function_is_a_loss_of_tokens() -> None:
     right = linear_loss(**HEAD, loss=custom(squared, scope="token") + 0.1 * losses.z_loss())
     added = squared + 0.1 * losses.z_loss()
@@ -470,30 +461,6 @@ def test_a_plain_function_is_a_loss_of_tokens() -> None:
     torch.testing.assert_close(linear_loss(**HEAD, loss=losses.z_loss() - squared).loss, -difference)
     with pytest.raises(ValueError, match=SCOPE):
         linear_loss(**HEAD, loss=lambda s, b: -s.logprob / len(s.logprob))
-
-
-def test_a_plain_function_is_checked_once() -> None:
-    owner, by = Owner(), torch.tensor(3.0)
-
-    def over_a_tensor(stats: Any, batch: Any) -> Tensor:
-        COUNTER.append(1)
-        return by * stats.logprob
-
-    def plain(stats: Any, batch: Any) -> Tensor:
-        COUNTER.append(1)
-        return 3.0 * stats.logprob
-
-    makers: list[Callable[[], Callable]] = [
-        lambda: plain, lambda: over_a_tensor, lambda: owner.method,
-        lambda: lambda s, b: (COUNTER.append(1), -s.logprob)[1],  # another object each time, of the same code
-    ]  # fmt: skip
-    for made in makers:
-        COUNTER.clear()
-        linear_loss(**HEAD, loss=made())
-        first = len(COUNTER)
-        COUNTER.clear()
-        linear_loss(**HEAD, loss=made())
-        assert len(COUNTER) < first and len(COUNTER) <= 1
 
 
 def test_a_plain_function_is_let_go_of() -> None:

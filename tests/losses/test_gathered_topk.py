@@ -93,21 +93,6 @@ def test_teacher_is_student(divergence: str | float, normalize: str, k: int, dty
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=100 * eps, rtol=0.0)
 
 
-@pytest.mark.parametrize("options", TOPK, ids=str)
-def test_of_one(options: dict[str, Any]) -> None:
-    """K = 1: normalised over K identically 0; otherwise it pulls at the one id."""
-    data = Known(k=1)
-    x = data.x.requires_grad_()
-    values, gradient = with_gradient(data.ours(x, **options), x)
-    renormalised = options.get("teacher_renormalize", options.get("normalize") == "topk")
-    if options.get("normalize") == "topk" and renormalised:
-        assert not values.any() and not gradient.any()
-    elif options.get("normalize") == "topk":
-        assert gradient.abs().max() < 1e-14
-    else:
-        assert_same(data.ours(x, **options), data.theirs(x, **options), x)
-
-
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("normalize", ["tail", "vocab", "topk"])
 def test_of_all_ids_is_dense(divergence: str, normalize: str) -> None:

@@ -84,27 +84,6 @@ def test_policy(row: int, on_policy: bool) -> None:
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("bias_correction", [False, True])
-@pytest.mark.parametrize("level", ["token", "segment"])
-def test_kl_and_rollout_weights(level: str, bias_correction: bool) -> None:
-    """The rollout weights multiply the policy gradient and not the KL."""
-    liger = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction
-    mask, logprob, fields = rectangle()
-    difference = torch.where(mask, fields["old_logprobs"] - fields["rollout_logprobs"], 0.0)
-    difference = difference if level == "token" else difference.sum(-1, keepdim=True)
-    leaf, other = logprob.clone().requires_grad_(), logprob.clone().requires_grad_()
-    gradient = losses.grpo(rollout="truncate", rollout_level=level, rollout_max=1.1)
-    loss = ours(gradient + 0.04 * losses.kl_to_reference("k3", bias_correction), mask, leaf, fields)
-    theirs, _ = liger.ppo_loss_fn(
-        other, mask.to(F64), fields["advantages"], mask.to(F64), fields["ref_logprobs"], fields["old_logprobs"],
-        beta=0.04, loss_type="bnpo", vllm_is_ratio=difference.exp().clamp(max=1.1),
-        use_bias_correction_kl=bias_correction,
-    )  # fmt: skip
-    torch.testing.assert_close(loss, theirs, rtol=1e-12, atol=0)
-    grads = torch.autograd.grad(loss, leaf) + torch.autograd.grad(theirs, other)
-    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-15)
-
-
 REF = {"beta": 0.3, "compiled": False}
 PREFERENCE = [
     # IPO is not in Liger; its sigmoid ignores label smoothing

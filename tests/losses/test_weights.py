@@ -96,19 +96,6 @@ def test_nothing_counts() -> None:
     assert weights.sequence_mean(mask[:0])["token_weights"].shape == (0, 3)
 
 
-def test_micro_batches_add_up(data) -> None:
-    mask, values = data
-    known = weights.sequence_mean(mask, num_sequences=5)
-    parts = [
-        reduced(values[part], mask[part], weights.sequence_mean(mask[part], num_sequences=5))
-        for part in (slice(0, 2), slice(2, 5))
-    ]
-    torch.testing.assert_close(sum(parts), reduced(values, mask, known))
-    total = int(mask.sum())
-    parts = [reduced(values[i], mask[i], weights.token_mean(total)) for i in range(5)]
-    torch.testing.assert_close(sum(parts), reduced(values, mask, weights.bnpo()))
-
-
 def test_no_wait_for_the_device(data) -> None:
     """Nothing reads a value of a tensor, which is what would wait."""
     mask, _ = data
