@@ -103,9 +103,8 @@ class Execution(TypedDict, total=False):
             makes all rows. ``"wait"`` does it for any operands and waits for their number, which a CUDA graph cannot.
             Hidden states and their gradient are copied. Losses see the tokens that count first, in their order.
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
-            gradient depends on the other tokens or their number: one tile for every size, no product in parts. Values
-            per token (of ``linear_logprobs``, and losses with ``reduction="none"``) do not depend either on how many
-            ranks share the vocabulary: they are sums of eight blocks of it, which ranks hold whole (docs/inference.md).
+            gradient depends on the other tokens or their number: one tile for every size, no product in parts
+            (docs/inference.md).
             For bfloat16 on GPUs of docs/gpus.md, ValueError elsewhere (BLAS chooses by the number of rows), for top_k,
             and for losses that sum over segments on a GPU.
         vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.

@@ -11,7 +11,7 @@ from ..arithmetic.objective import Objective
 from ..core.checks import refuse
 from ..core.private import in_backward
 from ..core.stats import all_at_targets
-from ..parallel.groups import block_of, text_fields
+from ..parallel.groups import text_fields
 from ..plan.planner import LEAST_SLACK, make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
@@ -113,8 +113,6 @@ def planned(
             check_own_matmuls(tokens, sizes)
             # computed again in backward, a call recomputes whatever its request was made for
             plan = make_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
-            if call.shard is not None and plan.vocab_block is not None and not again:
-                call.shard.split.check_blocks()
             if lasts:
                 spec.plans[kind, by_segments] = plan
         elif plan.sizes.demand != spec.demand:  # but in numbers
@@ -151,7 +149,7 @@ def sizes_of(
     inside of a backward. ``copied``: hidden states that no view flattens, or in another order. ``plain_rows``: columns
     of hidden states are contiguous. ``skips``: matmuls stop at a number of rows that only the device knows.
     ``traits``: of the device and of ranks, other than the call's."""
-    weight, backend, bias, deterministic = call.weight, spec.backend, call.bias, call.deterministic
+    weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
     hidden, capped = weight.shape[1], call.softcap is not None
@@ -163,7 +161,7 @@ def sizes_of(
         weight.shape[0] - columns, *wanted,
         bias_dtype=None if bias is None else bias.dtype, buffer_dtype=buffer_dtype, late_upstream=spec.late or again,
         coupled=spec.coupled and not by_segments, by_segments=by_segments, demand=spec.demand,
-        deterministic=deterministic, block=block_of(call.vocab) if deterministic else None,
+        deterministic=call.deterministic,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,
         teacher_store=None if teacher is None else backend.teacher_store(teacher, store),

@@ -114,7 +114,7 @@ def merge_over_ranks(call: "LocalCall", store: Store, rows: Rows, out: RowStats)
     checks = call.token_checks[rows.tokens]
     target = rows.target if call.kept is None else call.every_target[rows.tokens]
     of_rows = rows.hidden, target, rows.columns, checks
-    shard.merge(merge, *of_rows, out, demand, store.known_targets, store.pieces)
+    shard.merge(merge, *of_rows, out, demand, store.known_targets)
 
 
 # The work of one sweep: the store of the call's chunks, the rows that go into it, and spans: chunks that wait for the

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..kernels.common.cache import Cache
 
-BLOCKS = 8  # that a deterministic call sums a vocabulary in, on any number of ranks
 # of a dense teacher and the student: sums over columns, made once both softmaxes are known
 PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "below", "overlap")
 

@@ -101,8 +101,8 @@ def linear_logprobs(
     comes late: four matmuls. A loss from ``chunked_head.losses`` in ``linear_loss`` needs three.
 
     A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
-    a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function give the same bits, on any number
-    of ranks: docs/inference.md says so for an inference engine and a trainer that both call it.
+    a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on as many ranks give the same
+    bits: docs/inference.md says so for an inference engine and a trainer that both call it.
 
     Args:
         entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.

@@ -18,7 +18,7 @@ from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
-from ..parallel.groups import Split, chunked
+from ..parallel.groups import chunked
 from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..stores import backend_of
@@ -174,10 +174,7 @@ def plan(
         call, spec, tokens, (hidden_grad, weight_grad, learns_bias), by_segments=segment_lengths and spec.by_segments,
         copied=skip_ignored, buffer_dtype=added_to, skips=skip_ignored, teacher=teacher, **traits,
     )  # fmt: skip
-    found = make_plan(sizes, spec.request)
-    if found.vocab_block is not None:
-        Split(vocab, parts, 0).check_blocks()
-    return found
+    return make_plan(sizes, spec.request)
 
 
 def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:

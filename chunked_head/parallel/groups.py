@@ -15,9 +15,7 @@ from torch import Tensor, distributed
 
 from ..core.checks import choice
 from ..core.private import all_gather
-from ..core.stats import BLOCKS
 from ..kernels.common.cache import Cache
-from ..kernels.common.tiles import cdiv
 
 LONGEST = 160  # letters of a value in an error
 
@@ -30,7 +28,6 @@ AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
 # ids travel with statistics as floats, exact up to here
 MOST_IDS = 1 << 24
 LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
-BLOCK_MULTIPLE = 8  # ids: a block of a vocabulary begins on 16 bytes of 16 bits
 
 
 class OfGroup:
@@ -193,28 +190,6 @@ class Split(NamedTuple):
         """This rank's ids."""
         first = sum(self.rows[: self.rank])
         return slice(first, first + self.columns)
-
-    def check_blocks(self) -> None:
-        """Raises where a block of the vocabulary lies on two ranks."""
-        block = block_of(self.vocab)
-        if any(n % block for n in self.rows[:-1]):
-            multiple = BLOCKS * BLOCK_MULTIPLE
-            raise ValueError(
-                f"deterministic=True sums a vocabulary of {self.vocab} ids in blocks of {block}, alike on any number "
-                f"of ranks, which have to hold them whole; they hold {list(self.rows)} ids. Pad the head to "
-                f"{cdiv(self.vocab, multiple) * multiple} rows (vocab_size={self.vocab}) and give 2, 4 or 8 ranks "
-                f"equal parts, or each rank a multiple of {block} rows and VocabParallel rows="
-            )
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Number of blocks on each rank, where none lies on two."""
-        return tuple(cdiv(n, block_of(self.vocab)) for n in self.rows)
-
-
-def block_of(vocab: int) -> int:
-    """Ids of a block: by the size of the vocabulary, and the last block may be smaller."""
-    return cdiv(vocab, BLOCKS * BLOCK_MULTIPLE) * BLOCK_MULTIPLE
 
 
 def chunked(vocab: int, ranks: int) -> tuple[int, ...]:

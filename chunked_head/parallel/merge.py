@@ -1,14 +1,14 @@
-"""Numbers of several ranks put together: statistics of pieces of the vocabulary merged, the same on every rank, to
+"""Numbers of several ranks put together: statistics of ranks' columns merged, the same on every rank, to
 the bit; rows of hidden states gathered, their gradients summed or scattered."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 from ..core.private import all_gather, reduce_scatter
-from ..core.stats import Demand, RowStats, sent
+from ..core.stats import RowStats
 
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
@@ -20,7 +20,7 @@ OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2",
 
 
 class GatheredStats(NamedTuple):
-    """Statistics of a chunk's rows, of each rank's own columns or of blocks of them: pieces of the vocabulary."""
+    """Statistics of a chunk's rows, of each rank's own columns: pieces of the vocabulary."""
 
     message: Tensor  # [pieces, numbers + 1, rows] of ``names``, and last a check of the tokens that they are of
     names: tuple[str, ...]
@@ -53,29 +53,6 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
         found[name] = part.squeeze(1) if getattr(stats, name).dim() == 1 else part.transpose(1, 2)
         at += width
     return found
-
-
-def complete_blocks(pieces: Tensor, stats: RowStats, names: Sequence[str]) -> None:
-    """Puts statistics that a row has once, whatever its blocks, into ``pieces`` [blocks, numbers + 1, rows]: into the
-    first block's; the other blocks' are 0."""
-    found = unpack(pieces[:1], stats, names)
-    for name in ("target_logit", "column_logits"):
-        if name in found:
-            found[name].copy_(getattr(stats, name))
-
-
-def merge_blocks(
-    merge: Callable[[GatheredStats, RowStats], None],
-    pieces: Tensor,
-    target: Tensor,
-    stats: RowStats,
-    demand: Demand,
-) -> None:
-    """Statistics of a vocabulary from all its blocks, which are here."""
-    names = sent(demand)
-    complete_blocks(pieces, stats, names)
-    zero = pieces[0, -1, 0]  # the check's place, 0: blocks of one process are of the same tokens
-    merge(GatheredStats(pieces, names, target, demand.ratio2, False, zero), stats)
 
 
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:

@@ -1,6 +1,6 @@
 """A rank's part of the vocabulary in a call, and every message that ranks exchange for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from ..core.private import all_gather
 from ..core.stats import PAIR_STATS, Demand, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
 from .groups import MOST_IDS, Split, VocabParallel, agree
-from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, complete_blocks, pack, unpack
+from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
@@ -81,15 +81,13 @@ class Shard:
         stats: RowStats,
         demand: Demand,
         known_targets: bool,
-        pieces: Tensor | None = None,
     ) -> None:
         """The statistics of this rank's columns become those of the vocabulary, as a backend's ``merge_ranks`` makes
         them: one message for the chunk.
 
         ``token_checks`` [rows] go along, or where there are no targets sums of the hidden states (logits have nothing
         of the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
-        out of each other's tokens, and get nan. ``pieces``: statistics of blocks of this rank's columns as a store
-        leaves them, in place of one piece.
+        out of each other's tokens, and get nan.
         """
         for ids in (stats.argmax, stats.teacher_argmax):
             if ids is not None:
@@ -101,12 +99,9 @@ class Shard:
             stats.column_logits.masked_fill_(columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
         tokens = hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
-        local = pack(stats, names, tokens).unsqueeze(0) if pieces is None else self.blocks(pieces, stats, names, tokens)
-        gathered = local.new_empty(self.parallel.ranks * local.shape[0], *local.shape[1:])
-        all_gather(gathered.view(-1, local.shape[2]), local.view(-1, local.shape[2]), self.group)
-        if pieces is not None and len(gathered) > sum(self.split.blocks):
-            most = local.shape[0]
-            gathered = torch.cat([gathered[i * most : i * most + n] for i, n in enumerate(self.split.blocks)])
+        local = pack(stats, names, tokens)
+        gathered = local.new_empty(self.parallel.ranks, *local.shape)
+        all_gather(gathered.view(-1, local.shape[1]), local, self.group)
         zero_or_nan = None
         if self.checked_by == "hidden":
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
@@ -114,16 +109,6 @@ class Shard:
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
             zero_or_nan = torch.where(same.all(), 0.0, torch.nan).to(dtype)
         merge_ranks(GatheredStats(gathered, names, target, demand.ratio2, known_targets, zero_or_nan), stats)
-
-    def blocks(self, pieces: Tensor, stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
-        """Pieces that this rank sends of its blocks: as many as any rank has."""
-        complete_blocks(pieces, stats, names)
-        argmax = unpack(pieces, stats, names).get("argmax")
-        if argmax is not None:
-            argmax.add_(self.here.start)
-        pieces[:, -1] = tokens
-        missing = max(self.split.blocks) - len(pieces)
-        return torch.cat([pieces, pieces[:1].expand(missing, -1, -1)]) if missing else pieces
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's and the student's terms: one message for the chunk."""

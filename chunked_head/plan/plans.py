@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..core.checks import name
-from ..core.stats import BLOCKS, numbers_sent
+from ..core.stats import numbers_sent
 from ..kernels.common.gpus import Gpu
 from .sizes import (
     BYTE,
@@ -112,13 +112,6 @@ class Plan:
         return half and self.chunks > MAX_HALF_CHUNKS
 
     @property
-    def vocab_block(self) -> int | None:
-        """Ids of a block, where statistics are those of blocks first: of logits that are not stored."""
-        sizes = self.sizes
-        blocks = self.schedule != "forward" and sizes.own_matmul and not sizes.keeps_sweep
-        return sizes.block if blocks else None
-
-    @property
     def teacher_last(self) -> bool:
         """True where a dense teacher's logits, and its statistics with the student, are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
@@ -177,7 +170,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
 
 def chunk_buffers(sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
     """The rows of a chunk, in memory until ``last``. ``stored``: with their logits."""
-    yield Buffer("statistics of ranks and blocks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
+    yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
     yield from sizes.store.buffers(sizes, rows, last, stored)
     if sizes.store.multiplies:
         yield from operand_buffers(sizes, rows, SWEEP, last)
@@ -253,13 +246,12 @@ def cast_buffers(sizes: Sizes, columns: int, first: Phase, last: Phase) -> Itera
 
 
 def merged_bytes(sizes: Sizes) -> int:
-    """Bytes of all pieces' statistics of a row: as they come, as fp64, and the numbers that merge their softmaxes."""
-    pieces = sizes.ranks if sizes.block is None else max(sizes.ranks, BLOCKS)
-    if pieces == 1:
+    """Bytes of all ranks' statistics of a row: as they come, as fp64, and the numbers that merge their softmaxes."""
+    if sizes.ranks == 1:
         return 0
     numbers, demand = 1 + numbers_sent(sizes.demand), sizes.demand
     largest = 8 * 2 * demand.top_k + 8 * demand.columns
-    return pieces * (12 * numbers + 48 + largest) + 8 * numbers
+    return sizes.ranks * (12 * numbers + 48 + largest) + 8 * numbers
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
@@ -356,7 +348,7 @@ def matmuls(plan: Plan, gpu: Gpu) -> str:
     s = plan.sizes
     if not s.own_matmul:
         return "BLAS's" if s.store.multiplies else "none"
-    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, plan.vocab_block or s.vocab)
+    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_split(plan.chunk_tokens).parts

@@ -124,7 +124,6 @@ class Sizes:
     # statistics
     demand: Demand = PLAIN
     deterministic: bool = False  # a token's numbers do not depend on the other tokens, nor on their number
-    block: int | None = None  # ids of a block, which statistics are summed in before the sum of blocks
     # a dense teacher
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
     teacher_cast: bool = False  # its head is cast for autocast
@@ -201,8 +200,6 @@ class Sizes:
     @property
     def keeps_sweep(self) -> bool:
         """True where a pass that makes no gradient stores its logits."""
-        if self.own_matmul and self.block is not None:
-            return self.demand.pairing is not None
         return not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property

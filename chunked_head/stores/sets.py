@@ -236,10 +236,6 @@ class WithSets(Store):
         self.store, self.sets = store, sets
         self.known_targets = store.known_targets
 
-    @property
-    def pieces(self) -> Tensor | None:  # type: ignore[override]
-        return self.store.pieces
-
     def fill(self, rows: Rows, out: RowStats) -> None:
         self.store.fill(rows, out)
 

@@ -21,8 +21,6 @@ class Store:
     follows ``statistics``, unless ``Plan.teacher_last``: then these and the teacher's come with the gradients.
 
     ``known_targets``: ``statistics`` leaves the target's logit of all ranks, where ranks share the vocabulary.
-    ``pieces``: statistics of blocks of the vocabulary, which the last ``statistics`` left instead of the rows',
-    [blocks, numbers, rows] as in ``GatheredStats``, its first row of the target's logit unwritten; or None.
     """
 
     name = "logits"
@@ -32,7 +30,6 @@ class Store:
     head: Head
     demand: Demand
     known_targets = False
-    pieces: Tensor | None = None
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:

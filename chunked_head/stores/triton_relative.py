@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, RowStats, numbers_sent, sent
+from ..core.stats import Coefficients, RowStats
 from ..kernels.common.gpus import RELATIVE_STRIP, split_strips
 from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
 from ..kernels.common.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
@@ -13,7 +13,6 @@ from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
 from ..kernels.statistics.launch import Outputs
-from ..parallel.merge import merge_blocks, unpack
 from ..plan.plans import Plan
 from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
@@ -25,7 +24,6 @@ from .triton_store import (
     HalfStore,
     Parts,
     counted_of,
-    merge_ranks,
     outputs_of,
     ratio_of,
     teacher_outputs,
@@ -51,7 +49,7 @@ class RelativeStore(HalfStore):
             yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, SWEEP, last)
             yield from teacher_buffers(sizes, rows, last)
         relative = stored and cls.name == "relative"
-        strips = gpu.strips_of(sizes.vocab, sizes.hidden, relative, None if stored else sizes.block)
+        strips = gpu.strips_of(sizes.vocab, sizes.hidden, relative)
         strips += split_strips(demand.views[-1].columns)
         numbers = 2 + demand.entropy[0] + demand.weighted_sum + 2 * demand.top
         numbers += (len(demand.views) > 1) + any(demand.entropy[1:])
@@ -68,15 +66,14 @@ class RelativeStore(HalfStore):
         sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or sizes.keeps_sweep
-        self.block = plan.vocab_block
         self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
             # how many parts of a tile are there: 0 in each chunk before its tiles are made
             self.arrived = torch.empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         two = len(demand.views) > 1
-        self.tile = gpu.exp_tile_of(rows, sizes.hidden, self.block or sizes.vocab)
-        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and self.name == "relative", self.block)
+        self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)
+        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and self.name == "relative")
         strip_count += split_strips(demand.views[-1].columns)
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
@@ -126,7 +123,7 @@ class RelativeStore(HalfStore):
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights,
             None if self.level is None else out.target_logit, rows.target, made, self.tile, *self.second,
-            counted_of(rows), self.block,
+            counted_of(rows),
         )  # fmt: skip
 
     def add_targets(self, stats: RowStats) -> None:
@@ -136,24 +133,14 @@ class RelativeStore(HalfStore):
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics of rows from those of their strips."""
-        strips, vocab, block, numbers = self.stored_strips, self.vocab, self.block, None
-        into = out.named()
-        if block is not None:
-            numbers = numbers_sent(self.demand) + 1
-            self.pieces = out.lse.new_zeros(cdiv(vocab, block), numbers, rows.target.shape[0])
-            into = unpack(self.pieces, out, sent(self.demand))
-        statistics.merge_strips(
-            outputs_of(into), self.level, strips, out.target_logit, rows.target, vocab, block=block, numbers=numbers
-        )
+        strips, vocab, into = self.stored_strips, self.vocab, out.named()
+        statistics.merge_strips(outputs_of(into), self.level, strips, out.target_logit, rows.target, vocab)
         if "start2" in into:
             ratio2, columns2 = self.second
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
             statistics.merge_strips(
-                outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2 or vocab, ratio2, True,
-                block, numbers,
-            )  # fmt: skip
-        if self.pieces is not None and self.head.add_targets is None:
-            merge_blocks(merge_ranks, self.pieces, rows.target, out, self.demand)
+                outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2 or vocab, ratio2, True
+            )
         if self.demand.pairing is not None and not self.plan.teacher_last:
             self.teacher_stats(rows, out)
 

@@ -63,11 +63,10 @@ class Gpu(NamedTuple):
         """Columns of a strip: of its own width where it has an offset of its own."""
         return RELATIVE_STRIP if relative else self.exp_tile(hidden).block_n
 
-    def strips_of(self, vocab: int, hidden: int, relative: bool, block: int | None = None) -> int:
-        """Number of column strips in a row of ``vocab`` logits: those of its tiles, block by block with ``block``."""
+    def strips_of(self, vocab: int, hidden: int, relative: bool) -> int:
+        """Number of column strips in a row of ``vocab`` logits: those of its tiles."""
         block_n = self.exp_tile(hidden).block_n
-        tiles = cdiv(vocab, block_n) if block is None else cdiv(vocab, block) * cdiv(block, block_n)
-        return tiles * (block_n // self.strip_width(hidden, relative))
+        return cdiv(vocab, block_n) * (block_n // self.strip_width(hidden, relative))
 
 
 NARROW = Tile(block_n=128, warps=4, per_multiprocessor=2)

@@ -12,9 +12,6 @@ things:
   Every statistic and every gradient can be made from them.
 - nothing, where only statistics are wanted.
 
-Where the vocabulary is summed in blocks (``block_columns``, nothing stored), tiles begin anew with each block's first
-column and the last of a block leaves out the next one's: a block's strips are the same wherever the block lies.
-
 No logit is ever rounded by its own size. The target's own column is left out of E and of the sums, to be added from its
 exact logit: then loss and gradient see one and the same logit.
 
@@ -30,15 +27,6 @@ from ..common.transform import ln_2, log2_e, transform_logits
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
-
-
-@triton.jit
-def first_column(i, moved, WIDTH: tl.constexpr):
-    """First column of tile or strip ``i``."""
-    if moved is None:
-        return i * WIDTH
-    else:
-        return i * WIDTH + moved
 
 
 @triton.jit
@@ -119,8 +107,7 @@ def finish_strip(
     exact,  # [BLOCK_M] the target's logit, in place of the one of e4m3 operands; None where x has it
     row_start,
     strip,
-    moved,  # by how many columns strips are away from where they follow each other; None for 0
-    vocab,  # where the columns end that are summed
+    vocab,
     second,  # columns (None for all) and ratio of the second softmax, and the strip of those behind its last
     BLOCK_M: tl.constexpr,
     STRIP: tl.constexpr,
@@ -136,13 +123,13 @@ def finish_strip(
     offset_ptr, _, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
     columns2, ratio2, strip_behind = second
     offs_row = row_start + tl.arange(0, BLOCK_M)
-    offs_col = first_column(strip, moved, STRIP) + tl.arange(0, STRIP)
+    first = strip * STRIP
+    offs_col = first + tl.arange(0, STRIP)
     in_rows = offs_row < out[3]
     in_vocab = offs_col < vocab
     stats_at = strip.to(tl.int64) * strip_stride + offs_row
     STORED: tl.constexpr = out[0] is not None or out[1] is not None
-    # in blocks exponentials are rounded alike whatever sums are asked for
-    RELATIVE: tl.constexpr = (STORED and row_offset is None) or moved is not None
+    RELATIVE: tl.constexpr = STORED and row_offset is None
     SHIFTED: tl.constexpr = shifted_sum_ptr is not None
     SECOND: tl.constexpr = sum2_ptr is not None
     SHIFTED2: tl.constexpr = shifted_sum2_ptr is not None
@@ -165,7 +152,7 @@ def finish_strip(
     offset = top
     if row_offset is not None:
         offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
-    first, shift_behind = first_column(strip, moved, STRIP), None
+    shift_behind = None
     if SPLIT:
         shared = (offs_col < columns2)[None, :]
         top_behind = tl.max(tl.where(shared, float("-inf"), x), 1)
@@ -239,7 +226,6 @@ def finish_tile(
     exact,
     row_start,
     tile_n,
-    moved,
     vocab,
     second,
     BLOCK_M: tl.constexpr,
@@ -251,21 +237,21 @@ def finish_tile(
     """All of a tile but its last strip's sum, which is returned."""
     if STRIP == BLOCK_N:
         return finish_strip(
-            out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n, moved, vocab,
+            out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n, vocab,
             second, BLOCK_M, STRIP, BLOCK_N // 2, EDGE, SPLIT,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, BLOCK_N)
         sums = finish_strip(
-            out, strips, strip_stride, left, class_weights_ptr, row_offset, target, exact, row_start, tile_n * 2, moved,
-            vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
+            out, strips, strip_stride, left, class_weights_ptr, row_offset, target, exact, row_start, tile_n * 2, vocab,
+            second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
         )  # fmt: skip
         offs_row = row_start + tl.arange(0, BLOCK_M)
         tl.store(strips[1] + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < out[3])
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         return finish_strip(
             out, strips, strip_stride, right, class_weights_ptr, row_offset, target, exact, row_start, tile_n * 2 + 1,
-            moved, vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
+            vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
         )  # fmt: skip
 
 
@@ -303,7 +289,6 @@ def exp_logits_kernel(
     vocab,
     hidden,
     columns2,  # that the second softmax is over; None for all, or without one
-    block_columns,  # of a block, behind which tiles begin anew; None for one block
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
@@ -319,9 +304,6 @@ def exp_logits_kernel(
 ):
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
-    if block_columns is not None:
-        block_tiles = tl.cdiv(block_columns, BLOCK_N)
-        tiles_n = tl.cdiv(vocab, block_columns) * block_tiles
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
@@ -335,23 +317,17 @@ def exp_logits_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start = tile_m * BLOCK_M
-        moved, end = None, vocab
-        if block_columns is not None:
-            block = tile_n // block_tiles
-            # from where the tile would begin if all followed each other
-            moved = block * (block_columns - block_tiles * BLOCK_N)
-            end = tl.minimum((block + 1) * block_columns, vocab)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
             h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
-            w = load_rows(w_matrix, first_column(tile_n, moved, BLOCK_N), k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
+            w = load_rows(w_matrix, tile_n * BLOCK_N, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
             acc = dot(h, w.T, acc)
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
         x = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
         if bias_ptr is not None:
-            offs_col = first_column(tile_n, moved, BLOCK_N) + tl.arange(0, BLOCK_N)
+            offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
         row_scale = None
         if row_scale_ptr is not None:
@@ -363,16 +339,9 @@ def exp_logits_kernel(
             row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
         if target_ptr is not None:
             target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
-            if block_columns is None:
-                special = tl.max((target // BLOCK_N == tile_n).to(tl.int32), 0) > 0
-            else:
-                column = target - first_column(tile_n, moved, BLOCK_N)
-                special = tl.max(((column >= 0) & (column < BLOCK_N)).to(tl.int32), 0) > 0
+            special = tl.max((target // BLOCK_N == tile_n).to(tl.int32), 0) > 0
         if not EVEN_VOCAB:
-            if block_columns is None:
-                special = special | (tile_n == tiles_n - 1)
-            else:
-                special = special | (first_column(tile_n, moved, BLOCK_N) + BLOCK_N > end)
+            special = special | (tile_n == tiles_n - 1)
         if SPLIT:
             special = special | ((tile_n * BLOCK_N < columns2) & (columns2 < (tile_n + 1) * BLOCK_N))
         # Few tiles hold a target or the end of a softmax. What these need would cost every element of every tile two
@@ -382,12 +351,12 @@ def exp_logits_kernel(
             if target_logit_ptr is not None:
                 exact = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
             sums = finish_tile(
-                out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n, moved,
-                end, second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB, SPLIT,
+                out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n,
+                vocab, second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB, SPLIT,
             )  # fmt: skip
         else:
             sums = finish_tile(
-                out, strips, strip_stride, x, class_weights_ptr, row_offset, None, None, row_start, tile_n, moved, end,
+                out, strips, strip_stride, x, class_weights_ptr, row_offset, None, None, row_start, tile_n, vocab,
                 second, BLOCK_M, BLOCK_N, STRIP, False, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1

@@ -141,7 +141,6 @@ def exp_logits(
     columns2: int
     | None = None,  # that the second softmax is over, None for all; then strips are those of relative logits
     counted: Counted = ALL_ROWS,
-    block: int | None = None,  # columns of a block; then nothing is stored
     target_logit: torch.Tensor | None = None,  # [rows] fp32, what it is among quantised ones
 ) -> None:
     tile = tile.of(weight)
@@ -149,20 +148,18 @@ def exp_logits(
     if hidden_scale is None or (strips.top is None and strips.weighted_sum is None):
         target_logit = None  # of exponentials the target's is left out in any case
     rows, vocab = hidden.shape[0], weight.shape[0]
-    assert block is None or (out is None and columns2 is None)
-    tiles = cdiv(vocab, tile.block_n) if block is None else cdiv(vocab, block) * cdiv(block, tile.block_n)
+    tiles = cdiv(vocab, tile.block_n)
     programs = programs_of(tile, rows, tiles * tile.block_n, hidden.device)
-    even_vocab = vocab % tile.block_n == 0 and (block is None or block % tile.block_n == vocab % block == 0)
     exp_logits_kernel[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
         *strips,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, *counted, rows,
-        strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1], columns2, block, *transform, ratio2,
+        strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1], columns2, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // ((strips.offset.shape[0] - split_strips(columns2)) // tiles),
-        GROUP_M=tile.group_m, EVEN_VOCAB=even_vocab, EVEN_HIDDEN=even(hidden.shape[1], tile),
+        GROUP_M=tile.group_m, EVEN_VOCAB=vocab % tile.block_n == 0, EVEN_HIDDEN=even(hidden.shape[1], tile),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -176,22 +173,14 @@ def merge_strips(
     columns: int,
     ratio: float | None = None,
     second: bool = False,
-    block: int | None = None,  # columns of a block
-    numbers: int | None = None,  # rows of the outputs from block to block
 ) -> None:
-    """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``.
-    Of each block where there are blocks: then outputs are [blocks, rows] within [blocks, numbers, rows]."""
+    """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``."""
     count, rows = strips.offset.shape
-    block_rows, block_strips, grid = 8, 512, (cdiv(rows, 8),)
-    if block is not None:
-        blocks = out.start.shape[0]
-        grid, count = (*grid, blocks), count // blocks
-        block_strips = min(block_strips, max(16, power_of_2(count)))
-    merge_strips_kernel[grid](
+    merge_strips_kernel[(cdiv(rows, 8),)](
         out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
         *strips[:6], target_logit, target,
-        rows, strips.offset.stride(0), count, columns, block, numbers, ratio,
-        SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
+        rows, strips.offset.stride(0), count, columns, ratio,
+        SECOND=second, BLOCK_ROWS=8, BLOCK_STRIPS=512, num_warps=8,
     )  # fmt: skip
 
 

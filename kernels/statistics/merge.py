@@ -1,7 +1,7 @@
 """Statistics [rows] fp32 merged from those of parts of a row.
 
-From those of strips [strips, rows] that ``exp_logits`` left, of rows or of their blocks of columns,
-``merge_strips_kernel``; the target's term enters from its exact logit:
+From those of strips [strips, rows] that ``exp_logits`` left, ``merge_strips_kernel``; the target's term enters from its
+exact logit:
 
     lse = log sum_s sum[s] exp(offset[s]),  log p = (x - start) + rest,  start = max_s offset[s],  rest = start - lse
     entropy = lse - sum p x, as (log_sum - shifted / sum) relative to start
@@ -23,7 +23,7 @@ from ..common.transform import ln_2, log2_e
 
 @kernel
 def merge_strips_kernel(
-    # outputs, [blocks, rows] each where there are blocks
+    # outputs
     lse_ptr,  # [rows] fp32 or None
     start_ptr,  # [rows] fp32: log p = (x - start) + rest, without the rounding of lse
     rest_ptr,  # [rows] fp32
@@ -45,10 +45,8 @@ def merge_strips_kernel(
     # sizes
     rows,
     strip_stride,  # from strip to strip, a multiple of BLOCK_ROWS: what stands behind the rows may be read
-    strips,  # of a row, or of one of its blocks
+    strips,
     columns,  # that the softmax is over
-    block_columns,  # of a block, or None for one of all columns
-    numbers,  # rows of the outputs from block to block, or None
     # scalars
     ratio,  # of the temperature to that of the logits, inverse; float or None for 1
     SECOND: tl.constexpr,  # sums of a second softmax, which may be over fewer columns
@@ -67,12 +65,7 @@ def merge_strips_kernel(
     if target_ptr is not None:
         asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
-        if block_columns is not None:
-            # one block has the target's term
-            first_column = tl.program_id(1) * block_columns
-            counts = (target >= first_column) & (target < tl.minimum(first_column + block_columns, columns))
-        else:
-            counts = (target >= 0) & (target < columns)
+        counts = (target >= 0) & (target < columns)
         if ratio is not None:
             asked = asked * ratio
         run_max = tl.where(counts, asked, run_max)
@@ -80,8 +73,6 @@ def merge_strips_kernel(
     for start in range(0, strips, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         at = offs_strip[:, None].to(tl.int64) * strip_stride + offs_row[None, :]
-        if block_columns is not None:
-            at += tl.program_id(1).to(tl.int64) * strips * strip_stride
         mask = tl.broadcast_to(offs_strip[:, None] < strips, (BLOCK_STRIPS, BLOCK_ROWS))
         s = tl.load(strip_sum_ptr + at, mask=mask, other=0.0)
         if level_ptr is not None:
@@ -120,8 +111,6 @@ def merge_strips_kernel(
             run_top = tl.maximum(run_top, best)
     log_sum = tl.log2(run_sum) * ln_2
     lse = run_max + log_sum
-    if block_columns is not None:
-        offs_row = offs_row + tl.program_id(1).to(tl.int64) * numbers * rows
     if lse_ptr is not None:
         tl.store(lse_ptr + offs_row, lse, mask=in_rows)
     tl.store(start_ptr + offs_row, run_max, mask=in_rows)

@@ -20,6 +20,9 @@ from tiers import tier
 from torch.nn import functional
 
 from chunked_head import kernels, linear_cross_entropy, linear_logprobs, metrics
+from chunked_head.core.stats import Demand, RowStats, sent
+from chunked_head.parallel.merge import GatheredStats
+from chunked_head.stores.triton_store import merge_ranks
 
 TOKENS, HIDDEN, VOCAB = 20, 64, 67
 launched: set[str] = set()
@@ -87,11 +90,23 @@ def test_statistics_beside_logits() -> None:
     logprobs = functional.linear(hidden, weight).log_softmax(-1)
     torch.testing.assert_close(found.logprobs, logprobs.gather(1, target[:, None])[:, 0])
     torch.testing.assert_close(found.top_k_logprobs, logprobs.topk(3).values)
-    # bfloat16, without its numbers: exponentials in place of logits, and statistics of blocks
-    given = operands(torch.bfloat16)
-    linear_cross_entropy(*given, backend="triton").backward()
-    with torch.no_grad():
-        linear_logprobs(*given, deterministic=True, backend="triton")
+    # bfloat16, without its numbers: exponentials in place of logits
+    linear_cross_entropy(*operands(torch.bfloat16), backend="triton").backward()
+
+
+def test_statistics_of_two_ranks() -> None:
+    logits, target = torch.randn(5, 40), torch.randint(40, (5,))
+    picked, names = logits.gather(1, target[:, None])[:, 0], sent(Demand())
+    pieces = []
+    for first in (0, 20):
+        part, here = logits[:, first : first + 20], (target >= first) & (target < first + 20)
+        top = part.amax(1)
+        found = {"start": top, "rest": top - part.logsumexp(1), "target_logit": torch.where(here, picked, 0.0)}
+        pieces.append(torch.stack([*(found[name] for name in names), target.float()]))
+    out = RowStats.empty(5, Demand(), torch.float32, target.device)
+    merge_ranks(GatheredStats(torch.stack(pieces), names, target, 1.0, False, None), out)
+    torch.testing.assert_close(out.logprob, logits.log_softmax(1).gather(1, target[:, None])[:, 0])
+    torch.testing.assert_close(out.lse, logits.logsumexp(1))
 
 
 def test_products() -> None:
