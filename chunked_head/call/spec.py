@@ -19,7 +19,7 @@ from ..metrics import Metric
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..plan.plans import Plan
 from ..plan.sizes import Request
-from ..stores import Backend, Layout, backend_of
+from ..stores import Backend, backend_of
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import STATIC, Call, check_options
 
@@ -368,14 +368,6 @@ def bare(structure: Structure) -> Structure:
         tensors = dict.fromkeys(summand.tensors, nothing)
         summands.append((replace(summand, tensors=tensors, normalizer=None), view))
     return replace(structure, summands=tuple(summands))
-
-
-def own_matmuls(call: Call[Any], spec: Spec) -> bool:
-    """True where a matmul of the backend makes the logits, not BLAS."""
-    assert call.weight is not None
-    gpu, capped = spec.backend.traits(call.device).get("gpu"), call.softcap is not None
-    layout = Layout(gpu, spec.dtype, call.weight.shape[1], is_plain(call.weight), True, capped, False, spec.demand)
-    return spec.backend.store(layout).bounds_rows
 
 
 def is_plain(weight: Tensor) -> bool:

@@ -24,7 +24,7 @@ from ..stores import Backend, Targets
 from ..stores.operands import Kept, Sets, TeacherHead
 from .fields import TEMPERATURE, make_teacher
 from .options import Call
-from .spec import Spec, named_weights, own_matmuls, structure_at
+from .spec import Spec, named_weights, structure_at
 
 NO_FIELDS: frozenset[str] = frozenset()
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
@@ -52,16 +52,11 @@ class Packing:
     tokens: int  # of the call
 
     @classmethod
-    def of(cls, target: Tensor, wait: bool, kept: Tensor | None = None) -> "Packing":
-        """The order by each row's target, -1 where it does not count. Rows ``kept`` [tokens], whose logits no matmul
-        makes, come after the others that count."""
-        counts = target >= 0
-        last = (~counts).to(torch.uint8) * 2
-        first = counts if kept is None else counts & ~kept
-        order = torch.sort(last if kept is None else last | kept, stable=True).indices
-        if wait:
-            return cls(order[: int(counts.sum())], None, len(target))
-        return cls(order, first.sum(), len(target))
+    def of(cls, target: Tensor, wait: bool) -> "Packing":
+        """The order by each row's target, -1 where it does not count."""
+        last, count = target < 0, (target >= 0).sum()
+        order = torch.sort(last.to(torch.uint8), stable=True).indices
+        return cls(order[: int(count)], None, len(target)) if wait else cls(order, count, len(target))
 
     def pack(self, values: Tensor) -> Tensor:
         """Values [tokens, ...] in this order [kept, ...]."""
@@ -149,13 +144,10 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     tokens = Tokens(call, spec, losses, structure, *targets, fields, token_fields, teacher, scale)
     if "kept_ids" in spec.wanted and len(tokens.target):
         tokens = replace(tokens, kept=sets_of(tokens, batch, leading, call.kept_everywhere))
-    kept, skip = tokens.kept, call.skip_ignored
-    # where only some rows keep sets, matmuls can stop at a number that the device knows
-    some = kept is not None and not kept.everywhere
-    if call.weight is not None and (skip or (some and own_matmuls(call, spec))):
+    if call.weight is not None and call.skip_ignored:
         # on the CPU there is no device to wait for
-        wait = skip == "wait" or (reading_is_free(tokens.target) and not spec.backend.bounds_rows)
-        return packed(tokens, Packing.of(tokens.target, wait, None if kept is None else kept.has))
+        wait = call.skip_ignored == "wait" or (reading_is_free(tokens.target) and not spec.backend.bounds_rows)
+        return packed(tokens, Packing.of(tokens.target, wait))
     if not (spec.by_segments and call.segments is not None and len(tokens.target)):
         return tokens
     return replace(tokens, groups=groups_of(call.segments, leading[-1] if leading else 1, call.shift))
