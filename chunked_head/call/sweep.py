@@ -321,6 +321,6 @@ class HeadCall(LocalCall):
             out = buffer if count == most else buffer[:count]
             return rows._replace(hidden=out, source=source, order=order, teacher=of_rows)
 
-        store = backend.store_of(head, plan, every, None if known else stats)
+        store = backend.store_of(head, plan, every, known)
         spans = [(at,) for at in slices(tokens, most)] if known or self.spans is None else self.spans
         return store if sets is None else WithSets(store, sets), rows_of, spans

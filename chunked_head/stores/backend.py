@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import check_backend
-from ..core.stats import Demand, RowStats, shift_left
+from ..core.stats import Demand, shift_left
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import merge_ranks
 from ..plan.plans import Plan
@@ -106,10 +106,10 @@ class Backend:
         where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
         return {"half_products": False}
 
-    def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
-        """The store of a plan's chunks, of which ``out`` receives the statistics, or where these are known (None) of
-        its blocks. ``every``: the call's rows as given."""
-        return TorchStore(head, plan, out is None)
+    def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
+        """The store of a plan's chunks, or where statistics are ``known`` of its blocks. ``every``: the call's rows as
+        given."""
+        return TorchStore(head, plan, known)
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the first sum, 0-d; and sums [rows] of a table [rows, tokens], of the first ``parts`` rows times

@@ -137,12 +137,12 @@ class TritonBackend(Backend):
             "half_products": sums_halves(device), "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
         }  # fmt: skip
 
-    def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
-        if out is None and plan.sizes.grads_in_matmul:
+    def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
+        if known and plan.sizes.grads_in_matmul:
             return GradStore(head, plan)
-        if out is None or not plan.sizes.own_matmul:
-            return LogitsStore(head, plan, out is None)
-        return FastStore(head, plan, every, out) if plan.sizes.store is FastStore else RelativeStore(head, plan)
+        if known or not plan.sizes.own_matmul:
+            return LogitsStore(head, plan, known)
+        return FastStore(head, plan, every) if plan.sizes.store is FastStore else RelativeStore(head, plan)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(source, dtype=dtype)

@@ -39,7 +39,6 @@ class RelativeStore(HalfStore):
     parts: Parts = NO_PARTS
     arrived: Tensor | None = None
     level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
-    has_target_logits = False  # the target's logits of all tokens are there
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
@@ -105,12 +104,12 @@ class RelativeStore(HalfStore):
         head, count, stored = self.head, rows.target.shape[0], None
         made = transform(head, rows.scale)
         assert rows.source is not None
-        given = rows.hidden, rows.source, rows.target, rows.order
-        if self.has_target_logits:
-            statistics.clean_rows(*given, zeros=self.arrived)
-        else:
-            statistics.clean_rows(*given, out.target_logit, head.weight, head.bias, made, self.arrived)
-            self.add_targets(out)
+        statistics.clean_rows(
+            rows.hidden, rows.source, rows.target, rows.order, out.target_logit, head.weight, head.bias, made,
+            self.arrived,
+        )  # fmt: skip
+        if self.known_targets and head.add_targets is not None:
+            head.add_targets(out.target_logit)  # other ranks' part
         self.stored_strips = strips = self.strips.of_rows(count)
         if out.column_logits is not None:
             assert rows.columns is not None
@@ -125,11 +124,6 @@ class RelativeStore(HalfStore):
             None if self.level is None else out.target_logit, rows.target, made, self.tile, *self.second,
             counted_of(rows),
         )  # fmt: skip
-
-    def add_targets(self, stats: RowStats) -> None:
-        """Adds other ranks' part of the targets' logits, where ``known_targets``."""
-        if self.known_targets and self.head.add_targets is not None:
-            self.head.add_targets(stats.target_logit)
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics of rows from those of their strips."""
@@ -249,8 +243,8 @@ class FastStore(RelativeStore):
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (sizes.tokens * 4 + at_once * 24,), BYTE, LOOP, LOOP)
 
-    def __init__(self, head: Head, plan: Plan, every: Rows, out: RowStats):
-        """``every``: the call's rows as given, of which ``out`` receives the statistics."""
+    def __init__(self, head: Head, plan: Plan, every: Rows):
+        """``every``: the call's rows as given."""
         super().__init__(head, plan)
         self.hidden, self.target, sizes = every.hidden, every.target, self.sizes
         if self.buffer is None:
@@ -260,15 +254,6 @@ class FastStore(RelativeStore):
         self.known_targets = True
         self.level, self.softmax_factor = torch.empty(2, self.rows, dtype=torch.float32, device=device).unbind()
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
-        # one message for all tokens, where nothing that ranks may differ in speaks against it
-        at_once = sizes.hidden_ranks == 1 and not sizes.skips and sizes.hidden_dtype == sizes.dtype
-        if head.add_targets is not None and at_once:
-            statistics.dot_columns(
-                out.target_logit.unsqueeze(1), every.hidden, head.weight, every.target.unsqueeze(1), head.bias,
-                transform(head, every.scale),
-            )  # fmt: skip
-            self.add_targets(out)
-            self.has_target_logits = True
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         at, exp = rows.tokens, self.stored.logits

@@ -81,8 +81,6 @@ def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
     pieces = [traffic.Message(kind, size // CHUNKS) for kind, size in one[once:]]
     assert several == one[:once] + pieces * CHUNKS, f"chunks differ: {one}, {several}"
     by = {"targets": 0, "statistics": 0, "pairs": 0, "hidden": 0}
-    # sums before the first chunk are of targets' logits of all tokens
-    by["targets"] = sum(message.bytes // SHAPE.tokens for message in one[:once] if message.kind == "all-reduce")
     for message in one[once:]:
         size, rest = divmod(message.bytes, SHAPE.tokens)
         assert rest == 0
