@@ -160,13 +160,15 @@ def add_rows_kernel(
     total = tl.dot(gather, terms, input_precision=PRECISION)  # ones are exact, and this splits the rest
     reaches = first & (column == last)
     more = tl.where(last == after, tl.max(reaches.to(tl.int32), 0), 0)
-    if more > 0:
-        following = tl.zeros((BLOCK,), dtype=tl.float32)
-        while more > 0:
-            at_following = end + tl.arange(0, AT_ONCE)
-            same = tl.load(sorted_ptr + at_following, mask=at_following < entries, other=-2) == last
-            following += tl.sum(terms_of(given, at_following, same, cols), 0)
-            more = tl.min(same.to(tl.int32), 0)
-            end += AT_ONCE
-        total += tl.where(reaches[:, None], following[None, :], 0.0)
+    stop = end
+    while more > 0:
+        stop += AT_ONCE
+        # Triton 3.5 and 3.6 compile no while loop that carries a tensor
+        more = (tl.load(sorted_ptr + stop - 1, mask=stop <= entries, other=-2) == last).to(tl.int32)
+    following = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(end, stop, AT_ONCE):
+        at_following = start + tl.arange(0, AT_ONCE)
+        same = tl.load(sorted_ptr + at_following, mask=at_following < entries, other=-2) == last
+        following += tl.sum(terms_of(given, at_following, same, cols), 0)
+    total += tl.where(reaches[:, None], following[None, :], 0.0)
     tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
