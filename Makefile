@@ -45,7 +45,7 @@ $(PARTS:%=test-part-%): test-part-%: $(READY)
 	$(PYTEST) -m 'exhaustive and not gpu and not multigpu and not deepspeed' $(PART_$*)
 	TRITON_INTERPRET=1 PYTHONPATH=tests:tests/helpers $(BIN)/python -m fuzz --part $* --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.mutate --part $*
-	$(if $(filter 3,$*),$(MAKE) test-frameworks FRAMEWORKS=fast)
+	$(if $(filter 3,$*),$(MAKE) test-frameworks FRAMEWORKS="fast $(HF)")
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -88,18 +88,21 @@ $(READY): pyproject.toml .ci/constraints.txt
 	touch $(READY)
 
 # The frameworks of chunked_head/integrations, in environments above .venv: each has only what a file of tests/frameworks/real
-# asks for and .venv lacks or has in another version. A file that begins with "# --no-deps" names all of that itself.
+# asks for and .venv lacks or has in another version. A file that begins with "# --no-deps" names all of that itself; a line
+# "# tests:" names other tests than those of that folder. HF: of versions of transformers and TRL, those that CI tests now.
+HF ?= hf-newest
 FRAMEWORKS ?= $(patsubst tests/frameworks/real/%.txt,%,$(wildcard tests/frameworks/real/*.txt))
 .PHONY: test-frameworks $(FRAMEWORKS:%=test-framework-%)
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## test integrations with the real frameworks; FRAMEWORKS=fast as CI does
 
 $(FRAMEWORKS:%=test-framework-%): test-framework-%: $(VENV)-%/.ready
-	HF_HUB_OFFLINE=1 $(VENV)-$*/bin/python -m pytest -q tests/frameworks/real
+	HF_HUB_OFFLINE=1 $(VENV)-$*/bin/python -m pytest -q \
+		$(or $(shell sed -n 's/^# tests: //p' tests/frameworks/real/$*.txt),tests/frameworks/real)
 
 PACKAGES := bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(VENV)-%/.ready: tests/frameworks/real/%.txt $(READY)
 	$(BIN)/python -m venv --without-pip $(SYSTEM) $(VENV)-$*
 	echo "import site; site.addsitedir('$$($(VENV)/$(PACKAGES))')" >"$$($(VENV)-$*/$(PACKAGES))/below.pth"
 	$(VENV)-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
-		$$(grep -om1 -e --no-deps $<) --requirement $<
+		$$(grep -om1 -e --no-deps -e --upgrade $<) --requirement $<
 	touch $@

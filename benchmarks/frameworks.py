@@ -142,12 +142,24 @@ def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
     return model, run
 
 
+@functools.cache
+def trl_places() -> list[tuple[Any, str, Any]]:
+    """TRL's modules, a name in each, and what ``patch_trl`` puts there."""
+    from chunked_head.integrations.trl import TRL, seams
+
+    found, ours = TRL.found(), seams({})
+    return [
+        (sys.modules[path], place[1], ours(place, theirs))
+        for place, theirs in found.items()
+        for path in (place[0], *TRL.bound)
+        if hasattr(sys.modules.get(path), place[1])
+    ]
+
+
 @contextlib.contextmanager
 def trl_head() -> Iterator[None]:
     """``patch_trl`` without its checks, for the length of a ``with`` block: in microseconds."""
-    from chunked_head.integrations.trl import SEAMS
-
-    places = [(importlib.import_module(path), name, seam({})) for (path, name), seam in SEAMS.items()]
+    places = trl_places()
     theirs = [getattr(module, name) for module, name, _ in places]
     for module, name, seam in places:
         setattr(module, name, seam)

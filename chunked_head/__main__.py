@@ -23,7 +23,7 @@ from . import losses
 from .core.checks import in_a_line
 from .functions.cross_entropy import linear_cross_entropy
 from .functions.plan import plan
-from .integrations.trl import KNOWN
+from .integrations.trl import TRL
 from .kernels.common.gpus import GPUS, gpu_of
 from .kernels.common.tiles import INTERPRETED
 from .plan.plans import Plan, Section, as_text, facts, sections
@@ -189,7 +189,7 @@ def diagnose() -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
-    found["odd"] = odd(device, found["versions"].get("trl", KNOWN))
+    found["odd"] = odd(device, found["versions"].get("trl", TRL.tested[-1]))
     try:
         found["call"] = {"backend": backend_of(None, device).name}
         found["call"] |= facts(plan(*PLANNED, dtype, device=device))
@@ -225,7 +225,9 @@ def odd(device: torch.device, trl: str) -> list[str]:
         "Triton is not installed: calls on the GPU take plain torch; pip install triton": gpu and not has_triton(),
         "this GPU is not in docs/gpus.md: calls keep fp32 logits, which is slower": gpu and gpu_of(device) is None,
         "TRITON_INTERPRET is set: kernels run in an interpreter, for tests alone; unset it to train": INTERPRETED,
-        f"patch_trl knows TRL {KNOWN}, not {trl}: pip install 'trl=={KNOWN}.*'": not f"{trl}.".startswith(f"{KNOWN}."),
+        f"TRL {trl} was not tested; patch_trl() warns where it differs from {', '.join(TRL.tested)}": not any(
+            trl.split(".")[:2] == tested.split(".")[:2] for tested in TRL.tested
+        ),
     }
     return [sentence for sentence, so in applies.items() if so]
 

@@ -11,15 +11,22 @@ learning (``rl:``) are refused: TRL 1.14, which Axolotl 0.21 pins, makes their l
 
 from typing import Any
 
+from pydantic import BaseModel, Field, model_validator
+
 from .frameworks import Framework
 from .huggingface.agreement import check_options
 from .huggingface.patch import patch_model
 
-Framework("axolotl", "0.21", "0.22").check()
-
-from axolotl.integrations.base import BasePlugin  # noqa: E402
-from pydantic import BaseModel, Field, model_validator  # noqa: E402
-
+BASE = "axolotl.integrations.base"
+AXOLOTL = Framework(
+    "axolotl", ("0.21.0",),
+    {
+        (BASE, "BasePlugin"): "", (BASE, "BasePlugin.get_input_args"): "",
+        (BASE, "BasePlugin.post_model_load"): "cfg, model",
+    },
+)  # fmt: skip
+# without Axolotl's class, or with another method behind the adapters, nothing of this plugin's is called
+BasePlugin: Any = AXOLOTL.found().get((BASE, "BasePlugin"), object)
 KEY = "chunked_head"
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 

@@ -5,10 +5,10 @@ library's option for each, or the reason of a refusal."""
 import contextlib
 import importlib
 import inspect
-import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -17,71 +17,70 @@ from torch import nn
 from ..call.options import CHECKS, OptionsModule, check_options
 from ..core.checks import flag, nearest
 
-Place = tuple[str, str]  # a framework's module, and a name in it
+Place = tuple[str, str]  # a framework's module, and a name in it, dotted for a method
 REPLACED: dict[Place, tuple[Any, Any]] = {}  # theirs and ours
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A training framework.
+    """A training framework. Another version than those tested is served as long as these names are what they were.
 
     Attributes:
         package: its name on the package index.
-        lowest, below: tested are versions of at least ``lowest`` and smaller than ``below``.
+        tested: versions that the tests ran with.
+        uses: the names in it that this library replaces or builds on. Each has the names of its parameters, in order
+            and without ``self`` and ``ctx``: ``"a, b"``. ``"a, *, c"`` begins with a and has c; ``"*"`` may be
+            anything; ``"a, b | c"`` is either of two.
         module: its module, whose ``__version__`` counts where that has been imported (a checkout).
-        places: what this library replaces, each with the names of its parameters, in order, without ``ctx``. Empty:
-            they are not compared.
         bound: modules that have the same names too, where they are imported already.
     """
 
     package: str
-    lowest: str
-    below: str
+    tested: tuple[str, ...]
+    uses: Mapping[Place, str]
     module: str = ""
-    places: Mapping[Place, Sequence[str]] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
 
-    def check(self) -> None:
-        """Raises ImportError where it is not installed, RuntimeError where its version was not tested."""
-        wanted = f"pip install '{self.package}>={self.lowest},<{self.below}'"
+    def version(self) -> str:
+        """The version that is there. Raises ImportError where none is."""
         version = getattr(sys.modules.get(self.module), "__version__", None)
-        if version is None:
-            try:
-                version = metadata.version(self.package)
-            except metadata.PackageNotFoundError:
-                raise ImportError(f"{self.package} is not installed: {wanted}") from None
-        if not numbers(self.lowest) <= numbers(version) < numbers(self.below):
-            raise RuntimeError(
-                f"{self.package} {version} is none of the versions that were tested, from {self.lowest} to below "
-                f"{self.below}; it may compute its losses otherwise, and nothing was changed. {wanted}, or a "
-                "chunked_head that knows it"
-            )
+        try:
+            return version or metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            wanted = f"pip install '{self.package}=={self.tested[-1]}'"
+            raise ImportError(f"{self.package} is not installed: {wanted}") from None
 
-    def theirs(self) -> list[Any]:
-        """The framework's functions in their places. Raises where version or parameters are not those tested."""
-        self.check()
-        found = []
-        for (path, name), wanted in self.places.items():
-            function = REPLACED.get((path, name), [getattr(importlib.import_module(path), name, None)])[0]
-            forward = getattr(function, "forward", None)
-            takes = list(inspect.signature(forward or function).parameters) if callable(function) and wanted else []
-            if function is None or takes[forward is not None :] != list(wanted):
-                raise RuntimeError(
-                    f"{path}.{name} takes ({', '.join(takes[forward is not None :])}) instead of ({', '.join(wanted)}) "
-                    "or is missing; nothing was changed. Install a chunked_head that knows it"
-                )
-            found.append(function)
+    def found(self) -> dict[Place, Any]:
+        """The framework's own objects in the places that are as tested; of others a warning says how they differ."""
+        version, found, differences = self.version(), dict[Place, Any](), []
+        for place, wanted in self.uses.items():
+            theirs = REPLACED[place][0] if place in REPLACED else looked_up(place)
+            difference = "is missing" if theirs is None else differs(theirs, wanted)
+            if difference:
+                differences.append(f"{'.'.join(place)} {difference}")
+            else:
+                found[place] = theirs
+        if differences:
+            warnings.warn(
+                f"{self.package} {version}: {'; '.join(differences)}. Its own loss stays on there, without "
+                f"chunked_head, which was tested with {self.package} {', '.join(self.tested)}",
+                stacklevel=4,
+            )
         return found
 
-    def replace(self, *ours: Any) -> None:
-        """Puts one of ours in each place; before that, ``theirs`` raises what is wrong."""
-        for place, theirs, mine in zip(self.places, self.theirs(), ours, strict=True):
-            REPLACED[place] = theirs, mine
-            self.put(place, mine)
+    def fits(self) -> bool:
+        """True where all names are as tested; else a warning says which are not."""
+        return len(self.found()) == len(self.uses)
+
+    def replace(self, ours: Callable[[Place, Any], Any]) -> None:
+        """Puts ``ours(place, theirs)`` in each place that is as tested."""
+        for place, theirs in self.found().items():
+            REPLACED[place] = theirs, ours(place, theirs)
+            self.put(place, REPLACED[place][1])
 
     def give_back(self) -> None:
         """Puts the framework's functions back; raises where somebody has replaced ours since."""
-        for path, name in REPLACED.keys() & self.places.keys():
+        for path, name in REPLACED.keys() & self.uses.keys():
             theirs, ours = REPLACED[path, name]
             found = getattr(importlib.import_module(path), name)
             if found is not ours:
@@ -96,23 +95,59 @@ class Framework:
                 setattr(module, place[1], value)
 
     @contextlib.contextmanager
-    def replaced(self, *ours: Any) -> Iterator[None]:
+    def replaced(self, ours: Callable[[Place, Any], Any]) -> Iterator[None]:
         """``replace`` for the length of a ``with`` block; what stood there before stands there after it."""
-        before = [REPLACED[place][1] for place in self.places if place in REPLACED]
-        self.replace(*ours)
+        before = {place: REPLACED[place][1] for place in self.uses if place in REPLACED}
+        self.replace(ours)
         try:
             yield
         finally:
             if before:
-                self.replace(*before)
+                self.replace(lambda place, _: before[place])
             else:
                 self.give_back()
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: ``(0, 4, 11)`` of ``"0.4.11.dev0"``."""
-    release = re.match(r"\d+(\.\d+)*", version)
-    return () if release is None else tuple(int(part) for part in release[0].split("."))
+def looked_up(place: Place) -> Any:
+    """What stands in a place of a framework; None where its module or name is not there."""
+    try:
+        found: Any = importlib.import_module(place[0])
+    except ImportError:
+        return None
+    for name in place[1].split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def differs(theirs: Any, wanted: str) -> str:
+    """How a callable's parameters differ from those in ``Framework.uses``; empty where they do not."""
+    if wanted == "*":
+        return ""
+    owner = getattr(theirs, "__self__", theirs)  # an autograd function, of its apply
+    try:
+        parameters = inspect.signature(getattr(owner, "forward", theirs)).parameters
+    except (TypeError, ValueError):
+        return f"is {theirs!r}"
+    names = [name for name in parameters if name not in ("self", "ctx")]
+    for either in wanted.split(" | "):
+        first, *rest = ([*filter(None, part.replace(",", " ").split())] for part in either.split("*"))
+        if names[: len(first) if rest else None] == first and set(names) >= set(*rest):
+            return ""
+    return f"takes ({', '.join(names)}) instead of ({wanted})"
+
+
+class Unavailable:
+    """Stands for a class on a framework's own that this version of the framework cannot have: to make one raises."""
+
+    def __init__(self, framework: Framework, name: str):
+        self.framework, self.name, self.Config = framework, name, self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self.name} is not there for {self.framework.package} {self.framework.version()}, as the warning at its "
+            f"import says; leave it out for {self.framework.package}'s own loss, or install one of the versions "
+            f"{', '.join(self.framework.tested)}"
+        )
 
 
 def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> Any:

@@ -17,17 +17,15 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .frameworks import Framework
+from .frameworks import Framework, Place
 from .huggingface.agreement import check_options
 from .huggingface.patch import patch_model
 
 KEY = "chunked_head"  # of a configuration file
 STAGES = ("pt", "sft", "dpo", "kto")
-PARAMETERS = ("tokenizer", "model_args", "finetuning_args", "is_trainable", "add_valuehead")
+PARAMETERS = "tokenizer, model_args, finetuning_args, is_trainable, add_valuehead"
 IMPORTERS = (*(f"llamafactory.train.{stage}.workflow" for stage in STAGES), "llamafactory.train.trainer_utils")
-LLAMAFACTORY = Framework(
-    "llamafactory", "0.9.5", "0.10", places={(path, "load_model"): PARAMETERS for path in IMPORTERS}
-)
+LLAMAFACTORY = Framework("llamafactory", ("0.9.5",), {(path, "load_model"): PARAMETERS for path in IMPORTERS})
 # arguments that have the loss made elsewhere, and what to do
 ELSEWHERE = {
     "use_mca": "leave it out, or train Megatron's models with chunked_head.integrations.megatron",
@@ -46,9 +44,10 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
 
     Raises:
         TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
-        ImportError, RuntimeError: LLaMA-Factory is missing, or of a version that was not tried.
+        ImportError: LLaMA-Factory is missing.
+
+    A stage whose ``load_model`` is not as in the tested version trains without this head, and a warning says so.
     """
-    LLAMAFACTORY.check()
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner
 
@@ -77,15 +76,17 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def patched_models(**options: Any) -> Iterator[list[Any]]:
     """Puts every model that a stage loads in a ``with`` block on this head. Gives the list of those loaded."""
     check_options(options)
-    theirs = LLAMAFACTORY.theirs()[0]
     loaded: list[Any] = []
 
-    @functools.wraps(theirs)
-    def load_model(*args: Any, **kwargs: Any) -> Any:
-        loaded.append(patch_model(theirs(*args, **kwargs), when="always", **options))
-        return loaded[-1]
+    def loading(place: Place, theirs: Any) -> Any:
+        @functools.wraps(theirs)
+        def load_model(*args: Any, **kwargs: Any) -> Any:
+            loaded.append(patch_model(theirs(*args, **kwargs), when="always", **options))
+            return loaded[-1]
 
-    with LLAMAFACTORY.replaced(*[load_model] * len(LLAMAFACTORY.places)):
+        return load_model
+
+    with LLAMAFACTORY.replaced(loading):
         yield loaded
 
 

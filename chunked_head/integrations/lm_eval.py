@@ -14,7 +14,11 @@ from .frameworks import Framework
 from .huggingface.agreement import OPTIONS, check_options
 from .huggingface.patch import patch_model
 
-Framework("lm_eval", "0.4.11", "0.5").check()
+Framework(
+    "lm_eval",
+    ("0.4.11", "0.4.13"),
+    {("lm_eval.api.registry", "register_model"): "names", ("lm_eval.models.huggingface", "HFLM"): "pretrained, *"},
+).fits()
 
 from lm_eval.api.registry import register_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402

@@ -9,6 +9,7 @@ model's output layer is. Values are Megatron's, but for logits that ours does no
 """
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -23,9 +24,18 @@ from ..functions.logprobs import linear_logprobs
 from ..parallel.groups import VocabParallel
 from .frameworks import Framework, call_through, check_named
 
-MEGATRON = Framework("megatron-core", "0.18", "0.20", "megatron.core")
+MODEL = ("megatron.core.models.gpt.gpt_model", "GPTModel")
+MEGATRON = Framework(
+    "megatron-core", ("0.18.0", "0.19.2"),
+    {MODEL: "input_ids, position_ids, attention_mask, decoder_input, labels, *, output_processor, inference_context"},
+    module="megatron.core",
+)  # fmt: skip
 # output layers whose logits are the product with their weight and nothing else
 PLAIN = ("megatron.core.tensor_parallel.layers",)
+UNREAD = {  # what else the model gives its hook in the tested versions
+    "input_ids", "position_ids", "attention_mask", "decoder_input", "packed_seq_params", "runtime_gather_output",
+    "compute_language_model_loss", "scale_logits",
+}  # fmt: skip
 REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model says what they are
 
 
@@ -47,7 +57,7 @@ class OutputProcessor:
     of the further tokens before the hook, from logits.
 
     Raises:
-        TypeError, ValueError: for an option, or a call, that is wrong. RuntimeError: a version that was not tested.
+        TypeError, ValueError: for an option, or a call, that is wrong.
     """
 
     def __init__(
@@ -84,13 +94,15 @@ class OutputProcessor:
         output_layer: nn.Module,
         output_weight: Tensor | None,  # [vocab / ranks, hidden]
         labels: Tensor | None,  # [batch, sequence]
-        loss_mask: Tensor | None = None,  # [batch, sequence]
-        context: Mapping[str, Any] | None = None,
-        config: Any = None,
-        inference_context: Any = None,
-        **_: Any,
+        loss_mask: Tensor | None,  # [batch, sequence]
+        context: Mapping[str, Any] | None,
+        config: Any,
+        inference_context: Any,
+        **others: Any,
     ) -> Any:
-        MEGATRON.check()
+        if others.keys() - UNREAD:
+            new = ", ".join(sorted(others.keys() - UNREAD))
+            warnings.warn(f"Megatron gives output_processor {new} too, which chunked_head does not read", stacklevel=2)
         returned = self.returned
         if context is not None:
             if not isinstance(context, Mapping) or set(context) - set(returned):
@@ -201,12 +213,16 @@ def attach_head(model: Any, **options: Any) -> Any:
             other pipeline stages, stay as they are.
 
     Returns:
-        ``model``, so that it can be a pre-wrap hook of Megatron-Bridge's model provider.
+        ``model``, so that it can be a pre-wrap hook of Megatron-Bridge's model provider. Where GPTModel has no such
+        hook, or other arguments than in the tested versions, it stays as it is, and a warning says so.
 
     Raises:
         ValueError: a model is none that takes an output_processor. TypeError, ValueError: as ``OutputProcessor``.
+        ImportError: megatron-core is not installed.
     """
     processor = OutputProcessor(**options)
+    if not MEGATRON.fits():
+        return model
 
     def add(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         # labels are the fifth positional argument
@@ -220,8 +236,8 @@ def attach_head(model: Any, **options: Any) -> Any:
             each = each.module
         if "output_processor" not in inspect.signature(each.forward).parameters:
             raise ValueError(
-                f"{type(each).__name__}.forward takes no output_processor: megatron-core before 0.18, or a model that "
-                "is no GPTModel; of a multimodal one pass its language_model"
+                f"{type(each).__name__}.forward takes no output_processor, as GPTModel's does; of a multimodal model "
+                "pass its language_model"
             )
         if getattr(each, "post_process", True):
             each.register_forward_pre_hook(add, with_kwargs=True)

@@ -15,11 +15,17 @@ its model and its reference model. Losses, metrics and everything else are ms-sw
 
 from typing import Any
 
+from transformers import TrainerCallback
+
 from .frameworks import Framework
 from .huggingface.agreement import check_options
 from .huggingface.patch import patch_model
 
 NAME = "chunked_head"  # of the callback
+SWIFT = Framework(
+    "ms-swift", ("4.6.0",),
+    {("swift.callbacks.mapping", "callbacks_map"): "*", ("swift.callbacks.base", "TrainerCallback"): "args, trainer"},
+)  # fmt: skip
 MODELS = ("model", "ref_model", "teacher_model")  # attributes of a trainer
 
 
@@ -31,13 +37,21 @@ def register(**options: Any) -> None:
 
     Raises:
         TypeError, ValueError: for a wrong option.
-        ImportError, RuntimeError: ms-swift is missing, or of a version that was not tried.
+        ImportError: ms-swift is missing.
+
+    Of a version whose callbacks are not as in the tested one a warning says so, and the callback does nothing.
     """
     check_options(options)
-    Framework("ms-swift", "4.6", "4.7").check()
-    from swift import TrainerCallback, callbacks_map
+    found = SWIFT.found()
+    callbacks_map, theirs = (found.get(place) for place in SWIFT.uses)
+    if callbacks_map is None:
+        return
+    if theirs is None:
+        callbacks_map[NAME] = lambda args, trainer: TrainerCallback()
+        return
+    base: Any = theirs
 
-    class ChunkedHeadCallback(TrainerCallback):
+    class ChunkedHeadCallback(base):
         """Patches a trainer's models before anything wraps them for several processes."""
 
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -13,11 +13,20 @@ from torch import Tensor
 
 from ..call.options import Execution
 from ..functions.cross_entropy import linear_cross_entropy
-from .frameworks import Framework, check_named
+from .frameworks import Framework, Unavailable, check_named, looked_up
 
-Framework("nemo-automodel", "0.7", "0.8", "nemo_automodel").check()  # before a name that other versions may lack
-
-from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
+BASE = ("nemo_automodel.components.loss.linear_ce_base", "LinearCrossEntropy")
+AUTOMODEL = Framework(
+    "nemo-automodel", ("0.7.0",),
+    {
+        BASE: "*", (BASE[0], f"{BASE[1]}.materialize_lm_weight"): "lm_weight, grad_reduce_group",
+        ("nemo_automodel.components.loss.linear_ce", "FusedLinearCrossEntropy"):
+            "hidden_states, labels, lm_weight, num_label_tokens, grad_reduce_group, loss_weights",
+    },
+    module="nemo_automodel",
+)  # fmt: skip
+FITS = AUTOMODEL.fits()
+LinearCrossEntropy: Any = looked_up(BASE) if FITS else object
 
 
 class ChunkedHeadCrossEntropy(LinearCrossEntropy):
@@ -78,3 +87,7 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
             hidden_states, weight, labels, token_weights=loss_weights, normalizer=num_label_tokens,
             reduction=self.reduction if num_label_tokens is None else "mean", **self.options,
         )  # fmt: skip
+
+
+if not FITS:
+    ChunkedHeadCrossEntropy: Any = Unavailable(AUTOMODEL, "ChunkedHeadCrossEntropy")  # type: ignore[no-redef]

@@ -16,15 +16,35 @@ from torch import Tensor, nn
 from ..call.options import check_options
 from ..functions.cross_entropy import linear_cross_entropy
 from ..parallel.groups import VocabParallel
-from .frameworks import Framework, call_through
+from .frameworks import Framework, Unavailable, call_through
 
-Framework("torchtitan", "0.3", "0.4", "torchtitan").check()  # before names that other versions may lack
+LOSS = "torchtitan.components.loss"
+TORCHTITAN = Framework(
+    "torchtitan", ("0.3.0",),
+    {
+        (LOSS, "BaseLoss.Config"): "*", (LOSS, "ChunkedLossWrapper"): "config, compile_config",
+        (LOSS, "ChunkedLossWrapper.set_lm_head"): "lm_head",
+        (LOSS, "ChunkedLossWrapper.__call__"): "pred, labels, global_valid_tokens, loss_inputs",
+        ("torchtitan.config", "CompileConfig"): "*", ("torchtitan.distributed.utils", "get_spmd_backend"): "",
+        ("torchtitan.distributed.spmd_types", "current_spmd_mesh"): "",
+        ("torchtitan.distributed.spmd_types", "spmd_mesh_size"): "axis_name",
+        ("spmd_types", "no_typecheck"): "*", ("spmd_types", "is_type_checking"): "", ("spmd_types", "assert_type"): "*",
+    },
+    module="torchtitan",
+)  # fmt: skip
+FITS = TORCHTITAN.fits()
+if FITS:
+    import spmd_types as spmd
+    from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+    from torchtitan.distributed.utils import get_spmd_backend
+else:
 
-import spmd_types as spmd
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
-from torchtitan.config import CompileConfig
-from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
-from torchtitan.distributed.utils import get_spmd_backend
+    class BaseLoss:  # type: ignore[no-redef]
+        Config = object
+
+    ChunkedLossWrapper = CompileConfig = BaseLoss
 
 
 class ChunkedHeadLoss(ChunkedLossWrapper):
@@ -93,3 +113,7 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
             if checked:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, {}
+
+
+if not FITS:
+    ChunkedHeadLoss: Any = Unavailable(TORCHTITAN, "ChunkedHeadLoss")  # type: ignore[no-redef]

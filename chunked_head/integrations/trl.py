@@ -1,8 +1,9 @@
 """TRL's trainers on this library's head: ``patch_trl()`` before a trainer computes its first loss, and nothing else.
 
-TRL 1.16 computes the losses of all of its trainers from per-token statistics that two autograd functions make of
-hidden states and the head's weight: ``ChunkedLogProbFunction`` (SFT, DPO, KTO, GRPO, RLOO and what derives from them)
-and ``ChunkedDivergenceFunction`` (distillation). Ours take their place:
+TRL computes the losses of its trainers from per-token statistics that two autograd functions make of hidden states and
+the head's weight: ``ChunkedLogProbFunction`` (SFT, DPO, KTO, GRPO, RLOO and what derives from them; in TRL 1.14 where
+``use_liger_kernel=True`` asks for it, and not SFT) and ``ChunkedDivergenceFunction`` (distillation, from TRL 1.15 on).
+Ours take their place:
 
     from chunked_head.integrations.trl import patch_trl
     patch_trl(memory_budget="1GiB")
@@ -27,7 +28,6 @@ from ..functions.divergence import linear_divergence
 from ..functions.logprobs import linear_logprobs
 from .frameworks import Framework, Place, check_named
 
-KNOWN = "1.16"
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]
@@ -38,6 +38,7 @@ class LogProbSeam:
     """Stands for TRL's ``ChunkedLogProbFunction``."""
 
     options: Execution  # of each call
+    returned: int = len(OUTPUTS)  # TRL 1.14's, which takes no ``outputs``, returns the first two
 
     def apply(
         self,
@@ -57,6 +58,8 @@ class LogProbSeam:
         if unknown:
             raise ValueError(f"outputs must be among {', '.join(map(repr, OUTPUTS))}, got {unknown[0]!r}")
 
+        outputs = outputs if self.returned == len(OUTPUTS) else OUTPUTS[: self.returned]
+
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
             found = linear_logprobs(
@@ -73,7 +76,7 @@ class LogProbSeam:
                 None if mean is None else mean.detach(), found.argmax == targets if "is_top1" in outputs else None,
             )  # fmt: skip
 
-        return where_gathered(run, hidden, weight, bias)
+        return where_gathered(run, hidden, weight, bias)[: self.returned]
 
 
 @dataclass(frozen=True)
@@ -173,18 +176,30 @@ class Regathered(torch.autograd.Function):
         return *grads, None
 
 
-SEAMS: dict[Place, Any] = {  # of an autograd function, and what takes its place
-    ("trl.trainer.utils", "_ChunkedLogProbFunction"): LogProbSeam,
-    ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"): DivergenceSeam,
-}
-TRL = Framework(
-    "trl", KNOWN, "1.17", places={p: [*inspect.signature(seam.apply).parameters][1:] for p, seam in SEAMS.items()}
+# of ours, which are TRL's: the log-probabilities' last one, and the first one's name, have been there since TRL 1.15
+LOGPROBS, DIVERGENCE = (
+    ", ".join([*inspect.signature(seam.apply).parameters][1:]) for seam in (LogProbSeam, DivergenceSeam)
 )
+TRL = Framework(
+    "trl", ("1.14.2", "1.15.0", "1.16.0"),
+    {
+        ("trl.trainer.utils", "_ChunkedLogProbFunction"): f"{LOGPROBS} | last_{LOGPROBS.removesuffix(', outputs')}",
+        ("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"): DIVERGENCE,
+    },
+    bound=tuple(f"trl.trainer.{kind}_trainer" for kind in ("dpo", "kto", "grpo", "distillation")),
+)  # fmt: skip
 
 
-def seams(options: Execution) -> list[Any]:
+def seams(options: Execution) -> Callable[[Place, Any], Any]:
+    """What takes the place of each of TRL's functions."""
     check_named(options, OPTIONS)
-    return [seam(options) for seam in SEAMS.values()]
+
+    def ours(place: Place, theirs: Any) -> Any:
+        if place[1] == "ChunkedDivergenceFunction":
+            return DivergenceSeam(options)
+        return LogProbSeam(options, len(OUTPUTS) if "outputs" in inspect.signature(theirs.forward).parameters else 2)
+
+    return ours
 
 
 def patch_trl(**options: Unpack[Execution]) -> None:
@@ -197,13 +212,14 @@ def patch_trl(**options: Unpack[Execution]) -> None:
     A weight that has another dtype than the hidden states (fp32 masters with 16-bit activations without autocast, or
     ``cast_lm_head_to_fp32``) is cast in one piece, which the budget does not count.
 
+    Tested with TRL 1.14, 1.15 and 1.16. Of any version, a function that is not where it was, or takes other arguments,
+    stays TRL's own, and a warning says what differs.
+
     Raises:
         TypeError, ValueError: for an option that is wrong by itself.
         ImportError: TRL is not installed.
-        RuntimeError: TRL is not a version whose functions are known, or they take other arguments than in that version;
-            it says what differs. Nothing is changed then.
     """
-    TRL.replace(*seams(options))
+    TRL.replace(seams(options))
 
 
 def unpatch_trl() -> None:
@@ -218,7 +234,7 @@ def unpatch_trl() -> None:
 @contextlib.contextmanager
 def patched_trl(**options: Unpack[Execution]) -> Iterator[None]:
     """``patch_trl(**options)`` for the length of a ``with`` block; what stood there before stands there after it."""
-    with TRL.replaced(*seams(options)):
+    with TRL.replaced(seams(options)):
         yield
 
 

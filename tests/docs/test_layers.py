@@ -82,6 +82,7 @@ BROAD = {
     ("__main__", "diagnose"): "reports whatever is broken",
     ("__main__", "main"): "prints an error of the arguments in a line",
     ("__main__", "model_of"): "transformers raises errors of many kinds",
+    ("integrations.frameworks", "differs"): "what stands in a framework may have no signature",
     ("integrations.huggingface.explain", "explain_model"): "reports what patch_model would raise",
     ("integrations.huggingface.explain", "hollow"): "copies modules of others",
     ("integrations.huggingface.explain", "rehearse"): "runs models of others",

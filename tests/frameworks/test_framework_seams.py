@@ -189,7 +189,7 @@ def test_megatron_refusals() -> None:
             megatron.OutputProcessor(**given)
 
 
-def test_attached() -> None:
+def test_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward with labels gets the processor, one without or with its own does not."""
 
     class Model(nn.Module):
@@ -201,6 +201,7 @@ def test_attached() -> None:
     inner = Model()
     wrapped = nn.Module()
     wrapped.module = inner
+    monkeypatch.setattr(megatron, "MEGATRON", frameworks.Framework("torch", ("2.15.0",), {}))
     assert megatron.attach_head([wrapped]) == [wrapped]
     assert isinstance(inner(1, 2, 3, labels=4), megatron.OutputProcessor)
     assert isinstance(inner(1, 2, 3, 0, 4), megatron.OutputProcessor)
@@ -256,13 +257,34 @@ def test_over_ranks(tmp_path: Path) -> None:
 
 
 def test_versions() -> None:
+    """A checkout's own number counts; what is not there says what to install."""
+    theirs = frameworks.Framework("theirs-package", ("1.9", "1.10"), {}, "theirs")
     with mock.patch.dict("sys.modules", theirs=SimpleNamespace(__version__="1.10.0rc1")):
-        frameworks.Framework("theirs-package", "1.9", "1.11", "theirs").check()
-        for lowest, below in (("1.8", "1.10"), ("1.11", "2.0")):
-            with pytest.raises(RuntimeError, match=r"1\.10\.0rc1"):
-                frameworks.Framework("theirs-package", lowest, below, "theirs").check()
-    with pytest.raises(ImportError, match="theirs-package"):
-        frameworks.Framework("theirs-package", "1.0", "1.1", "theirs").check()
+        assert theirs.version() == "1.10.0rc1" and theirs.fits()
+    with pytest.raises(ImportError, match=r"theirs-package is not installed: pip install 'theirs-package==1\.10'"):
+        theirs.fits()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ("a, b, c", True), ("a, b", False), ("b, a, c", False), ("a, *", True), ("b, *", False), ("*", True),
+        ("a, *, c", True), ("a, *, d", False), ("x | a, b, c", True), ("", False),
+    ],
+)  # fmt: skip
+def test_parameters(wanted: str, fits: bool) -> None:
+    def function(a: int, b: int, *, c: int) -> None: ...
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: int, b: int, c: int) -> None: ...
+
+    class Module(nn.Module):
+        def forward(self, a: int, b: int, *c: int) -> None: ...
+
+    for theirs in (function, Function, Function.apply, Module):
+        assert (frameworks.differs(theirs, wanted) == "") == fits
+    assert "is 3" in frameworks.differs(3, "a")
 
 
 @pytest.mark.parametrize("name, package", [("torchtitan", "torchtitan"), ("nemo_automodel", "nemo-automodel")])

@@ -1,5 +1,6 @@
 """TRL's trainers with this library's head: the examples' losses and metrics, with it and without, and adapters."""
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -16,11 +17,14 @@ import tiny
 from datasets import Dataset, disable_progress_bars, enable_progress_bars
 from peft import LoraConfig
 from tiers import tier
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer import utils
 
 from chunked_head import losses, metrics, patch_model
 from chunked_head.integrations.trl import DivergenceSeam, LogProbSeam, patched_trl
 
+FUSED = hasattr(utils, "add_fused_lm_head")
+needs_fused = pytest.mark.skipif(not FUSED, reason="TRL 1.14 has no fused head")
 # what must have been logged, and where the statistic comes from
 EXAMPLES: list[tuple[str, list[str], set[str], type]] = [
     ("trl_sft", [], {"loss", "mean_token_accuracy", "entropy", "grad_norm"}, LogProbSeam),
@@ -55,6 +59,38 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     return found
 
 
+@pytest.mark.skipif(FUSED, reason="of TRL 1.14, where a flag asks for the function that ours replaces")
+def test_dpo_of_trl_1_14(tmp_path: Path, calls: list[type]) -> None:
+    tokenizer, logged = tiny.tokenizer(), []
+    pairs = [{"prompt": f"What is {what}? ", "chosen": text, "rejected": text[::-1]} for what, text in tiny.FACTS]
+    settings = tiny.settings(tiny.arguments("", ["--cpu"]), str(tmp_path)) | {"use_liger_kernel": True}
+    # of Liger nothing: its kernels need a GPU
+    parts = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+    settings["liger_kernel_config"] = dict.fromkeys(parts, False)
+    for ours in (False, True):
+        with patched_trl() if ours else contextlib.nullcontext():
+            trainer = DPOTrainer(
+                tiny.model(len(tokenizer)), tiny.model(len(tokenizer), seed=1),
+                args=DPOConfig(**settings, max_length=96),
+                train_dataset=Dataset.from_list(pairs), processing_class=tokenizer,
+            )  # fmt: skip
+            trainer.train()
+        assert bool(calls) == ours
+        logged.append(tiny.printed(trainer.state.log_history, ("loss", "rewards/margins", "entropy", "grad_norm")))
+    assert_alike(logged[1], logged[0])
+
+
+@pytest.mark.skipif(FUSED, reason="of TRL 1.14, where nll is the model's own loss")
+def test_sft_of_trl_1_14(tmp_path: Path) -> None:
+    names, found = ("loss", "mean_token_accuracy", "entropy"), []
+    for patch in (None, {}):
+        trainer = made(tmp_path, None, patch, loss_type="nll")
+        trainer.train()
+        found.append(tiny.printed(trainer.state.log_history, names))
+    assert trainer.model.chunked_head.fused == 2
+    assert_alike(found[1], found[0])
+
+
 def assert_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
     assert len(ours) == len(theirs)
     for mine, true in zip(ours, theirs, strict=True):
@@ -64,6 +100,7 @@ def assert_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
             assert mine[name] == pytest.approx(value, rel=1e-3, abs=2e-5), name
 
 
+@needs_fused
 @pytest.mark.parametrize(
     ("name", "options", "logged", "seam"),
     [one for row in EXAMPLES for one in tier(pytest.param(*row, id=" ".join([row[0], *row[1]])), not row[1])],
@@ -98,6 +135,7 @@ def trained(tmp_path: Path, adapter: LoraConfig | None, **options: Any) -> tuple
     return trainer.model, tiny.printed(trainer.state.log_history, ("loss", "mean_token_accuracy", "entropy"))
 
 
+@needs_fused
 @pytest.mark.parametrize(
     "adapter",
     [
@@ -118,6 +156,7 @@ def test_adapters(adapter: LoraConfig, tmp_path: Path, calls: list[type]) -> Non
         torch.testing.assert_close(mine, true, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@needs_fused
 def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
     """By TRL."""
     on_head = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
@@ -125,6 +164,7 @@ def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
         made(tmp_path, on_head)
 
 
+@needs_fused
 def test_a_patched_model_says_that_it_is_passed_by(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """Where something was asked of it, before a weight has changed."""
     lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -146,6 +186,7 @@ def test_a_patched_model_says_that_it_is_passed_by(tmp_path: Path, recwarn: pyte
     assert not [one for one in recwarn if "chunked_head" in str(one.message)]
 
 
+@needs_fused
 def test_dft_and_accumulation(tmp_path: Path, calls: list[type]) -> None:
     options = {"loss_type": "dft", "gradient_accumulation_steps": 2}
     _, theirs = trained(tmp_path, None, **options)

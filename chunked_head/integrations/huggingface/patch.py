@@ -35,6 +35,7 @@ from .virtual import Virtual
 
 REPORT = "chunked_head"  # the attribute of a patched model
 LABELS = ("labels", "shift_labels")
+CACHES = ("past_key_values", "cache")  # the latter since transformers 5.24
 HOLLOW = "hidden states without numbers"
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -202,7 +203,7 @@ def patched_class(base: type) -> type:
             return type(self).forward(self, *args, **kwargs)
         agreed: Any = self.__dict__.get(REPORT)
         labelled = agreed is not None and agreed.runs() and self.was_given(args, kwargs, *LABELS)
-        cached = self.was_given(args, kwargs, "past_key_values")
+        cached = self.was_given(args, kwargs, *CACHES)
         head = find_again(agreed, self) if agreed is not None and agreed.applies(self, labelled, cached) else None
         if head is None or running(head) is agreed:
             return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]

@@ -19,12 +19,14 @@ from ...parallel.groups import VocabParallel
 from ..frameworks import Framework, check_named
 
 VERL = Framework(
-    "verl", "0.9", "0.10", "verl",
-    places={  # which verl looks up at every call
-        ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"): (),
-        ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"): (),
+    "verl", ("0.9.1",),
+    {  # which verl looks up at every call
+        ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"):
+            "hidden, weight, labels, temperature, reduction, dist_process_group",
+        ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"):
+            "hidden_states, vocab_weights, input_ids, temperature",
     },
-    bound=("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
+    module="verl", bound=("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
 )  # fmt: skip
 # the backward of Megatron's gather_from_sequence_parallel_region, which sums gradients over the ranks
 GATHER = "_GatherFromSequenceParallelRegionBackward"
@@ -151,11 +153,15 @@ def patch_verl(*, reduce_dhidden: bool | None = None, **options: Unpack[Executio
 
     Raises:
         TypeError, ValueError: for an option that is wrong by itself.
-        ImportError: verl is not installed. RuntimeError: it is a version that was not tested. Nothing is changed then.
+        ImportError: verl is not installed.
+
+    Tested with verl 0.9. Of any version, a function that is not where it was, or takes other arguments, stays verl's
+    own, and a warning says what differs.
     """
     check_named(options, Execution.__annotations__.keys() - {"parallel"})
     function = functools.partial(linear_cross_entropy, reduce_dhidden=reduce_dhidden, **options)
-    VERL.replace(function, type("FusedLinearForPPO", (FusedLinearForPPO,), {"options": dict(options)}))
+    module = type("FusedLinearForPPO", (FusedLinearForPPO,), {"options": dict(options)})
+    VERL.replace(lambda place, _: module if place[1] == module.__name__ else function)
 
 
 def unpatch_verl() -> None:
