@@ -4,14 +4,22 @@
     lm_eval.simple_evaluate(model=lm, tasks=["hellaswag", "wikitext"])
 
 or ``python -m chunked_head.integrations.lm_eval run --model chunked_head_hf ...``, which is lm-eval's own command line
-with this module imported. Requests, batches, caches and the automatic batch size are lm-eval's code; what it takes for
-logits are lazy ones (``patch_model``), of which it reads only the rows of continuations.
+with this module imported. What its model returns for logits are lazy ones (``patch_model``); the rows of a batch's
+continuations are one call of ``linear_logprobs``. Order, batches and the cache of contexts are lm-eval's code.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..functions.logprobs import logits_logprobs
 from .frameworks import Framework
 from .huggingface.agreement import OPTIONS, check_options
+from .huggingface.fused import outputs_of, reading
+from .huggingface.lazy_logits import LazyLogits
 from .huggingface.patch import patch_model
 
 Framework(
@@ -21,7 +29,9 @@ Framework(
 ).fits()
 
 from lm_eval.api.registry import register_model  # noqa: E402
-from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.models.huggingface import HFLM, Collator, tqdm  # noqa: E402
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
 
 
 @register_model("chunked_head_hf")
@@ -32,9 +42,9 @@ class ChunkedHeadLM(HFLM):
         pretrained, args, kwargs: of ``HFLM``.
         memory_budget, chunk_tokens, deterministic, backend, ...: of the head, as in ``patch_model``.
 
-    Log-likelihoods are fp32 softmaxes of the head's products, whatever ``softmax_dtype`` says: nearer to exact for
-    16-bit models, whose log-softmax lm-eval rounds to 16 bits. Greedy flags are those of the model's own logits, and
-    ``generate_until`` is HFLM's. A model whose head is not understood is scored as before, and a warning says why.
+    Log-likelihoods and greedy flags are those of fp32 logits and softmaxes, whatever ``softmax_dtype`` says: nearer to
+    exact for 16-bit models, whose logits and log-softmax lm-eval has in 16 bits. ``generate_until`` is HFLM's. A model
+    whose head is not understood is scored as before, and a warning says why.
 
     Raises:
         TypeError, ValueError: for an option of the head that is wrong, before the model is loaded; for an
@@ -50,6 +60,71 @@ class ChunkedHeadLM(HFLM):
                 f"ChunkedHeadLM scores decoder-only models, got one with backend={self.backend!r}; use lm-eval's hf"
             )
         patch_model(self.model, when="always", **options)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """As HFLM's, a batch of contexts at a time: of each request the log-likelihood of its continuation, and True
+        where each of its ids is the largest."""
+        order = Collator(
+            requests, sort_fn=lambda request: (-len(request[1] + request[2]), tuple(request[1] + request[2])),
+            group_by="contexts" if self.logits_cache else None, group_fn=lambda request: request[1] + request[2][:-1],
+        )  # fmt: skip
+        automatic = self.batch_size == "auto"
+        schedule = self._batch_scheduler if automatic and len(order) and not override_bs else None
+        if schedule is not None:
+            self.batch_sizes: dict[int, int] = {}  # those of other requests' lengths do not count
+        answers: list[tuple[float, bool]] = []
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
+            for batch in order.get_batched(n=(override_bs or 0) if automatic else self.batch_size, batch_fn=schedule):
+                for texts, answer in self.answers(batch, order):
+                    answers.append(answer)
+                    if texts is not None:  # of loglikelihood_rolling, which keeps whole texts itself
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
+                    bar.update(1)
+        found: list[tuple[float, bool]] = order.get_original(answers)
+        return found
+
+    def answers(self, batch: Sequence[Request], order: Any) -> list[tuple[Any, tuple[float, bool]]]:
+        """Texts and answer of each request of a batch, and of those that share a context with one of it."""
+        inputs = [
+            torch.tensor((given + ids)[-(self.max_length + 1) : -1], device=self.device) for _, given, ids in batch
+        ]
+        if any(len(ids) > len(tokens) for (_, _, ids), tokens in zip(batch, inputs, strict=True)):
+            raise ValueError(f"a continuation without a context, or longer than the model's {self.max_length} tokens")
+        padded = pad_sequence(inputs, batch_first=True)
+        logits = self._model_call(padded)
+        width = logits.shape[1]
+        prompt = width - padded.shape[1]  # virtual tokens, which stand first
+        asked: list[tuple[Any, Tensor, Tensor]] = []  # texts, ids, and their places among all rows
+        for at, ((texts, given, ids), tokens) in enumerate(zip(batch, inputs, strict=True)):
+            end = at * width + prompt + len(tokens)
+            places = torch.arange(end - len(ids), end).view(1, -1, 1)  # in the place of logits
+            for shared, continuation, kept in order.get_cache(texts, given, ids, places):
+                asked.append((shared, torch.tensor(continuation), kept.flatten()[-len(continuation) :]))
+        texts_of, ids_of, places_of = zip(*asked, strict=True)
+        rows = logits.flatten(0, 1)[torch.cat(places_of).to(logits.device)]
+        logprobs, greedy = scores(rows, torch.cat(ids_of).to(logits.device))
+        lengths = [len(ids) for ids in ids_of]
+        parts = zip(logprobs.cpu().double().split(lengths), greedy.cpu().split(lengths), strict=True)
+        return [
+            (texts, (float(value.sum()), bool(flags.all())))
+            for texts, (value, flags) in zip(texts_of, parts, strict=True)
+        ]
+
+
+@torch.no_grad()
+def scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of ids [rows] under logits [rows, vocab], and True where an id is the first of the largest."""
+    read = reading(logits._virtual) if isinstance(logits, LazyLogits) else None
+    if read is not None:
+        logprobs, largest = outputs_of(read, ids, argmax=True)
+        read.logits.source.patch.fuses(read.tail)
+    else:
+        logprobs, largest = logits_logprobs(
+            logits.materialise() if isinstance(logits, LazyLogits) else logits, ids, argmax=True
+        )
+    return logprobs, largest == ids
 
 
 if __name__ == "__main__":

@@ -251,6 +251,11 @@ def reading(v: Virtual) -> Read | None:
 
 def statistics(read: Read, ids: Tensor) -> Rows:
     """Differentiable, inside of the head's call as its hooks want it."""
+    return Rows(*outputs_of(read, ids, lse=True, mean_logit=True))
+
+
+def outputs_of(read: Read, ids: Tensor, **asked: bool) -> tuple[Tensor, ...]:
+    """``linear_logprobs`` for ids [...], with what else is asked of it."""
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -258,11 +263,12 @@ def statistics(read: Read, ids: Tensor) -> Rows:
         if source.patch.rehearsed is not None:
             call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
             source.patch.rehearses(call)
-            return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in Rows._fields)
-        target = ids.to(hidden.device)
-        return tuple(linear_logprobs(hidden, target=target, lse=True, mean_logit=True, ignore_index=NONE, **options))
+            return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in (ids, *asked))
+        options |= {"target": ids.to(hidden.device), "ignore_index": NONE, **asked}
+        return tuple(linear_logprobs(hidden, **options))
 
-    return Rows(*source.inside(read.logits.hidden, inside))
+    found: tuple[Tensor, ...] = source.inside(read.logits.hidden, inside)
+    return found
 
 
 def mean_logits(read: Read) -> Tensor:

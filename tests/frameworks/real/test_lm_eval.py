@@ -10,6 +10,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from tiny_texts import llama, saved, tokenizer
 
+from chunked_head.integrations import lm_eval as integration
 from chunked_head.integrations.lm_eval import ChunkedHeadLM
 
 PAIRS = [
@@ -60,6 +61,23 @@ def test_greedy_flags() -> None:
         for make in (HFLM, ChunkedHeadLM)
     ]
     assert flags[0] == flags[1] == [True, False, False]
+
+
+def test_a_batch_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three contexts, the last of which two continuations share that begin at other places."""
+    made, rows = integration.outputs_of, list[int]()
+    monkeypatch.setattr(
+        integration, "outputs_of", lambda *args, **asked: rows.append(len(args[1])) or made(*args, **asked)
+    )
+    texts = [("the sea is", " old and cold"), ("rain", "ing"), ("pick", " two"), ("pick t", "wo"), ("pick t", "w!")]
+    instances = [Instance(request_type="loglikelihood", doc={}, arguments=text, idx=0) for text in texts]
+    options: Any = {"pretrained": llama(), "tokenizer": tokenizer(), "batch_size": 8, "device": "cpu"}
+    theirs = HFLM(logits_cache=False, **options).loglikelihood(instances)
+    ours = ChunkedHeadLM(**options).loglikelihood(instances)
+    for (value, flag), (their_value, their_flag) in zip(ours, theirs, strict=True):
+        assert value == pytest.approx(their_value, rel=1e-5) and flag == their_flag
+    ids = tokenizer()
+    assert rows == [sum(len(ids(text, add_special_tokens=False).input_ids) for _, text in texts)]
 
 
 def test_bfloat16_is_nearer_to_exact() -> None:
