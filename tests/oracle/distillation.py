@@ -1,100 +1,62 @@
 """Distillation losses from whole logits, token by token over explicit distributions."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def forward_kl(
-    x: Tensor,  # [n, V]: tokens that count only, temperature applied
-    target: Tensor | None,
-    fields: Mapping[str, Any],  # teacher_x [n, V_t]: capped, the teacher's temperature applied
-    *,
-    form: str = "kl",
-    temperature: float | None = None,
-    t_squared: bool = False,
-    **teacher: Any,  # options that are in teacher_x already
-) -> Tensor:
-    """[n]"""
-    values = []
-    for log_p, log_q in both(x, fields["teacher_x"]):
-        value = kl(log_q, log_p)
-        if form == "cross_entropy":
-            has = log_q.exp() > 0
-            value = -(log_q.exp()[has] * log_p[has]).sum()
-        values.append(value)
-    return stacked(values, x) * factor(temperature, t_squared)
+def of_dense(each: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss of whole logits, by one of a token's log-probabilities: the student's and the teacher's."""
+
+    @functools.wraps(each)
+    def whole(
+        x: Tensor,  # [n, V]: tokens that count only, temperature applied
+        target: Tensor | None,
+        fields: Mapping[str, Any],  # teacher_x [n, V_t]: capped, the teacher's temperature applied
+        *,
+        temperature: float | None = None,
+        t_squared: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        own = {name: value for name, value in options.items() if not name.startswith("teacher_")}  # are in teacher_x
+        values = [each(*pair, **own) for pair in both(x, fields["teacher_x"])]
+        return stacked(values, x) * factor(temperature, t_squared)
+
+    return whole
 
 
-def reverse_kl(
-    x: Tensor,
-    target: Tensor | None,
-    fields: Mapping[str, Any],
-    *,
-    temperature: float | None = None,
-    t_squared: bool = False,
-    **teacher: Any,
-) -> Tensor:
-    """[n]"""
-    values = [kl(log_p, log_q) for log_p, log_q in both(x, fields["teacher_x"])]
-    return stacked(values, x) * factor(temperature, t_squared)
+@of_dense
+def forward_kl(log_p: Tensor, log_q: Tensor, form: str = "kl") -> Tensor:
+    has = log_q.exp() > 0
+    return kl(log_q, log_p) if form == "kl" else -(log_q.exp()[has] * log_p[has]).sum()
 
 
-def jsd(
-    x: Tensor,
-    target: Tensor | None,
-    fields: Mapping[str, Any],
-    *,
-    beta: float = 0.5,
-    temperature: float | None = None,
-    t_squared: bool = False,
-    **teacher: Any,
-) -> Tensor:
-    """[n]"""
-    pairs = both(x, fields["teacher_x"])
+@of_dense
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return kl(log_p, log_q)
+
+
+@of_dense
+def jsd(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
     if beta in (0, 1):
-        values = [kl(log_p, log_q) if beta else kl(log_q, log_p) for log_p, log_q in pairs]
-    else:
-        values = [jensen_shannon(log_p.exp(), log_q.exp(), beta) for log_p, log_q in pairs]
-    return stacked(values, x) * factor(temperature, t_squared)
+        return kl(log_p, log_q) if beta else kl(log_q, log_p)
+    return jensen_shannon(log_p.exp(), log_q.exp(), beta)
 
 
-def tvd(
-    x: Tensor,
-    target: Tensor | None,
-    fields: Mapping[str, Any],
-    *,
-    temperature: float | None = None,
-    t_squared: bool = False,
-    **teacher: Any,
-) -> Tensor:
-    """[n]"""
-    values = [(log_p.exp() - log_q.exp()).abs().sum() / 2 for log_p, log_q in both(x, fields["teacher_x"])]
-    return stacked(values, x) * factor(temperature, t_squared)
+@of_dense
+def tvd(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() - log_q.exp()).abs().sum() / 2
 
 
-def lk(
-    x: Tensor,
-    target: Tensor | None,
-    fields: Mapping[str, Any],
-    *,
-    form: str = "log",
-    eta: float = 3.0,
-    least: float = 1e-5,
-    temperature: float | None = None,
-    t_squared: bool = False,
-    **teacher: Any,
-) -> Tensor:
-    """[n]"""
-    values = []
-    for log_p, log_q in both(x, fields["teacher_x"]):
-        accepted = torch.minimum(log_p.exp(), log_q.exp()).sum()
-        weight = (-eta * accepted.detach()).exp()
-        hybrid = weight * kl(log_q, log_p) + (1 - weight) * (1 - accepted)
-        values.append(hybrid if form == "hybrid" else -accepted.clamp(min=least).log())
-    return stacked(values, x) * factor(temperature, t_squared)
+@of_dense
+def lk(log_p: Tensor, log_q: Tensor, form: str = "log", eta: float = 3.0, least: float = 1e-5) -> Tensor:
+    accepted = torch.minimum(log_p.exp(), log_q.exp()).sum()
+    weight = (-eta * accepted.detach()).exp()
+    hybrid = weight * kl(log_q, log_p) + (1 - weight) * (1 - accepted)
+    return hybrid if form == "hybrid" else -accepted.clamp(min=least).log()
 
 
 def topk_kl(

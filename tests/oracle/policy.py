@@ -1,7 +1,9 @@
 """Policy losses on full logits: the formulas as published, one segment after another."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +14,6 @@ Fields = Mapping[str, Any]
 
 def logprobs(x: Tensor, target: Tensor) -> Tensor:
     return torch.log_softmax(x, -1)[torch.arange(len(target)), target]
-
-
-def log_ratios(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
-    new = logprobs(x, target)
-    return new - fields.get("old_logprobs", new.detach())
 
 
 def clamp(values: Tensor, low: float, high: float) -> Tensor:
@@ -33,27 +30,54 @@ def members(fields: Fields) -> list[Tensor]:
     return [torch.nonzero(fields["segments"] == s)[:, 0] for s in range(fields["num_segments"])]
 
 
-def surrogate(
-    ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, delta: float | None = None
-) -> Tensor:
-    clipped = clamp(ratio, 1 - clip_low, 1 + clip_high)
-    free = ratio if delta is None else torch.clamp(ratio, max=delta)
-    return -torch.min(free * advantage, clipped * advantage)
+@dataclass
+class Policy:
+    """Tokens that count, [n] each."""
+
+    x: Tensor  # [n, V]
+    fields: Fields
+    new: Tensor  # log-probabilities
+    log_ratio: Tensor  # to the old policy's
+    ratio_clamp: float | None
+    weights: Tensor  # of the rollout; 1 without
+
+    @property
+    def advantages(self) -> Tensor:
+        return self.fields["advantages"]
+
+    @property
+    def ratio(self) -> Tensor:
+        return limited(self.log_ratio, self.ratio_clamp).exp()
+
+    def by_segment(self, value: Callable[[Tensor], Tensor]) -> Tensor:
+        """[num_segments] values of segments' tokens, 0 of those without any."""
+        return torch.stack([value(own) if len(own) else self.x.sum() * 0 for own in members(self.fields)])
+
+
+def of_a_policy(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss of the logits [n, V], targets and fields, with the options that all of these losses have."""
+
+    @functools.wraps(loss)
+    def whole(x: Tensor, target: Tensor, fields: Fields, *, ratio_clamp: float | None = 20.0, **options: Any) -> Tensor:
+        rollout = {name: options.pop(name) for name in list(options) if name.startswith("rollout")}
+        new = logprobs(x, target)
+        log_ratio = new - fields.get("old_logprobs", new.detach())
+        return loss(Policy(x, fields, new, log_ratio, ratio_clamp, rollout_weights(new, fields, **rollout)), **options)
+
+    return whole
 
 
 def rollout_weights(
-    x: Tensor,
-    target: Tensor,
+    new: Tensor,
     fields: Fields,
-    rollout: str | None,
+    rollout: str | None = None,
     rollout_level: str = "token",
     rollout_max: float | None = None,
     rollout_min: float | None = None,
 ) -> Tensor:
-    """[n], 1 without rollout weights."""
     if rollout is None:
-        return torch.ones(len(target), dtype=x.dtype)
-    difference = fields.get("old_logprobs", logprobs(x, target)).detach() - fields["rollout_logprobs"]
+        return torch.ones_like(new)
+    difference = fields.get("old_logprobs", new).detach() - fields["rollout_logprobs"]
     if rollout_level == "segment":
         whole = torch.zeros_like(difference)
         for tokens in members(fields):
@@ -64,212 +88,130 @@ def rollout_weights(
     low = rollout_min or 0.0
     if rollout == "truncate":
         return weights.clip(low, high)
-    return torch.tensor([w if low <= w <= high else 0.0 for w in weights.tolist()], dtype=x.dtype)
+    return torch.tensor([w if low <= w <= high else 0.0 for w in weights.tolist()], dtype=new.dtype)
 
 
-def reinforce(x: Tensor, target: Tensor, fields: Fields, *, rollout: str | None = None, **options) -> Tensor:
-    weights = rollout_weights(x, target, fields, rollout, **options)
-    return -weights * fields["advantages"] * logprobs(x, target)
-
-
-def grpo(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    delta: float | None = None,
-    dual_clip: float | None = None,
-    ratio_clamp: float | None = 20.0,
-    rollout: str | None = None,
-    **options,
+def surrogate(
+    ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, delta: float | None = None
 ) -> Tensor:
-    advantages = fields["advantages"]
-    ratio = limited(log_ratios(x, target, fields), ratio_clamp).exp()
-    free = ratio if delta is None else torch.clamp(ratio, max=delta)
     clipped = clamp(ratio, 1 - clip_low, 1 + clip_high)
-    values = -torch.min(free * advantages, clipped * advantages)
-    if dual_clip is not None:
-        values = torch.where(advantages < 0, torch.min(values, -dual_clip * advantages), values)
-    return values * rollout_weights(x, target, fields, rollout, **options)
+    free = ratio if delta is None else torch.clamp(ratio, max=delta)
+    return -torch.min(free * advantage, clipped * advantage)
 
 
-def cispo(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
-    clip_high: float = 4.0,
-    clip_low: float | None = None,
-    bounds: str = "offset",
-    ratio_clamp: float | None = 20.0,
-    rollout: str | None = None,
-    **options,
+@of_a_policy
+def reinforce(b: Policy) -> Tensor:
+    return -b.weights * b.advantages * b.new
+
+
+@of_a_policy
+def grpo(
+    b: Policy, clip_low: float = 0.2, clip_high: float = 0.2, delta: float | None = None, dual_clip: float | None = None
 ) -> Tensor:
+    values = surrogate(b.ratio, b.advantages, clip_low, clip_high, delta)
+    if dual_clip is not None:
+        values = torch.where(b.advantages < 0, torch.min(values, -dual_clip * b.advantages), values)
+    return values * b.weights
+
+
+@of_a_policy
+def cispo(b: Policy, clip_high: float = 4.0, clip_low: float | None = None, bounds: str = "offset") -> Tensor:
     high = clip_high if bounds == "raw" else 1 + clip_high
     low = 0.0 if clip_low is None else clip_low if bounds == "raw" else 1 - clip_low
-    with torch.no_grad():
-        factor = torch.clamp(limited(log_ratios(x, target, fields), ratio_clamp).exp(), low, high)
-    values = -factor * fields["advantages"] * logprobs(x, target)
-    return values * rollout_weights(x, target, fields, rollout, **options)
+    factor = torch.clamp(b.ratio.detach(), low, high)
+    return -factor * b.advantages * b.new * b.weights
 
 
-def sapo(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    ratio_clamp: float | None = 20.0,
-    rollout: str | None = None,
-    **options,
-) -> Tensor:
-    advantages = fields["advantages"]
-    ratio = limited(log_ratios(x, target, fields), ratio_clamp).exp()
-    tau = torch.tensor([tau_pos if a > 0 else tau_neg for a in advantages.tolist()], dtype=x.dtype)
-    values = -advantages * 4 / (tau * (1 + torch.exp(-tau * (ratio - 1))))
-    return values * rollout_weights(x, target, fields, rollout, **options)
+@of_a_policy
+def sapo(b: Policy, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
+    tau = torch.tensor([tau_pos if a > 0 else tau_neg for a in b.advantages.tolist()], dtype=b.x.dtype)
+    return -b.advantages * 4 / (tau * (1 + torch.exp(-tau * (b.ratio - 1)))) * b.weights
 
 
+@of_a_policy
 def gspo(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
+    b: Policy,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     weighting: str = "segment",
     level: str = "segment",
     delta: float | None = None,
-    ratio_clamp: float | None = 20.0,
-    rollout: str | None = None,
-    **options,
 ) -> Tensor:
-    new, differences = logprobs(x, target), log_ratios(x, target, fields)
-    factors = rollout_weights(x, target, fields, rollout, **options)
-    tokens_values, segment_values = torch.zeros_like(new), []
-    for tokens in members(fields):
-        if len(tokens) == 0:
-            segment_values.append(new.sum() * 0)
-            continue
-        log_ratio, advantage = differences[tokens].mean(), fields["advantages"][tokens]
+    def values(tokens: Tensor) -> Tensor:
+        log_ratio, advantage = b.log_ratio[tokens].mean(), b.advantages[tokens]
         if level == "segment":
-            ratio = limited(log_ratio, ratio_clamp).exp().expand(len(tokens))
+            ratio = limited(log_ratio, b.ratio_clamp).exp().expand(len(tokens))
             advantage = advantage.mean().expand(len(tokens))
         else:
-            moving = new[tokens] - new[tokens].detach()
-            ratio = limited(log_ratio.detach() + moving, ratio_clamp).exp()
-        values = surrogate(ratio, advantage, clip_low, clip_high, delta) * factors[tokens]
-        tokens_values = tokens_values.index_put((tokens,), values)
-        segment_values.append(values.mean())
-    return torch.stack(segment_values) if weighting == "segment" else tokens_values
+            moving = b.new[tokens] - b.new[tokens].detach()
+            ratio = limited(log_ratio.detach() + moving, b.ratio_clamp).exp()
+        return surrogate(ratio, advantage, clip_low, clip_high, delta) * b.weights[tokens]
+
+    if weighting == "segment":
+        return b.by_segment(lambda tokens: values(tokens).mean())
+    found = torch.zeros_like(b.new)
+    for tokens in filter(len, members(b.fields)):
+        found = found.index_put((tokens,), values(tokens))
+    return found
 
 
-def gmpo(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
-    ratio_clamp: float | None = 20.0,
-    rollout: str | None = None,
-    **options,
-) -> Tensor:
-    differences = limited(log_ratios(x, target, fields), ratio_clamp)
-    factors = rollout_weights(x, target, fields, rollout, **options)
-    values = []
-    for tokens in members(fields):
-        if len(tokens) == 0:
-            values.append(x.sum() * 0)
-            continue
-        advantage = fields["advantages"][tokens].mean()
-        sign = torch.sign(advantage)
-        d = differences[tokens]
+@of_a_policy
+def gmpo(b: Policy, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
+    def value(tokens: Tensor) -> Tensor:
+        advantage = b.advantages[tokens].mean()
+        sign, d = torch.sign(advantage), limited(b.log_ratio, b.ratio_clamp)[tokens]
         pessimistic = sign * torch.min(sign * d, sign * clamp(d, -clip_low, clip_high))
-        values.append(-advantage * pessimistic.exp().prod() ** (1 / len(tokens)) * factors[tokens].mean())
-    return torch.stack(values)
+        return -advantage * pessimistic.exp().prod() ** (1 / len(tokens)) * b.weights[tokens].mean()
+
+    return b.by_segment(value)
 
 
-def rloo(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    delta: float | None = None,
-    ratio_clamp: float | None = 20.0,
-    rollout: str | None = None,
-    **options,
-) -> Tensor:
-    differences = log_ratios(x, target, fields)
-    factors = rollout_weights(x, target, fields, rollout, **options)
-    values = []
-    for tokens in members(fields):
-        if len(tokens) == 0:
-            values.append(x.sum() * 0)
-            continue
-        ratio = limited(differences[tokens].sum(), ratio_clamp).exp()
-        value = surrogate(ratio, fields["advantages"][tokens].mean(), clip_low, clip_high, delta)
-        values.append(value * factors[tokens].mean())
-    return torch.stack(values)
+@of_a_policy
+def rloo(b: Policy, clip_low: float = 0.2, clip_high: float = 0.2, delta: float | None = None) -> Tensor:
+    def value(tokens: Tensor) -> Tensor:
+        ratio = limited(b.log_ratio[tokens].sum(), b.ratio_clamp).exp()
+        one = surrogate(ratio, b.advantages[tokens].mean(), clip_low, clip_high, delta)
+        return one * b.weights[tokens].mean()
+
+    return b.by_segment(value)
 
 
+@of_a_policy
 def vespo(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
-    ratio_clamp: float = 20.0,
-    rollout: str | None = None,
-    **options,
+    b: Policy, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
 ) -> Tensor:
-    logs = limited(log_ratios(x, target, fields).detach(), ratio_clamp)
-    if rollout is not None:
-        weights = rollout_weights(x, target, fields, rollout, **options)
-        logs = logs + torch.tensor([max(w, 1e-8) for w in weights.tolist()], dtype=x.dtype).log()
+    logs = limited(b.log_ratio.detach(), b.ratio_clamp)
+    logs = logs + torch.tensor([max(w, 1e-8) for w in b.weights.tolist()], dtype=b.x.dtype).log()
     values = torch.zeros_like(logs)
-    for tokens in members(fields):
-        w = min(max(float(logs[tokens].sum()), math.log(1e-8)), ratio_clamp)
-        for token in tokens.tolist():
-            advantage = float(fields["advantages"][token])
+    for tokens in members(b.fields):
+        w = min(max(float(logs[tokens].sum()), math.log(1e-8)), b.ratio_clamp or math.inf)
+        for token in tokens:
+            advantage = float(b.advantages[token])
             k, rate = (k_pos, lambda_pos) if advantage >= 0 else (k_neg, lambda_neg)
             phi = math.exp(w) ** k * math.exp(rate * (1 - math.exp(w)))
-            values = values.index_put(
-                (torch.tensor([token]),), -phi * advantage * logprobs(x, target)[token : token + 1]
-            )
+            values = values.index_put((token,), -phi * advantage * b.new[token])
     return values
 
 
+@of_a_policy
 def kl_to_reference(
-    x: Tensor,
-    target: Tensor,
-    fields: Fields,
-    *,
+    b: Policy,
     estimator: str = "k3",
     bias_correction: bool = False,
     log_ratio_clamp: float | None = 20.0,
     kl_clamp: float | None = None,
-    ratio_clamp: float | None = 20.0,
     level: str = "token",
 ) -> Tensor:
-    d = limited(fields["ref_logprobs"] - logprobs(x, target), log_ratio_clamp)
+    d = limited(b.fields["ref_logprobs"] - b.new, log_ratio_clamp)
     formulas = {"k1": -d, "abs": torch.abs(d), "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}
     values = limited(formulas[estimator.rstrip("+")], kl_clamp)
     if estimator.endswith("+"):
         values = values.detach() + d**2 / 2 - (d**2 / 2).detach()
     if bias_correction:
-        logs = log_ratios(x, target, fields)
+        logs = b.log_ratio
         if level == "segment":
-            own, logs = logs, torch.zeros_like(logs)
-            for tokens in members(fields):
-                logs = logs.index_put((tokens,), own[tokens].mean().expand(len(tokens)))
-        values = values * limited(logs, ratio_clamp).exp()
+            logs = torch.zeros_like(logs)
+            for tokens in members(b.fields):
+                logs = logs.index_put((tokens,), b.log_ratio[tokens].mean().expand(len(tokens)))
+        values = values * limited(logs, b.ratio_clamp).exp()
     return values
