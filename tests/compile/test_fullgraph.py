@@ -21,7 +21,6 @@ from graph_calls import (
     gspo,
     logprobs,
     make_data,
-    named,
     outcome,
     plain,
     unreduced,
@@ -238,20 +237,6 @@ def test_frozen_operands(frozen: str) -> None:
     assert_alike(logprobs, data, backend="aot_eager")
 
 
-def test_without_gradients() -> None:
-    data = make_data()
-    with torch.no_grad():
-        found, expected = torch.compile(logprobs, fullgraph=True, backend="aot_eager")(data), logprobs(data)
-    for name, value in named(expected).items():
-        assert torch.equal(named(found)[name], value), name
-
-
-def test_no_tokens() -> None:
-    assert_alike(plain, make_data(tokens=3)._replace(
-        hidden=torch.zeros(2, 0, HIDDEN, requires_grad=True), target=torch.zeros(2, 0, dtype=torch.int64)
-    ), backend="aot_eager")  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("upstream", [1.0, 0.37])
 def test_handed_over_without_a_copy(dtype: torch.dtype, upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,17 +287,6 @@ def test_errors_of_values() -> None:
     data.target[0, 5] = VOCAB
     with pytest.raises(IndexError, match="target must be in"):
         torch.compile(plain, fullgraph=True, backend="aot_eager")(data)
-
-
-def test_a_loss_of_a_function_breaks_the_graph() -> None:
-    """Without ``fullgraph`` it may be made in the compiled function."""
-
-    def call(d: Data) -> Tensor:
-        loss = losses.custom(lambda stats, batch: stats.lse, scope="token")
-        return linear_loss(d.hidden, d.weight, d.target, loss).loss
-
-    data = make_data()
-    assert torch.compile(call, backend="aot_eager")(data) == call(data)
 
 
 def test_keys_tell_arguments_apart() -> None:

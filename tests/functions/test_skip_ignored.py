@@ -6,7 +6,7 @@ from cases import GPU, PLACES, TRITON, Case, Place
 from tiers import crossed, first_of
 from torch import Tensor
 
-from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses
 
 SIZES = Case("", (96,), 64, 160)
 HALF = [torch.bfloat16, torch.float16]
@@ -65,60 +65,6 @@ def test_cross_entropy(place: Place, dtype: torch.dtype, ignored: float, reducti
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_on_other_gpus(place: Place, ignored: float, reduction: str) -> None:
     test_cross_entropy(place, torch.bfloat16, ignored, reduction, True)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["entropy", "smoothing", "gspo", "grpo"])
-def test_losses(place: Place, name: str) -> None:
-    """The general path, a loss of segments, fields that move along; parts and metrics too."""
-    made = {
-        "entropy": losses.cross_entropy() - 0.1 * losses.entropy(),
-        "smoothing": losses.cross_entropy(label_smoothing=0.1),
-        "gspo": losses.gspo(),
-        "grpo": losses.grpo() + 1e-3 * losses.z_loss(),
-    }[name]
-    policy = name in ("gspo", "grpo")
-    measured = [metrics.entropy(), metrics.accuracy(), *([metrics.ratio()] if policy else [])]
-    seen = []
-
-    def loss(hidden: Tensor, weight: Tensor, target: Tensor, extra: dict) -> Tensor:
-        batch = {}
-        if policy:
-            batch = {"old_logprobs": -torch.arange(96.0) / 20, "advantages": torch.linspace(-1, 1, 96)}
-        if name == "gspo":
-            batch["segments"] = torch.arange(96) // 20
-        batch = {key: value.to(place.device) for key, value in batch.items()}
-        out = linear_loss(
-            hidden.nan_to_num(0.5),  # under the shift these predict tokens that count
-            weight, target, made, batch=batch, metrics=measured, num_segments=5 if name == "gspo" else None,
-            shift=1, chunk_tokens=32, backend=place.backend, **extra,
-        )  # fmt: skip
-        seen.append([*out.parts.values(), *(metric.value for metric in out.metrics.values())])
-        return out.loss
-
-    usual, ours = both(place, torch.bfloat16, 0.5, loss, skip_ignored=skip_at(place))
-    same(ours, usual, torch.bfloat16)
-    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("top_k", [None, 4])
-def test_logprobs(place: Place, top_k: int | None) -> None:
-    """Values stand where their tokens do."""
-    hidden, weight, target = operands(place, torch.bfloat16, 0.5)
-    options = {"entropy": True, "argmax": True, "chunk_tokens": 32, "backend": place.backend, "top_k": top_k}
-    skip = "wait" if top_k else skip_at(place)  # the K largest need plain logits
-    usual = linear_logprobs(hidden, weight, target, **options)
-    ours = linear_logprobs(hidden, weight, target, skip_ignored=skip, **options)
-    for name, mine, theirs in zip(ours._fields, ours, usual, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
-        assert (mine[target == -100] == 0).all()
-
-
-def test_wrong() -> None:
-    hidden, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"skip_ignored must be True, False or \"wait\", got 'yes'"):
-        linear_cross_entropy(hidden, weight, target, skip_ignored="yes")
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place.values[0].backend == "triton"])

@@ -127,16 +127,6 @@ def test_the_same_is_launched_directly(device: SimpleNamespace, change: dict[str
     assert list(given) == [*expected, 128, -1.0]
 
 
-@pytest.mark.parametrize("change", OTHERS, ids=str)
-def test_another_is_compiled(device: SimpleNamespace, change: dict[str, Any]) -> None:
-    kernel, launcher = made()
-    for given in ({}, change, change, {}):
-        positional, constants = arguments(given)
-        launcher[(3,)](*positional, **constants)
-    assert [kernel.compiled.index(compiled) for _, compiled, _ in kernel.direct] == [1, 0]
-    assert len(kernel.compiled) == 2
-
-
 @pytest.mark.parametrize("what", ["hook", "one of several hooks", "pre-run hook", "another version", "compiled later"])
 def test_leaves_it_to_triton(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, what: str

@@ -130,31 +130,6 @@ def test_what_ranks_do_not_divide_gets_the_whole_default() -> None:
     assert whole.schedule == "forward" and whole.budget >= 640 * MiB
 
 
-def test_long_sequences_leave_room_for_chunks() -> None:
-    """Sums of targets' rows take no more where there are more tokens."""
-    for tokens, budget in ((262144, None), (131072, "512MiB")):
-        made = plan(
-            tokens, 8192, 128256, torch.bfloat16, weight_dtype=torch.float32, memory_budget=budget, device="cuda",
-            backend="triton",
-        )  # fmt: skip
-        assert made.schedule == "forward" and made.chunk_tokens >= 512
-
-
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "vocab", "ranks", "budget"),
-    [
-        (8192, 8192, 50304, 4, 64), (8192, 1024, 128256, 16, 64), (4096, 2048, 32000, 2, 64),
-        (4096, 64, 4000, 8, 4), (4096, 512, 1000, 2, 4),  # where the interpreter's small tiles are planned for
-    ],
-)  # fmt: skip
-def test_equal_chunks_stay_within_the_budget(tokens: int, hidden: int, vocab: int, ranks: int, budget: int) -> None:
-    """Of fewer rows dhidden's product may come in more parts."""
-    made = plan(
-        tokens, hidden, vocab, torch.bfloat16, ranks=ranks, memory_budget=budget * MiB, device="cuda", backend="triton"
-    )
-    assert made.extra_bytes <= made.budget, str(made)
-
-
 def test_small_budget_recomputes() -> None:
     made = plan(8192, **LLAMA, memory_budget="220MiB")
     assert made.schedule == "recompute"
@@ -219,25 +194,6 @@ def test_tiles_of_known_gradients_take_two_bytes() -> None:
     assert tile_bytes(made) == 4 * made.block_tokens * made.tile_columns
 
 
-@pytest.mark.parametrize("budget", ["100MiB", "256MiB", "640MiB"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_tiles_are_wide_and_even(budget: str, dtype: torch.dtype) -> None:
-    made = plan(8192, 4096, 128256, dtype, device="cuda", memory_budget=budget, **GSPO)
-    assert made.schedule == "recompute" and made.extra_bytes <= made.budget
-    if dtype == torch.bfloat16 or budget != "100MiB":  # fp16's product of a tile waits in fp32 as well
-        assert made.tile_columns >= 4096
-    assert made.tile_columns % 256 == 0
-    widths = [tile.stop - tile.start for tile in made.column_tiles()]
-    assert sum(widths) == 128256 and widths[-1] > made.tile_columns - 256 * len(widths)
-
-
-def test_blocks_where_wider_tiles_repay_them() -> None:
-    """Two blocks move half the bytes of one with narrow tiles; with room for wide tiles one block moves fewer."""
-    assert (made := plan(8192, **LLAMA, **GSPO, memory_budget="256MiB")).blocks == 2 and made.tile_columns > 16384
-    assert (made := plan(8192, **LLAMA, **GSPO)).blocks == 1 and made.tile_columns > 16384
-    assert plan(8192, **LLAMA, memory_budget="256MiB", accumulate_dtype=torch.float32, **GSPO).blocks == 1
-
-
 def test_says_whose_matmuls() -> None:
     for options in ({}, {"skip_ignored": True}, {"deterministic": True}):
         made = plan(8192, **LLAMA, **options)
@@ -250,24 +206,6 @@ def test_says_whose_matmuls() -> None:
     few: list[tuple[int, dict[str, Any]]] = [(least, {}), (least - 1, {}), (most, {"accumulate_dtype": torch.float32})]
     found = [str(plan(tokens, **LLAMA, **options)) for tokens, options in (*few, (2 * least, {"chunk_tokens": least}))]
     assert ["dweight ours" in text for text in found] == [True, False, False, False]
-
-
-def test_many_chunks_are_whole_tiles() -> None:
-    """Where a chunk less would save an eighth of the passes over dweight, its rows may not be 18.4 tiles of 128."""
-    seen = set()
-    for tokens in range(8192, 24576, 1024):
-        made = plan(tokens, **LLAMA)
-        seen.add(made.chunks)
-        assert made.chunk_tokens % 128 == 0 or made.chunks < 4
-    assert max(seen) > 6
-
-
-def test_says_what_is_cut() -> None:
-    """On 132 multiprocessors 144 tiles are one turn and 12 tiles, which take an eleventh of a turn in 11 parts."""
-    made = plan(8192, 2304, 256000, torch.bfloat16, device="cuda", backend="triton", chunk_tokens=2048)
-    parts = made.sizes.dhidden_split(made.chunk_tokens).parts
-    assert parts == 11 or INTERPRETED or made.sizes.multiprocessors != 132
-    assert ("dhidden ours (" in str(made)) == (parts > 1)
 
 
 def test_a_loss_of_a_teachers_ids_alone_keeps_no_logits() -> None:
