@@ -36,11 +36,7 @@ FORMULAS, EXTREMES, CONTRACT, METRICS = (
 )
 KERNELS, GRAD_LOGITS = "tests/kernels/test_kernels.py", "tests/kernels/test_grad_logits.py"
 RANKS, RANKS_CALLS = "tests/ranks/test_every_loss.py", "tests/ranks/test_calls.py"
-MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
-    "tests/plan/test_memory.py",
-    "tests/plan/test_loss_memory.py",
-    "tests/plan/test_accumulate_plan.py",
-)
+MEMORY, LOSS_MEMORY, PLANS = "tests/plan/test_memory.py", "tests/plan/test_loss_memory.py", "tests/plan/test_plan.py"
 TORCH, BACKEND = "chunked_head/stores/torch_store.py", "chunked_head/stores/backend.py"
 EVALUATE, MERGE = "chunked_head/arithmetic/evaluate.py", "chunked_head/parallel/merge.py"
 
@@ -142,7 +138,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", RANKS + " -k gspo"),
     ("ranks: counts of all ranks' tokens", "chunked_head/call/objectives.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", RANKS + " -k cross-entropy"),
     # plans
-    ("plan: the bias's gradient", "chunked_head/plan/plans.py", "if sizes.bias_grad:", "if False:", BUFFER_PLAN + " " + MEMORY),
+    ("plan: the bias's gradient", "chunked_head/plan/plans.py", "if sizes.bias_grad:", "if False:", PLANS + " " + MEMORY),
     ("plan: vectors of tokens", "chunked_head/plan/plans.py", "(tokens, 5 + demand.vectors)", "(0, 5)", LOSS_MEMORY),
     ("plan: logits of a chunk", "chunked_head/stores/store.py", 'Buffer("logits", (rows, sizes.vocab)', 'Buffer("logits", (0, sizes.vocab)', MEMORY + " -k test_prediction"),
     ("plan: a tile of logits", "chunked_head/stores/store.py", 'yield Buffer("logits of a tile", (rows, columns)', 'yield Buffer("logits of a tile", (0, columns)', MEMORY + " -k test_prediction"),

@@ -1,5 +1,6 @@
 """The weight's gradient added to a buffer of the caller's: the same sums, and nothing where the promise is broken."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from budget import assert_within_budget
 from cases import FEW, PLACES, Case, Inputs, Place, bias, per_class, per_token, run_reference
 from tiers import crossed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from tracking import NoProducts
 
 from chunked_head import ChunkedHead, linear_cross_entropy
 from chunked_head.stores import matmul
@@ -218,3 +220,66 @@ def test_a_buffer_that_starts_anywhere(place: Place, dtype: torch.dtype, reducti
     assert found[0][1].data_ptr() % 16 == 0 and found[1][1].data_ptr() % 16 == 4
     for aligned, other in zip(*found, strict=True):
         torch.testing.assert_close(other, aligned, rtol=1e-4, atol=1e-5 * float(aligned.abs().max()))
+
+
+# ---- buffers that cannot be raise before any work
+
+HALF = torch.bfloat16
+
+
+def zeros(**options: Any) -> Tensor:
+    return torch.zeros(11, 8, **options)
+
+
+def hooked(weight: Tensor) -> Tensor:
+    weight.register_hook(lambda grad: grad)
+    return zeros()
+
+
+def overwriting(weight: Any) -> str:
+    weight.main_grad, weight.overwrite_main_grad = zeros(), True
+    return "main_grad"
+
+
+WRONG: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
+    "type": (TypeError, "must be a tensor, the name of an attribute of weight or None, got bool", lambda w: True),
+    "missing": (ValueError, r"names weight.main_grad, .* not there; make it .*zeros_like", lambda w: "main_grad"),
+    "no-grad": (ValueError, r"names weight.grad, which is not there.*set_to_none=False", lambda w: "grad"),
+    "no-tensor": (TypeError, r"weight.backward \(accumulate_into\) must be a torch.Tensor", lambda w: "backward"),
+    "half": (TypeError, "float32 for a weight of float32, got bfloat16; sums in 16 bits", lambda w: zeros(dtype=HALF)),
+    "double": (TypeError, "float32 for a weight of float32, got float64", lambda w: zeros().double()),
+    "shape": (ValueError, r"must have shape \(11, 8\), that of weight, got \(8, 11\)", lambda w: zeros().view(8, 11)),
+    "device": (ValueError, "accumulate_into is on meta, weight on cpu; move one", lambda w: zeros(device="meta")),
+    "strided": (ValueError, "accumulate_into must be contiguous, got strides", lambda w: torch.zeros(8, 11).t()),
+    "sparse": (TypeError, "accumulate_into must be a dense tensor", lambda w: zeros().to_sparse()),
+    "requires-grad": (ValueError, "must not require a gradient", lambda w: zeros(requires_grad=True)),
+    "alias": (ValueError, "accumulate_into shares memory with weight", lambda w: w.detach()),
+    "hooks": (ValueError, "weight has hooks", hooked),
+    "overwrite": (ValueError, "overwrite_main_grad is set", overwriting),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "make"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_buffer(error: type[Exception], message: str, make: Callable[[Tensor], Any]) -> None:
+    weight, hidden, target = nn.Parameter(torch.randn(11, 8)), torch.randn(5, 8), torch.arange(5)
+    into = make(weight)
+    with NoProducts(), pytest.raises(error, match=message):
+        linear_cross_entropy(hidden, weight, target, accumulate_into=into)
+
+
+def test_wrong_weight_or_option() -> None:
+    weight, hidden, target, buffer = torch.randn(11, 8), torch.randn(5, 8), torch.arange(5), torch.zeros(11, 8)
+    with pytest.raises(ValueError, match="computed from other tensors, which would get none"):
+        linear_cross_entropy(hidden, 2.0 * weight.requires_grad_(), target, accumulate_into=buffer)
+    with pytest.raises(ValueError, match="shares memory with hidden"):
+        linear_cross_entropy(buffer[3:7], weight, target[:4], accumulate_into=buffer)
+    with pytest.raises(ValueError, match="accumulate_dtype must be None or float32, the dtype of accumulate_into"):
+        linear_cross_entropy(
+            hidden.bfloat16(), nn.Parameter(weight.detach().bfloat16()), target, accumulate_into=buffer,
+            accumulate_dtype=HALF,
+        )  # fmt: skip
+    assert not buffer.any()
+    # beside each other in one allocation, as in a framework's flat buffers, they may lie
+    flat = torch.zeros(2, 11, 8)
+    linear_cross_entropy(hidden, nn.Parameter(flat[0]), target, accumulate_into=flat[1]).backward()
+    assert flat[1].any() and not flat[0].any()

@@ -1,6 +1,7 @@
 """Bad input: a clear error that names the argument, before any work."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
 from chunked_head.integrations.trl import patch_trl
 from chunked_head.losses.distillation import TeacherOptions
 from chunked_head.losses.policy import PolicyOptions
-from chunked_head.metrics import MetricOptions
+from chunked_head.metrics import Metric, MetricOptions, MetricValue, merge
 
 
 def call(**changes: Any) -> torch.Tensor:
@@ -222,6 +223,9 @@ def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[s
 
 # ---- options of losses and metrics
 
+EITHER: Any = (TypeError, ValueError)
+ONES = torch.ones(2, 3)
+
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
@@ -252,6 +256,58 @@ def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[s
         (lambda: losses.z_loss() * "a", TypeError, "the coefficient of a loss must be a number or a 0-d tensor, got 'a'"),
         (lambda: None * losses.z_loss(), TypeError, "the coefficient of a loss must be a number or a 0-d tensor, got None"),
         (lambda: losses.z_loss() * torch.tensor(1j), ValueError, "must be a real number .* torch.complex64"),
+        (lambda: losses.cross_entropy(1.1), EITHER, "label_smoothing of losses.cross_entropy"),
+        (lambda: losses.cross_entropy(token_scaling=1), EITHER, "token_scaling of losses.cross_entropy"),
+        (lambda: losses.cross_entropy(class_weights=[1.0]), EITHER, "class_weights of losses.cross_entropy"),
+        (lambda: losses.cross_entropy(class_weights=torch.ones(2, 2)), EITHER, r"shape \(2, 2\)"),
+        (lambda: losses.cross_entropy(class_weights=torch.ones(3).long()), EITHER, "torch.int64"),
+        (lambda: losses.cross_entropy(class_weights=torch.ones(3).requires_grad_()), EITHER, "requires_grad=True"),
+        (lambda: losses.focal(-1.0), EITHER, "gamma of losses.focal"),
+        (lambda: losses.focal(alpha=-0.5), EITHER, "alpha of losses.focal"),
+        (lambda: losses.focal(alpha=torch.ones(1, 3)), EITHER, "alpha of losses.focal"),
+        (lambda: losses.grpo(delta=0.0), EITHER, "delta of losses.grpo"),
+        (lambda: losses.grpo(dual_clip=1.0), EITHER, "dual_clip of losses.grpo"),
+        (lambda: losses.grpo(delta=4.0, dual_clip=3.0), EITHER, "delta or dual_clip"),
+        (lambda: losses.cispo(0.3, bounds="raw"), EITHER, "clip_high .* of losses.cispo"),
+        (lambda: losses.dpo(variant="kto"), EITHER, "variant of losses.dpo must be one of 'sigmoid'"),
+        (lambda: losses.cpo(variant="robust"), EITHER, "variant of losses.cpo must be one of"),
+        (lambda: losses.grpo(ratio_clamp=0.0), EITHER, "ratio_clamp of losses.grpo"),
+        (lambda: losses.sapo(tau_pos=0.0), EITHER, "tau_pos of losses.sapo"),
+        (lambda: losses.grpo(rollout="mask", rollout_min=4.0), EITHER, "rollout_max of losses.grpo"),
+        (lambda: losses.grpo(rollout_max=4.0), EITHER, "rollout_max .* of losses.grpo go with"),
+        (lambda: losses.kl_to_reference("k3+", True), EITHER, "bias_correction of losses.kl_to_reference"),
+        (lambda: losses.kl_to_reference("k3", 1), EITHER, "bias_correction of losses.kl_to_reference"),
+        (lambda: losses.kl_to_reference(kl_clamp=-1.0), EITHER, "kl_clamp of losses.kl_to_reference"),
+        (lambda: losses.dpo(beta=0.0), EITHER, "beta of losses.dpo must be a number in"),
+        (lambda: losses.dpo(variant="exo_pair"), EITHER, "must be between 0 and 1 for 'exo_pair'"),
+        (lambda: losses.dpo(variant="robust", label_smoothing=0.5), EITHER, "must be below 0.5 for 'robust'"),
+        (lambda: losses.dpo(variant="hinge", label_smoothing=0.1), EITHER, "does not apply to variant 'hinge'"),
+        (lambda: losses.dpo(variant="discopop", discopop_tau=0.0), EITHER, "discopop_tau of losses.dpo"),
+        (lambda: losses.dpo(token_weights="token_weights"), EITHER, "values are per pair"),
+        (lambda: losses.orpo(beta=-1.0), EITHER, "beta of losses.orpo must be a number"),
+        (lambda: losses.kto(desirable_weight=-1.0), EITHER, "desirable_weight of losses.kto must be a number"),
+        (lambda: losses.forward_kl(temperature=0), EITHER, "for T = 0 train on the argmax"),
+        (lambda: losses.forward_kl(teacher_temperature=0), EITHER, "for T = 0 train on the teacher's argmax"),
+        (lambda: losses.tvd(teacher_temperature=-1.0), EITHER, "teacher_temperature of losses.tvd must be a number"),
+        (lambda: losses.tvd(teacher_temperature=math.inf), EITHER, "must be a positive number, got inf"),
+        (lambda: losses.reverse_kl(teacher_softcap=0.0), EITHER, "teacher_softcap of losses.reverse_kl must be a pos"),
+        (lambda: losses.reverse_kl(t_squared=True), EITHER, "t_squared of losses.reverse_kl needs the loss's own"),
+        (lambda: losses.jsd(1.5), EITHER, "beta of losses.jsd must be a number in"),
+        (lambda: losses.topk_kl(beta=-0.1), EITHER, "beta of losses.topk_kl must be a number in"),
+        (lambda: losses.topk_kl(normalize="vocab", teacher_temperature=2.0), EITHER, "pass teacher_renormalize=True"),
+        (lambda: losses.topk_kl(teacher_temperature=0.0), EITHER, "teacher_temperature of losses.topk_kl must be a pos"),
+        (lambda: gathered_topk_kl(ONES, ONES), EITHER, "lse is needed with normalize='tail'"),
+        (lambda: gathered_topk_kl(ONES, torch.ones(2, 4), normalize="topk"), EITHER, r"teacher_logprobs must have shape \(2, 3\), got \(2, 4\)"),
+        (lambda: gathered_topk_kl(ONES, ONES, normalize="topk", reduction="sum", normalizer=2.0), EITHER, "normalizer goes with"),
+        (lambda: gathered_topk_kl(ONES.long(), ONES, normalize="topk"), EITHER, "floating-point"),
+        (lambda: gathered_topk_kl(ONES, ONES, normalize="topk", temperature=0.0), EITHER, "temperature of losses.gathered_topk_kl must be a positive number"),
+        (lambda: metrics.entropy("max", weighting="segment"), EITHER, "weighting of metrics.entropy"),
+        (lambda: metrics.ratio(level="segment", weighting="segment"), EITHER, "weighting of metrics.ratio"),
+        (lambda: metrics.ratio(ratio_clamp=-1.0), EITHER, "ratio_clamp of metrics.ratio"),
+        (lambda: metrics.effective_sample_size(weighting="segment"), EITHER, "metrics.effective_sample_size"),
+        (lambda: metrics.entropy(temperature=0), EITHER, "temperature of metrics.entropy"),
+        (lambda: Metric("mine", max, unit="segment"), EITHER, 'scope="segment"'),
+        (lambda: merge(MetricValue("max"), MetricValue("min")), EITHER, "cannot be merged"),
         (lambda: losses.z_loss() + losses.entropy, TypeError, r"a summand is what makes a loss, entropy, .* losses\.entropy\(\)"),
     ],
 )  # fmt: skip

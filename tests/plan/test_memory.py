@@ -24,6 +24,9 @@ def operands(place: Place, dtype: torch.dtype, shape: tuple[int, int, int]) -> t
 def measure(place: Place, tensors: tuple[torch.Tensor, ...], upstream: float = 1.0, **options: Any) -> int:
     """Peak bytes over the inputs of loss and backward."""
     hidden, weight, target = tensors
+    if options.get("accumulate_into"):
+        options["accumulate_into"] = torch.zeros_like(weight, dtype=torch.float32)
+        tensors = (*tensors, options["accumulate_into"])
 
     def step() -> None:
         loss = linear_cross_entropy(hidden, weight, target, backend=place.backend, **options)
@@ -42,6 +45,9 @@ SCHEDULES: list[dict[str, Any]] = [
     {"memory_budget": "48MiB"},
     {"reduction": "none"},
     {"reduction": "none", "memory_budget": "40MiB"},
+    {"accumulate_into": True},
+    {"accumulate_into": True, "chunk_tokens": 256},
+    {"accumulate_into": True, "reduction": "none", "memory_budget": "48MiB"},
 ]
 
 
@@ -66,9 +72,8 @@ def test_prediction(place: Place, dtype: torch.dtype, schedule: dict[str, Any], 
     shape = CPU_SHAPE
     if place.device == "cuda":
         shape = GPU_SHAPE
-        schedule = {
-            k: "900MiB" if k == "memory_budget" else 8 * v if k == "chunk_tokens" else v for k, v in schedule.items()
-        }
+        larger = {"memory_budget": "900MiB", "chunk_tokens": 8 * schedule.get("chunk_tokens", 0)}
+        schedule = schedule | {name: larger[name] for name in schedule if name in larger}
     if place.device == "cuda" and place.backend == "torch" and dtype != torch.float32:
         shape = (1024, 256, 50000)  # 16-bit operands are cast tile by tile there: right, and slow
     tensors = operands(place, dtype, shape)
@@ -135,6 +140,20 @@ def test_one_buffer_of_logits(place: Place, dtype: torch.dtype, name: str) -> No
         assert not touched & reducing, touched
 
 
+@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "triton-interpreted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_nothing_of_the_weights_size_beside_a_buffer(place: Place, dtype: torch.dtype) -> None:
+    """Neither a temporary gradient nor anything else as large, in the forward pass or in backward."""
+    hidden, weight, target = operands(place, dtype, (64, 512, 20000))
+    buffer = torch.zeros_like(weight, dtype=torch.float32)
+    # a budget of casts and tiles, not of a weight
+    for schedule in ({"chunk_tokens": 32}, {"reduction": "none", "memory_budget": "38MiB"}):
+        with Tracker(hidden, weight, target, buffer, large=weight.numel()) as tracker:
+            options = schedule | {"accumulate_into": buffer, "backend": place.backend}
+            linear_cross_entropy(hidden, weight, target, **options).sum().backward()
+        assert tracker.most_large == 0, schedule
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_loss_only_makes_no_gradient_buffer(place: Place) -> None:
     hidden, weight, target = (t.detach() for t in operands(place, torch.float32, (40, 512, 700)))
@@ -145,12 +164,16 @@ def test_loss_only_makes_no_gradient_buffer(place: Place) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "options", [{"normalizer": 9.0}, {"reduction": "none"}, {"z_loss": 1e-3, "label_smoothing": 0.1}], ids=str
+    "options",
+    [{"normalizer": 9.0}, {"reduction": "none"}, {"z_loss": 1e-3, "label_smoothing": 0.1}, {"accumulate_into": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_host_synchronisation(dtype: torch.dtype, options: dict[str, Any]) -> None:
     hidden, weight, target = operands(Place("triton", "cuda"), dtype, (700, 256, 5000))
     upstream = torch.full((), 0.37, device="cuda")
+    if "accumulate_into" in options:
+        options = {"accumulate_into": torch.zeros_like(weight, dtype=torch.float32), "upstream": upstream}
 
     def step() -> None:
         loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=256, **options)
@@ -176,7 +199,7 @@ def test_offsets_beyond_int32() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "mean into a buffer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bad", [128256, -1, 1 << 40, -(1 << 40)])
 def test_out_of_range_on_gpu(reduction: str, dtype: torch.dtype, bad: int) -> None:
@@ -185,9 +208,11 @@ def test_out_of_range_on_gpu(reduction: str, dtype: torch.dtype, bad: int) -> No
     target[17] = bad
     if bad == -1:
         target[:17] = target[18:] = -100  # nobody else counts
-    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    reduction, *into = reduction.split(" into ")
+    buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, accumulate_into=buffer)
     loss.sum().backward()
     torch.cuda.synchronize()
     assert loss.isnan().all()
-    assert weight.grad.isnan().all()
+    assert (weight.grad if buffer is None else buffer).isnan().all()
     assert hidden.grad.isnan().all()

@@ -147,6 +147,25 @@ def test_autocast_names_the_cast_weight() -> None:
     assert made.extra_bytes <= 640 * MiB
 
 
+def test_a_buffer_of_the_callers() -> None:
+    made = plan(65536, **LLAMA, accumulate_into=True)
+    assert made.schedule == "forward" and made.extra_bytes <= 640 * MiB
+    assert (made.weight_accumulate, made.hidden_accumulate) == (torch.float32, torch.bfloat16)
+    assert made.gradient_bytes == 65536 * 4096 * 2 and made.weight_error is None
+    assert "added to a float32 buffer in the forward pass" in str(made)
+    assert plan(65536, **LLAMA, accumulate_into=torch.float32) == made
+    late = plan(65536, **LLAMA, accumulate_into=True, reduction="none")
+    assert late.schedule == "recompute" and late.extra_bytes <= 640 * MiB
+    assert "buffer in the backward pass" in str(late)
+    with_bias = plan(65536, **LLAMA, accumulate_into=True, bias=True)
+    assert with_bias.gradient_bytes == made.gradient_bytes + 128256 * 2
+    with pytest.raises(ValueError, match=r"accumulate_into must be False, True or torch.float32 .* got torch.bfloat16"):
+        plan(10, **LLAMA, accumulate_into=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"accumulate_dtype must be None or float32, the dtype of accumulate_into"):
+        plan(10, **LLAMA, accumulate_into=True, accumulate_dtype=torch.bfloat16)
+    assert plan(10, **LLAMA, accumulate_into=True, weight_grad=False) == plan(10, **LLAMA, weight_grad=False)
+
+
 def test_prints_as_a_table() -> None:
     text = str(plan(8192, **LLAMA, chunk_tokens=2048))
     for part in ("8192 x 4096 x 128256, bfloat16", "4 of 2048 tokens", "expected error", "beside the gradients"):
