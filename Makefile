@@ -26,7 +26,7 @@ demo: $(READY)  ## train a small model with both heads and compare loss, memory 
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY) lint  ## linters, type checks and the tests that find mistakes; none needs a GPU
-	$(PYTEST) --ignore tests/docs/test_smoke.py
+	$(PYTEST)
 
 # What `make test` leaves out, in four parts that take about the same time: compiling for other GPUs; all combinations of
 # parameters; packaging, benchmarks and frameworks. With each a quarter of the fuzzing and of the mutations.
@@ -54,6 +54,10 @@ lint: $(READY)  ## ruff and mypy
 
 environment: $(READY)  ## only make .venv
 
+# every public function, loss and kind of model, ranks and graphs
+SMOKE_TESTS := tests/losses/test_properties.py tests/ranks/test_every_loss.py::test_the_plain_call_is_the_oracle \
+	tests/functions/test_streams.py::test_two_ranks tests/compile/test_fullgraph.py::test_fullgraph \
+	tests/compile/test_fullgraph.py::test_handed_over_without_a_copy tests/huggingface/test_explain.py
 # from a copy, since setuptools leaves a build folder beside its sources; pytest by its own name does not see the checkout
 smoke:  ## test what `pip install .` makes, in an environment of its own
 	$(PYTHON) -m venv $(SYSTEM) $(SMOKE)
@@ -62,7 +66,7 @@ smoke:  ## test what `pip install .` makes, in an environment of its own
 	cp -r chunked_head kernels pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md $(SMOKE)/source
 	cd $(SMOKE)/source && ../bin/python $(PIP) '.[smoke]'
 	cd $(SMOKE) && bin/python -VV && bin/python -c "import chunked_head as c; print(c.__version__, c.__file__)"
-	$(SMOKE)/bin/pytest -q -o "pythonpath=tests tests/helpers" -p no:cacheprovider tests/docs/test_smoke.py
+	$(SMOKE)/bin/pytest -q -o "pythonpath=tests tests/helpers" -p no:cacheprovider $(SMOKE_TESTS)
 
 floor:  ## the same with the oldest versions
 	$(MAKE) smoke TORCH=torch==2.9.0 CONSTRAINTS=.ci/floor.txt VENV=$(VENV)-floor
