@@ -26,13 +26,11 @@ from benchmarks import (
     memory,
     parallel,
     parallel_ranks,
-    parallel_rows,
     providers,
     shapes,
     sitting,
     speed,
     speed_rows,
-    traffic,
 )
 from benchmarks.speed_rows import ONE, ROWS, SUMMED, THREE, Bench
 
@@ -59,25 +57,6 @@ def rows_of(main: Any, tmp_path: Any, *words: str, status: int = 0) -> list[dict
 
 
 # ---- words
-
-
-def test_words_are_read() -> None:
-    read = {text: shapes.parse_shape(text) for text in ("8192x4096x128256", "llama3-8b", "gpt-oss@1024")}
-    assert [(s.tokens, s.hidden, s.vocab) for s in read.values()] == [
-        (8192, 4096, 128256), (8192, 4096, 128256), (1024, 2880, 201088)
-    ]  # fmt: skip
-    assert [shapes.parse_bytes(text) for text in ("24GiB", "1.5 KB", "7")] == [24 * 2**30, 1500, 7]
-    options = {"chunk_tokens": 4096, "accumulate_dtype": torch.float32, "memory_budget": 2**26, "backend": "x"}
-    spec = "ours:chunk_tokens=4096,accumulate_dtype=float32,memory_budget=64MiB,backend=x"
-    assert providers.parse_spec(spec) == ("ours", options)
-    for read_words, what, wrong in (
-        (shapes.parse_shape, "shape", ("", "8x9", "0x4x4", "ax4x4", "llama3-8b@0", "gpt-9")),
-        (shapes.parse_bytes, "size", ("", "GiB", "3 parsecs", "-1MiB", "0")),
-        (providers.parse_spec, "provider", ("nobody", "eager:chunk_tokens=4", "ours:", "ours:=4", "ours:a=1,")),
-    ):
-        for text in wrong:
-            with pytest.raises(ValueError, match=what):
-                read_words(text)
 
 
 BAD: list[tuple[Any, str, str]] = [
@@ -208,17 +187,6 @@ def test_rounds_take_turns_and_a_failing_step_leaves() -> None:
     assert measure.Failure.of(ValueError("no")).status == "failed"
 
 
-def test_the_model_of_messages_knows_its_formulas() -> None:
-    machine = traffic.Machine()
-    assert traffic.message_ms("all-gather", 360e6, 8, machine) == pytest.approx(0.012 + 7 / 8)
-    assert traffic.message_ms("all-reduce", 360e6, 64, machine) == pytest.approx(0.012 + 0.015 + 2 * 63 / 64)
-    shape = shapes.Shape(100_000, 100, 6900)
-    told = traffic.cost(shape, 10, 1, targets=0, numbers=3, pairs=0)
-    assert told.products == pytest.approx(3 * 2 * 100_000 * 100 * 6900 / 690e12 / 10 * 1e3)
-    assert told.exposed == pytest.approx(told.hidden - told.products / 3)
-    assert told.total == pytest.approx(told.products + told.statistics + told.exposed)
-
-
 # ---- what is wrong or cannot run
 
 
@@ -292,9 +260,3 @@ def test_a_framework_that_is_missing_is_a_row(tmp_path: Any) -> None:
     for more, says in (([], "ImportError: this one is found first"), (["--limit", "0"], "cut after 0 seconds")):
         assert framework_steps.main([*words, *more]) == 1
         assert json.loads(path.read_text())["rows"][0]["error"] == says
-
-
-def test_rows_come_with_those_that_they_are_divided_by() -> None:
-    assert speed_rows.chosen(None) == list(ROWS)
-    assert speed_rows.chosen(["loss", "half-skipped"]) == ["default", "half-skipped", "loss"]
-    assert parallel_rows.chosen(["sequence-sharded"]) == ["one-gpu", "sequence-sharded"]

@@ -157,23 +157,6 @@ def test_threads_share_caches_that_forget_at_once(monkeypatch: pytest.MonkeyPatc
     assert all(len(each) <= each.most for each in caches(holders))
 
 
-def test_threads_that_look_up_what_others_push_out() -> None:
-    cache: Cache[int, int] = Cache(2)
-
-    def ask(seed: int) -> bool:
-        keys = random.Random(seed).choices(range(5), k=20000)
-        return all(cache.made(key, lambda key=key: -key) == -key and cache.get(key) in (None, -key) for key in keys)
-
-    switching = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(ask, range(4)))
-    finally:
-        sys.setswitchinterval(switching)
-    assert len(cache) <= 2
-
-
 def test_the_least_recently_used_goes_first() -> None:
     cache: Cache[int, str] = Cache(3)
     for i in range(3):

@@ -17,12 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import chunked_head.stores.store
 from chunked_head import (
     linear_cross_entropy,
-    linear_divergence,
     linear_logprobs,
     linear_loss,
-    logits_loss,
     losses,
-    metrics,
 )
 
 SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
@@ -371,62 +368,3 @@ def test_fp16_of_extreme_sizes(place: Place, name: str) -> None:
         least = 2**-25 * exact.numel() ** 0.5
         assert bool(mine.any()) == bool(exact.norm() > least) and exact.abs().max() < 60000
         assert (mine.double() - exact).norm() <= 2e-3 * exact.norm() + least * (exact.norm() < 1e3 * least)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "strided": lambda t: torch.stack([t, t.flip(0)], -1)[..., 0],
-    "offset": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
-    "expanded": lambda t: t.flatten()[:1].expand(t.numel()).view(t.shape),
-}
-
-
-@crossed(place=PLACES, dtype=[torch.float32, torch.bfloat16, torch.float16], layout=LAYOUTS)
-def test_operands_of_any_layout(place: Place, dtype: torch.dtype, layout: str) -> None:
-    """Every vector beside the matmuls: a column of something, one that starts anywhere, one number for all."""
-    inputs, made = Case("", (12,), 16, 37).inputs(dtype, place.device), torch.Generator().manual_seed(4)
-
-    def numbers(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
-        return torch.rand(size, generator=made).to(place.device, kind)
-
-    tokens, vocab = len(inputs.target), len(inputs.weight)
-    bias, omega = numbers(vocab, kind=dtype), numbers(vocab)
-    target, mask = inputs.target.clamp(min=0), torch.ones(tokens, dtype=torch.bool, device=place.device)
-    fields = {"old_logprobs": -numbers(tokens), "advantages": numbers(tokens), "token_weights": numbers(tokens)}
-    fields |= {"segments": torch.arange(tokens, device=place.device) % 3, "kl_baseline": numbers(3)}
-    fields |= {"segment_labels": torch.ones(3, dtype=torch.bool, device=place.device), "ref_logprobs": -numbers(tokens)}
-    ids = torch.arange(tokens * 3, device=place.device).view(tokens, 3) % vocab
-    fields |= {"teacher_ids": ids, "teacher_logprobs": -3.0 - numbers(tokens, 3)}
-    dense = {"teacher_weight": numbers(vocab, 48, kind=dtype) - 0.5, "teacher_bias": numbers(vocab, kind=dtype)}
-    dense["teacher_hidden"] = numbers(tokens, 48, kind=dtype)
-    upstream = numbers(tokens)
-
-    def call(laid: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        hidden, weight = leaves(inputs)
-        bias_leaf = laid(bias).detach().requires_grad_()
-        common = {"bias": bias_leaf, "backend": place.backend}
-        batch = {name: laid(value) for name, value in fields.items()}
-        mixed = losses.grpo() + losses.cross_entropy(class_weights=laid(omega), label_smoothing=0.1) + losses.topk_kl()
-        out = linear_loss(
-            hidden, weight, laid(target), mixed + losses.kto(beta=0.1), batch=batch | {"mask": laid(mask)},
-            num_segments=3, metrics=[metrics.ratio()], chunk_tokens=8, **common,
-        )  # fmt: skip
-        far = linear_divergence(
-            hidden, weight, laid(target), mask=laid(mask), **common, teacher_hidden=dense["teacher_hidden"],
-            teacher_weight=dense["teacher_weight"], teacher_bias=laid(dense["teacher_bias"]),
-        )  # fmt: skip
-        each = linear_cross_entropy(
-            hidden, weight, laid(target), reduction="none", class_weights=laid(omega), **common
-        )  # fmt: skip
-        given = F.linear(hidden, weight).detach().requires_grad_()
-        on_logits = logits_loss(
-            given, laid(target), losses.cross_entropy(class_weights=laid(omega)), batch={"mask": laid(mask)},
-            backend=place.backend,
-        )  # fmt: skip
-        found = [out.loss, out.metrics["ratio"].value, far, each, on_logits.loss]
-        total = out.loss + (far * laid(upstream)).sum() + (each * laid(upstream)).sum() + on_logits.loss
-        grads = torch.autograd.grad(total, (hidden, weight, bias_leaf, given))
-        return [*(value.detach() for value in found), *grads]
-
-    lay = LAYOUTS[layout]
-    for mine, plain in zip(call(lay), call(lambda t: lay(t).clone(memory_format=torch.contiguous_format)), strict=True):
-        assert torch.equal(mine, plain)

@@ -73,14 +73,6 @@ def test_one_out_of_range_is_told(place: Place, wrong: int, at: tuple[int, int])
     assert not read(target, mask, 0, -100, VOCAB, torch.float32).one_or_nan.isnan()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_rows_that_are_not_adjacent(place: Place) -> None:
-    target = torch.arange(24, device=place.device).reshape(6, 4).t()
-    mask = (torch.arange(48, device=place.device) % 3 > 0).reshape(4, 12)[:, ::2]
-    found = backend_of(place.backend, target.device).read_targets(target, mask, 1, 13, VOCAB, torch.float32)
-    assert torch.equal(found.target, expected(target, mask, 1, 13))
-
-
 # ---- sequences that a shift leaves nothing of
 
 FIELDS = {

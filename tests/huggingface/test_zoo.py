@@ -2,9 +2,6 @@
 
 import dataclasses
 import importlib
-import json
-import os
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from zoo import __main__ as sweep
-from zoo.check import KINDS, Entry, Outcome, check, find
+from zoo.check import KINDS, Entry, check, find
 
 from chunked_head import linear_cross_entropy
 
@@ -103,27 +100,3 @@ def test_the_sweep_writes_its_table_and_its_outcomes(tmp_path: Any) -> None:
     assert [one.verdict for one in read.outcomes] == ["refused", "fused"]
     assert "| nothing | `LlamaForCausalLM` |" in table.read_text() and "FSMT" in table.read_text()
     assert sweep.main(["--only", "NoSuchClass"]) == 2
-
-
-def test_a_class_that_takes_too_long_or_dies_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    def behave(entry: Entry) -> Outcome:
-        if entry.name == "dies":
-            os._exit(3)
-        if entry.name == "hangs":
-            time.sleep(60)
-        return Outcome(entry.name, entry.kind, "fused")
-
-    monkeypatch.setattr(sweep, "check", behave)
-    entries = [Entry(name, "", "causal") for name in ("dies", "hangs", "works")]
-    found = {one.name: one.reason for one in sweep.outcomes(entries, workers=3, limit_seconds=1)}
-    assert found == {"dies": "its process ended with 3", "hangs": "longer than the limit of time", "works": ""}
-
-
-def test_what_is_newly_wrong_or_not_built_is_complained_of() -> None:
-    version, known = next((v, k) for v, k in json.loads(sweep.NOT_BUILT.read_text()).items() if k)
-    name = next(iter(known))
-    outcomes = [Outcome("A", "causal", "WRONG", "off"), Outcome("B", "causal", "not built", "why"),
-                Outcome(name, "causal", "fused"), Outcome("C", "causal", "fused")]  # fmt: skip
-    said = sweep.complaints(sweep.Sweep(f"{version}.0", outcomes))
-    assert len(said) == 3 and "WRONG: A" in said[0] and "B: why" in said[1] and f"take {name} out" in said[2]
-    assert "no list" in sweep.complaints(sweep.Sweep("1.2.3", []))[0]

@@ -13,7 +13,7 @@ from chunked_head.kernels.gradients import launch as gradients
 from loss_cases import FEWER, LOSS_CASES, LossCase, inputs_of, run_reference
 from tiers import Turn, crossed, tier
 
-from chunked_head import linear_cross_entropy, linear_loss
+from chunked_head import linear_loss
 from chunked_head.plan import planner
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
@@ -186,29 +186,3 @@ def test_recomputed_losses(place: Place, case: LossCase, tiles: list[tuple[int, 
     assert len(set(tiles)) == (0 if dense(case) else 4)
     for name, ours, plain, exact in zip(("hidden", "weight", "bias"), grads, eager[2], truth[2], strict=False):
         assert_within_budget(ours, 0.37 * plain.double(), 0.37 * exact, dtype, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_given_rows_of_upstream(place: Place, weighted: bool, tiles: list[tuple[int, int]]) -> None:
-    """reduction="none", frozen operands apart: the same gradient whichever of them is asked for."""
-    inputs, device = inputs_of(LOSS_CASES[0], torch.float16, place.device), place.device
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    ones = torch.ones((), device=device)
-    upstream = torch.linspace(-1.0, 2.0, len(hidden), device=device) if weighted else ones
-
-    def grads(*asked: torch.Tensor) -> list[torch.Tensor]:
-        operands = [t if any(t is a for a in asked) else t.detach() for t in (hidden, weight)]
-        loss = linear_cross_entropy(*operands, inputs.target, reduction="none", backend=place.backend)
-        return list(torch.autograd.grad((upstream * loss).sum(), asked))
-
-    both = grads(hidden, weight)
-    assert len(tiles) == 6
-    for alone, together in zip((*grads(hidden), *grads(weight)), both, strict=True):
-        torch.testing.assert_close(alone, together, rtol=2e-3, atol=1e-5)
-    logits = hidden.detach().double() @ weight.detach().double().t()
-    p, counts = logits.softmax(1), inputs.target >= 0
-    p[counts, inputs.target[counts]] -= 1.0
-    dlogits = torch.where(counts[:, None], p * upstream.double().expand(len(hidden))[:, None], 0.0)
-    for ours, exact in zip(both, (dlogits @ weight.double(), dlogits.t() @ hidden.double()), strict=True):
-        assert (ours.double() - exact).norm() <= 2e-3 * exact.norm()

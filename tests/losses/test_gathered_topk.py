@@ -181,48 +181,6 @@ def test_renormalised_takes_logits() -> None:
     assert not torch.allclose(before, data.ours(data.x, normalize="vocab"))
 
 
-def test_reductions_and_masks() -> None:
-    data = Known()
-    shape = (3, 4)
-    x = data.x.requires_grad_()
-    mask = torch.rand(shape) > 0.4
-    mask[0, :2] = torch.tensor([True, False])
-    weights = torch.where(mask, torch.rand(shape).double(), torch.nan)
-    student = x.gather(-1, data.teacher_ids).unflatten(0, shape)
-    student = torch.where(mask[..., None], student, torch.nan)
-    lse = torch.where(mask, x.logsumexp(-1).unflatten(0, shape), torch.inf)
-    teacher = torch.where(mask[..., None], data.teacher_logprobs.unflatten(0, shape), torch.nan)
-
-    def loss(**more: Any) -> Tensor:
-        return gathered_topk_kl(student, teacher, lse=lse, **{"mask": mask, "token_weights": weights} | more)
-
-    each = torch.where(mask, weights, 0.0) * data.ours(x).unflatten(0, shape)
-    assert_same(loss(reduction="none"), each, x)
-    assert_same(loss(reduction="sum"), each.sum(), x)
-    assert_same(loss(), each.sum() / mask.sum(), x)
-    assert_same(loss(normalizer=7.0), each.sum() / 7, x)
-    assert_same(loss(normalizer=torch.tensor(3)), each.sum() / 3, x)
-    for none in (loss(normalizer=0), loss(mask=torch.zeros_like(mask))):
-        value, gradient = with_gradient(none, x)
-        assert value == 0 and not gradient.any()
-
-
-def test_gradients_of_what_does_not_count() -> None:
-    """0 to the last bit, of nan and infinite leaves too; none to the teacher."""
-    data = Known()
-    mask = torch.arange(TOKENS) % 3 > 0
-    student = torch.where(mask[:, None], data.x[:, :6], torch.nan).requires_grad_()
-    lse = torch.where(mask, data.x.logsumexp(-1), torch.inf).requires_grad_()
-    teacher = torch.where(mask[:, None], data.teacher_logprobs, torch.nan).requires_grad_()
-    for options in TOPK:
-        value = gathered_topk_kl(student, teacher, lse=lse, mask=mask, **options)
-        gradients = torch.autograd.grad(value, (student, lse, teacher), allow_unused=True)
-        assert gradients[2] is None
-        assert gradients[0][mask].any()
-        for gradient in gradients[:2]:
-            assert gradient is None or (gradient.isfinite().all() and not gradient[~mask].any())
-
-
 def test_half_is_float32() -> None:
     data = Known()
     student = data.x.gather(-1, data.teacher_ids).bfloat16()
