@@ -62,17 +62,19 @@ class LogProbSeam:
 
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
+            averaged, capped = "mean_logits" in outputs, final_logit_softcapping is not None
             found = linear_logprobs(
                 hidden, weight, targets, bias=bias,
                 entropy="entropy" in outputs, log_sum_sq_probs="log_sum_sq_probs" in outputs,
-                mean_logit="mean_logits" in outputs, argmax="is_top1" in outputs, temperature=temperature,
+                mean_logit=averaged and capped, argmax="is_top1" in outputs, temperature=temperature,
                 softcap=final_logit_softcapping, logit_scale=logit_scale, **self.options,
             )  # fmt: skip
-            if isinstance(found, Tensor):
-                return found, None, None, None, None
+            logprobs = found if isinstance(found, Tensor) else found.logprobs
             squares, mean = (getattr(found, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
+            if averaged and not capped:
+                mean = mean_logits(hidden, weight, bias) * (logit_scale / temperature)
             return (
-                found.logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
+                logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
                 None if mean is None else mean.detach(), found.argmax == targets if "is_top1" in outputs else None,
             )  # fmt: skip
 
@@ -122,6 +124,15 @@ class DivergenceSeam:
         teacher = (teacher_weight, teacher_bias)
         with gathered(student_weight, student_bias):
             return where_gathered(run, student_hidden, student_weight, student_bias)
+
+
+@torch.no_grad()
+def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[N] fp32 or wider, products with the mean row of the weight: a pass over the logits would take longer."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
+        return mean if bias is None else mean + bias.mean(dtype=dtype)
 
 
 def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
