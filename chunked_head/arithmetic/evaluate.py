@@ -89,12 +89,12 @@ def evaluate(structure: Structure, leaves: Named, inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the values of losses and metrics.
 
     It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here,
-    and ``torch.func`` refuses to run under hooks.
+    and ``torch.func`` refuses to run under hooks, which another thread does not have.
     """
     compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
     # compiled autograd would compile the gradient of the vectors, from which ``torch.func`` keeps it
-    differentiate = by_transform if compiled_autograd else by_autograd
-    coefficients, rows, apart = without_hooks(functools.partial(values_of, structure, leaves, inputs, differentiate))
+    differentiate, run = (by_transform, in_own_thread) if compiled_autograd else (by_autograd, without_hooks)
+    coefficients, rows, apart = run(functools.partial(values_of, structure, leaves, inputs, differentiate))
     table = torch.stack(rows) if rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
     return Evaluation(coefficients, table, apart)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..arithmetic.demand import Structure, structure_of
 from ..core import checks
-from ..core.private import private, refuse_transforms
+from ..core.private import refuse_transforms
 from ..core.stats import Demand, View
 from ..kernels.common.cache import Cache
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
@@ -62,9 +62,7 @@ SPECS: Cache[Hashable, Spec] = Cache(MOST_SPECS)
 
 def spec_of(call: Call[Any]) -> Spec:
     """The Spec of a call; raises what is wrong with the call before any work."""
-    transforms = private("_C._are_functorch_transforms_active")
-    if transforms is None or transforms[0]():
-        refuse_transforms()
+    refuse_transforms()
     key, numbers = key_of(call)
     spec = None if key is None else SPECS.get(key)
     if spec is None:

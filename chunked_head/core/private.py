@@ -4,17 +4,15 @@ each with a documented, slower way for a torch without it."""
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, distributed
-from torch.autograd.graph import disable_saved_tensors_hooks
+from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-# renamed in torch 2.13
-_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 
 
 @functools.cache
@@ -38,24 +36,11 @@ def under_hooks() -> bool:
         return True
 
 
-HOOKS = [f"_C._autograd._{verb}_saved_tensors_default_hooks" for verb in ("top", "pop", "push")]
-
-
 def without_hooks(function: Callable[[], Result]) -> Result:
-    """Result of ``function``, run without hooks on what autograd saves."""
-    stack = private(*HOOKS)
-    if stack is None:
-        return in_own_thread(function) if under_hooks() else function()
-    top, pop, push = stack
-    hooks = []
-    try:
-        while (pair := top(True)) is not None:
-            hooks.append(pair)
-            pop()
+    """Result of ``function``, which differentiates something to its end; no hooks on what autograd saves see that."""
+    # the innermost hooks are those that are called
+    with saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else nullcontext():
         return function()
-    finally:
-        for pack, unpack in reversed(hooks):
-            push(pack, unpack)
 
 
 def in_own_thread(function: Callable[[], Result]) -> Result:
@@ -81,6 +66,7 @@ class Plain(torch.autograd.Function):
 
 
 def refuse_transforms() -> None:
+    """Raises inside of a transform of torch.func."""
     active = private("_C._are_functorch_transforms_active")
     if active is not None and not active[0]():
         return
@@ -102,16 +88,6 @@ def in_backward() -> bool:
     """
     task = private("_C._current_graph_task_id")
     return under_hooks() if task is None else task[0]() != -1
-
-
-def all_gather(out: Tensor, local: Tensor, group: Any) -> None:
-    """``local`` of every rank into ``out``, rank by rank along the first dimension."""
-    _gather(out, local, group=group)
-
-
-def reduce_scatter(out: Tensor, shares: Tensor, group: Any) -> Any:
-    """The ranks' sum of this rank's piece of ``shares`` along the first dimension into ``out``; what to wait for."""
-    return _scatter(out, shares, group=group, async_op=True)
 
 
 def breaks_graph(function: Callable[P, Result]) -> Callable[P, Result]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, distributed
 
 from ..call.options import OptionsModule
-from ..core.private import all_gather
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 from ..parallel import VocabParallel
@@ -134,7 +133,9 @@ def vocab_parallel(options: Any, c: Tensor) -> VocabParallel:
         raise TypeError(f"vocab_parallel_options must have start, stop and group, as Apple's have, got {options!r}")
     group = process_group(options.group, "vocab_parallel_options")
     every = torch.empty(distributed.get_world_size(group), 3, dtype=torch.int64, device=c.device)
-    all_gather(every.view(-1), torch.tensor([start, stop, c.shape[0]], device=c.device), group)
+    distributed.all_gather_into_tensor(
+        every.view(-1), torch.tensor([start, stop, c.shape[0]], device=c.device), group=group
+    )
     parts, at = every.tolist(), 0
     for rank, (first, end, rows) in enumerate(parts):
         if first != at or end - first != rows:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..call.options import CHECKS, Head
 from ..core.checks import flag
-from ..core.private import all_gather
 from ..functions.cross_entropy import linear_cross_entropy
 from ..functions.logprobs import linear_logprobs
 from ..parallel.groups import VocabParallel
@@ -181,7 +180,7 @@ class Gathered(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         ctx.group, ranks = group, torch.distributed.get_world_size(group)
         gathered = values.new_empty(ranks * values.shape[0], *values.shape[1:])
-        all_gather(gathered, values.contiguous(), group)
+        torch.distributed.all_gather_into_tensor(gathered, values.contiguous(), group=group)
         return gathered
 
     @staticmethod

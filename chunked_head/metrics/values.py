@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..core.checks import INFINITY, check_view_temperature, choice
-from ..core.private import all_gather
 from ..losses.base import Part
 
 Reduce = Literal["mean", "max", "min"]
@@ -219,7 +218,7 @@ def over_ranks(metrics: Mapping[str, MetricValue], group: Any, counts: bool = Tr
     local = [getattr(metrics[name], part) for name, part in parts]
     packed = torch.cat([each.reshape(-1).double() for each in local])
     every = packed.new_empty(group.size(), len(packed))
-    all_gather(every.view(-1), packed, group)
+    torch.distributed.all_gather_into_tensor(every.view(-1), packed, group=group)
     found = dict(metrics)
     for (name, part), mine, pieces in zip(parts, local, every.split([each.numel() for each in local], 1), strict=True):
         reduced = {"mean": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}[metrics[name].reduce]

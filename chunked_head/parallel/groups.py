@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, distributed
 
 from ..core.checks import choice
-from ..core.private import all_gather
 from ..kernels.common.cache import Cache
 
 LONGEST = 160  # letters of a value in an error
@@ -247,7 +246,7 @@ def agree(fields: dict[str, str], group: Any, device: torch.device, what: str) -
             raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
         mine = torch.tensor([key], dtype=torch.int64, device=device)
         keys = mine.new_empty(distributed.get_world_size(group))
-        all_gather(keys, mine, group)
+        distributed.all_gather_into_tensor(keys, mine, group=group)
         if len(set(keys.tolist())) > 1:
             every: list[Any] = [None] * len(keys)
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -323,7 +322,7 @@ def shift_targets(
     slices = target.chunk(count, dim)
     first = torch.stack([piece.narrow(dim, 0, shift) for piece in slices])
     every = first.new_empty(ranks, *first.shape)
-    all_gather(every.view(-1), first.view(-1), group)
+    distributed.all_gather_into_tensor(every.view(-1), first.view(-1), group=group)
     places = (rank, 2 * ranks - 1 - rank)[:count]  # of this rank's slices in the sequence
     shifted = []
     for piece, place in zip(slices, places, strict=True):

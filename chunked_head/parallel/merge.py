@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from ..core.private import all_gather, reduce_scatter
 from ..core.stats import RowStats
 
 # of each softmax over logits, student's and teacher's: where its logarithms are
@@ -172,7 +171,9 @@ class ScatteredRows:
         by_rank = self.buffer[: at.stop - at.start].view(len(local), self.ranks, -1).transpose(0, 1)
         # a copy even of one row for each rank, which lies as it should: the next products write the buffer meanwhile
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)
-        work = reduce_scatter(local, by_rank.view(-1, hidden.shape[1]), self.group)
+        work = distributed.reduce_scatter_tensor(
+            local, by_rank.view(-1, hidden.shape[1]), group=self.group, async_op=True
+        )
         self.last = work, by_rank
 
     def wait(self, hidden: Tensor) -> None:
@@ -187,7 +188,7 @@ def interleaved(local: Tensor, group: Any) -> Tensor:
     sent = local.contiguous()
     as_bytes = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
     gathered = as_bytes.new_empty(ranks * len(sent), *sent.shape[1:])
-    all_gather(gathered, as_bytes, group)
+    distributed.all_gather_into_tensor(gathered, as_bytes, group=group)
     ordered = gathered.view(ranks, len(sent), *sent.shape[1:]).transpose(0, 1).reshape(gathered.shape)
     return ordered.view(sent.dtype) if sent.dtype == torch.bool else ordered
 
@@ -203,6 +204,6 @@ class GatheredRows:
         """Rows ``at`` of the call as they came, and where in them each of the call's is."""
         local = self.hidden[at.start // self.ranks : at.stop // self.ranks]
         gathered = self.buffer[: at.stop - at.start]
-        all_gather(gathered, local.contiguous(), self.group)
+        distributed.all_gather_into_tensor(gathered, local.contiguous(), group=self.group)
         order = torch.arange(len(gathered), device=local.device).view(self.ranks, len(local)).t().reshape(-1)
         return gathered, order

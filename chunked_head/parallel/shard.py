@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
-from ..core.private import all_gather
 from ..core.stats import PAIR_STATS, Demand, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
 from .groups import MOST_IDS, Split, VocabParallel, agree
@@ -101,7 +100,7 @@ class Shard:
         tokens = hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
         local = pack(stats, names, tokens)
         gathered = local.new_empty(self.parallel.ranks, *local.shape)
-        all_gather(gathered.view(-1, local.shape[1]), local, self.group)
+        distributed.all_gather_into_tensor(gathered.view(-1, local.shape[1]), local, group=self.group)
         zero_or_nan = None
         if self.checked_by == "hidden":
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
