@@ -22,20 +22,26 @@ from .huggingface.fused import outputs_of, reading
 from .huggingface.lazy_logits import LazyLogits
 from .huggingface.patch import patch_model
 
-Framework(
-    "lm_eval",
-    ("0.4.11", "0.4.13"),
-    {("lm_eval.api.registry", "register_model"): "names", ("lm_eval.models.huggingface", "HFLM"): "pretrained, *"},
-).fits()
+MODULE = "lm_eval.models.huggingface"
+USES = {
+    ("lm_eval.api.registry", "register_model"): "names", (MODULE, "HFLM"): "pretrained, *",
+    (MODULE, "HFLM._loglikelihood_tokens"): "requests, disable_tqdm, override_bs",
+    (MODULE, "HFLM._model_call"): "inps, *", (MODULE, "HFLM._batch_scheduler"): "*",
+    (MODULE, "Collator"): "arr, sort_fn, group_fn, group_by", (MODULE, "Collator.get_batched"): "n, batch_fn",
+    (MODULE, "Collator.get_cache"): "req_str, cxt_toks, cont_toks, logits",
+    (MODULE, "Collator.get_original"): "newarr",
+}  # fmt: skip
+# elsewhere lm-eval's own loop reads lazy logits, one request after the other
+IN_BATCHES = Framework("lm_eval", ("0.4.11", "0.4.13"), USES).fits()
 
 from lm_eval.api.registry import register_model  # noqa: E402
-from lm_eval.models.huggingface import HFLM, Collator, tqdm  # noqa: E402
+from lm_eval.models import huggingface as theirs  # noqa: E402
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
 
 
 @register_model("chunked_head_hf")
-class ChunkedHeadLM(HFLM):
+class ChunkedHeadLM(theirs.HFLM):
     """``HFLM`` whose model's logits are computed where lm-eval reads them, and nowhere else.
 
     Args:
@@ -66,7 +72,10 @@ class ChunkedHeadLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """As HFLM's, a batch of contexts at a time: of each request the log-likelihood of its continuation, and True
         where each of its ids is the largest."""
-        order = Collator(
+        if not IN_BATCHES:
+            scored: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+            return scored
+        order = theirs.Collator(
             requests, sort_fn=lambda request: (-len(request[1] + request[2]), tuple(request[1] + request[2])),
             group_by="contexts" if self.logits_cache else None, group_fn=lambda request: request[1] + request[2][:-1],
         )  # fmt: skip
@@ -75,7 +84,7 @@ class ChunkedHeadLM(HFLM):
         if schedule is not None:
             self.batch_sizes: dict[int, int] = {}  # those of other requests' lengths do not count
         answers: list[tuple[float, bool]] = []
-        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
+        with theirs.tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
             for batch in order.get_batched(n=(override_bs or 0) if automatic else self.batch_size, batch_fn=schedule):
                 for texts, answer in self.answers(batch, order):
                     answers.append(answer)

@@ -37,8 +37,12 @@ def scored(make: Any, model: Any, batch_size: Any, **options: Any) -> tuple[list
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, "auto"])
-@pytest.mark.parametrize("logits_cache", [True, False])
-def test_log_likelihoods(batch_size: Any, logits_cache: bool) -> None:
+@pytest.mark.parametrize("logits_cache, in_batches", [(True, True), (False, True), (True, False)])
+def test_log_likelihoods(
+    batch_size: Any, logits_cache: bool, in_batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "IN_BATCHES", integration.IN_BATCHES and in_batches)
+    assert in_batches == integration.IN_BATCHES
     theirs = scored(HFLM, llama(), batch_size, logits_cache=logits_cache)
     model = llama()
     ours = scored(ChunkedHeadLM, model, batch_size, logits_cache=logits_cache, memory_budget="8MiB")
