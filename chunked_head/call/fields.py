@@ -1,12 +1,12 @@
 """The tensors that travel with tokens and the dense teacher among them, checked."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from ..core.checks import check_device, is_dtensor, nearest, refuse
+from ..core.checks import check_device, check_shape, check_tensor, nearest, refuse
 from ..core.checks import name as name_of
 from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand, Teacher
 from ..metrics import Metric
@@ -20,10 +20,12 @@ INSTEAD = {
     "log-probabilities with -inf"
 }
 SEGMENT_IDS = ("segments", "documents")
-OF_KIND = {
-    "token": "that of the target", "row": "that of the target", "segment": "one per segment", "pair": "one per pair"
-}  # fmt: skip
-TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
+OF_UNIT = {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}  # fields that values per unit need
+TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
+    "float": ("floating-point", Tensor.is_floating_point),
+    "int": ("int64 or int32", lambda value: value.dtype in (torch.int64, torch.int32)),
+    "bool": ("bool", lambda value: value.dtype == torch.bool),
+}
 
 
 def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
@@ -73,17 +75,13 @@ def wanted_fields(
         )
     wanted = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for what, part in parts:
-        needed = [*part.fields, *named_by(part)]
-        for field in needed:
+        read = [*part.fields, *named_by(part)]
+        for field in (*read, *OF_UNIT[part.unit]):
             if field not in batch:
+                why = "needs" if field in read else f"has values per {part.unit} and needs"
                 remedy = SEGMENTS if field == "segments" else ""
-                raise ValueError(f"{what} {part.label} needs batch[{field!r}], which is missing{remedy}")
-        wanted += [*needed, *(field for field in part.optional_fields if field in batch)]
-        for field in {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}[part.unit]:
-            if field not in batch:
-                remedy = SEGMENTS if field == "segments" else ""
-                raise ValueError(f"{what} {part.label} has values per {part.unit} and needs batch[{field!r}]{remedy}")
-            wanted.append(field)
+                raise ValueError(f"{what} {part.label} {why} batch[{field!r}], which is missing{remedy}")
+        wanted += [*read, *OF_UNIT[part.unit], *(field for field in part.optional_fields if field in batch)]
         normalizer = getattr(part, "normalizer", None)
         if isinstance(normalizer, str) and (known[normalizer].kind != "constant" or known[normalizer].trailing):
             raise ValueError(
@@ -97,65 +95,6 @@ def wanted_fields(
     return list(dict.fromkeys(wanted)), known
 
 
-def check_field(
-    field: str,
-    value: Tensor,
-    kind: Field,
-    leading: tuple[int, ...],
-    device: torch.device,
-    num_segments: int | None,
-    pairs: tuple[int, ...],  # () where the batch has none
-) -> None:
-    where = f"batch[{field!r}]"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{where} must be a torch.Tensor, got {type(value).__name__}")
-    if is_dtensor(value):
-        raise TypeError(
-            f"{where} is a DTensor; pass .to_local(): of this rank's tokens, of a teacher's vocabulary its part as the "
-            "student's is split"
-        )
-    if value.layout != torch.strided:
-        raise TypeError(f"{where} must be a dense tensor, got layout {value.layout}; pass .to_dense()")
-    check_device(where, value, device, "the target's rows")
-    if value.requires_grad:
-        raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
-    right = {
-        "float": value.is_floating_point(),
-        "int": value.dtype in (torch.int64, torch.int32),
-        "bool": value.dtype == torch.bool,
-    }[kind.type]
-    if not right:
-        raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name_of(value.dtype)}; cast it")
-    if field in KEPT_FIELDS:
-        return
-    if field == "kl_baseline":
-        if tuple(value.shape) not in ((), (1,), (num_segments,)):
-            raise ValueError(
-                f"{where} must be a 0-d tensor, one of shape (1,) or one number per segment, ({num_segments},), "
-                f"got shape {tuple(value.shape)}"
-            )
-        return
-    if kind.kind == "segment":
-        need_segments(where, num_segments)
-    counts = {"token": leading, "row": leading, "segment": (num_segments,), "pair": pairs or tuple(value.shape[:1])}
-    expected, of = counts.get(kind.kind, ()), OF_KIND.get(kind.kind, "a constant")
-    if value.dim() != len(expected) + kind.trailing or tuple(value.shape[: len(expected)]) != expected:
-        shape = ", ".join([*map(str, expected), *["..."] * kind.trailing])
-        raise ValueError(
-            f"{where} must have shape ({shape}), {of}, got {tuple(value.shape)}; nothing is broadcast: expand or "
-            "reshape it"
-        )
-    if field == "pairs" and value.shape[1] != 2:
-        raise ValueError(f"{where} must be [pairs, 2], segment ids of chosen and rejected, got {tuple(value.shape)}")
-    if kind.kind in ("token", "row") and 0 in value.shape[len(leading) :]:
-        raise ValueError(f"{where} must not be empty along its last dimension, got {tuple(value.shape)}")
-
-
-def need_segments(where: str, num_segments: int | None) -> None:
-    if num_segments is None:
-        raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
-
-
 def check_fields(
     batch: Mapping[str, Tensor],
     wanted: list[str],
@@ -165,47 +104,75 @@ def check_fields(
     num_segments: int | None,
 ) -> None:
     """Raises what is wrong with each field, then with those that must agree."""
-    pairs = tuple(batch["pairs"].shape[:1]) if isinstance(batch.get("pairs"), Tensor) else ()
     for field in wanted:
-        check_field(field, batch[field], known[field], leading, device, num_segments, pairs)
-        if field in SEGMENT_IDS:
-            need_segments(f"batch[{field!r}]", num_segments)
+        check_field(field, batch, known[field], leading, device, num_segments)
     if set(KEPT_FIELDS) & set(wanted):
         check_kept(batch, leading)
-    of_ids = [field for field in ("teacher_logprobs", "teacher_mask") if field in wanted and "teacher_ids" in wanted]
-    for field in of_ids:
-        if batch[field].shape != batch["teacher_ids"].shape:
-            raise ValueError(
-                f"batch[{field!r}] must have the shape of teacher_ids, {tuple(batch['teacher_ids'].shape)}, got "
-                f"{tuple(batch[field].shape)}"
-            )
+    ids = batch["teacher_ids"] if "teacher_ids" in wanted else None
+    for field in ("teacher_logprobs", "teacher_mask"):
+        if field in wanted and ids is not None:
+            same = batch[field].shape == ids.shape
+            check_shape(f"batch[{field!r}]", batch[field], same, f"{tuple(ids.shape)}, that of teacher_ids", "")
+
+
+def check_field(
+    field: str,
+    batch: Mapping[str, Tensor],
+    kind: Field,
+    leading: tuple[int, ...],
+    device: torch.device,
+    num_segments: int | None,
+) -> None:
+    where, value = f"batch[{field!r}]", batch[field]
+    check_tensor(where, value, optional=False)
+    check_device(where, value, device, "the target's rows")
+    if value.requires_grad:
+        raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
+    words, right_type = TYPES[kind.type]
+    if not right_type(value):
+        raise TypeError(f"{where} must be {words}, got {name_of(value.dtype)}; cast it")
+    if num_segments is None and (kind.kind == "segment" or field in SEGMENT_IDS):
+        raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
+    if field in KEPT_FIELDS:
+        return
+    shape = tuple(value.shape)
+    first, of = {
+        "token": (leading, "that of the target"),
+        "row": (leading, "that of the target"),
+        "segment": ((num_segments,), "one per segment"),
+        "pair": (tuple(batch["pairs"].shape[:1]) if "pairs" in batch else shape[:1], "one per pair"),
+    }.get(kind.kind, ((), "a constant"))
+    right = len(shape) == len(first) + kind.trailing and shape[: len(first)] == first
+    if field == "kl_baseline":
+        right, of = shape in ((), (1,), (num_segments,)), f"(1,) or ({num_segments},), one per segment"
+    elif field == "pairs":
+        right, of = right and shape[1] == 2, "segment ids of chosen and rejected, [pairs, 2]"
+    expected = ", ".join([*map(str, first), *["..."] * kind.trailing])
+    check_shape(where, value, right, f"({expected}), {of}", "nothing is broadcast: expand or reshape it")
+    if kind.kind in ("token", "row") and 0 in shape[len(leading) :]:
+        raise ValueError(f"{where} must not be empty along its last dimension, got {shape}")
 
 
 def check_kept(batch: Mapping[str, Tensor], leading: tuple[int, ...]) -> None:
     """The sets that tokens keep: ids [n] with offsets [tokens + 1], or ids [..., K]."""
-    ids, offsets = batch.get("kept_ids"), batch.get("kept_offsets")
-    tokens = math.prod(leading)
+    ids, offsets, bias = (batch.get(name) for name in KEPT_FIELDS)
+    count = math.prod(leading) + 1
     if ids is None:
         first = "candidate_bias" if offsets is None else "kept_offsets"
         raise ValueError(f"batch[{first!r}] goes with batch['kept_ids'], which is missing")
-    if "candidate_bias" in batch and batch["candidate_bias"].shape != ids.shape:
-        raise ValueError(
-            f"batch['candidate_bias'] must have the shape of kept_ids, {tuple(ids.shape)}, got "
-            f"{tuple(batch['candidate_bias'].shape)}"
-        )
     if offsets is None:
-        if tuple(ids.shape[:-1]) != leading or ids.dim() != len(leading) + 1:
-            raise ValueError(
-                f"batch['kept_ids'] without kept_offsets must have the target's shape {leading} and one more "
-                f"dimension, -1 where there is no id, got {tuple(ids.shape)}"
-            )
-    elif ids.dim() != 1 or tuple(offsets.shape) != (tokens + 1,):
-        raise ValueError(
-            f"batch['kept_ids'] must be [n] and batch['kept_offsets'] [{tokens + 1}], one more than there are tokens, "
-            f"got {tuple(ids.shape)} and {tuple(offsets.shape)}"
-        )
-    if offsets is not None and offsets.dtype != torch.int64:
-        raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(offsets.dtype)}; cast it")
+        right = ids.dim() == len(leading) + 1 and tuple(ids.shape[:-1]) == leading
+        expected = f"{leading}, the target's, and one more dimension, -1 where there is no id, without kept_offsets"
+        check_shape("batch['kept_ids']", ids, right, expected, "")
+    else:
+        check_shape("batch['kept_ids']", ids, ids.dim() == 1, "[n] beside kept_offsets", "")
+        right = tuple(offsets.shape) == (count,)
+        check_shape("batch['kept_offsets']", offsets, right, f"({count},), one more than there are tokens", "")
+        if offsets.dtype != torch.int64:
+            raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(offsets.dtype)}; cast it")
+    if bias is not None:
+        same = bias.shape == ids.shape
+        check_shape("batch['candidate_bias']", bias, same, f"{tuple(ids.shape)}, that of kept_ids", "")
 
 
 def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
@@ -229,19 +196,18 @@ def check_dense_teacher(
     if "teacher_hidden" not in wanted:
         return None
     hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or 0 in weight.shape:
-        raise ValueError(
-            f"batch['teacher_weight'] must be [vocabulary, {hidden.shape[-1]}], the width of teacher_hidden, got "
-            f"{tuple(weight.shape)}"
-        )
+    right = weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and 0 not in weight.shape
+    expected = f"[vocabulary, {hidden.shape[-1]}], the width of teacher_hidden"
+    check_shape("batch['teacher_weight']", weight, right, expected, "")
     for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype and not autocast:
             raise TypeError(
                 f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}; cast one "
                 f"of them or run under torch.autocast({hidden.device.type!r})"
             )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"batch['teacher_bias'] must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if bias is not None:
+        rows = (weight.shape[0],)
+        check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == rows, f"{rows}", "")
     if (hidden.dtype == torch.float64) != (dtype == torch.float64):
         raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
     return weight.shape[0]
