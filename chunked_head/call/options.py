@@ -163,7 +163,7 @@ class Call(Generic[Result]):
     memory_budget: int | str | None = option(lambda x: Request(memory_budget=x))
     chunk_tokens: int | None = option(lambda x: Request(chunk_tokens=x))
     accumulate_dtype: torch.dtype | None = option(lambda x: Request(accumulate_dtype=x))  # noqa: RUF009
-    accumulate_into: Tensor | str | None = option(check_accumulate_into, decides="call")  # noqa: RUF009
+    accumulate_into: Tensor | str | GradientBuffer | None = option(check_accumulate_into, decides="call")  # noqa: RUF009
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
     backend: str | None = option(checks.check_backend)

@@ -76,19 +76,12 @@ def wanted_of(call: Call[Any]) -> Wanted:
     return call.rows.requires_grad, call.weight.requires_grad, call.bias is not None and call.bias.requires_grad
 
 
-def planned(
-    tokens: Tokens,
-    wanted: Wanted,
-    again: bool = False,
-    request: Request | None = None,
-    buffer_dtype: torch.dtype | None = None,
-) -> tuple[Tokens, Tensor, Plan, Spans | None]:
+def planned(tokens: Tokens, wanted: Wanted, again: bool = False) -> tuple[Tokens, Tensor, Plan, Spans | None]:
     """The tokens in the order in which they run, hidden states [tokens, hidden] as given, the plan, and spans of rows
-    whose gradients wait for each other only. ``again``: inside of a backward. ``request``: other than the call's own.
-    ``buffer_dtype``: of a buffer that the weight's gradient is added to, where it is none of the caller's."""
+    whose gradients wait for each other only. ``again``: inside of a backward."""
     call, spec, groups = tokens.call, tokens.spec, tokens.groups
     assert call.weight is not None
-    asked = request or spec.request
+    asked, buffer_dtype = spec.request, None
     if groups is not None:
         tokens = in_order(tokens, groups)
     count, packing, rows = len(tokens.target), tokens.packing, call.rows
@@ -103,7 +96,7 @@ def planned(
         "buffer_dtype": buffer_dtype, "skips": packing is not None and packing.count is not None,
     }  # fmt: skip
     weight = call.weight
-    kind = count, wanted, tuple(where.values()), weight.is_contiguous(), weight.data_ptr() & 15, request
+    kind = count, wanted, tuple(where.values()), weight.is_contiguous(), weight.data_ptr() & 15
     lasts = tokens.teacher is None  # else its tensors decide too
 
     def plan_of(by_segments: bool) -> Plan:
@@ -191,14 +184,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     })  # fmt: skip
 
 
-def head_call(
-    tokens: Tokens,
-    rows: Tensor,
-    plan: Plan,
-    spans: Spans | None,
-    objective: Objective,
-    request: Request | None = None,
-) -> HeadCall:
+def head_call(tokens: Tokens, rows: Tensor, plan: Plan, spans: Spans | None, objective: Objective) -> HeadCall:
     """The call that ``planned`` has planned, with its objective and all that its ranks have agreed on."""
     call, temperature, shard = tokens.call, tokens.structure.temperature, tokens.call.shard
     if shard is not None:
@@ -208,5 +194,5 @@ def head_call(
         plan=plan, backend=tokens.spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
         softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,
         gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer, spans=spans,
-        request=request or tokens.spec.request, packing=tokens.packing,
+        request=tokens.spec.request, packing=tokens.packing,
     )  # fmt: skip

@@ -15,17 +15,44 @@ from ..core.private import in_backward
 from ..losses.base import Losses
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import metrics_of_all_ranks
-from ..plan.planner import make_plan
-from ..plan.plans import MAX_HALF_CHUNKS, row_bytes
+from ..plan.plans import MAX_HALF_CHUNKS
 from ..plan.sizes import Request
-from ..stores.gradients import GradientBuffer, Gradients
+from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
 from .function import Forward, Grads, Loss, forward_of
-from .objectives import objective_of
 from .options import Call, Result
-from .run import Outcome, Wanted, head_call, planned, sizes_of, wanted_of
+from .run import Outcome, prepared, wanted_of
 from .spec import spec_of
 from .sweep import HeadCall
-from .tokens import Tokens, tokens_of
+from .tokens import tokens_of
+
+
+class StreamsBuffer(GradientBuffer):
+    """The gradient that the streams of one call add to, until the call's backward returns it."""
+
+    fresh = True  # until a stream with tokens has added to it
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, vocab: int):
+        super().__init__(weight, torch.empty(0, dtype=dtype, device=weight.device))
+        self.vocab = vocab
+
+    def begin(self) -> None:
+        """Memory for the sums of one pass over all streams."""
+        object.__setattr__(self, "buffer", self.buffer.new_empty(self.weight.shape))
+        self.buffer[self.vocab :].zero_()  # rows that stand for no id
+        self.fresh = True
+
+    def added(self, tokens: int) -> None:
+        """Notes that a stream of so many tokens has added its gradient."""
+        self.fresh &= tokens == 0
+
+    def handed_over(self) -> None:
+        """None: the backward of all streams returns the gradient, once."""
+
+    def taken(self) -> Tensor:
+        """The sums, which nothing here keeps: a graph may outlive its backward."""
+        sums = self.buffer.zero_() if self.fresh else self.buffer
+        object.__setattr__(self, "buffer", sums.new_empty(0))
+        return sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,104 +64,71 @@ class Streams(Generic[Result]):
     result: Callable[[Tensor, list[Outcome]], Result]
 
     def run(self) -> Result:
-        specs = [spec_of(call) for call in self.calls]  # before any work on tensors
-        prepared = [tokens_of(call, spec) for call, spec in zip(self.calls, specs, strict=True)]
-        one = prepared[0].call
-        weight, bias = one.weight, one.bias
-        wants = [wanted_of(one.call) for one in prepared]
-        buffer_dtype, request = None, None
-        if wants[0][1] and one.gradient_buffer is None:
-            buffer_dtype, request = common_accumulator(prepared, wants)
-        pairs = zip(prepared, wants, strict=True)
-        plans = [planned(one, want, in_backward(), request, buffer_dtype) for one, want in pairs]
-        prepared = [tokens for tokens, *_ in plans]
-        objectives: list[Any] = [objective_of(one) for one in prepared]  # ``ScalarObjective`` each
-        calls = [head_call(*plan, objective, request) for plan, objective in zip(plans, objectives, strict=True)]
+        asked, buffer = with_one_buffer(self.calls)
+        specs = [spec_of(call) for call in asked]  # before any work on tensors
+        given = [tokens_of(call, spec) for call, spec in zip(asked, specs, strict=True)]
+        found = [prepared(tokens, again=in_backward()) for tokens in given]
+        calls: list[Any] = [call for _, call, _ in found]  # ``HeadCall`` each
+        if any(call.plan.schedule == "recompute" for call in calls):
+            # what one stream's gradients wait for, all of them do: sums of both kinds would not be scaled alike
+            calls = [call if call.plan.schedule == "loss only" else call.recomputing() for call in calls]
+        if buffer is not None:
+            check_few_chunks(buffer.buffer.dtype, calls)
         made: list[StreamsForward] = []
 
         def forward(weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> StreamsForward:
-            return forward_of_streams(calls, buffer_dtype, weight, bias, hidden)
+            return forward_of_streams(calls, buffer, weight, bias, hidden)
 
-        (total,) = Loss.apply(forward, made, weight, bias, *(rows for _, rows, *_ in plans))
+        one = given[0].call
+        (total,) = Loss.apply(forward, made, one.weight, one.bias, *(operands[0] for *_, operands in found))
         outcomes = []
-        for i, (call, objective) in enumerate(zip(calls, objectives, strict=True)):
-            rank_sums = objective.inputs.rank_sums
+        for (tokens, _, _), call, losses, ran in zip(found, calls, self.losses, made[0].each, strict=True):
+            rank_sums = call.objective.inputs.rank_sums
             ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
-                parts = zip(objective.parts, self.losses[i].terms, strict=True)
+                parts = zip(call.objective.parts, losses.terms, strict=True)
                 first, *others = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
                 value = sum(others, first)
-            ran = made[0].each[i]
-            outcomes.append(Outcome((value,), call.plan, prepared[i], objective, ran.stats))
+            outcomes.append(Outcome((value,), call.plan, tokens, call.objective, ran.stats))
         return self.result(total, outcomes)
 
 
-def common_accumulator(prepared: Sequence[Tokens], wants: Sequence[Wanted]) -> tuple[torch.dtype, Request]:
-    """The dtype in which all streams' chunks add up, and what each stream's plan is to be made by: as one call on all
-    of their tokens would have it."""
-    again, tokens = in_backward(), sum(len(one.target) for one in prepared)
-    found = []
-    for one, want in zip(prepared, wants, strict=True):
-        copied = one.packing is not None or not one.call.rows.is_contiguous()
-        skips = one.packing is not None and one.packing.count is not None
-        given: dict[str, Any] = {"again": again, "copied": copied, "skips": skips, "teacher": one.teacher}
-        found.append(sizes_of(one.call, one.spec, tokens, want, **given))
-    sizes = replace(max(found, key=row_bytes), coupled=False, late_upstream=False)
-    request = prepared[0].spec.request
-    waits = again or any(one.spec.coupled for one in prepared)  # for a backward, in blocks of tokens
-    plan = make_plan(sizes, request)
-    chunks = sum(-(-len(one.target) // plan.chunk_tokens) for one in prepared)
-    half = sizes.weight_dtype.itemsize < 4
-    few = plan.schedule == "forward" and not waits and chunks <= MAX_HALF_CHUNKS
-    if half and not few and (plan.weight_accumulate.itemsize < 4 or plan.schedule != "forward"):
-        if request.accumulate_dtype not in (None, torch.float32):
+def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], StreamsBuffer | None]:
+    """The calls with one buffer that they add the weight's gradient to, and what their budget leaves beside it; as they
+    are where the caller has a buffer, or no such gradient is made."""
+    first, weight = calls[0], calls[0].weight
+    assert weight is not None
+    request = Request(first.memory_budget, first.chunk_tokens, first.accumulate_dtype)
+    if first.accumulate_into is not None or not wanted_of(first)[1] or weight.dim() != 2:
+        return calls, None
+    buffer = StreamsBuffer(weight, request.accumulate_dtype or sum_dtype(weight.dtype), first.columns)
+    budget = first.memory_budget
+    if request.explicit and buffer.buffer.dtype != weight.dtype:
+        budget = request.budget - weight.numel() * buffer.buffer.element_size()
+        if budget <= 0:
             raise ValueError(
-                f"accumulate_dtype={name(request.accumulate_dtype)} is accurate over at most {MAX_HALF_CHUNKS} "
-                f"chunks, and these streams have {chunks} or more; raise memory_budget or chunk_tokens, or leave "
-                "accumulate_dtype=None"
+                f"memory_budget={first.memory_budget!r} holds no {name(buffer.buffer.dtype)} gradient of weight, which "
+                "streams add up; raise it, or call linear_loss once for each stream"
             )
-        plan = make_plan(sizes, replace(request, accumulate_dtype=torch.float32))
-    if plan.schedule != "forward":
+    return [replace(call, accumulate_into=buffer, memory_budget=budget) for call in calls], buffer
+
+
+def check_few_chunks(dtype: torch.dtype, calls: Sequence[HeadCall]) -> None:
+    """Raises where sums in 16 bits would be of too many chunks."""
+    chunks, waits = sum(call.plan.chunks for call in calls), any(call.plan.schedule == "recompute" for call in calls)
+    if dtype.itemsize < 4 and (waits or chunks > MAX_HALF_CHUNKS):
         raise ValueError(
-            f"memory_budget={request.memory_budget!r} is too small for streams, which add up the weight's gradient in "
-            f"the forward pass; raise it, or call linear_loss once for each stream\n{plan}"
+            f"accumulate_dtype={name(dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and these streams have "
+            f"{chunks} or more; raise memory_budget or chunk_tokens, or leave accumulate_dtype=None"
         )
-    if not request.explicit:
-        return plan.weight_accumulate, Request(chunk_tokens=plan.chunk_tokens)
-    waiting = 0 if plan.weight_accumulate == sizes.weight_dtype else sizes.weight_elements * 4
-    return plan.weight_accumulate, Request(request.budget - waiting, request.chunk_tokens)
-
-
-class StreamsBuffer(GradientBuffer):
-    """The gradient that the streams of one call add to, until the call's backward returns it."""
-
-    fresh = True  # until a stream with tokens has added to it
-
-    def __init__(self, weight: Tensor, vocab: int, dtype: torch.dtype):
-        super().__init__(weight, torch.empty(weight.shape, dtype=dtype, device=weight.device))
-        self.buffer[vocab:].zero_()  # rows that stand for no id
-
-    def handed_over(self) -> None:
-        """None: the backward of all streams returns the gradient, once."""
-
-    def taken(self) -> Tensor:
-        """The sums, which nothing here keeps: a graph may outlive its backward."""
-        sums = self.buffer
-        object.__setattr__(self, "buffer", sums.new_empty(0))
-        return sums
-
-
-# gradients that wait for backward: of each stream, None where backward makes them; of the weight, of all
-StreamsGrads = tuple[list[Gradients | None], StreamsBuffer | None]
 
 
 class StreamsForward(NamedTuple):
     """The forward passes of all streams, in the place of one ``Forward``."""
 
     each: list[Forward]
-    vocab: int
-    buffer_dtype: torch.dtype | None  # of the weight's gradient; None: the caller has a buffer, or no gradient is made
-    grads: StreamsGrads | None
+    buffer: StreamsBuffer | None  # of the weight's gradient; None: the caller has one, or no such gradient is made
+    grads: list[Gradients | None] | None  # of each stream, that wait for backward; None where backward makes them
     outputs: tuple[Tensor, ...]
     saved: Sequence[Tensor]
     saved_ends: Sequence[int]  # where those of each stream end among weight, bias, hidden states and ``saved``
@@ -144,79 +138,60 @@ class StreamsForward(NamedTuple):
     differentiable: int = 1
     inplace: bool = False
 
-    def gradients(self, grads: StreamsGrads | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
+    def gradients(self, grads: list[Gradients | None] | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the weight, the bias and each stream's hidden states."""
-        (given,), expected = upstream, self.each[0].call.objective.expected
-        assert given is not None and expected is not None
-        waiting, buffer = grads or ([None] * len(self.each), None)
-        found: list[Grads] = [(None, None, None)] * len(self.each)
-        for i, ready in enumerate(waiting):
-            if ready is not None:
-                found[i] = self.each[i].gradients(ready, (), upstream)
-        late = [i for i, ready in enumerate(waiting) if ready is None and self.each[i].any_grad]
-        if buffer is not None and late:
-            self.each[0].call.backend.scale_([buffer.buffer], expected.factors(given)[:1])
-        for i in late:
-            if buffer is None and self.buffer_dtype is not None:
-                buffer = StreamsBuffer(saved[0], self.vocab, self.buffer_dtype)
-            operands = [saved[2 + i], *saved[:2], *saved[slice(*self.saved_ends[i : i + 2])]]
-            found[i] = gradients_into(buffer, self.each[i], operands, upstream)
+        buffer, late = self.buffer, grads is None
+        if late and buffer is not None:
+            buffer.begin()
+        found: list[Grads] = []
+        for i, one in enumerate(self.each):
+            if not one.any_grad:
+                found.append((None, None, None))
+            elif grads is not None:
+                found.append(one.gradients(grads[i], (), upstream))
+            else:
+                operands = [saved[2 + i], *saved[:2], *saved[slice(*self.saved_ends[i : i + 2])]]
+                found.append(one.gradients(None, operands, upstream))
+                if buffer is not None:
+                    buffer.added(len(one.call.objective.target))
         of_hidden, of_weight, of_bias = zip(*found, strict=True)
         if buffer is None:
             d_weight = next((one for one in of_weight if one is not None), None)
         else:
-            d_weight = finished(buffer, self.each, given, scaled=bool(late))
-        return d_weight, added(of_bias), *of_hidden
+            d_weight = finished(buffer, self.each, upstream, late)
+        return d_weight, sum_of_biases(of_bias), *of_hidden
 
 
 def forward_of_streams(
     calls: Sequence[HeadCall],
-    buffer_dtype: torch.dtype | None,
+    buffer: StreamsBuffer | None,
     weight: Tensor,
     bias: Tensor | None,
     hidden: Sequence[Tensor],
 ) -> StreamsForward:
     """The forward pass of one stream after the other."""
-    vocab, buffer = calls[0].plan.sizes.vocab, None
-    if buffer_dtype is not None and any(call.plan.schedule == "forward" for call in calls):
-        buffer = StreamsBuffer(weight, vocab, buffer_dtype)
+    late = any(call.plan.schedule == "recompute" for call in calls)
+    if buffer is not None and not late:
+        buffer.begin()
     made = []
     for call, rows in zip(calls, hidden, strict=True):
-        if buffer is not None and call.plan.schedule == "forward":
-            call = replace(call, gradient_buffer=buffer)
         one = forward_of(call, rows, weight, bias)
         made.append(one)
         if buffer is not None and one.grads is not None:
-            buffer.fresh &= call.plan.sizes.tokens == 0
+            buffer.added(len(call.objective.target))
             # finished once, for all streams
             one.grads.without_weight()
     first, *others = (one.outputs[0] for one in made)
     saved = [tensor for one in made for tensor in one.saved]
     ends = [*itertools.accumulate((len(one.saved) for one in made), initial=2 + len(made))]
-    grads = [one.grads for one in made], buffer
     any_grad = any(one.any_grad for one in made)
-    reads = any(one.reads_saved or (one.grads is None and one.any_grad) for one in made)
+    reads = late or any(one.reads_saved for one in made)
+    grads = None if late else [one.grads for one in made]
     each = [one._replace(outputs=(), grads=None, saved=()) for one in made]
-    return StreamsForward(each, vocab, buffer_dtype, grads, (sum(others, first),), saved, ends, any_grad, reads)
+    return StreamsForward(each, buffer, grads, (sum(others, first),), saved, ends, any_grad, reads)
 
 
-def gradients_into(buffer: StreamsBuffer | None, made: Forward, operands: Sequence[Tensor], upstream: Grads) -> Grads:
-    """A stream's gradients once the upstream gradient is known: its logits are computed again."""
-    if made.call.gradient_buffer is not None:
-        made.call.gradient_buffer.check_there()
-    call, stats = made.later(operands)
-    assert isinstance(call, HeadCall)
-    if buffer is not None:
-        # blocks of tokens add to it, and there may be many of them
-        sizes = replace(call.plan.sizes, buffer_dtype=buffer.buffer.dtype)
-        call = replace(call, gradient_buffer=buffer, plan=replace(call.plan, sizes=sizes))
-    found = call.late_gradients(operands, stats, upstream)
-    if buffer is not None:
-        buffer.fresh &= call.plan.sizes.tokens == 0
-    return found
-
-
-def added(parts: Sequence[Tensor | None]) -> Tensor | None:
+def sum_of_biases(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of the streams' gradients of the bias, rounded once more."""
     there = [part for part in parts if part is not None]
     if len(there) < 2:
@@ -225,15 +200,14 @@ def added(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(there).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
-def finished(buffer: StreamsBuffer, made: Sequence[Forward], given: Tensor, scaled: bool) -> Tensor:
+def finished(buffer: StreamsBuffer, made: Sequence[Forward], upstream: Grads, late: bool) -> Tensor:
     """The weight's gradient in the weight's dtype; nan where an id of any stream was out of range."""
-    if buffer.fresh:
-        buffer.buffer.zero_()
     first, *others = (one.call.objective.expected for one in made if one.call.objective.expected is not None)
-    one_or_nan = first.one_or_nan
+    (given,), one_or_nan = upstream, first.one_or_nan
+    assert given is not None
     for other in others:
         one_or_nan = one_or_nan * other.one_or_nan
-    factors = (one_or_nan,) if scaled else (*first.factors(given)[:1], one_or_nan)
+    factors = (one_or_nan,) if late else (*first.factors(given)[:1], one_or_nan)
     dtype, backend, sums = buffer.weight.dtype, made[0].call.backend, buffer.taken()
     if sums.dtype == dtype:
         backend.scale_([sums], factors)

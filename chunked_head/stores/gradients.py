@@ -154,7 +154,7 @@ class Gradients:
 
 
 def gradient_buffer_of(
-    accumulate_into: Tensor | str | None, weight: Tensor, others: dict[str, Tensor | None]
+    accumulate_into: Tensor | str | GradientBuffer | None, weight: Tensor, others: dict[str, Tensor | None]
 ) -> GradientBuffer | None:
     """The buffer that this call adds the weight's gradient to, or None; ValueError, TypeError for one that cannot be.
 
@@ -163,6 +163,8 @@ def gradient_buffer_of(
     wanted = torch.is_grad_enabled() and weight.requires_grad
     if accumulate_into is None or (isinstance(accumulate_into, str) and not wanted):
         return None
+    if isinstance(accumulate_into, GradientBuffer):
+        return accumulate_into
     if wanted:
         check_weight(weight)
     if isinstance(accumulate_into, str):
@@ -183,8 +185,8 @@ def gradient_buffer_of(
     return GradientBuffer(weight, buffer, attribute)
 
 
-def check_accumulate_into(accumulate_into: Tensor | str | None) -> None:
-    if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str):
+def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None) -> None:
+    if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str | GradientBuffer):
         raise TypeError(
             "accumulate_into must be a tensor, the name of an attribute of weight or None, got "
             f"{type(accumulate_into).__name__}"

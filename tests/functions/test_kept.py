@@ -215,7 +215,7 @@ FLAT, OFFSETS = torch.arange(24), torch.arange(25)
     [
         ({"kept_offsets": OFFSETS}, {}, ValueError, "goes with batch\\['kept_ids'\\], which is missing"),
         ({"kept_ids": IDS[0]}, {}, ValueError, r"must have shape \(4, 6\), the target's, and one more dimension"),
-        ({"kept_ids": FLAT, "kept_offsets": OFFSETS[:-1]}, {}, ValueError, r"kept_offsets'\] must have shape \(25,\), one more than"),
+        ({"kept_ids": FLAT, "kept_offsets": OFFSETS[:-1]}, {}, ValueError, r"must have shape \(25,\), one more than"),
         ({"kept_ids": FLAT, "kept_offsets": OFFSETS.int()}, {}, TypeError, "kept_offsets.* must be int64"),
         ({"kept_ids": FLAT, "kept_offsets": OFFSETS * 2}, {}, ValueError, "must rise from 0 to 24"),
         ({"kept_ids": IDS.float()}, {}, TypeError, "kept_ids.* must be int64 or int32"),
