@@ -77,36 +77,28 @@ class Execution(TypedDict, total=False):
 
     Attributes:
         memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
-            cast weight) may take. None: 640 MiB, or what a chunk of 2048 tokens takes where its logits alone, in the
-            operands' dtype and with those of a teacher that gives hidden states, are more; and where that would mean
-            more than 8 chunks of a 16-bit weight's gradient, an fp32 accumulator of it on top. On each of several ranks
-            that share the vocabulary 640 MiB over the square root of their number, or of 16, where that leaves chunks
-            of 2048 tokens. See ``chunked_head.plan``.
+            cast weight) may take. None: 640 MiB, or what the logits of 2048 tokens take where that is more; and where
+            that would mean more than 8 chunks of a 16-bit weight's gradient, an fp32 accumulator of it on top. On ranks
+            that share the vocabulary less: docs/guides/memory.md.
         chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
             weight's own over few chunks), ``torch.float32`` or the weight's dtype. Under ``torch.compile`` 16-bit
-            gradients wait for the upstream gradient in float32 where it is named here, and else in their own dtype,
-            which an upstream gradient that is no power of two rounds again.
+            gradients wait for the upstream gradient in float32 only where it is named here.
         accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
             weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
             for a float64 weight. The gradient is then nowhere else, and backward gives ``weight`` none. It is
             added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1: with
-            any other, ``hidden``'s gradient and the buffer become nan. The buffer must not be cleared between the two:
-            that would lose the gradient unnoticed. Where gradients are made in backward (``reduction="none"``, a second
-            backward, an activation checkpoint's) they are added there, whatever the upstream gradient is. Without
-            gradients, or with a frozen weight, nothing is written. One that does not begin on 16 bytes takes all
-            tokens' product, also under ``skip_ignored``.
+            any other, ``hidden``'s gradient and the buffer become nan. A buffer that is cleared between the two loses
+            the gradient unnoticed. Where gradients are made in backward (``reduction="none"``, a second backward, an
+            activation checkpoint's) they are added there, whatever the upstream gradient is. Without gradients, or with
+            a frozen weight, nothing is written.
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
-            operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). Where every token
-            counts it costs next to nothing on Hopper, but up to 5 % where BLAS's product for the weight's gradient is
-            better than ours (see ``plan``); on other GPUs our products for the gradients are slower than BLAS's, which
-            makes all rows. ``"wait"`` does it for any operands and waits for their number, which a CUDA graph cannot.
-            Hidden states and their gradient are copied. Losses see the tokens that count first, in their order.
+            operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). ``"wait"`` does it
+            for any operands and waits for their number, which a CUDA graph cannot. Hidden states and their gradient are
+            copied. Losses see the tokens that count first, in their order.
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
-            gradient depends on the other tokens or their number: one tile for every size, no product in parts
-            (docs/inference.md).
-            For bfloat16 on GPUs of docs/gpus.md, ValueError elsewhere (BLAS chooses by the number of rows), for top_k,
-            and for losses that sum over segments on a GPU.
+            gradient depends on the other tokens or their number (docs/inference.md). For bfloat16 on GPUs of
+            docs/gpus.md; ValueError elsewhere, for top_k, and for losses that sum over segments on a GPU.
         vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
         parallel: what ranks of a process group share; each function says what that means for its result.
