@@ -22,7 +22,7 @@ from ..plan.segments import Group, groups_of, order_of
 from ..plan.sizes import slices
 from ..stores import Backend, Targets
 from ..stores.operands import Kept, Sets, TeacherHead
-from .fields import TEMPERATURE, make_teacher
+from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
 from .options import Call
 from .spec import Spec, named_weights, structure_at
 
@@ -113,10 +113,9 @@ class Tokens:
 
 def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     """Lays fields in the order of rows; the first work on tensors, whose ids are checked on the way."""
-    losses, batch, known, structure = call.losses, dict(call.batch or {}), spec.known, spec.structure
+    losses, batch, structure = call.losses, dict(call.batch or {}), spec.structure
     if spec.names_fields:
-        losses, batch, extra = named_weights(call)
-        known = {**known, **extra}
+        losses, batch, _ = named_weights(call)
     if structure is None:
         structure, _ = structure_at(call, losses, spec.wanted, spec.columns, spec.teacher_vocab)
         if call.target is not None:  # which a user's function may read in some calls only
@@ -131,8 +130,8 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
         call, batch = call.in_memory(), {name: value.resolve_neg() for name, value in batch.items()}
     target, leading = call.target, call.leading
     if call.shard is not None and call.sequence_sharded:
-        target, batch, leading = of_all_ranks(call.shard, call, batch, spec.wanted, known)
-    targets, fields = lay_fields(spec, call, target, batch, known, leading)
+        target, batch, leading = of_all_ranks(call.shard, call, spec, batch)
+    targets, fields = lay_fields(spec, call, target, batch, leading)
     teacher, token_fields, scale = None, NO_FIELDS, fields.pop(TEMPERATURE, None)
     if fields:
         own_rows, pairing = Field("row"), structure.pairing  # of what the preparation has made
@@ -140,7 +139,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
             columns = pairing.columns if call.shard is None else call.columns
             teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
-        token_fields = frozenset([name for name in fields if known.get(name, own_rows).kind in ("token", "row")])
+        token_fields = frozenset([name for name in fields if spec.known.get(name, own_rows).kind in ("token", "row")])
     tokens = Tokens(call, spec, losses, structure, *targets, fields, token_fields, teacher, scale)
     if "kept_ids" in spec.wanted and len(tokens.target):
         tokens = replace(tokens, kept=sets_of(tokens, batch, leading, call.kept_everywhere))
@@ -154,16 +153,11 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
 
 
 def lay_fields(
-    spec: Spec,
-    call: Call[Any],
-    target: Tensor | None,
-    batch: Mapping[str, Tensor],
-    known: Mapping[str, Field],
-    leading: tuple[int, ...],
+    spec: Spec, call: Call[Any], target: Tensor | None, batch: Mapping[str, Tensor], leading: tuple[int, ...]
 ) -> tuple[Targets, dict[str, Tensor]]:
     """Targets [tokens] paired with the hidden states that predict them, and the fields that are read likewise: what
     does not count is 0 (ids -1). ``leading``: the shape of both."""
-    dtype, wanted, ignore_index, segments = spec.statistics_dtype, spec.wanted, call.ignore_index, call.num_segments
+    dtype, wanted, known, ignore_index = spec.statistics_dtype, spec.wanted, spec.known, call.ignore_index
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
         ignore_index = -1
@@ -192,10 +186,10 @@ def lay_fields(
     for field in others:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = rows_of_field(field, value, kind, ignored, leading, call.shift, dtype, segments)
+            value, wrong = rows_of_field(call, spec, field, value, ignored, leading)
             wrongs += [] if wrong is None else [wrong]
         elif field == "pairs":
-            value, wrong = in_range(field, value.to(torch.int64), segments or 0, None)
+            value, wrong = in_range(field, value.to(torch.int64), call.num_segments or 0, None)
             wrongs.append(wrong)
         elif field not in TEACHER_FIELDS:
             # a copy: backward may read it, and would not notice that the caller had changed it
@@ -213,20 +207,14 @@ def lay_fields(
 
 
 def rows_of_field(
-    field: str,
-    value: Tensor,
-    kind: Field,
-    ignored: Tensor,
-    leading: tuple[int, ...],
-    shift: int,
-    dtype: torch.dtype,
-    segments: int | None,
+    call: Call[Any], spec: Spec, field: str, value: Tensor, ignored: Tensor, leading: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """A field of tokens [tokens, ...], in the order of the hidden states' rows, 0 (ids -1) where ``ignored``."""
+    kind = spec.known[field]
     dims = len(leading)
     if kind.kind == "token":
         fill = -1 if kind.type == "int" else 0
-        value = shift_left(value, shift, fill, dims - 1) if dims else value
+        value = shift_left(value, call.shift, fill, dims - 1) if dims else value
     value = value.reshape(-1, *value.shape[dims:])
     if field in ("teacher_logits", "teacher_hidden"):
         if value.stride(1) != 1 and value.shape[1] != 1:
@@ -237,8 +225,8 @@ def rows_of_field(
         return value & ~nowhere, None
     if kind.type == "int":
         value = value.to(torch.int64).masked_fill(nowhere, -1)
-        return in_range(field, value, segments or 0, -1) if field in ("segments", "documents") else (value, None)
-    value = value.to(dtype).masked_fill(nowhere, 0.0)
+        return in_range(field, value, call.num_segments or 0, -1) if field in SEGMENT_IDS else (value, None)
+    value = value.to(spec.statistics_dtype).masked_fill(nowhere, 0.0)
     if field == TEMPERATURE:
         return inverse_temperature(value, ~ignored.view(value.shape))
     return value, None
@@ -308,15 +296,12 @@ def reading_is_free(tensor: Tensor) -> bool:
 
 
 def of_all_ranks(
-    shard: Shard,
-    call: Call[Any],
-    batch: dict[str, Tensor],
-    wanted: Sequence[str],
-    known: Mapping[str, Field],
+    shard: Shard, call: Call[Any], spec: Spec, batch: dict[str, Tensor]
 ) -> tuple[Tensor | None, dict[str, Tensor], tuple[int, ...]]:
     """Targets and fields of every rank's tokens, where each has hidden states of its own; and their leading shape."""
     dims = len(call.leading)
-    local = {name: batch[name].flatten(0, dims - 1) for name in wanted if known[name].kind in ("token", "row")}
+    per_token = [name for name in spec.wanted if spec.known[name].kind in ("token", "row")]
+    local = {name: batch[name].flatten(0, dims - 1) for name in per_token}
     if call.target is not None:
         local["target"] = call.target.reshape(-1)
     count = math.prod(call.leading)
