@@ -240,10 +240,12 @@ def check_factor(argument: str, value: float | Tensor | None, device: torch.devi
     if value is None:
         return
     if isinstance(value, Tensor):
-        if value.dim() != 0 or value.device != (device or value.device) or value.requires_grad:
+        there = value.device == (device or value.device)
+        if value.dim() != 0 or value.is_complex() or value.requires_grad or not there:
             raise ValueError(
                 f"{argument} must be a number or a 0-d tensor{f' on {device}' if device else ''} that needs no "
-                f"gradient, got shape {tuple(value.shape)} on {value.device}, requires_grad={value.requires_grad}"
+                f"gradient, got shape {tuple(value.shape)} of {value.dtype} on {value.device}, "
+                f"requires_grad={value.requires_grad}"
             )
         return
     check_number(argument, value, 0.0 if argument.startswith("normalizer") else -math.inf, math.inf)

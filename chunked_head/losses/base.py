@@ -207,18 +207,9 @@ class Losses:
 
     def __mul__(self, factor: float | Tensor) -> "Losses":
         if isinstance(factor, Tensor):
-            if factor.dim() != 0 or factor.requires_grad or factor.is_complex():
-                raise ValueError(
-                    "the coefficient of a loss must be a real number or a 0-d tensor without gradient, got shape "
-                    f"{tuple(factor.shape)}, {factor.dtype}, requires_grad={factor.requires_grad}; per-token factors "
-                    "are token_weights"
-                )
-        elif isinstance(factor, bool) or not isinstance(factor, shared.NUMBERS):
-            raise TypeError(f"the coefficient of a loss must be a number or a 0-d tensor, got {factor!r}")
-        elif not -shared.INFINITY < factor < shared.INFINITY:
-            raise ValueError(
-                f"the coefficient of a loss must be finite, got {factor!r}; leave out what is not to count"
-            )
+            shared.check_factor("the coefficient of a loss", factor)
+        else:
+            shared.check_number("the coefficient of a loss", factor, -shared.INFINITY, shared.INFINITY)
         return Losses(tuple((coefficient * factor, summand) for coefficient, summand in self.terms))
 
     __rmul__ = __mul__

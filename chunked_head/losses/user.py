@@ -36,33 +36,25 @@ def custom(
     """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``. Without a function a
     decorator of one.
 
+        @losses.custom(scope="token")
+        def unlikelihood(stats, batch):
+            return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
+
     ``stats`` are those of ``chunked_head.losses.batch.Stats``, ``batch`` is a ``chunked_head.losses.batch.Batch``;
     gradients are autograd's, to the statistics. Masks, weights, denominators and coefficients are applied to the
-    values.
+    values. docs/losses.md says what the function may read, keep and change.
 
     ``scope``: ``"token"`` where a token's value depends on nothing but its own statistics and fields, so that it may be
     computed on any slice of the tokens; ``"segment"`` where it needs other tokens (``batch.segment_sum`` and the like):
     then all statistics come first and logits are computed twice.
 
     The function runs here once, on some made-up tokens with every field: which statistics (``needs``) and fields it
-    reads is found out. With ``scope="token"`` it runs on two unequal pieces of them too, and values and gradients are
-    compared. Fields of your own are declared: ``fields={"my_weights": "token"}``, or a ``losses.Field`` where they are
-    not floating or have dimensions besides the kind's. ``batch.advantages`` is ``batch["advantages"]``. Fields read by
-    ``batch.get`` or after ``in`` are optional. A call gives the function all fields of its batch; a statistic that the
-    function reads in some calls only is declared by ``needs``, a dense teacher's tensors by ``fields``.
-    ``check=False`` leaves all this out and takes ``needs``, ``fields`` (known ones by name) and ``reads_target`` as
-    they are given.
+    reads is found out, and with ``scope="token"`` whether two unequal pieces of them have the same values and
+    gradients. ``fields={"my_weights": "token"}`` declares fields of your own (or a ``losses.Field``, where they are not
+    floating or have dimensions besides the kind's) and a dense teacher's tensors, ``needs`` a statistic that the
+    function reads in some calls only. Fields read by ``batch.get`` or after ``in`` are optional. ``check=False`` leaves
+    all this out and takes ``needs``, ``fields`` and ``reads_target`` as they are given.
 
-    The function is plain PyTorch to every call, on vectors of one number per token: it may read what changes, and
-    close over anything. It may be made anew at every step: what it closes over is not kept, and a function of the same
-    code over values alike (numbers of the same sign, tensors of one dtype and device) is not run here again. Tensors
-    that are closed over are complete in each piece of the tokens: what has a number per token is a field.
-
-        @losses.custom(scope="token")
-        def unlikelihood(stats, batch):
-            return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
-
-    Under ``torch.compile`` the call of the loss breaks the graph, as this one does.
     ``options`` and ``tensors`` are what the function gets as keyword arguments, ``teacher`` how it sees a dense
     teacher; ``summand``: ``SummandOptions``.
     """

@@ -14,20 +14,13 @@ from ..core.checks import number
 
 
 def token_mean(total: float | Tensor) -> dict[str, Any]:
-    """``m / total``, ``total`` the tokens that count in the whole step: DAPO (TRL, Liger: dapo, cispo, vespo), verl's
-    token-mean, OpenRLHF, NeMo-RL, Fast-LLM's GRPO.
-
-    TRL divides by ``num_items_in_batch`` over the number of processes, because it averages gradients over them. With
-    verl's fixed ``loss_scale_factor`` as ``total`` it is seq-mean-token-sum-norm.
-    """
+    """``m / total``, ``total`` the tokens that count in the whole step: DAPO."""
     return {"normalizer": _count("token_mean", "total", total)}
 
 
 def bnpo() -> dict[str, Any]:
-    """``m / sum(m)`` over the tokens of this very call, at least 1: TRL's and Liger's bnpo, and a loss's default.
-
-    It depends on how a step is cut into micro-batches: prefer ``token_mean``.
-    """
+    """``m / sum(m)`` over the tokens of this very call, at least 1, a loss's default: it depends on how a step is cut
+    into micro-batches."""
     return {}
 
 
@@ -39,15 +32,13 @@ def sequence_mean(
     empty: str = "counted",
     num_sequences: float | Tensor | None = None,
 ) -> dict[str, Any]:
-    """``m / (N_s D)``, ``N_s`` the tokens of the sequence that count: GRPO and SAPO in TRL and Liger, verl's
-    seq-mean-token-mean, NeMo-RL's sequence-level reduction.
+    """``m / (N_s D)``, ``N_s`` the tokens of the sequence that count: GRPO.
 
     ``mask`` bool: the tokens that count, of target's shape and indexed like it: those with a target, in
     ``batch["mask"]`` and, with ``shift = k``, not the first k of a row, which nothing predicts. ``segments`` int of the
     same shape with ids below ``num_segments``, -1 for none (weight 0); without them every row of the last dimension is
     a sequence. ``D`` is ``num_sequences`` if given: the sequences of the whole step. Else those of this call: with
-    ``empty="counted"`` all, also without a token that counts (TRL, Liger; verl with its global batch size);
-    "excluded" leaves those out (verl without it), counted on the device.
+    ``empty="counted"`` all, "excluded" leaves out those without a token that counts, counted on the device.
     """
     if empty not in ("counted", "excluded"):
         raise ValueError(f"empty of weights.sequence_mean must be 'counted' or 'excluded', got {empty!r}")
@@ -83,13 +74,12 @@ def sequence_mean(
 
 
 def sequence_sum(num_sequences: float | Tensor) -> dict[str, Any]:
-    """``m / num_sequences``: verl's seq-mean-token-sum and PipelineRL's default; every token weighs the same."""
+    """``m / num_sequences``: every token weighs the same."""
     return {"normalizer": _count("sequence_sum", "num_sequences", num_sequences)}
 
 
 def dr_grpo(num_sequences: float | Tensor, max_completion_length: int) -> dict[str, Any]:
-    """``m / (num_sequences * max_completion_length)``, empty sequences counted: Dr. GRPO (arXiv 2503.20783) in TRL and
-    Liger."""
+    """``m / (num_sequences * max_completion_length)``, empty sequences counted: Dr. GRPO (arXiv 2503.20783)."""
     _count("dr_grpo", "max_completion_length", max_completion_length)
     return {"normalizer": _count("dr_grpo", "num_sequences", num_sequences) * max_completion_length}
 
@@ -99,10 +89,8 @@ def dr_grpo(num_sequences: float | Tensor, max_completion_length: int) -> dict[s
 
 def entropy_quantile(entropy: Tensor, mask: Tensor, fraction: float) -> dict[str, Any]:
     """1 for the ``fraction`` of tokens with the largest entropy, else 0: ``H >= quantile(H of the tokens, 1 -
-    fraction)``, interpolated linearly (arXiv 2506.01939; TRL's ``top_entropy_quantile``).
-
-    ``entropy`` and ``mask`` bool of target's shape. The denominator stays the count of all tokens, as TRL's. TRL's
-    quantile is of all ranks' tokens: gather both beforehand for that.
+    fraction)``, interpolated linearly (arXiv 2506.01939). ``entropy`` and ``mask`` bool of target's shape; gather both
+    beforehand for the quantile of all ranks' tokens.
     """
     number("weights.entropy_quantile", "fraction", fraction, 0.0, 1.0, open_=True)
     _alike("entropy_quantile", mask, entropy=entropy)
@@ -126,8 +114,7 @@ def clip_cov(
     generator: torch.Generator | None = None,
 ) -> dict[str, Any]:
     """0 for randomly chosen tokens whose ``(A - mean A) (logprob - mean logprob)`` lies between ``low`` and ``high``,
-    so many as ``fraction`` of all, one at least; else 1 (Clip-Cov, arXiv 2505.22617, as verl, whose defaults these
-    are).
+    so many as ``fraction`` of all, one at least; else 1 (Clip-Cov, arXiv 2505.22617).
 
     All of target's shape; ``mask`` bool: the tokens that count. ``clipped`` bool: tokens whose ratio the loss clips
     already, which are not chosen.
@@ -143,7 +130,7 @@ def clip_cov(
 
 def kl_cov(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, fraction: float = 2e-4) -> dict[str, Any]:
     """1 for the ``fraction`` of tokens with the largest ``(A - mean A) (logprob - mean logprob)``, one at least, else
-    0: of a penalty of these alone (KL-Cov, arXiv 2505.22617, as verl). With ``batch["ref_logprobs"]`` the old ones,
+    0: of a penalty of these alone (KL-Cov, arXiv 2505.22617). With ``batch["ref_logprobs"]`` the old ones,
 
         losses.grpo(clip_low=1.0, clip_high=math.inf) + losses.kl_to_reference("abs", **weights.kl_cov(...))
 
@@ -157,7 +144,7 @@ def kl_cov(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, fraction: floa
 def wpo(
     logprobs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor, segments: Tensor, num_segments: int, pairs: Tensor
 ) -> Tensor:
-    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827, as TRL's ``use_weighting``): of both segments the
+    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827): of both segments the
     exponential of the mean of ``logprob - log sum_j p_j^2``, multiplied; 0 for pairs with an id below 0.
 
     From ``linear_logprobs(..., log_sum_sq_probs=True)`` under ``torch.no_grad()``, all of target's shape; ``mask``
