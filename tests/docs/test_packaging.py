@@ -121,31 +121,12 @@ def wheel(sdist: Path) -> Path:
     return next(sdist.parent.glob("*.whl"))
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the wheel, which finds torch in this one."""
-    target = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
-    python = target / "bin" / "python"
-    run_pip("--python", python, "install", "--no-deps", "-q", wheel)
-    site = next(target.glob("lib/python*/site-packages"))
-    (site / "torch_of_another.pth").write_text(next(p for p in sys.path if p.endswith("site-packages")) + "\n")
-    return python
-
-
 @pytest.mark.exhaustive
 def test_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {*KERNELS, "chunked_head/py.typed", "LICENSE", "README.md", "CHANGELOG.md"} <= names
     assert not [name for name in names if name.startswith("tests")]
-
-
-@pytest.mark.exhaustive
-def test_installed(installed: Path, tmp_path: Path) -> None:
-    code = "import chunked_head, importlib.metadata as m; print(chunked_head.__version__, m.version('chunked-head'))"
-    assert run_python(code, tmp_path, interpreter=str(installed)).split() == [chunked_head.__version__] * 2
-    run_python((ROOT / "tests" / "helpers" / "typed_use.py").read_text(), tmp_path, interpreter=str(installed))
 
 
 @pytest.mark.exhaustive
@@ -167,21 +148,6 @@ def test_wheel_needs_torch_and_triton_alone(wheel: Path) -> None:
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert [line.split()[1].split(">")[0].rstrip(";") for line in needed] == ["torch", "triton"]
     assert "License-Expression: Apache-2.0" in metadata
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", [[], ["editable_mode=strict"]], ids=str)
-def test_editable_install(mode: list[str], tmp_path: Path) -> None:
-    source, target = copied(tmp_path / "source"), tmp_path / "target"
-    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(target)], check=True)
-    settings = [part for setting in mode for part in ("--config-settings", setting)]
-    python = target / "bin" / "python"
-    # the new environment sees this one's torch and setuptools
-    here = next(p for p in sys.path if p.endswith("site-packages"))
-    install = ["install", "--no-build-isolation", "--no-deps", "-q", *settings, "-e", source]
-    run_pip("--python", python, *install, env=os.environ | {"PYTHONPATH": here})
-    for cwd in (tmp_path, source)[: 1 + bool(mode)]:
-        run_python(USE, cwd, path=Path(here), interpreter=str(python))
 
 
 @pytest.mark.exhaustive

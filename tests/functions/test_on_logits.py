@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from budget import assert_within_budget
 from cases import PLACES, Place, upstream_like
-from logits_cases import assert_gradient, by_oracle, made_logits, made_target, on_logits, wide
-from loss_cases import FEWER, LOSS_CASES, SOME_CASES, LossCase, inputs_of
+from logits_cases import made_logits, made_target
 from tiers import crossed, tier
 from torch import Tensor
 from tracking import Tracker
@@ -77,47 +76,6 @@ def test_the_module_is_a_drop_in() -> None:
 
 
 # ---- every loss
-
-
-def loss_combinations() -> list:
-    """Each loss in one dtype in turn, interpreted every fourth loss; in every dtype exhaustive, but interpreted."""
-    found = []
-    for place in PLACES:
-        for i, case in enumerate(LOSS_CASES):
-            for j, dtype in enumerate(DTYPES):
-                interpreted = place.id == "triton-interpreted"
-                name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
-                param = pytest.param(case, dtype, place.values[0], marks=place.marks, id=name)
-                if interpreted and (i + 1) % 3 == j:
-                    found += tier(param, i % 4 == 0 or case.name in SOME_CASES)
-                elif not interpreted:
-                    found += tier(param, i % 3 == j)
-    return found
-
-
-@pytest.mark.parametrize(("case", "dtype", "place"), loss_combinations())
-def test_loss(case: LossCase, dtype: torch.dtype, place: Place) -> None:
-    sizes = FEWER if place == Place("triton", "cpu") else {}
-    clean = inputs_of(case, dtype, place.device, **sizes)
-    logits, batch, head = on_logits(case, clean, dtype)
-    truth = by_oracle(case, logits.double(), batch, head, clean)
-    eager = by_oracle(case, logits, batch, head, clean)
-    garbage = inputs_of(case, dtype, place.device, garbage=True, **sizes)
-    logits, batch, head = on_logits(case, garbage, dtype)
-    x = logits.requires_grad_()
-    out = logits_loss(
-        x, garbage.target, case.losses, batch=batch, num_segments=garbage.num_segments, backend=place.backend, **head
-    )
-    (grad,) = torch.autograd.grad(out.loss, x, torch.full_like(out.loss, 0.37))
-    assert out.loss.shape == () and out.plan is None
-    assert out.parts.keys() == truth[1].keys()
-    for name, value in {"loss": out.loss, **out.parts}.items():
-        plain, exact = (given[0] if name == "loss" else given[1][name] for given in (eager, truth))
-        assert value.dtype == wide(dtype)
-        # tokens' values are of order 1 and may cancel: four ulp of 1 where the sum is less
-        one = torch.maximum(exact.abs(), torch.ones_like(exact)) - exact
-        assert_within_budget(value.cpu() + one, plain + one, exact + one, torch.float32, name)
-    assert_gradient(grad, 0.37 * eager[2].double(), 0.37 * truth[2], dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
