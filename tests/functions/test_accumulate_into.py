@@ -251,6 +251,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
     "shape": (ValueError, r"must have shape \(11, 8\), that of weight, got \(8, 11\)", lambda w: zeros().view(8, 11)),
     "device": (ValueError, "accumulate_into is on meta, weight on cpu; move one", lambda w: zeros(device="meta")),
     "strided": (ValueError, "accumulate_into must be contiguous, got strides", lambda w: torch.zeros(8, 11).t()),
+    "negated": (ValueError, r"is lazily negated, .* make it by torch\.zeros", lambda w: torch._neg_view(zeros())),
     "sparse": (TypeError, "accumulate_into must be a dense tensor", lambda w: zeros().to_sparse()),
     "requires-grad": (ValueError, "must not require a gradient", lambda w: zeros(requires_grad=True)),
     "alias": (ValueError, "accumulate_into shares memory with weight", lambda w: w.detach()),
