@@ -78,7 +78,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sign: the target's factor", "kernels/gradients/row_grad.py", "tl.exp2(logprob * log2_e) - beta", "tl.exp2(logprob * log2_e) + beta", KERNELS + " -k level"),
     ("scale: total variation in kernels", "kernels/statistics/row_stats.py", "0.5 * tl.abs(p - q)", "tl.abs(p - q)", LINEAR + " -k tvd"),
     ("swapped: shares of a mixture in kernels", "kernels/statistics/row_stats.py", "beta * tl.sum(q_to_mixture, 0) + (1.0 - beta) * kl_mixture", "(1.0 - beta) * tl.sum(q_to_mixture, 0) + beta * kl_mixture", LINEAR + " -k jsd"),
-    ("offset: sums of a target in several pieces", "kernels/products/dweight.py", "end += AT_ONCE", "end += 2 * AT_ONCE", KERNELS + " -k add_rows"),
+    ("offset: sums of a target in several pieces", "kernels/products/dweight.py", "range(end, stop, AT_ONCE)", "range(end, stop, 2 * AT_ONCE)", KERNELS + " -k add_rows"),
     ("sign: offsets of strips", "kernels/common/transform.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
     ("mask: targets among kept columns", "kernels/statistics/row_stats.py", "here & (column == target)", "here", "tests/functions/test_kept.py"),
