@@ -13,6 +13,7 @@ Where statistics are known before any gradient (the plan recomputes) the first t
 leaves the gradient. A dense teacher's terms need a row of each at a time, and so the third.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -54,10 +55,10 @@ class TritonSets(SetStore):
 
     def make_logits(self) -> None:
         head, kept = self.head, self.kept
-        statistics.kept_logits(
-            self.logits, self.rows.hidden, head.weight, head.bias, kept.rows, kept.columns,
-            transform(head, self.rows.scale),
-        )  # fmt: skip
+        made = transform(head, self.rows.scale)
+        statistics.dot_columns(
+            self.logits, self.rows.hidden, head.weight, kept.columns, head.bias, made, kept.rows, -math.inf
+        )
 
     def entries(self, at: slice) -> KeptEntries:
         return KeptEntries(self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at])
@@ -71,7 +72,10 @@ class TritonSets(SetStore):
         scale = None if self.rows.scale is None else self.rows.scale[at]
         entries = self.entries(at)
         terms = terms_of(self.demand, entries.target, stats, coefficients)
-        gradients.kept_grad(self.dlogits, self.logits, entries, terms, transform(self.head, scale))
+        gradients.column_grad(
+            self.dlogits, self.logits, entries.columns, None, None, terms.without_unused(), None, 0,
+            transform(self.head, scale), entries,
+        )  # fmt: skip
 
     def put_dhidden(self, at: slice, out: Tensor) -> None:
         gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), self.kept.everywhere)

@@ -20,6 +20,7 @@ from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, TeacherHead
 from .store import MatmulStore
+from .torch_store import transform_
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 FP16_LARGEST = 64.0
@@ -195,17 +196,25 @@ class LogitsStore(KernelStore):
             statistics.row_stats(outputs_of(named, "2"), self.stored, columns, rows.target, ratio=ratio)
         if out.column_logits is not None:
             assert rows.columns is not None
-            statistics.pick_columns(out.column_logits, self.stored, rows.columns)
+            self.pick_columns(out.column_logits, rows, rows.columns, self.stored.bias)
         if out.top_k_ids is not None:
             assert out.top_k_logits is not None
             raw = logits if self.stored.bias is None else logits.add_(self.stored.bias)
             k = out.top_k_ids.shape[1]
             torch.topk(raw, k, largest=head.logit_scale > 0, out=(torch.empty_like(out.top_k_logits), out.top_k_ids))
-            # a bias is in the logits by now
-            statistics.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
+            self.pick_columns(out.top_k_logits, rows, out.top_k_ids, None)  # a bias is in the logits by now
         if self.demand.pairing is not None:
             columns_of_both = slice(0, self.demand.pairing.columns)
             self.teacher_stored = self.teacher_logits(rows, columns_of_both, teacher_outputs(out))
+
+    def pick_columns(self, out: Tensor, rows: Rows, ids: Tensor, bias: Tensor | None) -> None:
+        """Logits of the columns ``ids`` [rows, count] of each row, 0 where one is -1."""
+        at = ids.clamp(min=0)
+        x = self.stored.logits.gather(1, at).to(out.dtype)
+        if bias is not None:
+            x += bias[at]
+        transform_(x, None, self.head, rows.scale)
+        out.copy_(x.masked_fill_(ids < 0, 0.0))
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
         teacher = rows.teacher

@@ -1,9 +1,7 @@
 """Gradients of few columns of each row, by the identity of ``identity.py``.
 
-At some columns [rows, count] from exact logits, written over dlogits [rows, columns], ``column_grad_kernel``.
-
-Where a row's softmax is over a set of columns, [n] fp32, one for each entry of a set, ``kept_grad_kernel`` and
-``kept_dhidden_kernel``:
+From exact logits of entries [n], some of each row, ``column_grad_kernel``: written over dlogits [rows, columns], or
+where a row's softmax is over a set of columns, [n] fp32, whose product is ``kept_dhidden_kernel``'s:
 
     dhidden[i] = sum_{begin[i] <= e < end[i]} dlogit[e] weight[column[e]]
 """
@@ -18,11 +16,13 @@ from .identity import logits_gradient
 @kernel
 def column_grad_kernel(
     # in and out
-    dlogits_ptr,  # [rows, columns]
+    dlogits_ptr,  # [rows, columns]; of rows with sets [entries] fp32
     # inputs
-    logit_ptr,  # [rows, count] fp32, exact
-    ids_ptr,  # [rows, count] int64, -1 for none
-    sparse_ptr,  # [rows, count] fp32, what each adds to its column's gradient
+    logit_ptr,  # [entries] fp32, exact
+    column_ptr,  # [entries] int64 or int32, -1 for none
+    sparse_ptr,  # [entries] fp32, what each adds to its column's gradient; or None
+    begin_ptr,  # [rows] int64: where the set of a row begins; None without sets: each row has ``count`` entries
+    end_ptr,  # [rows] int64: and ends
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64
     target_logit_ptr,  # [rows] fp32, like all that follow
@@ -32,7 +32,7 @@ def column_grad_kernel(
     rest_ptr,
     alpha_ptr,  # or None, with eta
     eta_ptr,  # or None
-    start2_ptr,  # or None
+    start2_ptr,  # at the second temperature, or None with all that follow
     rest2_ptr,
     alpha2_ptr,
     eta2_ptr,  # or None
@@ -69,99 +69,56 @@ def column_grad_kernel(
     SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Overwrites the gradient of some columns with what exact logits give: ``p - t`` out of a rounded ``p`` would lose
+    """Gradients from exact logits, which overwrite those of some columns: ``p - t`` out of a rounded ``p`` would lose
     everything as the student nears the teacher. A column that is named twice gets both terms, once."""
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    column = tl.load(ids_ptr + row * count + k, mask=k < count, other=-1)
-    x = tl.load(logit_ptr + row * count + k, mask=k < count, other=0.0)
-    sparse = tl.zeros((BLOCK,), dtype=tl.float32)
-    first = k < count
-    for other in range(0, count):
-        same = column == tl.load(ids_ptr + row * count + other)
-        sparse += tl.where(same, tl.load(sparse_ptr + row * count + other), 0.0)
-        first = first & ((same & (k > other)) == 0)
+    begin, end = row * count, row * count + count
+    if begin_ptr is not None:
+        begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     target = tl.load(target_ptr + row)
-    offs = column - first_column
-    here = first & (column >= 0) & (offs >= 0) & (offs < columns)
-    at = dlogits_ptr + row * stride + offs
+    target_logit = load_number(target_logit_ptr, row)
     row_scale = load_number(row_scale_ptr, row)
-    omega = None
-    if kappa_ptr is not None and class_weights_ptr is not None:
-        omega = tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
-    log_q = None
-    if teacher_ptr is not None:
-        in_teacher = here & (offs < teacher_columns)
-        y = load_row(
-            teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs,
-            in_teacher, teacher_scale, teacher_softcap, load_number(teacher_row_scale_ptr, row),
-        )  # fmt: skip
-        log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
-        log_q = tl.where(in_teacher, log_q, float("-inf"))
-    grad = logits_gradient(
-        x, column == target, offs, omega, log_q, sparse, load_number(target_logit_ptr, row),
-        load_number(beta_ptr, row), load_number(kappa_ptr, row), load_number(start_ptr, row),
-        load_number(rest_ptr, row), load_number(alpha_ptr, row), load_number(eta_ptr, row),
-        load_number(start2_ptr, row), load_number(rest2_ptr, row), load_number(alpha2_ptr, row),
-        load_number(eta2_ptr, row), load_number(gamma_ptr, row), load_number(rho_ptr, row), load_number(tau_ptr, row),
-        load_number(theta_ptr, row), load_number(below_ptr, row), logit_scale, softcap, row_scale, ratio2, columns2,
-        log_beta, log_rest, tie, SECOND, False,
-    )  # fmt: skip
-    tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)
-
-
-@kernel
-def kept_grad_kernel(
-    # outputs
-    dlogit_ptr,  # [n] fp32, of raw logits
-    # inputs
-    logit_ptr,  # [n] fp32
-    column_ptr,  # [n] int32, -1 for none
-    begin_ptr,  # [rows] int64: where a row's entries begin
-    end_ptr,  # [rows] int64: and end
-    target_ptr,  # [rows] int64
-    target_logit_ptr,  # [rows] fp32, like all that follow
-    beta_ptr,  # or None
-    start_ptr,  # log p = (x - start) + rest
-    rest_ptr,
-    alpha_ptr,  # or None, with eta
-    eta_ptr,  # or None
-    start2_ptr,  # at the second temperature, or None with all that follow
-    rest2_ptr,
-    alpha2_ptr,
-    eta2_ptr,  # or None
-    # scalars
-    logit_scale,
-    softcap,
-    row_scale_ptr,  # [rows] fp32 or None
-    ratio2,
-    BLOCK: tl.constexpr,
-):
-    """Gradients of the logits of columns that rows keep, by the identity."""
-    row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
-    target = tl.load(target_ptr + row)
-    row_scale = load_number(row_scale_ptr, row)
-    beta = load_number(beta_ptr, row)
-    alpha = load_number(alpha_ptr, row)
-    eta = load_number(eta_ptr, row)
-    start2 = load_number(start2_ptr, row)
-    rest2 = load_number(rest2_ptr, row)
-    alpha2 = load_number(alpha2_ptr, row)
-    eta2 = load_number(eta2_ptr, row)
-    target_logit = tl.load(target_logit_ptr + row)
-    start, rest = tl.load(start_ptr + row), tl.load(rest_ptr + row)
-    for first in range(begin, end, BLOCK):
-        entry = first + tl.arange(0, BLOCK)
+    beta, kappa = load_number(beta_ptr, row), load_number(kappa_ptr, row)
+    start, rest = load_number(start_ptr, row), load_number(rest_ptr, row)
+    alpha, eta = load_number(alpha_ptr, row), load_number(eta_ptr, row)
+    start2, rest2 = load_number(start2_ptr, row), load_number(rest2_ptr, row)
+    alpha2, eta2 = load_number(alpha2_ptr, row), load_number(eta2_ptr, row)
+    gamma, rho, tau = load_number(gamma_ptr, row), load_number(rho_ptr, row), load_number(tau_ptr, row)
+    theta, below = load_number(theta_ptr, row), load_number(below_ptr, row)
+    for block in range(begin, end, BLOCK):
+        entry = block + tl.arange(0, BLOCK)
         column = tl.load(column_ptr + entry, mask=entry < end, other=-1)
-        here = column >= 0
-        x = tl.load(logit_ptr + entry, mask=here, other=0.0)
+        x = tl.load(logit_ptr + entry, mask=column >= 0, other=0.0)
+        offs = column - first_column
+        here = (column >= 0) & (offs >= 0) & (offs < columns)
+        sparse = None
+        if sparse_ptr is not None:
+            sparse = tl.zeros((BLOCK,), dtype=tl.float32)
+            for other in range(begin, end):
+                same = column == tl.load(column_ptr + other)
+                sparse += tl.where(same, tl.load(sparse_ptr + other), 0.0)
+                here = here & ((same & (entry > other)) == 0)
+        omega = None
+        if kappa_ptr is not None and class_weights_ptr is not None:
+            omega = tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
+        log_q = None
+        if teacher_ptr is not None:
+            in_teacher = here & (offs < teacher_columns)
+            y = load_row(
+                teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs,
+                in_teacher, teacher_scale, teacher_softcap, load_number(teacher_row_scale_ptr, row),
+            )  # fmt: skip
+            log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
+            log_q = tl.where(in_teacher, log_q, float("-inf"))
         grad = logits_gradient(
-            x, here & (column == target), column, None, None, None, target_logit, beta, None, start, rest, alpha, eta,
-            start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
-            None, None, None, None, False, False,
+            x, column == target, offs, omega, log_q, sparse, target_logit, beta, kappa, start, rest, alpha, eta,
+            start2, rest2, alpha2, eta2, gamma, rho, tau, theta, below, logit_scale, softcap, row_scale, ratio2,
+            columns2, log_beta, log_rest, tie, SECOND, False,
         )  # fmt: skip
-        tl.store(dlogit_ptr + entry, tl.where(here, grad, 0.0), mask=entry < end)
+        if begin_ptr is not None:
+            tl.store(dlogits_ptr + entry, tl.where(here, grad, 0.0), mask=entry < end)
+        else:
+            tl.store(dlogits_ptr + row * stride + offs, grad.to(dlogits_ptr.dtype.element_ty), mask=here)
 
 
 @kernel

@@ -18,72 +18,17 @@ from .identity import logits_gradient
 
 
 @triton.jit
-def grad_half(
-    dlogits,  # of whose type it is to be
-    acc,  # [BLOCK_M, WIDTH] fp32
+def store_gradient(
+    dlogits,
+    acc,  # [BLOCK_M, BLOCK_N] fp32
     bias_ptr,
     class_weights_ptr,
     target,  # [BLOCK_M] of these columns, negative where the row does not count or its target lies before them
     counts,  # [BLOCK_M]
-    target_logit,  # [BLOCK_M, 1], like all that follow; None where there is none
-    beta,
-    kappa,
-    start,
-    rest,
-    alpha,
-    eta,
-    start2,
-    rest2,
-    alpha2,
-    eta2,
-    # sizes
-    column_start,
-    columns,
-    columns2,
-    # scalars
-    logit_scale,
-    softcap,
-    row_scale,
-    ratio2,
-    WIDTH: tl.constexpr,
-    SPECIAL: tl.constexpr,  # some column is a target, or past the second softmax's last
-):
-    offs = column_start + tl.arange(0, WIDTH)
-    x = acc
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
-    x = transform_logits(x, logit_scale, softcap, row_scale)
-    is_target = None
-    if SPECIAL:
-        is_target = offs[None, :] == target[:, None]
-    omega = None
-    if kappa is not None and class_weights_ptr is not None:
-        omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
-    grad = logits_gradient(
-        x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
-        start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
-        columns2 if SPECIAL else None, None, None, None, False, True,
-    )  # fmt: skip
-    # selection, whatever stands in a row that does not count
-    return to_type_of(dlogits, tl.where(counts[:, None], grad, 0.0))
-
-
-@triton.jit
-def grad_of_tile(
-    # outputs
-    dlogits,
-    # inputs
-    acc,
-    bias_ptr,
-    class_weights_ptr,
-    target,
-    counts,
     terms,  # pointers to numbers per row
     # sizes
     row_start,
     column_start,
-    rows,
-    columns,
     columns2,
     # scalars
     logit_scale,
@@ -91,10 +36,12 @@ def grad_of_tile(
     ratio2,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPECIAL: tl.constexpr,
+    SPECIAL: tl.constexpr,  # some column is a target, or past the second softmax's last
 ):
+    """Stores a tile's gradient but for its right half, which is returned."""
     target_logit_ptr, beta_ptr, kappa_ptr, start_ptr, rest_ptr, alpha_ptr, eta_ptr = terms[:7]
     start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr, row_scale_ptr = terms[7:]
+    _, _, _, rows, columns = dlogits
     HALF: tl.constexpr = BLOCK_N // 2
     offs_row = row_start + tl.arange(0, BLOCK_M)
     in_rows = offs_row < rows
@@ -111,18 +58,29 @@ def grad_of_tile(
     rest2 = load_column(rest2_ptr, offs_row, in_rows)
     alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
     eta2 = load_column(eta2_ptr, offs_row, in_rows)
-    left, right = column_halves(acc, BLOCK_M, BLOCK_N)
-    grad = grad_half(
-        dlogits, left, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
-        start, rest, alpha, eta, start2, rest2, alpha2, eta2,
-        column_start, columns, columns2, logit_scale, softcap, row_scale, ratio2, HALF, SPECIAL,
-    )  # fmt: skip
-    store_tile(dlogits, row_start, column_start, grad)
-    return grad_half(
-        dlogits, right, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
-        start, rest, alpha, eta, start2, rest2, alpha2, eta2,
-        column_start + HALF, columns, columns2, logit_scale, softcap, row_scale, ratio2, HALF, SPECIAL,
-    )  # fmt: skip
+    halves = column_halves(acc, BLOCK_M, BLOCK_N)
+    for half in tl.static_range(2):
+        offs = column_start + half * HALF + tl.arange(0, HALF)
+        x = halves[half]
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
+        x = transform_logits(x, logit_scale, softcap, row_scale)
+        is_target = None
+        if SPECIAL:
+            is_target = offs[None, :] == target[:, None]
+        omega = None
+        if kappa_ptr is not None and class_weights_ptr is not None:
+            omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
+        grad = logits_gradient(
+            x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
+            start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
+            columns2 if SPECIAL else None, None, None, None, False, True,
+        )  # fmt: skip
+        # selection, whatever stands in a row that does not count
+        grad = to_type_of(dlogits, tl.where(counts[:, None], grad, 0.0))
+        if half == 0:
+            store_tile(dlogits, row_start, column_start, grad)
+    return grad
 
 
 @kernel
@@ -199,13 +157,13 @@ def grad_logits_kernel(
         if alpha2_ptr is not None:
             special = special | (column_start + BLOCK_N > columns2)
         if special:
-            right = grad_of_tile(
+            right = store_gradient(
                 dlogits, acc, bias_ptr, class_weights_ptr, target, counts, terms, row_start, column_start,
-                rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
+                columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
         else:
-            right = grad_of_tile(
+            right = store_gradient(
                 dlogits, acc, bias_ptr, class_weights_ptr, target, counts, terms, row_start, column_start,
-                rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,
+                columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
         store_tile(dlogits, row_start, column_start + BLOCK_N // 2, right)

@@ -21,8 +21,8 @@ from ..common.operands import (
     strip_stride,
     with_scale,
 )
-from ..common.tiles import STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
-from .column_grad import column_grad_kernel, kept_dhidden_kernel, kept_grad_kernel
+from ..common.tiles import ELSEWHERE, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
+from .column_grad import column_grad_kernel, kept_dhidden_kernel
 from .grad_logits import grad_logits_kernel
 from .row_grad import add_parts_kernel, level_rows_kernel, row_grad_kernel, scale_kernel
 
@@ -147,24 +147,29 @@ def add_parts(
 
 
 def column_grad(
-    dlogits: torch.Tensor,
-    logit: torch.Tensor,  # [rows, count] fp32
-    ids: torch.Tensor,  # [rows, count] int64
-    sparse: torch.Tensor,  # [rows, count] fp32
+    dlogits: torch.Tensor,  # [rows, columns]; [entries] fp32 with sets
+    logit: torch.Tensor,  # [rows, count] or [entries] fp32
+    columns: torch.Tensor,  # of logit's shape, int64 or int32, -1 for none
+    sparse: torch.Tensor | None,  # of logit's shape, fp32
     class_weights: torch.Tensor | None,
     terms: Terms,
     teacher_terms: TeacherTerms | None,
     first_column: int,
     transform: Transform,
+    entries: KeptEntries | None = None,  # the sets; other rows' entries stay as they are
 ) -> None:
-    (rows, count), columns = ids.shape, dlogits.shape[1]
+    """Gradients at some columns of each row."""
+    rows, count = len(terms.target), columns.shape[-1]
     teacher, sizes, scalars, constants = teacher_arguments(teacher_terms)
+    begins, ends, width, columns2, block = None, None, dlogits.shape[-1], terms.second.columns, power_of_2(count)
+    if entries is not None:
+        begins, ends, block = entries.begins, entries.ends, 128
+        width = columns2 = ELSEWHERE  # behind every column
     column_grad_kernel[(rows,)](
-        dlogits, logit, ids, sparse, class_weights, *terms.tensors, *teacher,
-        columns, first_column, terms.second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
+        dlogits, logit, columns, sparse, begins, ends, class_weights, *terms.tensors, *teacher,
+        width, first_column, columns2, sizes[0], count, dlogits.stride(0), sizes[1],
         0 if teacher_terms is None else strip_stride(teacher_terms.stored),
-        *transform, terms.second.ratio, *scalars, **constants,
-        BLOCK=power_of_2(count), num_warps=1,
+        *transform, terms.second.ratio, *scalars, **constants, BLOCK=block, num_warps=1,
     )  # fmt: skip
 
 
@@ -237,25 +242,9 @@ def scale(
     most = 8 * multiprocessors_of(source.device)
     programs, of_more = (min(most, cdiv(t.numel(), block)) if t is not None else 0 for t in (source, more))
     scale_kernel[(programs + of_more,)](
-        out, more, source, factor, one_or_nan, source.numel(), 0 if more is None else more.numel(),
-        cdiv(source.numel(), programs * block), 0 if more is None else cdiv(more.numel(), of_more * block), programs,
+        out, more, source, factor, one_or_nan, source.numel(), 0 if more is None else more.numel(), programs,
         BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
         IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
-    )  # fmt: skip
-
-
-def kept_grad(
-    dlogit: torch.Tensor,  # [n] fp32
-    logit: torch.Tensor,  # [n] fp32
-    entries: KeptEntries,
-    terms: Terms,  # without kappa
-    transform: Transform,
-) -> None:
-    """The gradients of the logits of columns that rows keep; other rows' entries stay as they are."""
-    terms = terms.without_unused()
-    kept_grad_kernel[(len(terms.target),)](
-        dlogit, logit, *entries[:3], *terms.tensors[:3], *terms.tensors[4:], *transform,
-        terms.second.ratio, BLOCK=128, num_warps=1,
     )  # fmt: skip
 
 

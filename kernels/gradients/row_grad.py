@@ -305,11 +305,11 @@ def level_rows_kernel(
 
 
 @triton.jit
-def scale_part(out_ptr, in_ptr, factor, numel, steps, program, programs, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+def scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
         numel = numel // 16 * 16  # the compiler sees it, and reads vectors
     offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    for _ in range(0, steps):
+    for _ in range(0, tl.cdiv(tl.cdiv(numel, BLOCK), programs)):
         value = tl.load(in_ptr + offs, mask=offs < numel).to(tl.float32) * factor
         tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=offs < numel)
         offs += programs.to(tl.int64) * BLOCK
@@ -327,8 +327,6 @@ def scale_kernel(
     # sizes
     numel,
     more_numel,
-    steps,
-    more_steps,
     programs,  # that scale the first
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,  # numel is a multiple of 16
@@ -342,9 +340,9 @@ def scale_kernel(
     if (not IN_PLACE) or factor != 1.0:
         program, all_programs = tl.program_id(0), tl.num_programs(0)
         if more_ptr is None:
-            scale_part(out_ptr, in_ptr, factor, numel, steps, program, all_programs, BLOCK, EVEN)
+            scale_part(out_ptr, in_ptr, factor, numel, program, all_programs, BLOCK, EVEN)
         elif program < programs:
-            scale_part(out_ptr, in_ptr, factor, numel, steps, program, programs, BLOCK, EVEN)
+            scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK, EVEN)
         else:
             more, of_more = program - programs, all_programs - programs
-            scale_part(more_ptr, more_ptr, factor, more_numel, more_steps, more, of_more, BLOCK, MORE_EVEN)
+            scale_part(more_ptr, more_ptr, factor, more_numel, more, of_more, BLOCK, MORE_EVEN)

@@ -52,23 +52,6 @@ def store_dhidden(
 
 
 @triton.jit
-def store_halves(
-    out,
-    factors,
-    left,
-    right,
-    row_start,
-    column_start,
-    counted,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    store_dhidden(out, factors, left, row_start, column_start, counted, ADD, ROWS, HALF)
-    store_dhidden(out, factors, right, row_start, column_start + HALF, counted, ADD, ROWS, HALF)
-
-
-@triton.jit
 def cut_tiles(tiles, most_parts, units, programs):
     """Number of tiles, the first, that one program each makes, and of parts that each other tile is cut into.
 
@@ -122,6 +105,7 @@ def dhidden_kernel(
         uncut, parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
     left = tl.maximum(tiles - uncut, 1)
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
+    HALF: tl.constexpr = BLOCK_N // 2
     g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
     out = dhidden_ptr, hidden
@@ -144,21 +128,20 @@ def dhidden_kernel(
             g = load_tile(g_matrix, row_start, k, BLOCK_M, BLOCK_K, not EVEN_VOCAB)
             w = load_tile(w_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
             acc = dot(g, w, acc)
-        left_half, right_half = column_halves(acc, BLOCK_M, BLOCK_N)
+        halves = column_halves(acc, BLOCK_M, BLOCK_N)
         if part_ptr is None:
-            store_halves(
-                out, factors, left_half, right_half, row_start, column_start, counted, ADD, BLOCK_M, BLOCK_N // 2
-            )
+            for half in tl.static_range(2):
+                column = column_start + half * HALF
+                store_dhidden(out, factors, halves[half], row_start, column, counted, ADD, BLOCK_M, HALF)
+        elif unit >= uncut:
+            at = part_ptr + (unit - uncut) * (BLOCK_M * BLOCK_N)
+            offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, HALF)[None, :]
+            for half in tl.static_range(2):
+                tl.store(at + half * HALF + offs, halves[half])
         else:
-            if unit >= uncut:
-                offs_row, offs_col = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N // 2)
-                at = (unit - uncut) * (BLOCK_M * BLOCK_N) + offs_row[:, None] * BLOCK_N + offs_col[None, :]
-                tl.store(part_ptr + at, left_half)
-                tl.store(part_ptr + at + BLOCK_N // 2, right_half)
-            else:
-                store_halves(
-                    out, factors, left_half, right_half, row_start, column_start, counted, ADD, BLOCK_M, BLOCK_N // 2
-                )
+            for half in tl.static_range(2):
+                column = column_start + half * HALF
+                store_dhidden(out, factors, halves[half], row_start, column, counted, ADD, BLOCK_M, HALF)
     if part_ptr is not None:
         tl.debug_barrier()  # each thread's parts are stored before one thread says so, to all of the GPU
         for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0)):

@@ -4,9 +4,9 @@ Of targets [rows], with the rows of hidden states [rows, hidden] as the matmuls 
 
     out[i] = source[order[i]] where target[i] >= 0, else 0;  logit[i] = out[i] @ weight[target[i]]
 
-Of ids [rows, count], ``dot_columns_kernel``:
+Of entries [n], some of each row, ``dot_columns_kernel``:
 
-    logit[i, k] = hidden[i] @ weight[ids[i, k]]
+    logit[e] = hidden[row[e]] @ weight[column[e]]
 """
 
 import triton.language as tl
@@ -20,7 +20,7 @@ from ..common.transform import load_number, transform_logits
 def clean_rows_kernel(
     # outputs
     out_ptr,  # [rows, hidden] contiguous: the source, 0 where a row does not count, whatever stands there
-    logit_ptr,  # [rows] fp32 as ``dot_columns_kernel`` makes them of one id a row, or None
+    logit_ptr,  # [rows] fp32 as ``dot_columns_kernel`` makes them of one entry a row, or None
     zeros_ptr,  # [zeros] int32 of 0, or None
     # inputs
     source_ptr,  # [rows, hidden]
@@ -71,68 +71,50 @@ def clean_rows_kernel(
 @kernel
 def dot_columns_kernel(
     # outputs
-    logit_ptr,  # [rows, count] fp32, where an id is -1 column 0's of a row of zeros, 0 where it is ELSEWHERE
+    logit_ptr,  # [entries] fp32, ``nothing`` where a column is -1, 0 where it is ELSEWHERE
     # inputs
     hidden_ptr,  # [rows, hidden]
     weight_ptr,  # [vocab, hidden]
-    ids_ptr,  # [rows, count] int64, -1 for none, or ELSEWHERE
+    column_ptr,  # [entries] int64 or int32, -1 for none, or ELSEWHERE
+    row_ptr,  # [entries] int64, of hidden and of row_scale; None where each row has ``count`` entries
     bias_ptr,  # [vocab] or None
     # sizes
-    hidden,
-    hidden_stride,
+    entries,
     count,
+    hidden,
+    hidden_row_stride,
+    hidden_column_stride,
+    weight_row_stride,
+    weight_column_stride,
     # scalars
+    nothing,
     logit_scale,
     softcap,
     row_scale_ptr,  # [rows] fp32 or None
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gathered rows of the weight times the row of hidden states, in fp32."""
-    row = tl.program_id(0).to(tl.int64)
-    row_scale = load_number(row_scale_ptr, row)
-    k = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-    asked = tl.load(ids_ptr + row * count + k, mask=k < count, other=0)
-    here = asked < ELSEWHERE
-    column = tl.where(here, tl.maximum(asked, 0), 0)
+    """Gathered rows of the weight times gathered rows of hidden states, in fp32."""
+    entry = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    asked = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
+    named = asked >= 0
+    column = tl.where(named & (asked < ELSEWHERE), asked, 0)
+    row = entry // count
+    if row_ptr is not None:
+        row = tl.load(row_ptr + entry, mask=named, other=0)
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        h = tl.load(hidden_ptr + row * hidden_stride + offs, mask=offs < hidden, other=0.0).to(tl.float32)
-        at = weight_ptr + column[:, None] * hidden + offs[None, :]
-        w = tl.load(at, mask=(k < count)[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
-        # whatever stands in a row that does not count
-        lanes += tl.where((asked >= 0)[:, None], h[None, :] * w, 0.0)
+        offs = start + tl.arange(0, BLOCK).to(tl.int64)
+        mask = named[:, None] & (offs < hidden)[None, :]
+        at = hidden_ptr + row[:, None] * hidden_row_stride + offs[None, :] * hidden_column_stride
+        h = tl.load(at, mask=mask, other=0.0).to(weight_ptr.dtype.element_ty).to(tl.float32)
+        at = weight_ptr + column[:, None] * weight_row_stride + offs[None, :] * weight_column_stride
+        lanes += h * tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x = tl.sum(lanes, 1)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + column).to(tl.float32)
-    x = tl.where(here, transform_logits(x, logit_scale, softcap, row_scale), 0.0)
-    tl.store(logit_ptr + row * count + k, x, mask=k < count)
-
-
-@kernel
-def pick_columns_kernel(
-    # outputs
-    logit_ptr,  # [rows, count] fp32, 0 where an id is -1
-    # inputs
-    logits_ptr,  # [rows, vocab], before bias and transform
-    ids_ptr,  # [rows, count] int64, -1 for none
-    bias_ptr,  # [vocab] or None
-    # sizes
-    count,
-    stride,
-    # scalars
-    logit_scale,
-    softcap,
-    row_scale_ptr,  # [rows] fp32 or None
-    BLOCK: tl.constexpr,
-):
-    """Logits of some columns of each row, out of stored raw logits."""
-    row = tl.program_id(0).to(tl.int64)
-    row_scale = load_number(row_scale_ptr, row)
-    k = tl.arange(0, BLOCK)
-    column = tl.load(ids_ptr + row * count + k, mask=k < count, other=-1)
-    x = tl.load(logits_ptr + row * stride + column, mask=column >= 0, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, mask=column >= 0, other=0.0).to(tl.float32)
-    tl.store(logit_ptr + row * count + k, transform_logits(x, logit_scale, softcap, row_scale), mask=k < count)
+        x += tl.load(bias_ptr + column, mask=named, other=0.0).to(tl.float32)
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row, mask=named, other=1.0)
+    x = tl.where(asked < ELSEWHERE, transform_logits(x, logit_scale, softcap, row_scale), 0.0)
+    tl.store(logit_ptr + entry, tl.where(named, x, nothing), mask=entry < entries)

@@ -52,13 +52,6 @@ def read_targets_kernel(
     tl.store(inverse_ptr, tl.div_rn(one_or_nan, tl.maximum(number, 1.0)))
 
 
-@triton.jit
-def put_field(out_ptr, value_ptr, row, rows, counts, shift):
-    if value_ptr is not None:
-        value = tl.load(value_ptr + row + shift, mask=counts, other=0.0)
-        tl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=row < rows)
-
-
 @kernel
 def read_fields_kernel(
     # outputs
@@ -78,10 +71,11 @@ def read_fields_kernel(
     """Shifts fields to the rows that predict them, 0 where a row does not count."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(target_ptr + row, mask=row < tokens, other=-1) >= 0
-    put_field(out_ptr, first_ptr, row, tokens, counts, shift)
-    put_field(out_ptr + tokens, second_ptr, row, tokens, counts, shift)
-    put_field(out_ptr + 2 * tokens, third_ptr, row, tokens, counts, shift)
-    put_field(out_ptr + 3 * tokens, fourth_ptr, row, tokens, counts, shift)
+    given = first_ptr, second_ptr, third_ptr, fourth_ptr
+    for i in tl.static_range(4):
+        if given[i] is not None:
+            value = tl.load(given[i] + row + shift, mask=counts, other=0.0)
+            tl.store(out_ptr + i * tokens + row, value.to(out_ptr.dtype.element_ty), mask=row < tokens)
 
 
 @triton.jit

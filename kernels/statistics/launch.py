@@ -22,12 +22,12 @@ from ..common.operands import (
     with_scale,
 )
 from ..common.tiles import Matrix, Quantised, Tile, cdiv, power_of_2, row_block
-from .columns import clean_rows_kernel, dot_columns_kernel, pick_columns_kernel
+from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
 from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
 from .quantise import quantise_kernel
-from .row_stats import kept_logits_kernel, kept_stats_kernel, pair_stats_kernel, row_stats_kernel
+from .row_stats import kept_stats_kernel, pair_stats_kernel, row_stats_kernel
 
 
 class Outputs(NamedTuple):
@@ -224,27 +224,22 @@ def pair_stats(
 
 
 def dot_columns(
-    logit: torch.Tensor,  # [rows, count] fp32
-    hidden: torch.Tensor,  # [rows, hidden], columns contiguous
-    weight: torch.Tensor,  # [vocab, hidden] contiguous
-    ids: torch.Tensor,  # [rows, count] int64 contiguous, -1 for none
+    logit: torch.Tensor,  # [rows, count] or [entries] fp32, contiguous
+    hidden: torch.Tensor,  # [rows, hidden]
+    weight: torch.Tensor,  # [vocab, hidden]
+    columns: torch.Tensor,  # of logit's shape, int64 or int32, contiguous, -1 for none
     bias: torch.Tensor | None,
     transform: Transform,
+    rows: torch.Tensor | None = None,  # [entries] int64; None: those of ``logit``
+    nothing: float = 0.0,
 ) -> None:
-    rows, count = ids.shape
+    """Exact logits of some columns, ``nothing`` where there is none."""
+    entries, count, width = columns.numel(), columns.shape[-1], hidden.shape[1]
     # a target has a program of its own, whatever else is asked for: the same sum in the same order in every call
-    at_once, block = (1, 2048) if count == 1 else (8, 512)
-    dot_columns_kernel[(rows, cdiv(count, at_once))](
-        logit, hidden, weight, ids, bias, hidden.shape[1], hidden.stride(0), count, *transform,
-        AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4,
-    )  # fmt: skip
-
-
-def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None:
-    rows, count = ids.shape
-    pick_columns_kernel[(rows,)](
-        logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), *stored.transform,
-        BLOCK=power_of_2(count), num_warps=1,
+    at_once, block = (1, 2048) if count == 1 and rows is None else (8, 256)
+    dot_columns_kernel[(cdiv(entries, at_once),)](
+        logit, hidden, weight, columns, rows, bias, entries, count, width, *hidden.stride(), *weight.stride(), nothing,
+        *transform, AT_ONCE=at_once, BLOCK=min(power_of_2(width), block), num_warps=4,
     )  # fmt: skip
 
 
@@ -295,23 +290,6 @@ def kept_sets(
     kept_entries_kernel[(cdiv(entries + tokens, block),)](
         rows, columns, entry_bias, *wrong, begins, ends, ids, offsets, bias, target, *numbers, vocab,
         tokens.bit_length(), shift, BLOCK=block, AT_ONCE=16, num_warps=4,
-    )  # fmt: skip
-
-
-def kept_logits(
-    logit: torch.Tensor,  # [n] fp32
-    hidden: torch.Tensor,  # [rows, hidden]
-    weight: torch.Tensor,  # [vocab, hidden] contiguous
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,  # [n] int64, of the scale of rows
-    columns: torch.Tensor,  # [n] int32, -1 for none
-    transform: Transform,
-) -> None:
-    count, width, at_once = len(logit), hidden.shape[1], 8
-    kept_logits_kernel[(cdiv(count, at_once),)](
-        logit, hidden, weight, bias, rows, columns, count, width, *hidden.stride(),
-        *weight.stride(), *transform,
-        AT_ONCE=at_once, BLOCK=min(power_of_2(width), 256), num_warps=4,
     )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ Of rows [rows, columns], ``row_stats_kernel``:
 Divergences of the softmaxes of two rows whose normalisers are known, ``pair_stats_kernel``: each is summed from
 differences of log-probabilities, so that equal rows give exactly 0.
 
-Of a set of columns per row, ``kept_logits_kernel`` and ``kept_stats_kernel``, logits [n] fp32 of all sets' entries:
+Of a set of columns per row, from the logits [n] fp32 of all sets' entries, ``kept_stats_kernel``:
 
-    logit[e] = hidden[row[e]] @ weight[column[e]],  lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
+    lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
 
 import triton
@@ -239,54 +239,6 @@ def pair_stats_kernel(
         tl.store(overlap_ptr + row, tl.sum(overlap, 0))
     if below_ptr is not None:
         tl.store(below_ptr + row, tl.sum(below, 0))
-
-
-@kernel
-def kept_logits_kernel(
-    # outputs
-    logit_ptr,  # [n] fp32, -inf where an entry is none
-    # inputs
-    hidden_ptr,  # [rows, hidden]
-    weight_ptr,  # [vocab, hidden]
-    bias_ptr,  # [vocab] or None
-    row_ptr,  # [n] int64, of hidden and of row_scale
-    column_ptr,  # [n] int32, -1 for none
-    # sizes
-    entries,
-    hidden,
-    row_stride,
-    column_stride,
-    weight_row_stride,
-    weight_column_stride,
-    # scalars
-    logit_scale,
-    softcap,
-    row_scale_ptr,  # [rows] fp32 or None
-    AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Gathered rows of the weight times gathered rows of hidden states, in fp32."""
-    entry = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
-    here = column >= 0
-    source = tl.load(row_ptr + entry, mask=here, other=0)
-    lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
-    for start in range(0, hidden, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        mask = here[:, None] & (offs < hidden)[None, :]
-        at = hidden_ptr + source[:, None] * row_stride + offs.to(tl.int64)[None, :] * column_stride
-        h = tl.load(at, mask=mask, other=0.0).to(weight_ptr.dtype.element_ty).to(tl.float32)
-        at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride
-        w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        lanes += h * w
-    x = tl.sum(lanes, 1)
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)
-    row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + tl.load(row_ptr + entry, mask=here, other=0), mask=here, other=1.0)
-    x = transform_logits(x, logit_scale, softcap, row_scale)
-    tl.store(logit_ptr + entry, tl.where(here, x, float("-inf")), mask=entry < entries)
 
 
 @kernel
