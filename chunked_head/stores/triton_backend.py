@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, RowStats
-from ..kernels.common.gpus import gpu_of, multiprocessors_of
+from ..kernels.common.gpus import RELATIVE_STRIP, gpu_of, multiprocessors_of
 from ..kernels.common.operands import KeptEntries
 from ..kernels.common.tiles import INTERPRETED
 from ..kernels.gradients import launch as gradients
@@ -122,6 +122,8 @@ class TritonBackend(Backend):
         aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
         if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
             return LogitsStore
+        if (layout.demand.views[-1].columns or 0) % RELATIVE_STRIP:
+            return LogitsStore  # a second softmax would end within a strip
         # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
         one_factor = layout.dtype == torch.bfloat16 and layout.demand.rank_one and layout.demand.one_sweep
         fast = one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows

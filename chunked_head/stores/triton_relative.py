@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, RowStats
-from ..kernels.common.gpus import RELATIVE_STRIP, split_strips
+from ..kernels.common.gpus import RELATIVE_STRIP
 from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
 from ..kernels.common.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ..kernels.gradients import launch as gradients
@@ -49,7 +49,6 @@ class RelativeStore(HalfStore):
             yield from teacher_buffers(sizes, rows, last)
         relative = stored and cls.name == "relative"
         strips = gpu.strips_of(sizes.vocab, sizes.hidden, relative)
-        strips += split_strips(demand.views[-1].columns)
         numbers = 2 + demand.entropy[0] + demand.weighted_sum + 2 * demand.top
         numbers += (len(demand.views) > 1) + any(demand.entropy[1:])
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
@@ -73,7 +72,6 @@ class RelativeStore(HalfStore):
         two = len(demand.views) > 1
         self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)
         strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and self.name == "relative")
-        strip_count += split_strips(demand.views[-1].columns)
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],

@@ -17,12 +17,6 @@ SHORT_HIDDEN = 1024
 RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
 
 
-def split_strips(columns2: int | None) -> int:
-    """1 where a second softmax, over the first ``columns2``, ends within a strip: the columns behind its last have a
-    strip of their own, after all others."""
-    return int(columns2 is not None and columns2 % RELATIVE_STRIP != 0)
-
-
 class Gpu(NamedTuple):
     """An architecture. Of the tiles only Hopper's are measured on a GPU of its own."""
 

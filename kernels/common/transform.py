@@ -145,8 +145,6 @@ def load_block(
     row_scale,
     row_start=None,  # of relative logits, with row_rest: their log-probabilities (x - row_start) + row_rest are wanted
     row_rest=None,
-    columns2=None,  # of a softmax that may end within the strip, with offset_behind
-    offset_behind=None,  # [rows, 1] the strip's offset from there on
 ):
     """A block of rows and columns, as the softmax sees it; outside -inf where logits are relative, else anything."""
     at = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
@@ -156,9 +154,6 @@ def load_block(
         offset = tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
         if row_start is not None:
             offset = (offset - row_start) + row_rest
-        if offset_behind is not None:
-            behind = offs >= tl.where(start < columns2, columns2, start + STRIP)
-            offset = tl.where(behind[None, :], offset_behind, offset)
         return tl.load(at, mask=mask, other=float("-inf")).to(tl.float32) + offset
     else:
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)

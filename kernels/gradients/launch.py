@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of, split_strips
+from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ..common.operands import (
     ALL_ROWS,
     PLAIN,
@@ -107,10 +107,8 @@ def row_grad(
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
 ) -> None:
-    (rows, columns), strip_behind = dlogits.shape, None
+    rows, columns = dlogits.shape
     if stored.offset is not None:
-        if terms.second.columns < columns and split_strips(terms.second.columns):
-            strip_behind = stored.offset.shape[0] - 1
         # several strips a program: what is per row is loaded once for them
         block_rows, column_programs = 8, row_programs(columns)
         block, warps = RELATIVE_STRIP, 4
@@ -125,7 +123,7 @@ def row_grad(
         dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, *terms.tensors, *teacher,
         rows, columns, first_column, terms.second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
-        strip_stride(stored) if teacher_terms is None else strip_stride(stored, teacher_terms.stored), strip_behind,
+        strip_stride(stored) if teacher_terms is None else strip_stride(stored, teacher_terms.stored),
         next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, terms.second.ratio, *scalars,
         **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,

@@ -70,7 +70,6 @@ def row_grad_kernel(
     dlogits_stride,
     teacher_stride,
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
-    strip_behind,  # where logits are relative, the strip of those behind columns2 in its strip; None for none
     parts_stride,  # from program to program of the parts; None without them
     count_ptr,  # [] int64: how many rows of the call count, or None for all
     first_row,  # of these rows in the call
@@ -128,10 +127,6 @@ def row_grad_kernel(
     tau = load_column(tau_ptr, offs_row, in_rows)
     theta = load_column(theta_ptr, offs_row, in_rows)
     below = load_column(below_ptr, offs_row, in_rows)
-    offset_behind = None
-    if strip_behind is not None:
-        behind_at = strip_offset_ptr + tl.cast(strip_behind, tl.int64) * strip_stride
-        offset_behind = load_column(behind_at, offs_row, in_rows)
     read_start, read_rest = None, None
     if LOGARITHMS:
         target_logit = (target_logit - row_start) + row_rest
@@ -145,7 +140,7 @@ def row_grad_kernel(
         in_columns = offs < columns
         x = load_block(
             logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
-            in_columns, logit_scale, softcap, row_scale, read_start, read_rest, columns2, offset_behind,
+            in_columns, logit_scale, softcap, row_scale, read_start, read_rest,
         )  # fmt: skip
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:

@@ -30,229 +30,117 @@ REACH = tl.constexpr(60.0)
 
 
 @triton.jit
-def finish_half(
-    out,
-    x,  # [BLOCK_M, COLUMNS] fp32
-    shift,  # [BLOCK_M] the strip's offset
-    shift_behind,  # [BLOCK_M] the offset of columns from columns2 on; None where the tile has not both kinds
-    target,
-    row_start,
-    first_column,
-    columns2,
-    ratio2,
-    STORED: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    SECOND: tl.constexpr,
-    SHIFTED2: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Stores half of a tile; its sums: of exponentials, of those times their exponents, and both at the second softmax;
-    with ``shift_behind`` the first two up to columns2, and then from there on."""
-    offs_col = first_column + tl.arange(0, COLUMNS)
-    if RELATIVE or SECOND:
-        z = x - shift[:, None]
-        if shift_behind is not None:
-            shared = tl.broadcast_to((offs_col < columns2)[None, :], x.shape)
-            z = tl.where(shared, z, x - shift_behind[:, None])
-        e = tl.exp2(z * log2_e)
-    else:
-        # one fused multiply-add; its constant's rounding is one for a row, and taken out of the sums
-        z = tl.math.fma(x, tl.full(x.shape, log2_e, tl.float32), tl.broadcast_to((shift * -log2_e)[:, None], x.shape))
-        e = tl.exp2(z)
-    if target is not None:
-        is_target = offs_col[None, :] == target[:, None]
-        e = tl.where(is_target, 0.0, e)
-    sums = tl.sum(e, 1)
-    shifted, sums2, shifted2, behind, shifted_behind = sums, sums, sums, sums, sums
-    if SHIFTED:
-        moments = e * tl.maximum(z, -160.0)  # 0 below, where a logit of -inf would make it nan
-        shifted = tl.sum(moments, 1)
-    if shift_behind is not None:
-        sums, behind = tl.sum(tl.where(shared, e, 0.0), 1), tl.sum(tl.where(shared, 0.0, e), 1)
-        if SHIFTED:
-            shifted = tl.sum(tl.where(shared, moments, 0.0), 1)
-            shifted_behind = tl.sum(tl.where(shared, 0.0, moments), 1)
-    if SECOND:
-        z2 = z
-        if ratio2 is not None:
-            z2 = z * ratio2
-        e2 = tl.exp2(z2 * log2_e)
-        if target is not None:
-            e2 = tl.where(is_target, 0.0, e2)
-        if shift_behind is not None:
-            e2 = tl.where(shared, e2, 0.0)
-        elif columns2 is not None:
-            e2 = tl.where(first_column < columns2, e2, 0.0)
-        sums2 = tl.sum(e2, 1)
-        if SHIFTED2:
-            shifted2 = tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1)
-    if STORED:
-        if RELATIVE:
-            store_tile(out, row_start, first_column, z)
-        else:
-            store_tile(out, row_start, first_column, e)
-    return sums, shifted, sums2, shifted2, behind, shifted_behind
-
-
-@triton.jit
-def finish_strip(
+def finish_tile(
     out,  # matrix: exponentials or relative logits; a descriptor and a pointer of None where nothing is stored
     strips,  # pointers to what is left of each strip
     strip_stride,  # from strip to strip of these
-    x,  # [BLOCK_M, STRIP] fp32
+    tile,  # [BLOCK_M, BLOCK_N] fp32
     class_weights_ptr,
     row_offset,  # None: each strip's own maximum
     target,  # None where no column of these is one
-    exact,  # [BLOCK_M] the target's logit, in place of the one of e4m3 operands; None where x has it
-    row_start,
-    strip,
-    vocab,
-    second,  # columns (None for all) and ratio of the second softmax, and the strip of those behind its last
-    BLOCK_M: tl.constexpr,
-    STRIP: tl.constexpr,
-    STORE: tl.constexpr,
-    EDGE: tl.constexpr,
-    SPLIT: tl.constexpr,  # the second softmax may end within the strip
-):
-    """A strip's statistics but for its sum of exponentials, which is returned: negative where the offset is its own
-    instead of the row's.
-
-    A strip within which the second softmax ends is two: its columns behind that have an offset and sums of their own in
-    a strip after all others. Either kind may be so far above the other that of this nothing would be left."""
-    offset_ptr, _, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
-    columns2, ratio2, strip_behind = second
-    offs_row = row_start + tl.arange(0, BLOCK_M)
-    first = strip * STRIP
-    offs_col = first + tl.arange(0, STRIP)
-    in_rows = offs_row < out[3]
-    in_vocab = offs_col < vocab
-    stats_at = strip.to(tl.int64) * strip_stride + offs_row
-    STORED: tl.constexpr = out[0] is not None or out[1] is not None
-    RELATIVE: tl.constexpr = STORED and row_offset is None
-    SHIFTED: tl.constexpr = shifted_sum_ptr is not None
-    SECOND: tl.constexpr = sum2_ptr is not None
-    SHIFTED2: tl.constexpr = shifted_sum2_ptr is not None
-    if exact is not None:
-        x = tl.where(offs_col[None, :] == target[:, None], exact[:, None], x)
-    if weighted_sum_ptr is not None:
-        omega = tl.where(in_vocab, 1.0, 0.0)
-        if class_weights_ptr is not None:
-            omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
-        # selection, so that a logit of -inf with weight 0 does not become nan
-        weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
-        tl.store(weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
-    if EDGE:
-        x = tl.where(in_vocab[None, :], x, float("-inf"))
-    top = tl.max(x, 1)
-    if top_ptr is not None:
-        here = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
-        tl.store(top_ptr + stats_at, top, mask=in_rows)
-        tl.store(argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
-    offset = top
-    if row_offset is not None:
-        offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
-    shift_behind = None
-    if SPLIT:
-        shared = (offs_col < columns2)[None, :]
-        top_behind = tl.max(tl.where(shared, float("-inf"), x), 1)
-        offset = tl.where(first < columns2, tl.max(tl.where(shared, x, float("-inf")), 1), top_behind)
-        shift_behind = tl.where(top_behind == float("-inf"), 0.0, top_behind)
-    shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of nothing but -inf: exp(-inf - 0) = 0
-
-    if STORE == STRIP:
-        sums, shifted, sums2, shifted2, behind, shifted_behind = finish_half(
-            out, x, shift, shift_behind, target, row_start, first, columns2, ratio2,
-            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
-        )  # fmt: skip
-    else:
-        left, right = column_halves(x, BLOCK_M, STRIP)
-        sums, shifted, sums2, shifted2, behind, shifted_behind = finish_half(
-            out, left, shift, shift_behind, target, row_start, first, columns2, ratio2,
-            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
-        )  # fmt: skip
-        more, more_shifted, more2, more_shifted2, more_behind, more_shifted_behind = finish_half(
-            out, right, shift, shift_behind, target, row_start, first + STORE, columns2, ratio2,
-            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
-        )  # fmt: skip
-        sums, shifted, sums2, shifted2 = sums + more, shifted + more_shifted, sums2 + more2, shifted2 + more_shifted2
-        behind, shifted_behind = behind + more_behind, shifted_behind + more_shifted_behind
-    if SPLIT:
-        split = (first < columns2) & (columns2 < first + STRIP)
-        # what merges to nothing of statistics that the strip has of all its columns
-        behind_at, here = strip_behind.to(tl.int64) * strip_stride + offs_row, offs_row < tl.where(split, out[3], 0)
-        tl.store(offset_ptr + behind_at, top_behind, mask=here)
-        tl.store(strips[1] + behind_at, behind, mask=here)
-        tl.store(sum2_ptr + behind_at, tl.zeros_like(behind), mask=here)
-        if SHIFTED:
-            tl.store(shifted_sum_ptr + behind_at, shifted_behind, mask=here)
-        if SHIFTED2:
-            tl.store(shifted_sum2_ptr + behind_at, tl.zeros_like(behind), mask=here)
-        if weighted_sum_ptr is not None:
-            tl.store(weighted_sum_ptr + behind_at, tl.zeros_like(behind), mask=here)
-        if top_ptr is not None:
-            tl.store(top_ptr + behind_at, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=here)
-            tl.store(argmax_ptr + behind_at, tl.full((BLOCK_M,), 2147483647, tl.int32), mask=here)
-        sums, shifted = tl.where(split, sums, sums + behind), tl.where(split, shifted, shifted + shifted_behind)
-    if not (RELATIVE or SECOND):
-        # what the fused multiply-add's constant was rounded by; exponents are of base 2
-        rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
-        shifted = (shifted - rounded * sums) * (tl.exp2(-rounded) * ln_2)
-        sums = sums * tl.exp2(-rounded)
-    if row_offset is not None:
-        own = offset != row_offset
-        tl.store(offset_ptr + stats_at, offset, mask=in_rows & own)
-        sums = tl.where(own, -sums, sums)
-    else:
-        tl.store(offset_ptr + stats_at, offset, mask=in_rows)
-    if SHIFTED:
-        tl.store(shifted_sum_ptr + stats_at, shifted, mask=in_rows)
-    if SECOND:
-        tl.store(sum2_ptr + stats_at, sums2, mask=in_rows)
-        if SHIFTED2:
-            tl.store(shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
-    return sums
-
-
-@triton.jit
-def finish_tile(
-    out,  # as all but the tile's number
-    strips,
-    strip_stride,
-    x,
-    class_weights_ptr,
-    row_offset,
-    target,
-    exact,
+    exact,  # [BLOCK_M] the target's logit, in place of the one of e4m3 operands; None where the tile has it
     row_start,
     tile_n,
     vocab,
-    second,
+    second,  # columns, which end where a strip does, or None for all, and ratio of the second softmax
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
     EDGE: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
-    """All of a tile but its last strip's sum, which is returned."""
-    if STRIP == BLOCK_N:
-        return finish_strip(
-            out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n, vocab,
-            second, BLOCK_M, STRIP, BLOCK_N // 2, EDGE, SPLIT,
-        )  # fmt: skip
-    else:
-        left, right = column_halves(x, BLOCK_M, BLOCK_N)
-        sums = finish_strip(
-            out, strips, strip_stride, left, class_weights_ptr, row_offset, target, exact, row_start, tile_n * 2, vocab,
-            second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
-        )  # fmt: skip
-        offs_row = row_start + tl.arange(0, BLOCK_M)
-        tl.store(strips[1] + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < out[3])
-        # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
-        return finish_strip(
-            out, strips, strip_stride, right, class_weights_ptr, row_offset, target, exact, row_start, tile_n * 2 + 1,
-            vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
-        )  # fmt: skip
+    """Stores a tile and its strips' statistics but for the sum of exponentials of the last, which is returned: negative
+    where the offset is the strip's own instead of the row's."""
+    offset_ptr, sum_ptr, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
+    columns2, ratio2 = second
+    STRIPS: tl.constexpr = BLOCK_N // STRIP
+    HALF: tl.constexpr = BLOCK_N // 2
+    STORED: tl.constexpr = out[0] is not None or out[1] is not None
+    RELATIVE: tl.constexpr = STORED and row_offset is None
+    SECOND: tl.constexpr = sum2_ptr is not None
+    offs_row = row_start + tl.arange(0, BLOCK_M)
+    in_rows = offs_row < out[3]
+    # past the vocabulary a strip leaves what merges to nothing (-inf, 0), and its store falls outside
+    for i in tl.static_range(STRIPS):
+        x = tile if STRIPS == 1 else column_halves(tile, BLOCK_M, BLOCK_N)[i]
+        strip = tile_n * STRIPS + i
+        offs_col = strip * STRIP + tl.arange(0, STRIP)
+        in_vocab = offs_col < vocab
+        stats_at = strip.to(tl.int64) * strip_stride + offs_row
+        if exact is not None:
+            x = tl.where(offs_col[None, :] == target[:, None], exact[:, None], x)
+        if weighted_sum_ptr is not None:
+            omega = tl.where(in_vocab, 1.0, 0.0)
+            if class_weights_ptr is not None:
+                omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
+            # selection, so that a logit of -inf with weight 0 does not become nan
+            weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
+            tl.store(weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
+        if EDGE:
+            x = tl.where(in_vocab[None, :], x, float("-inf"))
+        top = tl.max(x, 1)
+        if top_ptr is not None:
+            here = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
+            tl.store(top_ptr + stats_at, top, mask=in_rows)
+            tl.store(argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
+        offset = top
+        if row_offset is not None:
+            offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
+        shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of nothing but -inf: exp(-inf - 0) = 0
+        sums, shifted, sums2, shifted2 = top, top, top, top  # until the first half's are there
+        for half in tl.static_range(2 // STRIPS):
+            part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
+            first = strip * STRIP + half * HALF
+            if RELATIVE or SECOND:
+                z = part - shift[:, None]
+                e = tl.exp2(z * log2_e)
+            else:
+                # one fused multiply-add; its constant's rounding is one for a row, and taken out of the sums
+                moved = tl.broadcast_to((shift * -log2_e)[:, None], part.shape)
+                z = tl.math.fma(part, tl.full(part.shape, log2_e, tl.float32), moved)
+                e = tl.exp2(z)
+            if target is not None:
+                is_target = (first + tl.arange(0, HALF))[None, :] == target[:, None]
+                e = tl.where(is_target, 0.0, e)
+            sums = tl.sum(e, 1) if half == 0 else sums + tl.sum(e, 1)
+            if shifted_sum_ptr is not None:
+                moment = tl.sum(e * tl.maximum(z, -160.0), 1)  # 0 below, where a logit of -inf would make it nan
+                shifted = moment if half == 0 else shifted + moment
+            if SECOND:
+                z2 = z
+                if ratio2 is not None:
+                    z2 = z * ratio2
+                e2 = tl.exp2(z2 * log2_e)
+                if target is not None:
+                    e2 = tl.where(is_target, 0.0, e2)
+                if columns2 is not None:
+                    e2 = tl.where(first < columns2, e2, 0.0)
+                sums2 = tl.sum(e2, 1) if half == 0 else sums2 + tl.sum(e2, 1)
+                if shifted_sum2_ptr is not None:
+                    moment2 = tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1)
+                    shifted2 = moment2 if half == 0 else shifted2 + moment2
+            if STORED:
+                store_tile(out, row_start, first, z if RELATIVE else e)
+        if not (RELATIVE or SECOND):
+            # what the fused multiply-add's constant was rounded by; exponents are of base 2
+            rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
+            if shifted_sum_ptr is not None:
+                shifted = (shifted - rounded * sums) * (tl.exp2(-rounded) * ln_2)
+            sums = sums * tl.exp2(-rounded)
+        if row_offset is not None:
+            own = offset != row_offset
+            tl.store(offset_ptr + stats_at, offset, mask=in_rows & own)
+            sums = tl.where(own, -sums, sums)
+        else:
+            tl.store(offset_ptr + stats_at, offset, mask=in_rows)
+        if shifted_sum_ptr is not None:
+            tl.store(shifted_sum_ptr + stats_at, shifted, mask=in_rows)
+        if SECOND:
+            tl.store(sum2_ptr + stats_at, sums2, mask=in_rows)
+            if shifted_sum2_ptr is not None:
+                tl.store(shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
+        if i < STRIPS - 1:
+            tl.store(sum_ptr + stats_at, sums, mask=in_rows)
+    return sums
 
 
 @kernel
@@ -288,7 +176,7 @@ def exp_logits_kernel(
     out_stride,  # from row to row
     vocab,
     hidden,
-    columns2,  # that the second softmax is over; None for all, or without one
+    columns2,  # that the second softmax is over, a multiple of STRIP; None for all, or without one
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
@@ -311,8 +199,7 @@ def exp_logits_kernel(
         strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
         strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr,
     )  # fmt: skip
-    SPLIT: tl.constexpr = columns2 is not None
-    second = columns2, ratio2, tiles_n * (BLOCK_N // STRIP)
+    second = columns2, ratio2
     # flattened the tile loop is one with the loop over K, so that the next tile's loads run under this one's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
@@ -342,22 +229,20 @@ def exp_logits_kernel(
             special = tl.max((target // BLOCK_N == tile_n).to(tl.int32), 0) > 0
         if not EVEN_VOCAB:
             special = special | (tile_n == tiles_n - 1)
-        if SPLIT:
-            special = special | ((tile_n * BLOCK_N < columns2) & (columns2 < (tile_n + 1) * BLOCK_N))
-        # Few tiles hold a target or the end of a softmax. What these need would cost every element of every tile two
-        # operations, 3 to 10 % of the time; with its own stores in it, the branch stays a branch.
+        # Few tiles hold a target or the end of the vocabulary. What these need would cost every element of every tile
+        # two operations, 3 to 10 % of the time; with its own stores in it, the branch stays a branch.
         if special:
             exact = None
             if target_logit_ptr is not None:
                 exact = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
             sums = finish_tile(
                 out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n,
-                vocab, second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB, SPLIT,
+                vocab, second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB,
             )  # fmt: skip
         else:
             sums = finish_tile(
                 out, strips, strip_stride, x, class_weights_ptr, row_offset, None, None, row_start, tile_n, vocab,
-                second, BLOCK_M, BLOCK_N, STRIP, False, False,
+                second, BLOCK_M, BLOCK_N, STRIP, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1
         tl.store(strip_sum_ptr + last_strip.to(tl.int64) * strip_stride + offs_row, sums, mask=in_rows)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.gpus import programs_of, split_strips
+from ..common.gpus import programs_of
 from ..common.operands import (
     ALL_ROWS,
     PLAIN,
@@ -138,8 +138,7 @@ def exp_logits(
     transform: Transform,
     tile: Tile,
     ratio2: float | None = None,
-    columns2: int
-    | None = None,  # that the second softmax is over, None for all; then strips are those of relative logits
+    columns2: int | None = None,  # that the second softmax is over, a multiple of a strip; None for all
     counted: Counted = ALL_ROWS,
     target_logit: torch.Tensor | None = None,  # [rows] fp32, what it is among quantised ones
 ) -> None:
@@ -149,6 +148,8 @@ def exp_logits(
         target_logit = None  # of exponentials the target's is left out in any case
     rows, vocab = hidden.shape[0], weight.shape[0]
     tiles = cdiv(vocab, tile.block_n)
+    strip = tile.block_n // (strips.offset.shape[0] // tiles)
+    assert (columns2 or 0) % strip == 0
     programs = programs_of(tile, rows, tiles * tile.block_n, hidden.device)
     exp_logits_kernel[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
@@ -158,7 +159,7 @@ def exp_logits(
         bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, *counted, rows,
         strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1], columns2, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STRIP=tile.block_n // ((strips.offset.shape[0] - split_strips(columns2)) // tiles),
+        STRIP=strip,
         GROUP_M=tile.group_m, EVEN_VOCAB=vocab % tile.block_n == 0, EVEN_HIDDEN=even(hidden.shape[1], tile),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -243,7 +243,7 @@ TEACHER_CASES = [
     case("drafter", ("lk",), (0.5, "lk", {"form": "hybrid", "name": "hybrid"}), batch=DENSE_HIDDEN + " mask"),
     case("mixed", (0.5, "forward_kl"), (0.5, "reverse_kl"), (0.2, "jsd"), (0.1, "tvd"), batch="teacher_logits"),
     case("teacher-only", ("forward_kl", {"teacher_temperature": 2.0, "form": "cross_entropy"}), batch="teacher_logits"),
-    case("smaller-teacher", ("forward_kl",), (0.5, "cross_entropy"), batch="teacher_logits", teacher_vocab=300),
+    case("smaller-teacher", ("forward_kl",), (0.5, "cross_entropy"), batch="teacher_logits", teacher_vocab=256),
     case("smaller-teacher-alone", ("reverse_kl",), batch=DENSE_HIDDEN, teacher_vocab=301),
     case("larger-teacher", ("jsd",), (0.1, "entropy"), batch="teacher_logits", teacher_vocab=350),
     case("capped-teacher", ("forward_kl", {"teacher_softcap": 3.0, "teacher_logit_scale": 0.8}), batch="teacher_logits", head={"softcap": 6.0}),
