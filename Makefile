@@ -16,7 +16,7 @@ SMOKE := $(VENV)-smoke
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test test-all test-part lint environment smoke floor report docs docs-serve
+.PHONY: help demo test test-all test-part lint environment smoke floor report hub docs docs-serve
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -73,6 +73,9 @@ floor:  ## the same with the oldest versions
 
 report: $(READY)  ## make tables and plots of README and docs/ from benchmarks/results
 	$(BIN)/python -m benchmarks report
+
+hub:  ## build the folder for HuggingFace's `kernels` in hub/dist (docs/frameworks/kernels.md)
+	$(PYTHON) hub/build.py
 
 docs: $(VENV)/.docs  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

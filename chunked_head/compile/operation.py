@@ -27,7 +27,7 @@ from ..call.run import prepared, run
 from ..call.spec import Spec, spec_of
 from ..call.sweep import HeadCall
 from ..call.tokens import Tokens, tokens_of
-from ..core.checks import INFINITY, NUMBERS, is_dtensor
+from ..core.checks import INFINITY, NUMBERS, PACKAGE, is_dtensor
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats, at_targets
 from ..losses.base import Losses
@@ -181,7 +181,7 @@ def comes_late(asked: Call[Any]) -> bool:
     return bool(asked.outputs) or asked.weight is None
 
 
-@torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
+@torch.library.custom_op(f"{PACKAGE}::forward", mutates_args=(), schema=FORWARD)
 @plainly
 def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     with torch.no_grad(), kernel_context(operands[0].device):
@@ -266,7 +266,7 @@ def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, want
     return [*made, first.new_empty((), dtype=dtype), *itertools.compress(grads, wanted)]
 
 
-@torch.library.custom_op("chunked_head::backward", mutates_args=(), schema=BACKWARD)
+@torch.library.custom_op(f"{PACKAGE}::backward", mutates_args=(), schema=BACKWARD)
 @plainly
 def backward(
     operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,

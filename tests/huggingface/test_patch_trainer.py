@@ -17,6 +17,12 @@ from chunked_head.integrations.huggingface import log_metrics
 accelerate = pytest.importorskip("accelerate")
 
 
+@pytest.fixture(autouse=True)
+def precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each test alone: with transformers 4.57 a trainer in bf16 says so to all that come after it."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+
 class Texts(torch.utils.data.Dataset):
     """Token ids with labels of different lengths that count."""
 
