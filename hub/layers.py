@@ -1,4 +1,4 @@
-"""Layers for ``kernels``: modules without state; ``kernelize`` puts their forward into modules of the same arguments."""
+"""Layers for ``kernels``, without state: ``kernelize`` puts their forward into modules of the same arguments."""
 
 from typing import Any
 
