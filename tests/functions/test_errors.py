@@ -371,20 +371,6 @@ def test_hidden_states_in_the_place_of_logits() -> None:
         logits_logprobs(HIDDEN, target)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3,)])
-def test_baselines_of_kto(shape: tuple[int, ...]) -> None:
-    batch = {
-        "segments": torch.arange(4)[:, None].expand(4, 6) % 3, "segment_labels": torch.tensor([True, False, True]),
-        "ref_logprobs": -torch.rand(4, 6),
-    }  # fmt: skip
-    call = {**HEAD, "loss": losses.kto(), "num_segments": 3}
-    found = linear_loss(**call, batch=batch | {"kl_baseline": torch.full(shape, 0.3)})
-    assert torch.equal(found.loss, linear_loss(**call, batch=batch | {"kl_baseline": torch.tensor(0.3)}).loss)
-    words = r"'kl_baseline'\] must have shape \(\), \(1,\) or \(3,\), one per segment, got \(2,\)"
-    with pytest.raises(ValueError, match=words):
-        linear_loss(**call, batch=batch | {"kl_baseline": torch.ones(2)})
-
-
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_transforms(transform: str) -> None:
     def of_head(hidden: torch.Tensor) -> torch.Tensor:

@@ -217,19 +217,6 @@ def test_far_above_the_offset(place: Place, tile: tiles.Tile) -> None:
     torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
-@crossed(place=PLACES, count=[0, 1, 33, 70, 1000], tile=TILES)
-def test_exponentials_of_counted_rows(place: Place, count: int, tile: tiles.Tile) -> None:
-    """Row tiles behind those that count are not computed."""
-    rows = 300 if torch.cuda.is_available() else 70
-    states, weight, target, _, offset = head_operands(place, (rows, 203, 72), torch.bfloat16)
-    counts = min(count, rows)
-    counted = operands.Counted(torch.tensor(700 + count, device=place.device), 700)
-    out, _, sums = run_exp_logits(states, weight, target, offset, tile, counted=counted)
-    whole, _, whole_sums = run_exp_logits(states, weight, target, offset, tile)
-    assert torch.equal(out[:counts], whole[:counts]) and torch.equal(sums[:counts], whole_sums[:counts])
-    assert out[-(-counts // tile.block_m) * tile.block_m :].isnan().all()
-
-
 def dweight_operands(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype
 ) -> tuple[torch.Tensor, ...]:

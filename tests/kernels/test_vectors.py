@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from cases import GPU, TRITON, Place
-from loss_cases import LOSS_CASES, LossCase, LossInputs, inputs_of, run_step
+from loss_cases import LOSS_CASES, LossCase, inputs_of, run_step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
+from chunked_head import linear_cross_entropy, metrics
 from chunked_head.arithmetic import evaluate, vectors
 
 pytestmark = pytest.mark.compiled
@@ -104,36 +104,3 @@ def test_kernels_are_made_within_graphs_and_checkpoints(place: Place, around: st
         loss = checkpoint(call, hidden, use_reentrant=False)
     assert evaluate.KERNELS and None not in evaluate.KERNELS.values()
     torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], expected)
-
-
-def kernels_between_products(loss: losses.Losses, inputs: LossInputs, measured: tuple) -> list[str]:
-    """Names of the kernels of one chunk from the logits product to the first gradient product."""
-    from torch.profiler import ProfilerActivity, profile
-
-    def call() -> None:
-        hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
-        linear_loss(
-            hidden, weight, inputs.target, loss, batch=inputs.batch, num_segments=inputs.num_segments, metrics=measured
-        )  # fmt: skip
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    events = sorted((e for e in profiler.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start)
-    names = [e.name for e in events if not e.name.startswith(("Memcpy", "Memset"))]
-    first = max(i for i, name in enumerate(names) if "exp_logits" in name)
-    after = names[first + 1 :]
-    products = ("dhidden_kernel", "gemm", "nvjet", "cutlass", "xmma")
-    last = next(i for i, name in enumerate(after) if any(p in name.lower() for p in products))
-    return after[:last]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cross-entropy", "grpo-sum", "sum", "forward-kl"])
-def test_few_kernels(name: str) -> None:
-    """Between the logits product and the gradient products at most six launches a chunk, whatever the losses."""
-    (case,) = (case for case in LOSS_CASES if case.name == name)
-    launched = kernels_between_products(case.losses, inputs_of(case, torch.bfloat16, "cuda"), measured(case))
-    assert 1 <= len(launched) <= 6, launched

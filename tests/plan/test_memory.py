@@ -4,13 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PLACES, Case, Place, bias, per_class, per_token
-from tiers import crossed
-from tracking import Tracker, assert_predicted, no_host_synchronisation, peak_of
+from cases import PLACES, Place
+from tracking import Tracker, assert_predicted, peak_of
 
 from chunked_head import linear_cross_entropy, plan
-
-TOKENS, HIDDEN, VOCAB = 512, 24, 6007
 
 
 def operands(place: Place, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
@@ -102,44 +99,6 @@ def test_frozen_operands_take_no_memory(place: Place, frozen: str) -> None:
         assert measured <= expected.peak_bytes * 1.05 + 64_000  # and so no 640 KB gradient of a frozen weight
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "none": {"reduction": "none"},
-    "smoothing": {"label_smoothing": 0.1, "z_loss": 1e-3},
-    "softcap": {"softcap": 5.0, "logit_scale": 0.5},
-    "smoothing-softcap": {"softcap": 5.0, "label_smoothing": 0.1},
-    "bias": {"bias": bias},
-    "weights": {"class_weights": per_class, "token_weights": per_token},
-    "shift": {"shift": 1},
-}
-
-
-@crossed(place=PLACES, dtype=[torch.float32, torch.float16, torch.bfloat16], name=OPTIONS)
-def test_one_buffer_of_logits(place: Place, dtype: torch.dtype, name: str) -> None:
-    """For every option and store, one tensor of chunk x vocabulary elements at a time; no torch softmax touches it."""
-    tokens, chunk, vocab = 512, 256, VOCAB
-    if place == Place("triton", "cpu"):
-        tokens, chunk, vocab = 40, 32, 1001  # the interpreter walks every tile; all that is asked is what torch touches
-    case = Case("", (tokens,), HIDDEN, vocab, OPTIONS[name], {"chunk_tokens": chunk})
-    inputs = case.inputs(dtype, place.device)
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    options = inputs.options | {"chunk_tokens": chunk}
-    if "bias" in options:
-        options["bias"].requires_grad_()
-    if dtype == torch.bfloat16 and place.device == "cpu" and tokens // chunk > 8:
-        options["accumulate_dtype"] = torch.float32
-    large = chunk * vocab
-    assert large > vocab * HIDDEN, "the weight's gradient is no larger than a chunk's logits"
-    with Tracker(hidden, weight, inputs.target, large=large) as tracker:
-        linear_cross_entropy(hidden, weight, inputs.target, backend=place.backend, **options).sum().backward()
-    if place != Place("triton", "cpu"):  # the interpreter copies a kernel's arguments for itself
-        assert tracker.most_large == 1, "one reused buffer, and it is there"
-    if place.backend == "triton":
-        reducing = {"_softmax", "_log_softmax", "logsumexp", "exp", "gather", "sub", "mul", "where", "clone"}
-        touched = {name.removesuffix("_") for name in tracker.large_operations}
-        assert not touched & reducing, touched
-
-
 @pytest.mark.parametrize("place", [p for p in PLACES if p.id != "triton-interpreted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_nothing_of_the_weights_size_beside_a_buffer(place: Place, dtype: torch.dtype) -> None:
@@ -160,28 +119,6 @@ def test_loss_only_makes_no_gradient_buffer(place: Place) -> None:
     with Tracker(hidden, weight, target, large=weight.numel()) as tracker:
         linear_cross_entropy(hidden, weight, target, backend=place.backend, chunk_tokens=8)
     assert tracker.most_large == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options",
-    [{"normalizer": 9.0}, {"reduction": "none"}, {"z_loss": 1e-3, "label_smoothing": 0.1}, {"accumulate_into": True}],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_no_host_synchronisation(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    hidden, weight, target = operands(Place("triton", "cuda"), dtype, (700, 256, 5000))
-    upstream = torch.full((), 0.37, device="cuda")
-    if "accumulate_into" in options:
-        options = {"accumulate_into": torch.zeros_like(weight, dtype=torch.float32), "upstream": upstream}
-
-    def step() -> None:
-        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=256, **options)
-        (loss.sum() * upstream).backward()
-
-    step()  # kernels are compiled
-    with no_host_synchronisation():
-        step()
 
 
 @pytest.mark.gpu

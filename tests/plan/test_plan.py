@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracking import MiB
 
-from chunked_head import linear_cross_entropy, linear_loss, losses, plan
+from chunked_head import linear_cross_entropy, losses, plan
 from chunked_head.plan import planner
 from chunked_head.plan.planner import default_budget
 from chunked_head.plan.sizes import DEFAULT_BUDGET, parse_bytes, slices
@@ -70,18 +70,6 @@ def test_default_for_many_rows_is_a_chunk_of_2048_tokens(hidden: int, vocab: int
     assert wide.chunks == 4 and 4 * 2048 * vocab < wide.budget < 4.2 * 2048 * vocab
     shared = plan(8192, hidden, 2 * vocab, torch.bfloat16, device="cuda", backend="triton", ranks=2)
     assert shared.sizes.vocab == vocab and shared.chunks == 4 and shared.budget < 2.2 * 2048 * vocab
-
-
-@pytest.mark.parametrize(("loss", "sets"), [(losses.forward_kl(), 1.5), (losses.jsd(), 2.0)], ids=["forward_kl", "jsd"])
-def test_default_counts_a_teachers_logits_as_the_students(loss: losses.base.Losses, sets: float) -> None:
-    """Where they are made here: forward KL makes them for some of a chunk's rows at a time."""
-    made = plan(8192, **LLAMA, loss=loss, teacher_hidden=4096)
-    assert (made.chunks, made.chunk_tokens) == (4, 2048)
-    logits = 2 * 2048 * LLAMA["vocab"]
-    assert made.extra_bytes <= made.budget < (1.2 if INTERPRETED else 1.1) * sets * logits
-    assert plan(2048, 4096, 64000, torch.bfloat16, loss=loss, teacher_hidden=4096, device="cuda").budget == 640 * MiB
-    given = plan(8192, **LLAMA, loss=loss)
-    assert given.budget == 640 * MiB and given.chunks == 4
 
 
 def test_default_falls_with_the_ranks() -> None:
@@ -173,15 +161,6 @@ def test_a_budget_below_a_row_is_refused(tokens: int, options: dict[str, Any]) -
     """Of no tokens too: which ranks have some may change with every batch."""
     with pytest.raises(ValueError, match="too small: one row of logits"):
         plan(tokens, 64, 4096, torch.float32, device="cpu", memory_budget=100, **options)
-
-
-def test_a_loss_of_a_teachers_ids_alone_keeps_no_logits() -> None:
-    hidden, weight = torch.randn(40, 8).requires_grad_(), torch.randn(96, 8).requires_grad_()
-    batch = {"teacher_ids": torch.randint(96, (40, 3)), "teacher_logprobs": torch.full((40, 3), -2.0)}
-    loss = losses.topk_kl(normalize="topk")
-    made = linear_loss(hidden, weight, torch.zeros(40, dtype=torch.int64), loss, batch=batch).plan
-    assert made == plan(40, 8, 96, torch.float32, loss=loss, teacher_k=3, device="cpu")
-    assert made.sizes.store.name == "kept"
 
 
 def test_a_second_backward_keeps_the_budget() -> None:
