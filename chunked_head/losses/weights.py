@@ -84,73 +84,21 @@ def dr_grpo(num_sequences: float | Tensor, max_completion_length: int) -> dict[s
     return {"normalizer": _count("dr_grpo", "num_sequences", num_sequences) * max_completion_length}
 
 
-# ---- token weights from a first pass, ``linear_logprobs(..., entropy=True)`` under ``torch.no_grad()``
-
-
-def entropy_quantile(entropy: Tensor, mask: Tensor, fraction: float) -> dict[str, Any]:
-    """1 for the ``fraction`` of tokens with the largest entropy, else 0: ``H >= quantile(H of the tokens, 1 -
-    fraction)``, interpolated linearly (arXiv 2506.01939). ``entropy`` and ``mask`` bool of target's shape; gather both
-    beforehand for the quantile of all ranks' tokens.
-    """
-    number("weights.entropy_quantile", "fraction", fraction, 0.0, 1.0, open_=True)
-    _alike("entropy_quantile", mask, entropy=entropy)
-    ascending = torch.where(mask, entropy, torch.inf).flatten().sort().values
-    at = (mask.sum(dtype=_wide(mask)) - 1).clamp(min=0) * (1.0 - fraction)
-    # an index would be read by the host
-    below, above = ascending.take(at.floor().long()), ascending.take(at.ceil().long())
-    least = torch.lerp(below, above, at.frac().to(below.dtype))
-    return {"token_weights": (mask & (entropy >= least)).to(entropy.dtype)}
-
-
-def clip_cov(
-    logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    fraction: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-    clipped: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> dict[str, Any]:
-    """0 for randomly chosen tokens whose ``(A - mean A) (logprob - mean logprob)`` lies between ``low`` and ``high``,
-    so many as ``fraction`` of all, one at least; else 1 (Clip-Cov, arXiv 2505.22617).
-
-    All of target's shape; ``mask`` bool: the tokens that count. ``clipped`` bool: tokens whose ratio the loss clips
-    already, which are not chosen.
-    """
-    number("weights.clip_cov", "fraction", fraction, 0.0, 1.0, open_=True)
-    covariance = _covariance("clip_cov", logprobs, advantages, mask)
-    inside = mask & (covariance > low) & (covariance < high)
-    inside = inside if clipped is None else inside & ~clipped
-    drawn = torch.rand(mask.shape, dtype=torch.float32, device=mask.device, generator=generator)
-    chosen = _smallest(torch.where(inside, drawn, torch.inf), mask, fraction)
-    return {"token_weights": (~(chosen & inside)).to(logprobs.dtype)}
-
-
-def kl_cov(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, fraction: float = 2e-4) -> dict[str, Any]:
-    """1 for the ``fraction`` of tokens with the largest ``(A - mean A) (logprob - mean logprob)``, one at least, else
-    0: of a penalty of these alone (KL-Cov, arXiv 2505.22617). With ``batch["ref_logprobs"]`` the old ones,
-
-        losses.grpo(clip_low=1.0, clip_high=math.inf) + losses.kl_to_reference("abs", **weights.kl_cov(...))
-
-    All of target's shape; ``mask`` bool: the tokens that count.
-    """
-    number("weights.kl_cov", "fraction", fraction, 0.0, 1.0, open_=True)
-    covariance = _covariance("kl_cov", logprobs, advantages, mask)
-    return {"token_weights": (mask & _smallest(-covariance, mask, fraction)).to(logprobs.dtype)}
-
-
 def wpo(
     logprobs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor, segments: Tensor, num_segments: int, pairs: Tensor
 ) -> Tensor:
-    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827): of both segments the
-    exponential of the mean of ``logprob - log sum_j p_j^2``, multiplied; 0 for pairs with an id below 0.
+    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827): of both segments the exponential of the mean of
+    ``logprob - log sum_j p_j^2``, multiplied; 0 for pairs with an id below 0.
 
     From ``linear_logprobs(..., log_sum_sq_probs=True)`` under ``torch.no_grad()``, all of target's shape; ``mask``
     bool: the tokens that count. ``segments`` int with ids below ``num_segments``, -1 for none; ``pairs`` [P, 2].
     """
-    _alike("wpo", mask, logprobs=logprobs, log_sum_sq_probs=log_sum_sq_probs)
+    for name, value in (("logprobs", logprobs), ("log_sum_sq_probs", log_sum_sq_probs)):
+        if value.shape != mask.shape or not value.is_floating_point():
+            raise ValueError(
+                f"{name} of weights.wpo must be a floating-point tensor of mask's shape {tuple(mask.shape)}, got "
+                f"{tuple(value.shape)}, {value.dtype}"
+            )
     inside = mask & (segments >= 0)
     aligned = torch.where(inside, logprobs - log_sum_sq_probs, 0.0)
     sums, counts = _segment_sums(inside, segments, num_segments, aligned, inside)
@@ -168,38 +116,6 @@ def _segment_sums(inside: Tensor, segments: Tensor, num_segments: int, *values: 
 
 def _wide(like: Tensor) -> torch.dtype:
     return torch.float32 if like.device.type == "mps" else torch.float64
-
-
-def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each token's part of the covariance of logprobs and advantages, -inf where it does not count."""
-    _alike(where, mask, logprobs=logprobs, advantages=advantages)
-    count = mask.sum().clamp(min=1)
-
-    def centred(values: Tensor) -> Tensor:
-        values = torch.where(mask, values, 0.0)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))  # whose sums hold those of many tokens
-        return values - values.sum() / count
-
-    return torch.where(mask, centred(logprobs) * centred(advantages), -torch.inf)
-
-
-def _smallest(values: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Mask of the smallest values: ``fraction`` of the tokens that count, one at least; the first of equal ones."""
-    count = (mask.sum(dtype=_wide(mask)) * fraction).long().clamp(min=1)
-    order = values.flatten().argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return place.view(mask.shape) < count
-
-
-def _alike(where: str, mask: Tensor, **values: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.numel():
-        raise TypeError(f"mask of weights.{where} must be a bool tensor of one token or more, got {mask!r}")
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or value.shape != mask.shape or not value.is_floating_point():
-            raise ValueError(
-                f"{name} of weights.{where} must be a floating-point tensor of mask's shape {tuple(mask.shape)}, got "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
-            )
 
 
 def _count(where: str, argument: str, value: Any) -> float | Tensor:

@@ -117,9 +117,6 @@ def test_no_wait_for_the_device(data) -> None:
         weights.dr_grpo(torch.tensor(3.0), 10)
         weights.sequence_sum(torch.tensor(3.0))
         values, segments = torch.rand(5, 6), torch.zeros(5, 6, dtype=torch.int64)
-        weights.entropy_quantile(values, mask, 0.3)
-        weights.clip_cov(values, -values, mask)
-        weights.kl_cov(values, -values, mask)
         weights.wpo(values, values, mask, segments, 1, torch.zeros(2, 2, dtype=torch.int64))
     assert len(seen) > 10 and not waits()
     with Watch():
@@ -139,76 +136,16 @@ def test_no_wait_for_the_device(data) -> None:
         (lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(2).long()), ValueError, "num_segments=None"),
         (lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(3).long(), 1), ValueError, r"shape \(3,\)"),
         (lambda: weights.sequence_mean(torch.ones(2).bool(), num_segments=1), ValueError, "goes with segments"),
+        (
+            lambda: weights.wpo(torch.ones(2), *[torch.ones(3)] * 3, 1, torch.zeros(1, 2)),
+            ValueError,
+            "logprobs of weights.wpo",
+        ),
     ],
 )
 def test_wrong_arguments(wrong, error: type, named: str) -> None:
     with pytest.raises(error, match=named):
         wrong()
-
-
-def test_the_largest_entropies() -> None:
-    entropy, mask = torch.rand(4, 9), torch.rand(4, 9) < 0.6
-    for fraction in (0.01, 0.2, 0.5, 1.0):
-        expected = mask & (entropy >= torch.quantile(entropy[mask], 1 - fraction))
-        found = weights.entropy_quantile(torch.where(mask, entropy, torch.nan), mask, fraction)["token_weights"]
-        assert torch.equal(found, expected.float())
-    assert not weights.entropy_quantile(entropy, torch.zeros_like(mask), 0.2)["token_weights"].any()
-
-
-def test_covariances() -> None:
-    logprobs, advantages, mask = torch.randn(8, 40) * 2, torch.randn(8, 40), torch.rand(8, 40) < 0.7
-    covariance = (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean())
-    garbage = [torch.where(mask, values, torch.nan) for values in (logprobs, advantages)]
-    count = int(0.05 * mask.sum())
-    largest = covariance.masked_fill(~mask, -torch.inf).flatten().topk(count).indices
-    found = weights.kl_cov(*garbage, mask, fraction=0.05)["token_weights"]
-    assert set(found.flatten().nonzero()[:, 0].tolist()) == set(largest.tolist())
-    assert weights.kl_cov(*garbage, mask)["token_weights"].sum() == 1
-
-    inside, clipped = mask & (covariance > 1.0) & (covariance < 5.0), torch.rand(8, 40) < 0.3
-    allowed = inside & ~clipped
-    assert int(allowed.sum()) > count
-    draws = [weights.clip_cov(*garbage, mask, fraction=0.05, clipped=clipped)["token_weights"] == 0 for _ in range(9)]
-    assert all(int(drawn.sum()) == count and not (drawn & ~allowed).any() for drawn in draws)
-    assert any(not torch.equal(drawn, draws[0]) for drawn in draws)
-    assert torch.equal(weights.clip_cov(*garbage, mask, fraction=1.0)["token_weights"] == 0, inside)
-
-
-def test_covariances_that_are_equal() -> None:
-    """As many tokens as asked for, however many have the covariance of the last: of a sure model's tokens many have a
-    log-probability of 0, and with it the largest covariance of all."""
-    logprobs, mask = -torch.rand(6, 50), torch.ones(6, 50, dtype=torch.bool)
-    logprobs[0, :40] = 0.0
-    advantages = torch.where(torch.arange(6)[:, None] == 0, 2.0, -1.0).expand(6, 50)
-    found = weights.kl_cov(logprobs, advantages, mask, fraction=0.02)["token_weights"]
-    assert found.sum() == 6 and found[0, :40].sum() == 6
-    assert weights.kl_cov(logprobs, torch.zeros(6, 50), mask)["token_weights"].sum() == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_covariances_in_16_bits(dtype: torch.dtype) -> None:
-    """A mean over many tokens: their sum is beyond fp16, and bf16 would keep three digits of it."""
-    logprobs, advantages = (-8 * torch.rand(200, 200)).to(dtype), torch.randn(200, 200).to(dtype)
-    mask = torch.ones(200, 200, dtype=torch.bool)
-    half = weights.kl_cov(logprobs, advantages, mask, fraction=0.1)["token_weights"]
-    assert half.dtype == dtype
-    assert torch.equal(
-        half.double(),
-        weights.kl_cov(*(x.double() for x in (logprobs, advantages)), mask, fraction=0.1)["token_weights"],
-    )
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda x, m: weights.entropy_quantile(x, m, 0.0), r"number in \(0, 1\]"),
-        (lambda x, m: weights.entropy_quantile(x, m.float(), 0.5), "must be a bool tensor"),
-        (lambda x, m: weights.kl_cov(x, x[:1], m), "advantages of weights.kl_cov must be"),
-    ],
-)
-def test_what_is_wrong_with_a_first_pass(call: Any, says: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=says):
-        call(torch.rand(3, 4), torch.rand(3, 4) < 0.5)
 
 
 def test_wpo_by_pairs() -> None:
