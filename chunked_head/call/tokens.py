@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arithmetic.demand import Structure
 from ..core.stats import shift_left
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field, Losses
-from ..losses.batch import PLACES, Batch
+from ..losses.batch import Batch
 from ..losses.distillation import PADDING, entries
 from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
@@ -360,11 +360,8 @@ def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -
 def packed(tokens: Tokens, packing: Packing) -> Tokens:
     """The call with its tokens in another order."""
     teacher, kept = tokens.teacher, tokens.kept
-    fields, token_fields = tokens.fields, tokens.token_fields
-    fields = {name: packing.pack(value) if name in token_fields else value for name, value in fields.items()}
-    if "segments" in fields and tokens.groups is None:
-        # a segment's tokens do not stand in their order any more
-        fields[PLACES], token_fields = packing.order, token_fields | {PLACES}
+    own = tokens.token_fields
+    fields = {name: packing.pack(value) if name in own else value for name, value in tokens.fields.items()}
     if teacher is not None and teacher.logits is not None and packing.count is not None:
         raise ValueError(
             "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
@@ -376,6 +373,6 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
         starts, ends = packing.pack(kept.starts), packing.pack(kept.ends)
         kept = replace(kept, starts=starts, ends=ends, rows=packing.places(kept.rows))
     return replace(
-        tokens, target=packing.pack(tokens.target), fields=fields, token_fields=token_fields, teacher=teacher,
+        tokens, target=packing.pack(tokens.target), fields=fields, teacher=teacher,
         scale=scale, kept=kept, packing=packing,
     )  # fmt: skip

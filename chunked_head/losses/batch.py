@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PLACES = "places"  # field of rows in another order than the caller's: where each stands in his
-
 
 class Stats:
     """Statistics of tokens' logits ``x`` at one temperature, fp32 (fp64 for fp64), natural logarithms.
@@ -105,13 +103,8 @@ class Batch(Mapping[str, Tensor]):
                 "of it; leave it out, or leave out parallel=TokenParallel(...)"
             )
         ids = self.fields[name]
-        last = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62))
-        if PLACES in self.fields:
-            order = self.fields[PLACES].argsort()
-            groups, within = last[order].sort(stable=True)
-            order = order[within]
-        else:
-            groups, order = last.sort(stable=True)
+        # rows may be moved, but those of a segment that count stand in the caller's order
+        groups, order = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62)).sort(stable=True)
         place = torch.arange(len(ids), device=ids.device)
         begins = torch.searchsorted(groups, groups)
         return torch.empty_like(place).scatter_(0, order, place - begins)
