@@ -27,7 +27,7 @@ RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
     "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json", "losses": "losses-cuda.json",
-    "sm_80": "speed-cuda-sm_80.json", "sm_80-losses": "losses-cuda-sm_80.json",
+    "sm_80": "speed-cuda-sm_80.json",
     "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
@@ -145,10 +145,13 @@ def heads(*names: str, source: tuple[str, ...] = (), question: str = "head", sha
 
 
 def default() -> str:
-    below = {"default": "3 products", "into": "3 products, add_", "loss": "1 product"}
-    return matrix(
-        "speed", "row", list(below), lambda r: f"{r['ratios'][below[r['row']]]:.3f}, {mib(r['peak_bytes'])} MiB"
-    )
+    below = {"default": "3 products", "into": "3 products, add_", "loss": "1 product", "256MiB": "3 products"}
+
+    def cell(row: dict[str, Any]) -> str:
+        ratio = row["ratios"][below[row["row"]]] if row["row"] in below else row["ratio"]
+        return f"{ratio:.3f}, {mib(row['peak_bytes'])} MiB"
+
+    return matrix("speed", "row", [*below, "half-skipped"], cell)
 
 
 def all_losses() -> str:
@@ -225,23 +228,25 @@ def curves() -> str:
 
 
 def parallel() -> str:
-    made = []
+    """A line for each way, its time as a share of one GPU's, memory and messages on two and four GPUs."""
+    cells: dict[str, list[str]] = {}
     for name in ("parallel-2", "parallel-4"):
-        rows = [row for row in rows_of(name) if "messages" in row or row["row"] == "one-gpu"]
-        lines = [[row["provider"].replace("ours", "chunked_head"), f"{row['ms']:.2f}", f"{row.get('ratio', 1):.3f}",
-                  mib(row["beside_gradients_bytes"]), row.get("messages", 0)] for row in rows]  # fmt: skip
-        head = [f"{read(name)['ranks']} GPUs", "ms", "of one GPU's time", "MiB beside the gradients", "messages"]
-        made.append(table(head, lines, name))
-    return "\n\n".join(made)
+        for row in rows_of(name):
+            if "messages" in row:
+                of_one, size = f"{row.get('ratio', 1):.3f}", mib(row["beside_gradients_bytes"])
+                cells.setdefault(row["provider"], []).append(f"{of_one}, {size} MiB, {row['messages']}")
+    lines = [[way.replace("ours", "chunked_head"), *both] for way, both in cells.items()]
+    return table(
+        ["of one GPU's time, beside the gradients, messages", "2 GPUs", "4 GPUs"], lines, "parallel-2", "parallel-4"
+    )
 
 
 def host() -> str:
-    rows = [
-        [row["row"], row["shape"].replace("x", " x "), f"{row['host_ms']:.2f}"]
-        for row in rows_of("host")
-        if "host_ms" in row
-    ]
-    return table(["call", "tokens x hidden x vocabulary", "ms of the host"], rows, "host")
+    rows = [row for row in rows_of("host") if "host_ms" in row]
+    shapes, calls = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "row"))
+    cells = {(row["row"], row["shape"]): f"{row['host_ms']:.2f}" for row in rows}
+    lines = [[call, *(cells.get((call, shape), "-") for shape in shapes)] for call in calls]
+    return table(["ms of the host", *(shape.replace("x", " x ") for shape in shapes)], lines, "host")
 
 
 def cpu() -> str:
@@ -281,12 +286,13 @@ def gpus() -> str:
     return table(["architecture", "for example", logits, "shared memory", "measured"], lines)
 
 
-def forced(question: str, own: str, column: str, **equal: Any) -> str:
+def forced() -> str:
     """Ratios with another GPU's kernels, and with this one's own."""
-    here, there = ({row[column]: f"{row['ratio']:.3f}" for row in rows_of(q, **equal)} for q in (question, own))
-    lines = [[NAMES.get(one, one.replace("x", " x ")), ratio, there[one]] for one, ratio in here.items()]
-    head = "tokens x hidden x vocabulary" if column == "shape" else ""
-    return table([head, "with sm_80's kernels", "with the H200's"], lines, question)
+    here, there = (
+        {row["shape"]: f"{row['ratio']:.3f}" for row in rows_of(q, row="default")} for q in ("sm_80", "speed")
+    )
+    lines = [[shape.replace("x", " x "), ratio, there[shape]] for shape, ratio in here.items()]
+    return table(["tokens x hidden x vocabulary", "with sm_80's kernels", "with the H200's"], lines, "sm_80")
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -295,9 +301,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "trainers": trainers, "framework-steps": framework_steps,
     **{question: functools.partial(matrix, question, "row", ("default", "compile", *providers.PACKAGES),
                                    lambda row: f"{row['ratios']['3 products']:.3f}") for question in ("peers", "h100")},
-    "gpus": gpus, "sm_80": lambda: forced("sm_80", "speed", "shape", row="default"),
-    "sm_80-losses": lambda: forced("sm_80-losses", "losses", "workload", shape="8192x4096x128256"),
-    "options": lambda: matrix("speed", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
+    "gpus": gpus, "sm_80": forced,
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
 }  # fmt: skip
 

@@ -21,8 +21,6 @@ from benchmarks import command, providers
 _ALL = " ".join(f"--provider {name}" for name in (*providers.NAMES, "ours:accumulate_dtype=float32"))
 _FEW = "--provider eager --provider liger --provider quack --provider cce --provider ours"
 _THREE = "--shape 8192x4096x128256 --shape 8192x2048x128256 --shape 8192x1024x151936"
-_MIXES = "ce+entropy+accuracy", "grpo+z+metrics", "topk", "dense-kl", "jsd", "gspo"
-_SIX = " ".join(f"--workload {name}" for name in _MIXES)
 # by name: the file, about how many minutes an H200 takes, and the words; kernels are those of a GPU that a file names
 PARTS = {
     "head": ("head-cuda.json", 2.0, f"head --shape 8192x4096x128256 --errors --rounds 5 {_ALL}"),
@@ -32,7 +30,6 @@ PARTS = {
     "speed": ("speed-cuda.json", 2.4, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
     "losses": ("losses-cuda.json", 3.8, "losses --rounds 3 --no-memory"),
     "sm_80": ("speed-cuda-sm_80.json", 0.6, f"speed --rows default --rounds 3 --no-memory {_THREE}"),
-    "sm_80-losses": ("losses-cuda-sm_80.json", 0.6, f"losses {_SIX} --shape llama3-8b --rounds 3 --no-memory"),
     "accuracy": ("accuracy-cuda.json", 1.3, "accuracy --upstream 1"),
     "models": ("models-cuda.json", 1.0, "models --rounds 3"),
     "curves": ("model_curves-cuda.json", 2.0, "model_curves"),

@@ -119,7 +119,7 @@ def test_paths_stand_in_the_documentation(name: str) -> None:
     more |= {"loss": loss, "metrics": measured, "device": "cuda", "backend": "triton"}
     dtypes = torch.bfloat16, torch.float16, torch.float32
     stores = [plan(4096, 64, 5000, dtype, **more).sizes.store.name for dtype in dtypes]
-    assert f"| {name} | {' | '.join(stores)} |\n" in (ROOT / "docs" / "paths.md").read_text()
+    assert f"| {name} | {' | '.join(stores)} |\n" in (ROOT / "docs" / "how-it-works.md").read_text()
 
 
 # ---- compiling

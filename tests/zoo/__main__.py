@@ -176,20 +176,30 @@ def markdown(sweep: Sweep, others: list[Sweep]) -> str:
             lines.append(f"| {one.version} | {kind} | " + " | ".join(str(counts[v]) for v in VERDICTS) + " |")
     loss, gradient = (max(one.largest(name) for one in sweeps) for name in ("loss_error", "gradient_error"))
     lines += ["", f"Largest errors of those that are right: loss {loss:.1e}, gradients {gradient:.1e}.", ""]
-    for one in sweeps:
-        lines += not_fused(one)
-    return "\n".join(lines + every_class(sweep)) + "\n"
+    return "\n".join(lines + not_fused(sweeps) + every_class(sweep)) + "\n"
 
 
-def not_fused(sweep: Sweep) -> list[str]:
-    """A section of what is not simply fused."""
-    rows = [f"| `{one.name}` | {one.verdict} | {cell(one.reason)} |"
-            for one in sorted(sweep.outcomes, key=lambda one: (VERDICTS.index(one.verdict), one.name))
-            if one.verdict not in ("fused", "no labels")]  # fmt: skip
-    without = [f"`{one.name}`" for one in sweep.outcomes if one.verdict == "no labels"]
-    lines = [f"## Not fused in {sweep.version}", ""]
-    lines += ["| class | verdict | reason |", "|---|---|---|", *rows, ""] if rows else []
-    return [*lines, f"No loss of labels: {', '.join(without)}.", ""] if without else lines
+def not_fused(sweeps: list[Sweep]) -> list[str]:
+    """A section of what is not simply fused: a row for each class, verdict and reason, and their versions."""
+    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    without: dict[str, list[str]] = defaultdict(list)
+    for sweep in sweeps:
+        for one in sweep.outcomes:
+            if one.verdict == "no labels":
+                without[one.name].append(sweep.version)
+            elif one.verdict != "fused":
+                found[one.verdict, one.name, cell(one.reason)].append(sweep.version)
+    lines = ["## Not fused", "", "| class | verdict | reason | versions |", "|---|---|---|---|"]
+    for verdict, name, reason in sorted(found, key=lambda key: (VERDICTS.index(key[0]), *key[1:])):
+        lines.append(f"| `{name}` | {verdict} | {reason} | {among(found[verdict, name, reason], sweeps)} |")
+    named = [
+        f"`{name}`" + f" ({among(without[name], sweeps)})" * (len(without[name]) < len(sweeps)) for name in without
+    ]
+    return [*lines, "", *[f"No loss of labels: {', '.join(sorted(named))}.", ""][: 2 * bool(named)]]
+
+
+def among(versions: list[str], sweeps: list[Sweep]) -> str:
+    return "all" if len(versions) == len(sweeps) else ", ".join(versions)
 
 
 def every_class(sweep: Sweep) -> list[str]:
