@@ -28,7 +28,7 @@ MULTI = re.MULTILINE | re.DOTALL
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=ticks) *$", MULTI)
 NOT_RUN = re.compile(r'title="Not run by the tests: (needs [^"]{5,})"')
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-MOST_NOT_RUN = 9
+MOST_NOT_RUN = 7
 
 
 class Block(NamedTuple):
