@@ -21,6 +21,7 @@ from .functions.gathered_topk import gathered_topk_kl
 from .functions.logprobs import linear_logprobs, logits_logprobs
 from .functions.loss import LossOutput, linear_loss, logits_loss
 from .functions.plan import plan
+from .functions.quantise import quantise
 from .integrations.huggingface.explain import explain_model
 from .integrations.huggingface.patch import patch_model, unpatch_model
 from .losses import weights
@@ -30,5 +31,6 @@ from .plan.plans import Plan
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel",
     "explain_model", "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
-    "logits_logprobs", "logits_loss", "losses", "metrics", "patch_model", "plan", "unpatch_model", "weights",
+    "logits_logprobs", "logits_loss", "losses", "metrics", "patch_model", "plan", "quantise", "unpatch_model",
+    "weights",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from ..parallel.shard import CheckedBy, Shard
 from ..plan.segments import Segments
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_buffer_of
+from ..stores.quantised import QuantisedWeight
 
 Result = TypeVar("Result")
 # the Spec, by being in its key; numbers of the Spec, which is renewed for others; or nothing that outlives the call
@@ -62,6 +63,11 @@ def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
         raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
 
 
+def check_fp8_weight(fp8_weight: QuantisedWeight | None) -> None:
+    if fp8_weight is not None and not isinstance(fp8_weight, QuantisedWeight):
+        raise TypeError(f"fp8_weight must be what chunked_head.quantise made, or None, got {type(fp8_weight).__name__}")
+
+
 def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], None]:
     """The check of a finite number in ``[least, most]``."""
     return lambda value: checks.check_number(argument, value, least, most)
@@ -99,6 +105,12 @@ class Execution(TypedDict, total=False):
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
             gradient depends on the other tokens or their number (docs/inference.md). For bfloat16 on GPUs of
             docs/gpus.md; ValueError elsewhere, for top_k, and for losses that sum over segments on a GPU.
+        precision: ``"fp8"`` makes logits of e4m3 operands, at most twice as fast, and those of targets, with what
+            belongs to them in loss and gradients, of the operands' own dtype (docs/fp8.md says how exact that is). For
+            bfloat16 and float16, on GPUs from sm_89 on; emulated on a CPU. Not with top_k and dense teachers. None: all
+            logits are of the operands' own dtype.
+        fp8_weight: the weight in e4m3 by ``chunked_head.quantise``, for several calls between two steps. None: each
+            call with ``precision="fp8"`` makes it, in its memory budget.
         vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
         parallel: what ranks of a process group share; each function says what that means for its result.
@@ -111,6 +123,8 @@ class Execution(TypedDict, total=False):
     skip_ignored: bool | str
     deterministic: bool
     vocab_size: int | None
+    precision: str | None
+    fp8_weight: QuantisedWeight | None
     backend: str | None
     parallel: VocabParallel | TokenParallel | None
 
@@ -158,6 +172,8 @@ class Call(Generic[Result]):
     accumulate_into: Tensor | str | GradientBuffer | None = option(check_accumulate_into, decides="call")  # noqa: RUF009
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
+    precision: str | None = option(checks.check_precision)
+    fp8_weight: QuantisedWeight | None = option(check_fp8_weight, decides="call")  # noqa: RUF009
     backend: str | None = option(checks.check_backend)
     parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
     inplace: bool = option(functools.partial(flag, "inplace"), False)

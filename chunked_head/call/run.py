@@ -93,7 +93,8 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool = False) -> tuple[Tokens
         buffer_dtype = call.gradient_buffer.buffer.dtype
     where: dict[str, Any] = {
         "again": again, "copied": copied, "plain_rows": rows.stride(1) == 1 or rows.shape[1] == 1,
-        "buffer_dtype": buffer_dtype, "skips": packing is not None and packing.count is not None,
+        "buffer_dtype": buffer_dtype, "fp8_given": call.fp8_weight is not None,
+        "skips": packing is not None and packing.count is not None,
     }  # fmt: skip
     weight = call.weight
     kind = count, wanted, tuple(where.values()), weight.is_contiguous(), weight.data_ptr() & 15
@@ -134,6 +135,7 @@ def sizes_of(
     copied: bool = False,
     plain_rows: bool = True,
     buffer_dtype: torch.dtype | None = None,
+    fp8_given: bool = False,
     skips: bool = False,
     teacher: TeacherHead | None = None,
     **traits: Any,
@@ -158,7 +160,8 @@ def sizes_of(
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,
         teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
-        copied=copied, skips=skips, **traits,
+        copied=copied, skips=skips,
+        fp8=None if call.precision is None or not store.multiplies else "given" if fp8_given else "made", **traits,
     )  # fmt: skip
 
 
@@ -195,4 +198,5 @@ def head_call(tokens: Tokens, rows: Tensor, plan: Plan, spans: Spans | None, obj
         softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,
         gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer, spans=spans,
         request=tokens.spec.request, packing=tokens.packing,
+        fp8_weight=None if call.fp8_weight is None or call.weight is None else call.fp8_weight.of(call.weight),
     )  # fmt: skip

@@ -13,13 +13,15 @@ from ..core import checks
 from ..core.private import refuse_transforms
 from ..core.stats import Demand, View
 from ..kernels.common.cache import Cache
+from ..kernels.common.gpus import Gpu
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..losses.user_checks import check_over_ranks
 from ..metrics import Metric
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..plan.plans import Plan
 from ..plan.sizes import Request
-from ..stores import Backend, backend_of
+from ..stores import Backend, Layout, backend_of
+from ..stores.quantised import e4m3_missing
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import STATIC, Call, check_options
 
@@ -75,6 +77,8 @@ def spec_of(call: Call[Any]) -> Spec:
         SPECS[key] = spec
     if call.normalizer is not None or call.upstream is not None:
         check_factors(call)
+    if call.fp8_weight is not None and call.weight is not None:
+        call.fp8_weight.of(call.weight)
     if call.tokens is not None:
         for part in parts_of(call):
             what = "loss" if isinstance(part, Summand) else "metric"
@@ -114,8 +118,8 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     # for each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax
     found = [given, *[given if part.temperature is None else part.temperature for part in parts]]
     key = (
-        call.function, call.outputs, static, kinds, dims, call.accumulate_into is None, segments is None, tuple(batch),
-        tuple(lengthless),
+        call.function, call.outputs, static, kinds, dims, call.accumulate_into is None, type(call.fp8_weight),
+        segments is None, tuple(batch), tuple(lengthless),
         tuple([one if one is None else metadata(one) for one in (*shared, *tensors)]),
         tuple([of_field(name, value, extra, call) for name, value in batch.items() if name not in FOR_EACH]),
         tuple([(one.signature, factor.device if isinstance(factor, Tensor) else None) for factor, one in terms]),
@@ -197,6 +201,7 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
                 top_k is not None and not 1 <= top_k <= most,
         })  # fmt: skip
     spec = decided(call, losses, dtype, backend, wanted, known, autocast, columns, teacher_vocab, numbers)
+    check_fp8(call, spec)
     if call.kept_everywhere and "kept_ids" not in wanted:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
     if "kept_ids" in wanted:
@@ -310,6 +315,27 @@ def check_shared_teacher(call: Call[Any], batch: Mapping[str, Tensor], rows: int
             rows != call.local_vocab,
     })  # fmt: skip
     return call.vocab
+
+
+def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
+    """Raises for calls whose logits cannot be of e4m3 operands. ``gpu``: in place of the device's."""
+    if call.precision is None:
+        checks.refuse({'fp8_weight goes with precision="fp8"': call.fp8_weight is not None})
+        return
+    assert call.weight is not None
+    traits, hidden, capped = spec.backend.traits(call.device), call.weight.shape[1], call.softcap is not None
+    traits = traits if gpu is None else traits | {"gpu": gpu}
+    missing, fp8 = e4m3_missing(traits, call.device), 'precision="fp8"'
+    layout = Layout(traits.get("gpu"), spec.dtype, hidden, is_plain(call.weight), True, capped, False, spec.demand)
+    checks.refuse({
+        f"{fp8} takes bfloat16 or float16 operands, got {spec.dtype}": spec.dtype.itemsize != 2,
+        f"{fp8} does not go with top_k, whose logits BLAS makes; take argmax=True, or leave precision=None": call.top_k,
+        f"{fp8} does not go with a dense teacher: the divergence would be one of rounded logits; leave precision=None":
+            spec.demand.pairing is not None,
+        missing: missing,
+        f"{fp8} needs our own matmuls, whose rows are of 16 bytes: hidden of a multiple of 16, got {hidden}, and a "
+        "contiguous weight": "gpu" in traits and (hidden % 16 or not spec.backend.store(layout).bounds_rows),
+    })  # fmt: skip
 
 
 def check_sets(call: Call[Any], demand: Demand, biased: bool) -> None:

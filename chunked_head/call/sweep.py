@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.stats import Coefficients, RowStats
+from ..kernels.common.tiles import Quantised
 from ..parallel.shard import Shard
 from ..plan.planner import NoPlan, find_plan
 from ..plan.plans import Plan
@@ -216,6 +217,7 @@ class HeadCall(LocalCall):
     plan: Plan
     request: Request = DEFAULT_REQUEST
     packing: Packing | None = None  # the order in which rows run
+    fp8_weight: Quantised | None = None  # the caller's copy of the weight
 
     @property
     def counted(self) -> Tensor | None:
@@ -231,8 +233,10 @@ class HeadCall(LocalCall):
             weight = weight[: sizes.vocab]
         if len(weight) == 1:
             weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels, and may be any
-        add_targets = None if self.shard is None else self.shard.add_targets
-        return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets)
+        add_targets, fp8 = None if self.shard is None else self.shard.add_targets, self.fp8_weight
+        if sizes.fp8:
+            fp8 = self.backend.quantised(weight) if fp8 is None else fp8._replace(values=fp8.values[: sizes.vocab])
+        return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     @property
     def teacher_last(self) -> bool:  # type: ignore[override]

@@ -63,7 +63,7 @@ def operation(function: Callable[P, Call[Result] | Several[Result]]) -> Callable
         if torch.compiler.is_compiling():
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
             # lengths of segments are other numbers at every step
-            eager = given.get("parallel") is not None or given.get("segment_lengths") is not None
+            eager = any(given.get(name) is not None for name in ("parallel", "segment_lengths", "fp8_weight"))
             eager = eager or type(given.get("hidden")) in (list, tuple)  # several streams
             eager = eager or any(is_dtensor(given[name]) for name in OPERANDS if name in given)
             in_graph = not eager and not given.get("inplace")

@@ -309,6 +309,11 @@ def check_backend(name: str | None) -> None:
         raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
 
 
+def check_precision(precision: str | None) -> None:
+    if precision is not None and precision != "fp8":
+        raise ValueError(f'precision must be None (of the operands\' own dtype) or "fp8", got {precision!r}')
+
+
 def check_view_temperature(where: str, temperature: Any) -> None:
     if temperature is not None and not (type(temperature) in (int, float) and 0 < temperature < INFINITY):
         zero = isinstance(temperature, NUMBERS) and temperature == 0

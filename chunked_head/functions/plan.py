@@ -10,7 +10,7 @@ from .. import losses
 from ..call.fields import kinds_of
 from ..call.options import NO_LOSSES, Call, check_options
 from ..call.run import sizes_of
-from ..call.spec import decided, parts_of
+from ..call.spec import check_fp8, decided, parts_of
 from ..core import checks
 from ..core.checks import choice, flag
 from ..kernels.common.gpus import GPUS, Gpu
@@ -57,6 +57,7 @@ def plan(
     skip_ignored: bool = False,
     segment_lengths: bool = False,
     deterministic: bool = False,
+    precision: str | None = None,
     ranks: int = 1,
     sequence_sharded: bool = False,
     device: torch.device | str | None = None,
@@ -95,7 +96,7 @@ def plan(
         flag(argument, value)
     options = {
         "reduction": reduction, "label_smoothing": label_smoothing, "softcap": softcap, "temperature": temperature,
-        "deterministic": deterministic, "backend": backend,
+        "deterministic": deterministic, "precision": precision, "backend": backend,
     }  # fmt: skip
     check_options(options)
     measured = as_metrics(metrics)
@@ -147,8 +148,9 @@ def plan(
         weight=made(parts[0], hidden, dtype=weight_dtype),
         bias=made(parts[0], dtype=weight_dtype) if learns_bias else None, target=made(tokens, dtype=torch.int64),
         vocab_size=vocab, reduction=reduction, softcap=softcap, temperature=temperature, deterministic=deterministic,
-        skip_ignored=skip_ignored, memory_budget=memory_budget, chunk_tokens=chunk_tokens, top_k=top_k,
-        accumulate_dtype=accumulate_dtype, losses=terms, metrics=measured, outputs=names, result=lambda made: made,
+        precision=precision, skip_ignored=skip_ignored, memory_budget=memory_budget, chunk_tokens=chunk_tokens,
+        top_k=top_k, accumulate_dtype=accumulate_dtype, losses=terms, metrics=measured, outputs=names,
+        result=lambda made: made,
     )  # fmt: skip
     call.device = place  # of a GPU that may not be there
     read = parts_of(call)
@@ -157,6 +159,7 @@ def plan(
         raise ValueError(f"{of_ids} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
     fields, autocast = [field for part in read for field in part.fields], {hidden_dtype, weight_dtype} != {dtype}
     spec = decided(call, terms, dtype, chosen, fields, kinds_of(read), autocast, teacher_k, teacher_vocab)
+    check_fp8(call, spec, absent)
     if sequence_sharded:
         spec = replace(spec, demand=spec.demand._replace(columns_only=False), kept_everywhere=False)
     teacher, pairing = None, spec.demand.pairing

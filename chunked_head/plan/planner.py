@@ -142,7 +142,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if moved else 0
     logits = rows * columns * sizes.dtype.itemsize
     if logits <= share:
-        return share + copy
+        return share + copy + (sizes.vocab * sizes.hidden if sizes.fp8 == "made" else 0)
     # logits count as many bytes as they have in the operands' dtype, whatever the buffer keeps of them
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0

@@ -145,6 +145,8 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     if sizes.weight_dtype != sizes.dtype:
         rows = sizes.vocab + sizes.padding
         yield Buffer("weight cast for autocast", (rows, sizes.hidden), sizes.dtype, SWEEP, LOOP, "cast")
+    if sizes.fp8 == "made":
+        yield Buffer("weight in e4m3", (sizes.vocab, sizes.hidden), torch.float8_e4m3fn, SWEEP, LOOP)
     if sizes.teacher_cast:
         shape = (sizes.teacher_columns, sizes.teacher_width)
         yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
@@ -232,6 +234,8 @@ def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Itera
     """The matmuls' other operand: rows of hidden states in which those that do not count are 0."""
     yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, first, last)
     yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, first, last)
+    if sizes.fp8:
+        yield Buffer("hidden states in e4m3", (rows, sizes.hidden + 4), BYTE, first, last)  # and their scales
     if sizes.hidden_ranks > 1:
         yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, first, last)
     if sizes.half and not sizes.half_products:  # an operand, and a product
@@ -275,6 +279,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if s.demand.pairing is not None:
         made = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
         rows.append(("teacher", f"logits of {s.teacher_columns} ids, {made}"))
+    if s.fp8:
+        rows.append(("logits' operands", f"e4m3, the weight's copy {s.fp8}; the targets' logits of {name(s.dtype)}"))
     if s.gpu is not None:
         rows.append(("GPU", s.gpu.name))
         rows.append(("matmuls", matmuls(plan, s.gpu)))

@@ -131,6 +131,8 @@ class Sizes:
     # hidden states
     copied: bool = False  # no view flattens them, or they run in another order
     skips: bool = False  # products stop at a number of rows that only the device knows
+    # logits of e4m3 operands: the weight's copy is made for the call, or the caller's
+    fp8: Literal["made", "given"] | None = None
     # ranks
     ranks: int = 1  # that share the vocabulary, and whose statistics come together
     largest_part: int | None = None  # columns of the rank that has most of them

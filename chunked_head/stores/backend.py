@@ -18,6 +18,7 @@ from ..plan.plans import Plan
 from ..plan.sizes import slices
 from . import torch_store
 from .operands import Head, Rows, TeacherHead
+from .quantised import Quantised, empty_quantised, largest_of, quantise_
 from .sets import SetStore, kept_sets
 from .store import Store
 from .torch_store import GivenView, TorchStore
@@ -110,6 +111,14 @@ class Backend:
         """The store of a plan's chunks, or where statistics are ``known`` of its blocks. ``every``: the call's rows as
         given."""
         return TorchStore(head, plan, known)
+
+    quantise_ = staticmethod(quantise_)
+
+    def quantised(self, weight: Tensor) -> Quantised:
+        """A weight in e4m3, by one scale."""
+        out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
+        self.quantise_(out, weight, largest_of(weight))
+        return out
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the first sum, 0-d; and sums [rows] of a table [rows, tokens], of the first ``parts`` rows times

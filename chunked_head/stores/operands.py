@@ -8,6 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.common.tiles import Quantised
+
 
 @dataclass(frozen=True, eq=False)
 class Head:
@@ -23,6 +25,7 @@ class Head:
     logit_scale: float = 1.0
     softcap: float | None = None
     add_targets: Callable[[Tensor], None] | None = None  # over ranks that hold other columns: target logits, in place
+    fp8: Quantised | None = None  # the weight in e4m3, of which logits but the target's are made
     scaled: ClassVar[bool] = True  # by the rows' scale
 
     def columns(self, tile: slice) -> "Head":
@@ -30,6 +33,7 @@ class Head:
         return replace(
             self,
             weight=self.weight[tile],
+            fp8=None if self.fp8 is None else self.fp8._replace(values=self.fp8.values[tile]),
             bias=None if self.bias is None else self.bias[tile],
             class_weights=None if self.class_weights is None else self.class_weights[tile],
         )

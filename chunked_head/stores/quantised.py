@@ -1,31 +1,81 @@
-"""Matrices in e4m3 (``Quantised``), one byte a number, by torch operations."""
+"""Matrices in e4m3 (``Quantised``), one byte a number, by torch operations; a weight that a caller keeps so."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.common.gpus import GPUS
 from ..kernels.common.tiles import LARGEST_E4M3, LEAST_SCALE, Quantised
 from ..plan.sizes import cast_rows, slices
 
 
-def empty_quantised(rows: int, columns: int, device: torch.device, *scales: int) -> Quantised:
-    """Memory of a matrix in e4m3, with as many ``scales`` as rows, or none for one of all."""
+def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
+    """Memory of a matrix in e4m3, with a scale of ``each_row``, or one of all."""
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-    return Quantised(values, torch.empty(scales, dtype=torch.float32, device=device))
+    return Quantised(values, torch.empty((rows,) if each_row else (), dtype=torch.float32, device=device))
 
 
-def scale_of(matrix: Tensor) -> Tensor:
-    """The scale [] of all rows: e4m3 has a range of 2^18, more than the rows of a head differ by."""
-    largest = torch.linalg.vector_norm(matrix, math.inf).float()
-    return largest.div(LARGEST_E4M3).clamp(min=LEAST_SCALE).add_(largest * 0.0)
+@dataclass(frozen=True, eq=False)
+class QuantisedWeight:
+    """A weight in e4m3, which ``chunked_head.quantise`` makes, for ``fp8_weight`` of calls on that weight.
+
+    ``matrix``: its numbers and their scale. ``weight``: the weight's memory, ``version`` how often it had been changed.
+    """
+
+    matrix: Quantised
+    weight: Tensor
+    version: int
+
+    def of(self, weight: Tensor) -> Quantised:
+        """The e4m3 numbers of a call's weight; ValueError where they are another's, or the weight has changed."""
+        own = self.weight
+        if (weight.data_ptr(), weight.shape, weight.dtype) != (own.data_ptr(), own.shape, own.dtype):
+            raise ValueError(
+                f"fp8_weight was made of another weight, {list(own.shape)} {own.dtype}; the call's is "
+                f"{list(weight.shape)} {weight.dtype}: make one by chunked_head.quantise(weight)"
+            )
+        if version_of(weight) != self.version:
+            raise ValueError(
+                "weight has changed since fp8_weight was made of it: call chunked_head.quantise(weight) after each step"
+            )
+        return self.matrix
 
 
-def quantise_(out: Quantised, matrix: Tensor) -> None:
+def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
+    """The reason why a backend of these traits (``Backend.traits``) multiplies no e4m3 there; "" where it does. Torch
+    operations multiply its numbers in fp32."""
+    if "gpu" not in traits or (traits["gpu"] is not None and traits["gpu"].fp8):
+        return ""
+    able = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
+    return (
+        f'precision="fp8" needs a GPU that multiplies e4m3 ({able}), and {device} is {traits["gpu"] or "none of ours"}'
+    )
+
+
+def version_of(weight: Tensor) -> int:
+    """How often autograd has seen the tensor change; of inference tensors it counts nothing."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def largest_of(matrix: Tensor) -> Tensor:
+    """[] the largest absolute number, nan where one is nan. It gives all rows one scale: the range of e4m3, 2^18, is
+    more than what rows of a head differ by."""
+    return torch.linalg.vector_norm(matrix, math.inf)
+
+
+def quantise_(out: Quantised, matrix: Tensor, largest: Tensor | None = None) -> None:
     """As ``kernels.statistics.launch.quantise``."""
-    if out.scale.dim():
-        largest = matrix.abs().amax(1).float()
-        torch.add((largest / LARGEST_E4M3).clamp(min=LEAST_SCALE), largest * 0.0, out=out.scale)
+    found = (matrix.abs().amax(1, keepdim=True) if largest is None else largest).float()
+    scale = (found / LARGEST_E4M3).clamp(min=LEAST_SCALE) + found * 0.0
+    squares = torch.zeros(2, len(matrix), device=matrix.device)
     for part in slices(len(matrix), cast_rows(matrix.shape[1])):
-        scale = out.scale[part, None] if out.scale.dim() else out.scale
-        out.values[part] = matrix[part].float().mul_(1.0 / scale).to(torch.float8_e4m3fn)
+        exact = matrix[part].float().mul_(1.0 / (scale if largest is not None else scale[part]))
+        out.values[part] = exact.to(torch.float8_e4m3fn)
+        squares[0, part] += exact.square_().sum(1)
+        squares[1, part] += exact.copy_(out.values[part]).square_().sum(1)
+    before, after = (squares if largest is None else squares.sum(1)) + 1.0  # of zeros
+    torch.mul(scale.squeeze(-1) if largest is None else scale, (before / after).sqrt_(), out=out.scale)

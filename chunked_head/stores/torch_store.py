@@ -15,8 +15,9 @@ from ..kernels.common.tiles import LOG_FLOOR
 from ..plan.plans import Plan, cast_buffers
 from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
-from .matmul import project_biased
+from .matmul import project, project_biased
 from .operands import Head, Rows, TeacherHead
+from .quantised import Quantised, empty_quantised, quantise_
 from .store import MatmulStore
 
 TILE_ELEMENTS = 1 << 18
@@ -67,7 +68,26 @@ class TorchStore(MatmulStore):
 
     def logits_of(self, rows: Rows, tile: slice) -> Tensor:
         head = self.head if tile.stop - tile.start == self.vocab else self.head.columns(tile)
+        if head.fp8 is not None:
+            return self.fp8_logits(rows, tile.start, head, head.fp8)
         return self.projected(rows, rows.hidden, head.weight, head.bias, head, self.buffer)
+
+    def fp8_logits(self, rows: Rows, first: int, head: Head, weight: Quantised) -> Tensor:
+        """Logits of e4m3 operands, multiplied in fp32, the targets' of their own dtype."""
+        logits = self.buffer[: len(rows.hidden) * len(head.weight)].view(len(rows.hidden), len(head.weight))
+        hidden = empty_quantised(len(logits), rows.hidden.shape[1], logits.device, each_row=True)
+        quantise_(hidden, rows.hidden)
+        project(hidden.values.float(), weight.values, logits)
+        logits.mul_(hidden.scale[:, None] * weight.scale)
+        transform_(logits, head.bias, head, rows.scale)
+        column = rows.target - first
+        (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < logits.shape[1]))
+        column, scale = column[here], None if rows.scale is None else rows.scale[here]
+        exact = (rows.hidden[here].float() * head.weight[column].float()).sum(1, keepdim=True)
+        exact = exact if head.bias is None else exact + head.bias[column, None]
+        transform_(exact, None, head, scale)
+        logits[here, column] = exact[:, 0]
+        return logits
 
     def teacher_logits(self, rows: Rows, tile: slice) -> Tensor:
         teacher = rows.teacher

@@ -103,6 +103,7 @@ class TritonBackend(Backend):
     kept_sets = staticmethod(kept_sets)
     read_fields = staticmethod(statistics.read_fields)
     sum_rows = staticmethod(statistics.sum_rows)
+    quantise_ = staticmethod(statistics.quantise)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         if device.type != "cuda" and not INTERPRETED:

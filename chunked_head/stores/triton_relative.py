@@ -108,6 +108,7 @@ class RelativeStore(HalfStore):
         )  # fmt: skip
         if self.known_targets and head.add_targets is not None:
             head.add_targets(out.target_logit)  # other ranks' part
+        self.quantise(rows)
         self.stored_strips = strips = self.strips.of_rows(count)
         if out.column_logits is not None:
             assert rows.columns is not None
@@ -118,9 +119,9 @@ class RelativeStore(HalfStore):
                 stored = stored.view(self.sizes.dtype)
             self.stored = Stored(stored, strips.offset)
         statistics.exp_logits(
-            stored, strips, rows.hidden, head.weight, head.bias, head.class_weights,
+            stored, strips, *self.operands(rows, head), head.bias, head.class_weights,
             None if self.level is None else out.target_logit, rows.target, made, self.tile, *self.second,
-            counted_of(rows),
+            counted_of(rows), out.target_logit,
         )  # fmt: skip
 
     def statistics(self, rows: Rows, out: RowStats) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats
 from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
+from ..kernels.common.tiles import Matrix, Quantised
 from ..kernels.gradients import launch as gradients
 from ..kernels.gradients.launch import NO_SOFTMAX, Softmax, TeacherTerms, Terms
 from ..kernels.products import launch as products
@@ -19,6 +20,7 @@ from ..plan.sizes import LOOP, Buffer, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, TeacherHead
+from .quantised import empty_quantised
 from .store import MatmulStore
 from .torch_store import transform_
 
@@ -280,6 +282,21 @@ class HalfStore(KernelStore):
         super().__init__(head, plan, tiled)
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
+        if self.sizes.fp8:
+            self.hidden8 = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
+
+    def quantise(self, rows: Rows) -> None:
+        """Makes the rows' numbers for ``operands``, where they are e4m3."""
+        if self.sizes.fp8:
+            statistics.quantise(self.quantised(rows), rows.hidden)
+
+    def quantised(self, rows: Rows) -> Quantised:
+        count = rows.target.shape[0]
+        return Quantised(self.hidden8.values[:count], self.hidden8.scale[:count])
+
+    def operands(self, rows: Rows, head: Head) -> tuple[Matrix, Matrix]:
+        """Both operands of the product that makes the logits."""
+        return (rows.hidden, head.weight) if head.fp8 is None else (self.quantised(rows), head.fp8)
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
         # a buffer of the caller's may start anywhere
@@ -300,12 +317,14 @@ class GradStore(HalfStore):
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head, count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
+        if tile.start == 0:
+            self.quantise(rows)
         # a row starts on 16 bytes
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
         common = self.terms(rows, stats, coefficients, tile.start, columns)
         gradients.grad_logits(
-            dlogits, rows.hidden, head.weight, head.bias, head.class_weights, common, tile.start,
+            dlogits, *self.operands(rows, head), head.bias, head.class_weights, common, tile.start,
             transform(head, rows.scale), self.gpu.exp_tile(self.sizes.hidden), counted_of(rows),
         )  # fmt: skip
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)

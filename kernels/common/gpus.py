@@ -32,6 +32,7 @@ class Gpu(NamedTuple):
     own_stored: tuple[int, int] = (0, -1)  # least and most rows of dweight's product, stored: as fast, sooner launched
     warp: int = 32
     fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
+    fp8: bool = False  # it multiplies e4m3 (OCP's) operands
 
     def __str__(self) -> str:
         return self.name
@@ -69,20 +70,20 @@ NARROW = Tile(block_n=128, warps=4, per_multiprocessor=2)
 def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in registers, 227 KB."""
     few = Tile(block_m=64, warps=4, stages=4), Tile(block_m=64, block_n=128, warps=4, stages=8)
-    own = {"own_dhidden": True, "own_stored": (512, 1024)}
-    return Gpu(name, shared, multiprocessors, Tile(), NARROW, product=Tile(), few=few, **own)
+    own = {"own_dhidden": True, "own_stored": (512, 1024), "fp8": True}
+    return Gpu(name, shared, multiprocessors, Tile(e4m3_stages=4), NARROW, product=Tile(), few=few, **own)
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in a memory of their own, from which 256 columns at a time would not fit the registers. Those
     of the generation that have neither (sm_120) are as Ampere."""
-    return Gpu(name, shared, multiprocessors, NARROW, NARROW, product=Tile())
+    return Gpu(name, shared, multiprocessors, NARROW, NARROW, product=Tile(), fp8=True)
 
 
-def ampere(name: str, shared: int, multiprocessors: int) -> Gpu:
+def ampere(name: str, shared: int, multiprocessors: int, fp8: bool = False) -> Gpu:
     """Copies through pointers; of three stages two lie in shared memory, 96 KB."""
     wide = Tile(described=False)
-    return Gpu(name, shared, multiprocessors, wide, NARROW._replace(described=False), product=wide)
+    return Gpu(name, shared, multiprocessors, wide, NARROW._replace(described=False), product=wide, fp8=fp8)
 
 
 def cdna(name: str, shared: int, multiprocessors: int) -> Gpu:
@@ -95,11 +96,11 @@ GPUS = {
     for gpu in (
         ampere("sm_80", 166_912, 108),
         ampere("sm_86", 101_376, 84),
-        ampere("sm_89", 101_376, 128),
+        ampere("sm_89", 101_376, 128, fp8=True),
         hopper("sm_90", 232_448, 132),
         blackwell("sm_100", 232_448, 148),
         blackwell("sm_103", 232_448, 160),
-        ampere("sm_120", 101_376, 170),
+        ampere("sm_120", 101_376, 170, fp8=True),
         cdna("gfx942", 65_536, 304),
         cdna("gfx950", 163_840, 256),
     )

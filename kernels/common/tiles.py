@@ -51,6 +51,7 @@ class Tile(NamedTuple):
     stages: int = 3
     per_multiprocessor: int = 1
     described: bool = True  # operands come by the tensor copy engine, else through pointers
+    e4m3_stages: int | None = None  # where these are others for e4m3 operands
 
     @property
     def elements(self) -> int:
@@ -58,7 +59,9 @@ class Tile(NamedTuple):
 
     def of(self, matrix: Matrix) -> "Tile":
         """The tile for operands like this one: as many bytes of hidden states at a time."""
-        return self._replace(block_k=self.block_k * 2) if isinstance(matrix, Quantised) else self
+        if not isinstance(matrix, Quantised):
+            return self
+        return self._replace(block_k=self.block_k * 2, stages=self.e4m3_stages or self.stages)
 
 
 def row_block(columns: int) -> tuple[int, int]:

@@ -116,14 +116,17 @@ def sum_rows(
     return first, sums
 
 
-def quantise(out: Quantised, matrix: torch.Tensor) -> None:
-    """Rounds a contiguous matrix: by the scale of all, which is there, or by those of its rows, which are made."""
+def quantise(out: Quantised, matrix: torch.Tensor, largest: torch.Tensor | None = None) -> None:
+    """Rounds a contiguous matrix: each row by its own scale, or all by that of ``largest`` [], their largest number."""
     rows, columns = matrix.shape
-    scales = (None, out.scale) if out.scale.dim() == 0 else (out.scale, None)
+    made = out.scale if largest is None else torch.empty(3, rows, dtype=torch.float32, device=matrix.device)
     quantise_kernel[(rows,)](
-        out.values, scales[0], matrix, scales[1], columns, BLOCK=power_of_2(columns),
+        out.values, made, matrix, largest, rows, columns, BLOCK=power_of_2(columns),
         num_warps=4 if columns <= 4096 else 8,
     )  # fmt: skip
+    if largest is not None:
+        before, after = made[1:].sum(1).add_(1.0)  # of zeros
+        torch.mul(made[0, 0], (before / after).sqrt_(), out=out.scale)
 
 
 def exp_logits(

@@ -1,0 +1,335 @@
+"""``precision="fp8"``: logits of e4m3 operands, exact ones of targets; against full logits in plain PyTorch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import assert_outcome, assert_within_budget
+from cases import CASES, HALVES, PLACES, Case, Place, run, run_ours
+from loss_cases import FEWER, LOSS_CASES, LossCase
+from loss_cases import inputs_of as loss_inputs
+from oracle import reference as oracle
+from tiers import crossed, tier
+from torch import Tensor
+from tracking import NoProducts, peak_of
+
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan, quantise
+from chunked_head.stores.quantised import empty_quantised, largest_of, quantise_
+
+
+def rounded(matrix: Tensor, each_row: bool) -> Tensor:
+    """A matrix after it was e4m3, in float64."""
+    out = empty_quantised(*matrix.shape, matrix.device, each_row)
+    quantise_(out, matrix, None if each_row else largest_of(matrix))
+    return out.values.double() * (out.scale[:, None] if each_row else out.scale)
+
+
+def fp8_logits(dtype: torch.dtype, target: Tensor, exact: Tensor | None = None) -> Callable[..., Tensor]:
+    """``oracle.logits`` of e4m3 operands but for targets and ``exact`` rows, whose gradient goes to the operands as
+    they are."""
+
+    def logits(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None
+    ) -> Tensor:
+        h, w = hidden.detach().to(dtype), weight.detach().to(dtype)
+        shift = rounded(h, True) @ rounded(w, False).t() - h.double() @ w.double().t()
+        shift.scatter_(1, target[:, None], 0.0)
+        if exact is not None:
+            shift[exact] = 0.0
+        x = F.linear(hidden, weight, bias)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x = (x.to(wide) + shift.to(wide)) * logit_scale
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    return logits
+
+
+def halves(params: list, every: int) -> list:
+    return [each for i, param in enumerate(params) for each in tier(param, i % every == 0)]
+
+
+def combinations() -> list:
+    """Calls of 16-bit operands whose rows are of 16 e4m3 numbers."""
+    found = []
+    for place in PLACES:
+        for i, case in enumerate(case for case in CASES if case.hidden % 16 == 0 and case.vocab < 50000):
+            dtype = HALVES[i % 2]
+            name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
+            found.append(pytest.param(case, dtype, place.values[0], marks=place.marks, id=name))
+    return halves(found, 2)
+
+
+@pytest.mark.parametrize(("case", "dtype", "place"), combinations())
+def test_cross_entropy(case: Case, dtype: torch.dtype, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = case.inputs(dtype, place.device)
+    target, shift = inputs.target, inputs.options.get("shift", 0)
+    target = target[..., shift:] if shift else target
+    target = target[target != inputs.options.get("ignore_index", -100)]
+    monkeypatch.setattr(oracle, "logits", fp8_logits(dtype, target))
+    truth, eager = (run(oracle.linear_cross_entropy, inputs.to(other)) for other in (torch.float64, dtype))
+    ours = run_ours(inputs, place, precision="fp8")
+    assert_outcome(ours, eager, truth, dtype)
+    plain = run_ours(inputs, place)
+    assert case.vocab == 1 or case.exact or not torch.equal(ours.hidden, plain.hidden)
+
+
+FITTING = [case for case in LOSS_CASES if not any(name.startswith("teacher_") for name in case.batch)]
+
+
+def loss_combinations() -> list:
+    found = []
+    for place in PLACES:
+        for i, case in enumerate(FITTING):
+            params = pytest.param(case, HALVES[i % 2], place.values[0], marks=place.marks, id=f"{case.name}-{place.id}")
+            found.append(params)
+    return halves(found, 4)
+
+
+@pytest.mark.parametrize(("case", "dtype", "place"), loss_combinations())
+def test_loss(case: LossCase, dtype: torch.dtype, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients made at once, and in backward from logits that are computed again."""
+    inputs = loss_inputs(case, dtype, place.device, **(FEWER if place.backend == "triton" else {}))
+    # a call without targets counts tokens by those of id 0
+    target = (
+        torch.zeros(len(inputs.hidden), dtype=torch.int64, device=place.device)
+        if inputs.target is None
+        else inputs.target
+    )
+    counts = target != -100
+    counts = counts & inputs.batch["mask"] if "mask" in inputs.batch else counts
+    target, kept = target[counts], inputs.batch.get("kept_ids")
+    kept = None if kept is None else (kept[counts] >= 0).any(1)
+    monkeypatch.setattr(oracle, "logits", fp8_logits(dtype, target, kept))
+
+    def run_oracle(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = inputs.to(dtype)
+        hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_()
+        loss, _ = oracle.linear_loss(
+            hidden, weight, given.target, case.terms, batch=given.batch, num_segments=given.num_segments, **given.head
+        )
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    truth, eager = run_oracle(torch.float64), run_oracle(dtype)
+    for schedule in ({"chunk_tokens": 32}, {"memory_budget": 600_000}):
+        hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
+        out = linear_loss(
+            hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
+            precision="fp8", backend=place.backend, **inputs.head, **schedule,
+        )  # fmt: skip
+        found = out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight))
+        for name, ours, plain, true in zip(("loss", "hidden", "weight"), found, eager, truth, strict=True):
+            assert_within_budget(ours, plain, true, torch.float32 if name == "loss" else dtype, name)
+
+
+# ---- how exact it is
+
+
+def head_like(kind: str, dtype: torch.dtype, tokens: int = 64, vocab: int = 16384, width: int = 256) -> tuple[Any, ...]:
+    """Hidden states, weight and targets of a head: flat, or half of the tokens sure of their targets."""
+    made = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, width, generator=made) for n in (tokens, vocab))
+    weight *= 1.5 / width**0.5
+    target = torch.randint(0, vocab, (tokens,), generator=made)
+    if kind == "peaked":
+        own = weight[target]
+        hidden[::2] += (14.0 * own / own.norm(dim=1, keepdim=True))[::2]
+    return hidden.to(dtype), weight.to(dtype), target
+
+
+@crossed(place=PLACES, kind=["flat", "peaked"])
+def test_logprobs_are_as_exact_as_bf16_logits_make_them(place: Place, kind: str) -> None:
+    """Root mean squares of errors against float64: those of log-softmax of bf16 logits, 2.5 of them where heads are
+    peaked. With a target's logit of e4m3 operands it is ten times as much."""
+    hidden, weight, target = (t.to(place.device) for t in head_like(kind, torch.bfloat16, 32, width=128))
+
+    def error(found: Tensor) -> float:
+        return float((found.double() - truth).square().mean().sqrt())
+
+    def logprobs(x: Tensor) -> Tensor:
+        return x.double().log_softmax(1).gather(1, target[:, None])[:, 0]
+
+    exact = hidden.double() @ weight.double().t()
+    truth = logprobs(exact)
+    found = linear_logprobs(hidden, weight, target, precision="fp8", backend=place.backend)
+    allowed = error(logprobs(exact.bfloat16()))
+    assert error(found) <= (2.5 if kind == "peaked" else 1.0) * allowed
+    assert error(logprobs(rounded(hidden, True) @ rounded(weight, False).t())) > 5.0 * error(found)
+
+
+@crossed(place=PLACES, kind=["flat", "peaked"])
+def test_gradients_sum_to_nothing(place: Place, kind: str) -> None:
+    """The gradient of a row's logits adds up to 0, as that of a softmax: with a column of ones in the weight it is a
+    number of the gradient of hidden. And gradients err by little of themselves."""
+    hidden, weight, target = (t.to(place.device) for t in head_like(kind, torch.bfloat16, vocab=1024))
+    weight[:, 0] = 1.0
+    found = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        h, w = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight))
+        if dtype == torch.bfloat16:
+            loss = linear_cross_entropy(h, w, target, reduction="sum", precision="fp8", backend=place.backend)
+        else:
+            loss = F.cross_entropy(h @ w.t(), target, reduction="sum")
+        found[dtype] = [g.double() for g in torch.autograd.grad(loss, (h, w))]
+    assert found[torch.bfloat16][0][:, 0].abs().max() <= 5e-3  # products of bf16 numbers
+    for ours, truth in zip(*found.values(), strict=True):
+        assert (ours - truth).norm() <= 2e-2 * truth.norm()
+        assert F.cosine_similarity(ours.flatten(), truth.flatten(), dim=0) > 0.9998
+
+
+# ---- options and operands
+
+
+@crossed(place=PLACES, asked=[(True, False), (False, True)], bias=[True, False])
+def test_frozen_operands(place: Place, asked: tuple[bool, bool], bias: bool) -> None:
+    hidden, weight, target = (t.to(place.device) for t in head_like("flat", torch.bfloat16, 40, 131, 64))
+    own = torch.randn(131, device=place.device).bfloat16() if bias else None
+    both: list[Tensor] = []
+    for wanted in ((True, True), asked):
+        given = [t.clone().requires_grad_(w) for t, w in zip((hidden, weight), wanted, strict=True)]
+        linear_cross_entropy(*given, target, bias=own, precision="fp8", backend=place.backend).backward()
+        both.append([t.grad for t, w in zip(given, asked, strict=True) if w])
+    assert torch.equal(both[0][0], both[1][0])
+
+
+@crossed(place=PLACES, wrong=[torch.nan, torch.inf])
+def test_what_does_not_count_changes_nothing(place: Place, wrong: float) -> None:
+    """Whatever stands there; and what is not finite in a row that counts makes the loss nan."""
+    hidden, weight, target = (t.to(place.device) for t in head_like("flat", torch.bfloat16, 40, 131, 64))
+    target[::3] = -100
+    options: dict[str, Any] = {"precision": "fp8", "backend": place.backend}
+    clean = linear_cross_entropy(hidden, weight, target, **options)
+    hidden[::3] = wrong
+    assert torch.equal(linear_cross_entropy(hidden, weight, target, **options), clean)
+    skipped = linear_cross_entropy(hidden, weight, target, skip_ignored="wait", **options)
+    torch.testing.assert_close(skipped, clean)
+    hidden[1, 1] = wrong
+    assert linear_cross_entropy(hidden, weight, target, **options).isnan()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_accuracy_sees_the_exact_target(place: Place) -> None:
+    """Of two equal ids one is the target: it is not below the other by a rounding alone."""
+    hidden, weight, target = (t.to(place.device) for t in head_like("peaked", torch.bfloat16, 40, 131, 64))
+    out = linear_loss(
+        hidden, weight, target, losses.cross_entropy(), metrics=[metrics.accuracy(), metrics.entropy()],
+        precision="fp8", backend=place.backend,
+    )  # fmt: skip
+    x = rounded(hidden, True) @ rounded(weight, False).t()
+    x.scatter_(1, target[:, None], (hidden.double() * weight[target].double()).sum(1, True))
+    assert out.metrics["accuracy"].sum == (x.argmax(1) == target).sum()
+    entropy = torch.distributions.Categorical(logits=x).entropy().mean()
+    torch.testing.assert_close(out.metrics["entropy"].value.double(), entropy, rtol=1e-4, atol=1e-4)
+
+
+@crossed(place=PLACES, options=[{}, {"chunk_tokens": 32}, {"reduction": "none"}, {"deterministic": True}])
+def test_a_kept_weight(place: Place, options: dict[str, Any]) -> None:
+    """Gives the same bits as one that a call makes, in several calls; the plan has no room for it."""
+    hidden, weight, target = (t.to(place.device) for t in head_like("flat", torch.bfloat16, 80, 203, 64))
+    if options.get("deterministic") and place.backend == "torch":
+        pytest.skip("needs our own matmuls")
+    kept, found = quantise(weight, backend=place.backend), []
+    for more in ({}, {"fp8_weight": kept}, {"fp8_weight": kept}):
+        h, w = (t.detach().requires_grad_() for t in (hidden, weight))
+        loss = linear_cross_entropy(h, w, target, precision="fp8", backend=place.backend, **options, **more)
+        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), (h, w))])
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
+def test_a_weight_that_has_changed() -> None:
+    hidden, weight, target = head_like("flat", torch.bfloat16, 8, 40, 64)
+    kept = quantise(weight)
+    call = functools.partial(linear_cross_entropy, hidden, target=target, precision="fp8", fp8_weight=kept)
+    call(weight=weight)
+    call(weight=weight.view(40, 64))
+    with pytest.raises(ValueError, match="of another weight"):
+        call(weight=weight.clone())
+    with pytest.raises(ValueError, match="of another weight"):
+        call(weight=weight[:30])
+    weight.add_(0.0)
+    with pytest.raises(ValueError, match="has changed since"):
+        call(weight=weight)
+    with pytest.raises(TypeError, match=r"chunked_head\.quantise made"):
+        linear_cross_entropy(hidden, weight, target, precision="fp8", fp8_weight=weight)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='goes with precision="fp8"'):
+        linear_cross_entropy(hidden, weight, target, fp8_weight=quantise(weight))
+
+
+TOKENS = torch.zeros(8, dtype=torch.int64)
+REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "precision must be None": lambda h, w: linear_cross_entropy(h, w, TOKENS, precision="fp4"),
+    "bfloat16 or float16": lambda h, w: linear_cross_entropy(h.float(), w.float(), TOKENS, precision="fp8"),
+    "top_k": lambda h, w: linear_logprobs(h, w, TOKENS, precision="fp8", top_k=2),
+    "dense teacher": lambda h, w: linear_loss(
+        h, w, TOKENS, losses.forward_kl(), batch={"teacher_logits": torch.zeros(8, 40)}, precision="fp8"
+    ),
+    "multiple of 16": lambda h, w: linear_cross_entropy(
+        h[:, :40].contiguous(), w[:, :40].contiguous(), TOKENS, precision="fp8", backend="triton"
+    ),
+    "contiguous weight": lambda h, w: linear_cross_entropy(
+        h, w.t().contiguous().t(), TOKENS, precision="fp8", backend="triton"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_before_any_work(message: str) -> None:
+    hidden, weight, _ = head_like("flat", torch.bfloat16, 8, 40, 64)
+    with NoProducts(), pytest.raises(ValueError, match=message):
+        REFUSED[message](hidden, weight)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "gfx942"], indirect=True)
+def test_gpus_without_e4m3(architecture: str) -> None:
+    hidden, weight, target = head_like("flat", torch.bfloat16, 8, 40, 64)
+    for call in (lambda: linear_cross_entropy(hidden, weight, target, precision="fp8", backend="triton"),
+                 lambda: quantise(weight, backend="triton")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"needs a GPU that multiplies e4m3 .* is {architecture}"):
+            call()
+    with pytest.raises(ValueError, match="multiplies e4m3"):
+        plan(4096, 4096, 32000, torch.bfloat16, precision="fp8", device="sm_80", backend="triton")
+
+
+# ---- memory
+
+
+def test_plans_count_the_copies() -> None:
+    """The default budget grows by the weight's copy: chunks stay as they are."""
+    sizes: dict[str, Any] = {"tokens": 8192, "hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16}
+    sizes |= {"device": "sm_90", "backend": "triton"}
+    for more in ({}, {"tokens": 1024, "vocab": 32000}):
+        plain, made = (plan(**(sizes | more), precision=precision) for precision in (None, "fp8"))
+        assert (made.chunk_tokens, made.schedule) == (plain.chunk_tokens, plain.schedule)
+        copies = made.sizes.vocab * 4096 + made.chunk_tokens * (4096 + 4)
+        assert made.extra_bytes - plain.extra_bytes == copies
+        assert "e4m3" in str(made) and "e4m3" not in str(plain)
+    with pytest.raises(ValueError, match="memory_budget"):
+        plan(**sizes, precision="fp8", memory_budget="500MiB", accumulate_dtype=torch.bfloat16)
+
+
+@crossed(place=PLACES, given=[False, True], reduction=["mean", "none"])
+def test_memory_is_as_planned(place: Place, given: bool, reduction: str) -> None:
+    if place.device == "cpu" and place.backend == "triton":
+        pytest.skip("the interpreter copies")
+    tokens, width, vocab = 1024, 256, 8192
+    hidden, weight = (torch.randn(n, width).bfloat16().to(place.device).requires_grad_() for n in (tokens, vocab))
+    target = torch.randint(0, vocab, (tokens,), device=place.device)
+    kept = quantise(weight, backend=place.backend) if given else None
+    options: dict[str, Any] = {"precision": "fp8", "fp8_weight": kept, "backend": place.backend}
+    out = linear_loss(hidden, weight, target, losses.cross_entropy(), **options)
+    assert out.plan is not None and out.plan.sizes.fp8 == ("given" if given else "made")
+
+    def step() -> None:
+        linear_cross_entropy(hidden, weight, target, reduction=reduction, **options).sum().backward()
+        hidden.grad = weight.grad = None
+
+    expected = plan(
+        tokens, width, vocab, torch.bfloat16, reduction=reduction, precision="fp8", device=place.device,
+        backend=place.backend,
+    )  # fmt: skip
+    held = [kept.matrix.values] if kept is not None else []
+    assert peak_of(step, hidden, weight, target, *held) <= 1.05 * expected.peak_bytes + 64_000
