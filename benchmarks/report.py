@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 # the newest result of each question; a test checks that there are no other files
 FILES = {
-    "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
-    "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json", "losses": "losses-cuda.json",
-    "sm_80": "speed-cuda-sm_80.json",
+    "head": "head-cuda.json", "late": "head-cuda-late.json", "head-cpu": "head-cpu.json",
+    "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json",
+    "losses": "losses-cuda.json", "sm_80": "speed-cuda-sm_80.json",
     "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
@@ -297,6 +297,7 @@ def forced() -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "readme": heads, "heads": lambda: heads(source=("head",)),
+    "readme-late": lambda: heads(question="late"), "late": lambda: heads(question="late", source=("late",)),
     "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
     **{question: functools.partial(matrix, question, "row", ("default", "compile", *providers.PACKAGES),

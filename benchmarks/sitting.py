@@ -24,6 +24,7 @@ _THREE = "--shape 8192x4096x128256 --shape 8192x2048x128256 --shape 8192x1024x15
 # by name: the file, about how many minutes an H200 takes, and the words; kernels are those of a GPU that a file names
 PARTS = {
     "head": ("head-cuda.json", 2.0, f"head --shape 8192x4096x128256 --errors --rounds 5 {_ALL}"),
+    "late": ("head-cuda-late.json", 1.5, "head --late --shape 8192x4096x128256 --errors --rounds 3"),
     "peers": ("speed-cuda-peers.json", 4.5, "speed --peers --rows default --rounds 3 --no-memory"),
     "memory": ("memory-cuda.json", 0.8, f"memory --model llama3-8b {_FEW}"),
     "host": ("host-cuda.json", 0.7, "host --rounds 1 --lengths 200"),
