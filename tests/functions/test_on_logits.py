@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from budget import assert_within_budget
 from cases import PLACES, Place, upstream_like
 from logits_cases import made_logits, made_target
-from tiers import crossed, tier
+from tiers import Turn, crossed
 from torch import Tensor
 from tracking import Tracker
 
@@ -197,24 +197,18 @@ def memory_inputs(
     return logits, target, fields
 
 
-@pytest.mark.parametrize(
-    ("name", "inplace", "dtype"),
-    [
-        one
-        for i, name in enumerate(MEMORY_LOSSES)
-        for inplace in (False, True)
-        for j, dtype in enumerate((torch.float32, torch.bfloat16))
-        for one in tier(
-            pytest.param(name, inplace, dtype, id=f"{name}-{inplace}-{str(dtype)[6:]}"),
-            i % 2 == inplace and i // 2 % 2 == j,
-        )
-    ],
-)
-def test_nothing_as_large_as_the_logits_but_the_gradient(name: str, inplace: bool, dtype: torch.dtype) -> None:
-    logits, target, fields = memory_inputs("cpu", dtype)
+@crossed(
+    place=[place for place in PLACES if place.id != "triton-interpreted"], name=MEMORY_LOSSES, inplace=[False, True],
+    dtype=Turn((torch.float32, torch.bfloat16)),
+)  # fmt: skip
+def test_nothing_as_large_as_the_logits_but_the_gradient(
+    place: Place, name: str, inplace: bool, dtype: torch.dtype
+) -> None:
+    logits, target, fields = memory_inputs(place.device, dtype)
     x = logits.requires_grad_().view_as(logits) if not inplace else logits.requires_grad_() * 1.0
+    how: dict[str, Any] = {"batch": fields, "num_segments": 7, "inplace": inplace, "backend": place.backend}
     with Tracker(x, logits, target, *fields.values(), large=LARGE) as forward:
-        out = logits_loss(x, target, MEMORY_LOSSES[name], batch=fields, num_segments=7, inplace=inplace)
+        out = logits_loss(x, target, MEMORY_LOSSES[name], **how)
     assert forward.most_large == 0
     assert forward.peak_bytes < TILES
     with Tracker(x, logits, target, *fields.values(), large=LARGE) as backward:

@@ -30,9 +30,7 @@ LOSSES: dict[str, losses.Losses] = {
 PAIRED = ("dpo", "orpo")
 
 
-def made(
-    layout: str, dtype: torch.dtype, device: str, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+def made(layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     leading, lengths = LAYOUTS[layout]
     g = torch.Generator().manual_seed(len(lengths))
     hidden = torch.randn(*leading, HIDDEN, generator=g).to(device, dtype)

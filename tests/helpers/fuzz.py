@@ -75,7 +75,6 @@ WHOLE = ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bi
 # what one call cannot do, and says so
 REFUSALS = ("two softmaxes", "smooths over", "different temperatures", "skip_ignored=True", "memory_budget",
             "cannot move the rows of batch['teacher_logits']", "which is of the whole vocabulary")  # fmt: skip
-HEAD = ("ignore_index", "softcap", "logit_scale", "shift")
 
 
 class Drawn(NamedTuple):

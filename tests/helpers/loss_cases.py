@@ -263,11 +263,6 @@ SOME_CASES = (
 )  # fmt: skip
 
 
-def in_turn(case: LossCase, run: Any, runs: Sequence[Any]) -> bool:
-    """Whether ``make test`` has the case in this run of ``runs``: each case in one of them, ``SOME_CASES`` in all."""
-    return case.name in SOME_CASES or LOSS_CASES.index(case) % len(runs) == runs.index(run)
-
-
 def leaves_of(inputs: LossInputs) -> tuple[list[Tensor], dict[str, Any]]:
     """Copies of hidden states, weight and perhaps a bias that take gradients, and the head's options with that bias."""
     leaves = [t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight)]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tiers import crossed
 from tiny_models import LazyLogits, assert_same, step, tokens, transformers
+from tracking import no_host_synchronisation
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
 
@@ -412,3 +413,45 @@ def test_a_model_whose_forward_is_hung_on_it_names_who_did() -> None:
         ValueError, match=r"metrics= of patch_model has no effect on this LlamaForCausalLM: .* by hung at"
     ):
         patch_model(model, metrics=[metrics.entropy()])
+
+
+# ---- on a GPU: bf16 and fp32 beside the plain model in fp32
+
+
+def on_a_gpu() -> dict[str, Any]:
+    return {name: value.cuda() for name, value in tokens(4, 33).items()}
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.gpu
+def test_a_step_on_a_gpu(make: Callable[[], Any], dtype: torch.dtype) -> None:
+    plain = make().cuda()
+    exact = step(plain, on_a_gpu())
+    theirs = step(copy.deepcopy(plain).to(dtype), on_a_gpu())
+    patched = patch_model(copy.deepcopy(plain).to(dtype), strict=True, metrics=[metrics.entropy()])
+    ours = step(patched, on_a_gpu())
+    assert patched.chunked_head.fused == 1
+    assert ours.grads.keys() == exact.grads.keys()
+    for name, grad in exact.grads.items():
+        allowed = 2 * (theirs.grads[name] - grad).norm() + 1e-5 * grad.norm()
+        assert (ours.grads[name] - grad).norm() <= allowed, name
+    assert (ours.loss - exact.loss).abs() <= 2 * (theirs.loss - exact.loss).abs() + 1e-3
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's layers wait as they do without the patch; its head and its loss do not."""
+    patched = patch_model(tiny_models.llama().cuda(), strict=True, metrics=[metrics.accuracy()])
+    given = on_a_gpu()
+    output = patched.model(given["input_ids"])
+    hidden = output.last_hidden_state = output.last_hidden_state.detach().requires_grad_()
+    monkeypatch.setattr(patched.model, "forward", lambda **_: output)
+
+    def run() -> None:
+        patched(**given).loss.backward()
+
+    run()
+    with no_host_synchronisation():
+        run()
+    assert hidden.grad.abs().sum() > 0 and patched.chunked_head.fused == 2
