@@ -2,7 +2,7 @@
 
 For ``n`` tokens let ``s`` be their statistics ([n] each, ``logprob``, ``lse``, ...), and of summand ``i`` let ``l_i``
 be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (or [segments], [pairs]), and
-``f_i = coefficient_i / D_i`` the factor, [] or, with upstream gradients of each token, [n].
+``f_i = coefficient_i / D_i`` the factor, [].
 
 1. Values: ``v_i = m_i w_i l_i(s)``. Those of tokens are rows of a table [rows, n], with those of the metrics behind
    them; ``totals`` adds up the tables of all chunks in one go.
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     target: Tensor  # [n] int64, -1 where a token does not count
     fields: Named
     num_segments: int | None
-    factors: Tensor  # [summands] or [summands, n]: coefficient / D of each
+    factors: Tensor  # [summands] coefficient / D of each
     tensors: list[Named]  # of each summand
     metric_weights: Named  # [n] for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         along = {name: 0 if name in self.token_fields else None for name in self.fields}
         return self._replace(
             target=change(self.target, 0),
-            factors=change(self.factors, 1 if self.factors.dim() == 2 else None),
+            factors=change(self.factors, None),
             fields={name: change(value, along[name]) for name, value in self.fields.items()},
             tensors=[{name: change(value, None) for name, value in named.items()} for named in self.tensors],
             metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
@@ -214,12 +214,8 @@ def masked(named: Named, mask: Tensor) -> Named:
 
 
 def without_slope(leaves: Named, off: Tensor) -> Named:
-    """Equal values with no gradient where ``off`` ([] or [n]): a factor of 0 takes an infinite slope out by
-    selection."""
-    return {
-        name: torch.where(off if off.dim() == 0 else off.view(-1, *[1] * (leaf.dim() - 1)), leaf.detach(), leaf)
-        for name, leaf in leaves.items()
-    }
+    """Equal values with no gradient where ``off`` []: a factor of 0 takes an infinite slope out by selection."""
+    return {name: torch.where(off, leaf.detach(), leaf) for name, leaf in leaves.items()}
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:

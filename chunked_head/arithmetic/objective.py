@@ -38,11 +38,6 @@ def times(value: Tensor, *factors: float | Tensor) -> Tensor:
     return value
 
 
-def stacked(factors: list[Tensor]) -> Tensor:
-    """Factors [summands] or [summands, n] of each summand's [] or [n]."""
-    return torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0)
-
-
 class Expected(NamedTuple):
     """The upstream gradient that gradients were made for before it had come."""
 
@@ -113,15 +108,11 @@ class LossObjective(Objective):
             self.made[rows.start] = evaluation.coefficients
         return evaluation
 
-    def coefficients_at(self, stats: RowStats, factors: list[Tensor]) -> Named:
-        """Coefficients of all tokens at factors of each summand."""
-        inputs = self.inputs._replace(factors=stacked(factors))
-        return evaluate_rows(self.structure, stats, inputs, slice(0, len(self.target)), self.backend).coefficients
-
-    @property
-    def coefficients_made(self) -> Named:
-        """Coefficients of all tokens, out of the chunks' in ``made``."""
+    def coefficients_at_once(self, stats: RowStats) -> Named:
+        """Coefficients of all tokens at the expected upstream gradient: the chunks' in ``made``, or made here."""
         chunks = [chunk for _, chunk in sorted((self.made or {}).items())]
+        if not chunks:
+            chunks = [self.evaluate(stats, slice(0, len(self.target)), gradient=True).coefficients]
         return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
 
@@ -211,38 +202,25 @@ class ScalarObjective(LossObjective):
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
-        if self.made:
-            return Coefficients(**self.coefficients_made).times(self.expected.factors(given)[0])
-        factors = [times(one, c, given) for c, one in zip(self.coefficients, self.inverse, strict=True)]
-        return Coefficients(**self.coefficients_at(stats, factors))
+        return Coefficients(**self.coefficients_at_once(stats)).times(self.expected.factors(given)[0])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenObjective(LossObjective):
-    """The weighted sum of token losses for each token, unreduced. Factors are the upstream gradients, and until they
-    come only values are made."""
+    """The weighted sum of token losses for each token, unreduced."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        inputs, structure = self.inputs, self.structure.values_only
-        if self.made is not None:
-            inputs, structure = inputs._replace(factors=stacked(self.factors(self.one_or_nan))), self.structure
-        evaluation = evaluate(structure, stats.named(), inputs)
-        if self.made is not None:
-            self.made[0] = evaluation.coefficients
-        first, *others = map(times, evaluation.table, self.coefficients)
+        table = self.evaluate(stats, slice(0, len(self.target)), gradient=False).table
+        first, *others = map(times, table, self.coefficients)
         return (sum(others, first) * self.one_or_nan,)
-
-    def factors(self, upstream: Tensor) -> list[Tensor]:
-        return [times(upstream, c) for c in self.coefficients]
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
         given = torch.where(self.target >= 0, given, 0.0)
-        if not self.made:
-            return Coefficients(**self.coefficients_at(stats, self.factors(given)))
         # by selection where nothing is asked for: a loss may have an infinite slope there
-        found = {name: value * over_columns(given, value) for name, value in self.coefficients_made.items()}
+        made = self.coefficients_at_once(stats)
+        found = {name: value * over_columns(given, value) for name, value in made.items()}
         return Coefficients(**masked(found, given != 0))
 
 

@@ -67,18 +67,17 @@ class NoKernelError(Exception):
 class VectorKernel:
     """A kernel launched for the tokens ``rows`` of inputs that hold those of all tokens: outputs of the chunk into rows
     of ``chunk`` [outputs, tokens of the chunk], outputs of all tokens into rows of ``table`` [outputs, tokens].
+    ``used``: inputs that the source reads."""
 
-    ``used``: inputs that the source reads; ``strided``: those of them [rows, n]."""
-
-    def __init__(self, source: str, used: Sequence[int], strided: Sequence[int]):
-        self.used, self.strided = tuple(used), tuple(strided)
+    def __init__(self, source: str, used: Sequence[int]):
+        self.used = tuple(used)
         name = f"<chunked_head arithmetic {next(COUNT)}>"
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
         weakref.finalize(self, linecache.cache.pop, name, None)
         scope: dict[str, Any] = {"tl": tl, "functions": functions}
         exec(compile(source, name, "exec"), scope)
         pointers = ["chunk_ptr", "table_ptr", *(f"in{i}_ptr" for i in self.used)]
-        sizes = ["first", "rows", "chunk_stride", "table_stride", *(f"stride{i}" for i in self.strided)]
+        sizes = ["first", "rows", "chunk_stride", "table_stride"]
         kernel = triton.jit(
             scope["arithmetic_kernel"], do_not_specialize=sizes, do_not_specialize_on_alignment=pointers
         )
@@ -88,7 +87,6 @@ class VectorKernel:
         count = rows.stop - rows.start
         self.launcher[(cdiv(count, BLOCK),)](
             chunk, table, *[inputs[i] for i in self.used], rows.start, count, chunk.stride(0), table.stride(0),
-            *[inputs[i].stride(0) for i in self.strided],  # type: ignore[union-attr]
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
 
@@ -103,7 +101,7 @@ def vector_kernel(
         one, other = (Writer(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
     except NoKernelError:
         return None
-    return VectorKernel(one.source, one.used, one.strided) if one.source == other.source else None
+    return VectorKernel(one.source, one.used) if one.source == other.source else None
 
 
 def trace(
@@ -147,7 +145,6 @@ class Writer:
         self.names: dict[str, str] = {}  # by expression: what is computed twice is computed once
         self.values: dict[fx.Node, str] = {}
         self.used: list[int] = []
-        self.strided: list[int] = []  # inputs [rows, n] of which rows are read
         self.numbers = {i for i, value in enumerate(inputs) if isinstance(value, float)}
         self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
         (end,) = traced.graph.find_nodes(op="output")
@@ -158,8 +155,7 @@ class Writer:
             at = f"chunk_ptr + {i} * chunk_stride" if i < local else f"table_ptr + {i - local} * table_stride + first"
             self.lines.append(f"tl.store({at} + row, {self.cast(node, torch.float32)}, mask=here)")
         arguments = [f"in{i}" if i in self.numbers else f"in{i}_ptr" for i in self.used]
-        arguments += ["first", "rows", "chunk_stride", "table_stride", *(f"stride{i}" for i in self.strided)]
-        arguments.append("BLOCK: tl.constexpr")
+        arguments += ["first", "rows", "chunk_stride", "table_stride", "BLOCK: tl.constexpr"]
         header = f"def arithmetic_kernel(chunk_ptr, table_ptr, {', '.join(arguments)}):"
         beginning = ["row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "here = row < rows"]
         self.source = "\n    ".join([header, *beginning, *self.lines]) + "\n"
@@ -233,14 +229,11 @@ class Writer:
             raise NoKernelError(str(unbound))
         return stack.args[0][i]
 
-    def row(self, table: fx.Node, dim: int, i: int) -> str:
-        """A row of an input [rows] or [rows, n]."""
-        at, dims = self.inputs[table], table.meta["val"].dim()
-        if dim != 0 or i < 0 or self.token_dims[at] != (1 if dims == 2 else None):
-            raise NoKernelError(str(table))
-        if dims == 2 and at not in self.strided:
-            self.strided.append(at)
-        return self.read(table, f" + {i} * stride{at}" if dims == 2 else f" + {i}")
+    def row(self, vector: fx.Node, dim: int, i: int) -> str:
+        """A number of an input that has no tokens."""
+        if dim != 0 or i < 0 or vector.meta["val"].dim() != 1 or self.token_dims[self.inputs[vector]] is not None:
+            raise NoKernelError(str(vector))
+        return self.read(vector, f" + {i}")
 
     def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
         return self.named(template.format(*[self.cast(arg, dtype) for arg in args]))

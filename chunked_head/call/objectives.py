@@ -79,7 +79,7 @@ def of_each_token(tokens: Tokens) -> Objective:
         if call.tokens is not None:
             agreed_batch(tokens)
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.losses.terms]
-        fields = fields_of(tokens, tokens.one_or_nan.unsqueeze(0), {})
+        fields = fields_of(tokens, torch.stack([times(tokens.one_or_nan, c) for c in coefficients]), {})
         return TokenObjective(**fields, coefficients=coefficients, backend=spec.backend)
     fields, views, pairing, names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
     if fields["structure"].views != views:  # there are some that no loss asks for
