@@ -12,7 +12,7 @@ from ..core.checks import refuse
 from ..core.private import in_backward
 from ..core.stats import all_at_targets
 from ..parallel.groups import text_fields
-from ..plan.planner import LEAST_SLACK, make_plan
+from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Request, Sizes
@@ -115,8 +115,7 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool = False) -> tuple[Tokens
 
     plan, spans = plan_of(groups is not None), None
     if groups is not None and plan.schedule == "forward" and plan.chunks > 1:
-        slack = LEAST_SLACK if asked.chunk_tokens is None else 1.0
-        spans = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, slack)
+        spans = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens)
         plan = replace(plan, ending=sum(map(len, spans)))
         if plan.too_many_chunks:
             # segments are too uneven for so few bits

@@ -18,7 +18,7 @@ from ..losses.distillation import PADDING, entries
 from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
 from ..parallel.tokens import RankSums
-from ..plan.segments import Group, groups_of, order_of
+from ..plan.segments import Group, groups_of
 from ..plan.sizes import slices
 from ..stores import Backend, Targets
 from ..stores.operands import Kept, Sets, TeacherHead
@@ -318,7 +318,9 @@ def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
     ranges = [rows for group in groups for rows in group]
     if all(one.start < next.start for one, next in itertools.pairwise(ranges)):
         return tokens
-    order = order_of(ranges, tokens.call.device)
+    order = torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges]).to(
+        tokens.call.device, non_blocking=True
+    )
     return packed(tokens, Packing(order, None, len(order)))
 
 

@@ -33,9 +33,7 @@ from .sizes import (
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
 MODEST_SWEEP = 60 * MiB
 FEW_CHUNKS = 4  # up to which one chunk fewer is worth rows that are no multiple of a tile's
-# by how much chunks that end where segments do may be larger than equal ones, so that there are no more of them: at
-# most, and where the budget is near at least
-SLACK, LEAST_SLACK = 1.25, 1.1
+SLACK = 1.25  # by how much chunks that end where segments do may be larger than equal ones in the default budget
 TILE_MULTIPLE = 256  # columns of the widest tile of the logits matmul: the rest of a narrower one is computed in vain
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 
@@ -358,7 +356,7 @@ def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, leas
             break
     if rows == 0:
         return 0
-    equal = uneven(tokens, rows) if plan.sizes.by_segments else balanced(tokens, rows)
+    equal = rows if plan.sizes.by_segments else balanced(tokens, rows)
     return equal if needed(equal) <= budget else rows  # parts of dhidden may take more of fewer rows
 
 
@@ -380,13 +378,6 @@ def sweep_size(plan: Plan, needed: Callable[[int], int], named: int | None, expl
 def of_rows(plan: Plan, rows: int) -> Plan:
     """The plan with chunks of ``rows``."""
     return replace(plan, chunk_tokens=rows, block_tokens=rows)
-
-
-def uneven(tokens: int, most: int) -> int:
-    """Rows that the largest of chunks may have that end where segments do, of at most ``most``."""
-    if most >= tokens:
-        return max(tokens, 1)
-    return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
 
 
 def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int) -> Plan | None:

@@ -11,9 +11,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from .sizes import balanced, slices
 
 
@@ -40,16 +37,6 @@ def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
     return tuple([group for group in groups if group])
 
 
-def order_of(ranges: Sequence[range], device: torch.device) -> Tensor:
-    """[rows] int64: their numbers one after the other, made where they are needed of few that the host sends."""
-    ends = itertools.accumulate(map(len, ranges))
-    # by how much a row's number differs from its place
-    moves = [part.stop - end for part, end in zip(ranges, ends, strict=True)]
-    sent = torch.tensor([moves, list(map(len, ranges))], dtype=torch.int64).to(device, non_blocking=True)
-    total = sum(map(len, ranges))
-    return torch.repeat_interleave(sent[0], sent[1], output_size=total) + torch.arange(total, device=device)
-
-
 def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Segments in groups, each pair in one of them; in the order of groups' first segments."""
     first = list(range(count))  # of the group of each, or one that knows it
@@ -71,13 +58,12 @@ def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     return list(groups.values())
 
 
-def spans_of(sizes: Sequence[int], most: int, slack: float = 1.0) -> Spans:
-    """Chunks of at most ``most`` rows of complete groups, several for a group that is longer; as many, if possible, as
-    there were of ``most / slack`` rows: each near to an equal part of the rows that are left."""
+def spans_of(sizes: Sequence[int], most: int) -> Spans:
+    """Chunks of at most ``most`` rows of complete groups, several for a group that is longer; each near to an equal
+    part of the rows that are left."""
     spans: list[tuple[slice, ...]] = []
     ends = list(itertools.accumulate(sizes))
-    start, total = 0, sum(sizes)
-    left = math.ceil(total * slack / most)  # chunks
+    start, total, left = 0, sum(sizes), 0  # chunks
     while start < total:
         left = max(left, math.ceil((total - start) / most))
         first, last = bisect_right(ends, start), bisect_right(ends, start + most)

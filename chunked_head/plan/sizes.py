@@ -7,10 +7,10 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -82,22 +82,6 @@ def gradients_of(buffers: Sequence[Buffer]) -> int:
     return sum(buffer.bytes for buffer in buffers if buffer.kind == "gradient")
 
 
-class StoreClass(Protocol):
-    """A class of ``stores/``, a way of keeping a chunk's logits, as a plan sees it."""
-
-    name: str
-    description: str  # of what is kept of a logit
-    bounds_rows: bool  # its matmuls can stop at a number of rows that only the device knows
-    multiplies: bool  # False: its logits are of rows of the weight that tokens name
-
-    def buffers(self, sizes: "Sizes", rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        """Memory of a chunk of ``rows`` until the phase ``last``, LOOP where its gradients are made; ``stored``: its
-        logits too. What all stores need, such as operands, ``plans.py`` adds."""
-
-    def tile_buffers(self, sizes: "Sizes", rows: int, columns: int) -> Iterator[Buffer]:
-        """Memory of a tile of logits of known statistics, or of their gradients."""
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The numbers and choices that a plan is made from; holds no tensor."""
@@ -109,7 +93,7 @@ class Sizes:
     dtype: torch.dtype  # of the matmuls' operands
     hidden_dtype: torch.dtype  # of the hidden states and of their gradient
     weight_dtype: torch.dtype  # of the weight and of its gradient
-    store: StoreClass
+    store: Any  # the class of ``stores/`` that keeps a chunk's logits
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
     # gradients
     hidden_grad: bool = True

@@ -33,12 +33,13 @@ class Store:
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        """Memory of a chunk, as ``plan.sizes.StoreClass`` says."""
+        """Memory of a chunk of ``rows`` until the phase ``last``, LOOP where its gradients are made; ``stored``: its
+        logits too. What all stores need, such as operands, ``plan/plans.py`` adds."""
         return iter(())
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
-        """Memory of a tile of a block, in the same form."""
+        """Memory of a tile of logits of known statistics, or of their gradients."""
         return iter(())
 
     def fill(self, rows: Rows, out: RowStats) -> None:
