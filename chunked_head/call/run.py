@@ -16,13 +16,12 @@ from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Request, Sizes
-from ..stores import Layout
 from ..stores.operands import TeacherHead
 from .function import Forward, Loss, forward_of
 from .logits_call import LogitsCall, logits_call
 from .objectives import call_fields, objective_of
 from .options import Call
-from .spec import Spec, is_plain
+from .spec import Spec
 from .sweep import HeadCall
 from .tokens import Tokens, in_order, tokens_of
 
@@ -146,12 +145,12 @@ def sizes_of(
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
-    hidden, capped = weight.shape[1], call.softcap is not None
-    layout = Layout(traits.get("gpu"), spec.dtype, hidden, is_plain(weight), plain_rows, capped, wanted[2], spec.demand)
-    store = backend.sets_store if spec.kept_everywhere else backend.store(layout)
-    columns = traits.pop("columns", call.columns)
+    plain, columns = plain_rows and call.softcap is None and not wanted[2], traits.pop("columns", call.columns)
+    store: Any = backend.sets_store
+    if not spec.kept_everywhere:
+        store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), plain)
     return Sizes(
-        tokens, hidden, columns, spec.dtype, call.rows.dtype, weight.dtype, store,
+        tokens, weight.shape[1], columns, spec.dtype, call.rows.dtype, weight.dtype, store,
         weight.shape[0] - columns, *wanted,
         bias_dtype=None if bias is None else bias.dtype, buffer_dtype=buffer_dtype, late_upstream=spec.late or again,
         coupled=spec.coupled and not by_segments, by_segments=by_segments, demand=spec.demand,

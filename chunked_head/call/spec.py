@@ -392,8 +392,3 @@ def bare(structure: Structure) -> Structure:
         tensors = dict.fromkeys(summand.tensors, nothing)
         summands.append((replace(summand, tensors=tensors, normalizer=None), view))
     return replace(structure, summands=tuple(summands))
-
-
-def is_plain(weight: Tensor) -> bool:
-    """True for a weight that kernels may read in blocks: contiguous, aligned to 16 bytes."""
-    return weight.is_contiguous() and weight.data_ptr() % 16 == 0

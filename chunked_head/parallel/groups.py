@@ -34,18 +34,9 @@ class OfGroup:
 
     group: Any
 
-    def __copy__(self) -> Any:
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A module's copy works with the same processes."""
         return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} holds a process group, which cannot be saved; save a state_dict, and make it anew "
-            "where that is loaded"
-        )
 
     @property
     def ranks(self) -> int:
@@ -74,13 +65,9 @@ class TokenParallel(OfGroup):
     - ``out.metrics`` are those of the whole batch, the same on every rank.
     - The upstream gradient of the loss must be the same on all ranks, as a loss scale is.
 
-    Messages: an ``all_reduce`` of all counts before the sweep; where a loss sums statistics over segments, one of each
-    such sum after it and one of its gradient; an ``all_gather`` of all metrics. Their number depends on losses and
-    metrics alone, not on the tokens of a rank, their number or its plan, and all come in the forward pass; nothing
-    waits for the device. A call of a new kind (other losses, options, metrics or ``num_segments``), on the CPU every
-    call, begins with one more, by which a mismatch raises on every rank, and which waits. An id out of range on one
-    rank makes loss, metrics and gradients nan on all. On the CPU it raises there, as does everywhere whatever else one
-    rank alone refuses: the others wait for it.
+    docs/guides/multi-gpu.md says which messages there are. Their number depends on losses and metrics alone, not on the
+    tokens of a rank, their number or its plan. An id out of range on one rank makes loss, metrics and gradients nan on
+    all. On the CPU it raises there, as does everywhere whatever else one rank alone refuses: the others wait for it.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same

@@ -18,7 +18,6 @@ from .plans import MAX_HALF_CHUNKS, Plan, Schedule, call_buffers, sized_buffers
 from .sizes import (
     CHUNK_MULTIPLE,
     DEFAULT_BUDGET,
-    HALF_TILE,
     MiB,
     Request,
     Sizes,
@@ -32,7 +31,6 @@ from .sizes import (
 
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
 MODEST_SWEEP = 60 * MiB
-FEW_CHUNKS = 4  # up to which one chunk fewer is worth rows that are no multiple of a tile's
 SLACK = 1.25  # by how much chunks that end where segments do may be larger than equal ones in the default budget
 TILE_MULTIPLE = 256  # columns of the widest tile of the logits matmul: the rest of a narrower one is computed in vain
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
@@ -346,14 +344,6 @@ def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, leas
         rows = balanced(tokens, named)
         return 0 if fits_budget and needed(rows) > budget else rows
     rows = largest(needed, budget, tokens) if needed(least) <= budget else 0
-    # A chunk less may fit where the next multiple of 128 does not. That is worth rows that tiles compute in vain where
-    # it saves a quarter of the passes over dweight, and not where it saves an eighth.
-    fewer = -(-tokens // rows) - 1 if rows else 0
-    for multiple in (HALF_TILE, 16) if fewer else ():
-        fitting = multiple * math.ceil(tokens / fewer / multiple)
-        if (fewer < FEW_CHUNKS or fitting % CHUNK_MULTIPLE == 0) and needed(fitting) <= budget:
-            rows = fitting
-            break
     if rows == 0:
         return 0
     equal = rows if plan.sizes.by_segments else balanced(tokens, rows)

@@ -10,7 +10,6 @@ import torch
 
 from ..core.checks import name
 from ..core.stats import numbers_sent
-from ..kernels.common.gpus import Gpu
 from .sizes import (
     BYTE,
     HIDDEN,
@@ -283,7 +282,6 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("logits' operands", f"e4m3, the weight's copy {s.fp8}; the targets' logits of {name(s.dtype)}"))
     if s.gpu is not None:
         rows.append(("GPU", s.gpu.name))
-        rows.append(("matmuls", matmuls(plan, s.gpu)))
     if plan.schedule == "recompute":
         rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
     if s.any_grad:
@@ -347,20 +345,3 @@ def kept_of_logits(s: Sizes) -> str:
     elif s.half:
         why = "top_k" if s.demand.top_k else "rows not on 16 bytes"
     return f"{kept} ({why})"
-
-
-def matmuls(plan: Plan, gpu: Gpu) -> str:
-    """The matmuls that run, ours or BLAS's."""
-    s = plan.sizes
-    if not s.own_matmul:
-        return "BLAS's" if s.store.multiplies else "none"
-    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
-    found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
-    if plan.schedule == "forward" and s.hidden_grad:
-        parts = s.dhidden_split(plan.chunk_tokens).parts
-        whose = "ours" if s.own_dhidden else "BLAS's"
-        found.append(f"dhidden {whose}" + (f" ({parts} parts)" if parts > 1 else ""))
-    if plan.schedule != "loss only" and s.weight_grad:
-        own = (plan.schedule == "forward" or s.grads_in_matmul) and own_dweight(plan, stored=s.buffer_dtype is None)
-        found.append("dweight " + ("ours" if own else "BLAS's"))
-    return ", ".join(found)

@@ -24,19 +24,6 @@ from .store import Store
 from .torch_store import GivenView, TorchStore
 
 
-class Layout(NamedTuple):
-    """Facts of a call that a backend chooses its store by."""
-
-    gpu: Gpu | None  # the architecture whose matmuls of ours run
-    dtype: torch.dtype  # of the matmuls
-    hidden: int
-    plain_weight: bool  # contiguous and aligned to 16 bytes
-    plain_rows: bool  # columns of hidden states contiguous
-    capped: bool
-    bias_grad: bool
-    demand: Demand
-
-
 class Targets(NamedTuple):
     """Targets in the order of the rows of hidden states that predict them."""
 
@@ -94,8 +81,9 @@ class Backend:
         shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
         return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
 
-    def store(self, layout: Layout) -> type[Store]:
-        """The store of a call's chunks, where the softmax of some token is over the vocabulary."""
+    def store(self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool) -> type[Store]:
+        """The store of a call's chunks, where the softmax of some token is over the vocabulary. ``dtype``: of the
+        matmuls. ``plain``: without softcap and a bias's gradient, hidden states contiguous along their columns."""
         return TorchStore
 
     def teacher_store(self, teacher: TeacherHead, store: type[Store]) -> Literal["relative", "logits"] | None:

@@ -20,15 +20,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, RowStats
-from ..kernels.common.gpus import RELATIVE_STRIP, gpu_of, multiprocessors_of
+from ..core.stats import Coefficients, Demand, RowStats
+from ..kernels.common.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
 from ..kernels.common.operands import KeptEntries
 from ..kernels.common.tiles import INTERPRETED
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
 from ..plan.plans import Plan
-from .backend import Backend, Layout, Targets
+from .backend import Backend, Targets
 from .matmul import sums_halves
 from .operands import Head, Kept, Rows, Sets, TeacherHead
 from .sets import SetStore
@@ -119,16 +119,15 @@ class TritonBackend(Backend):
     ) -> Targets:
         return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype))
 
-    def store(self, layout: Layout) -> type[Store]:
-        aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
-        if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
+    def store(self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool) -> type[Store]:
+        aligned = weight.data_ptr() % TMA_BYTES == weight.shape[1] * dtype.itemsize % TMA_BYTES == 0
+        if dtype == torch.float32 or not (aligned and weight.is_contiguous()) or demand.top_k or gpu is None:
             return LogitsStore
-        if (layout.demand.views[-1].columns or 0) % RELATIVE_STRIP:
+        if (demand.views[-1].columns or 0) % RELATIVE_STRIP:
             return LogitsStore  # a second softmax would end within a strip
         # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
-        one_factor = layout.dtype == torch.bfloat16 and layout.demand.rank_one and layout.demand.one_sweep
-        fast = one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows
-        return FastStore if fast else RelativeStore
+        one_factor = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep
+        return FastStore if one_factor and plain else RelativeStore
 
     def teacher_store(self, teacher: TeacherHead, store: type[Store]) -> Literal["relative", "logits"] | None:
         if teacher.logits is not None:

@@ -462,7 +462,7 @@ SAID = {
     "in place of local ones": "memory of these belongs to a tensor that autograd does not see",
     "not chunks": "pass logits.to_local() with VocabParallel(rows=[...])", "second": "ValueError: input (2, ",
     "field": "TypeError: batch['mask'] is a DTensor", "class weights": "weight has the placements",
-    "saved": "TypeError: VocabParallel holds a process group, which cannot be saved",
+    "saved": "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
     "afterwards": "13.358",
 }  # fmt: skip
 
