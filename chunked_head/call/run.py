@@ -148,7 +148,7 @@ def sizes_of(
     plain, columns = plain_rows and call.softcap is None and not wanted[2], traits.pop("columns", call.columns)
     store: Any = backend.sets_store
     if not spec.kept_everywhere:
-        store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), plain)
+        store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), plain, teacher)
     return Sizes(
         tokens, weight.shape[1], columns, spec.dtype, call.rows.dtype, weight.dtype, store,
         weight.shape[0] - columns, *wanted,
@@ -157,7 +157,7 @@ def sizes_of(
         deterministic=call.deterministic,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,
-        teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
+        teacher_made=teacher is not None and (teacher.logits is None or not backend.reads_teacher),
         copied=copied, skips=skips,
         fp8=None if call.precision is None or not store.multiplies else "given" if fp8_given else "made", **traits,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from ..metrics import Metric
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..plan.plans import Plan
 from ..plan.sizes import Request
-from ..stores import Backend, Layout, backend_of
+from ..stores import Backend, backend_of
 from ..stores.quantised import e4m3_missing
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import STATIC, Call, check_options
@@ -323,10 +323,10 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
         checks.refuse({'fp8_weight goes with precision="fp8"': call.fp8_weight is not None})
         return
     assert call.weight is not None
-    traits, hidden, capped = spec.backend.traits(call.device), call.weight.shape[1], call.softcap is not None
+    traits, hidden = spec.backend.traits(call.device), call.weight.shape[1]
     traits = traits if gpu is None else traits | {"gpu": gpu}
     missing, fp8 = e4m3_missing(traits, call.device), 'precision="fp8"'
-    layout = Layout(traits.get("gpu"), spec.dtype, hidden, is_plain(call.weight), True, capped, False, spec.demand)
+    store = spec.backend.store(spec.dtype, call.weight, spec.demand, traits.get("gpu"), call.softcap is None, None)
     checks.refuse({
         f"{fp8} takes bfloat16 or float16 operands, got {spec.dtype}": spec.dtype.itemsize != 2,
         f"{fp8} does not go with top_k, whose logits BLAS makes; take argmax=True, or leave precision=None": call.top_k,
@@ -334,7 +334,7 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
             spec.demand.pairing is not None,
         missing: missing,
         f"{fp8} needs our own matmuls, whose rows are of 16 bytes: hidden of a multiple of 16, got {hidden}, and a "
-        "contiguous weight": "gpu" in traits and (hidden % 16 or not spec.backend.store(layout).bounds_rows),
+        "contiguous weight": "gpu" in traits and (hidden % 16 or not store.bounds_rows),
     })  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import UnionType
-from typing import Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ..call.logits_call import LogitsCall
 from ..call.options import DEFAULTS, Call, Head
 from ..call.run import prepared, run
 from ..call.spec import Spec, spec_of
+from ..call.streams import Streams
 from ..call.sweep import HeadCall
 from ..call.tokens import Tokens, tokens_of
 from ..core.checks import INFINITY, NUMBERS, PACKAGE, is_dtensor
@@ -37,19 +38,12 @@ from .recipes import TASKS, described, recipe_of
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-Made = TypeVar("Made", covariant=True)
 OPERANDS = ("hidden", "weight", "bias", "logits")
 # by public function: from its operator's outputs and its arguments to what it returns
 IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
 
 
-class Several(Protocol[Made]):
-    """Calls that run together, as ``call.streams.Streams``."""
-
-    def run(self) -> Made: ...
-
-
-def operation(function: Callable[P, Call[Result] | Several[Result]]) -> Callable[P, Result]:
+def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
     """A public function of one that checks its arguments and says what to do.
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
@@ -84,7 +78,7 @@ def operation(function: Callable[P, Call[Result] | Several[Result]]) -> Callable
 
 
 def execute(
-    function: Callable[..., Call[Result] | Several[Result]], args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Call[Result] | Streams[Result]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
     """The result of the call that a public function's arguments make, at once and differentiable."""
     call = function(*args, **kwargs)

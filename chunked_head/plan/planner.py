@@ -132,7 +132,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     """
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
     rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
-    columns = sizes.vocab + (sizes.teacher_columns if sizes.teacher_store is not None else 0)
+    columns = sizes.vocab + sizes.teacher_columns * sizes.teacher_made
     # a copy of all hidden states is no part of a chunk; where it brings pairs or tokens that count together it is extra
     moved = sizes.copied and (sizes.by_segments or sizes.skips)
     copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if moved else 0

@@ -111,7 +111,7 @@ class Sizes:
     # a dense teacher
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
     teacher_cast: bool = False  # its head is cast for autocast
-    teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
+    teacher_made: bool = False  # its logits are made, or copied; False where the caller's are read
     # hidden states
     copied: bool = False  # no view flattens them, or they run in another order
     skips: bool = False  # products stop at a number of rows that only the device knows
@@ -198,7 +198,7 @@ class Sizes:
 
     def teacher_rows(self, rows: int) -> int:
         """Rows of a chunk's teacher logits that lie in memory at a time."""
-        return min(rows, TEACHER_ROWS) if self.teacher_last and self.teacher_store is not None else rows
+        return min(rows, TEACHER_ROWS) if self.teacher_last and self.teacher_made else rows
 
     @functools.cached_property
     def own_dhidden(self) -> bool:

@@ -5,7 +5,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Backend:
 
     name = "torch"
     bounds_rows = False  # some of its stores' matmuls can stop at a number of rows that only the device knows
+    reads_teacher = False  # a dense teacher's logits that exist, in place
     sets_store: type[SetStore] = SetStore  # of rows whose softmaxes are over sets of columns
     # of a view of logits that exist, and where their gradient goes; of the head only scale, cap and class weights are
     # read
@@ -81,14 +82,13 @@ class Backend:
         shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
         return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
 
-    def store(self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool) -> type[Store]:
+    def store(
+        self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool,
+        teacher: TeacherHead | None,
+    ) -> type[Store]:  # fmt: skip
         """The store of a call's chunks, where the softmax of some token is over the vocabulary. ``dtype``: of the
         matmuls. ``plain``: without softcap and a bias's gradient, hidden states contiguous along their columns."""
         return TorchStore
-
-    def teacher_store(self, teacher: TeacherHead, store: type[Store]) -> Literal["relative", "logits"] | None:
-        """Form in which a dense teacher's logits are stored; None where the caller's are read in place."""
-        return "logits"
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         """Fields of ``Sizes``: ``half_products``, true where 16-bit operands are multiplied uncast;

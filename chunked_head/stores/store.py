@@ -79,7 +79,7 @@ class MatmulStore(Store):
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
-        columns += min(columns, sizes.teacher_columns) if sizes.teacher_store else 0
+        columns += min(columns, sizes.teacher_columns) * sizes.teacher_made
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan, tiled: bool):
@@ -160,11 +160,11 @@ class GivenLogits(Store):
 
 def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
     """A dense teacher's logits of a chunk, where the store makes them."""
-    if sizes.teacher_store is None:
+    if not sizes.teacher_made:
         return
     # where they come last, the buffer is for some rows of a chunk that makes gradients
     some, columns = sizes.teacher_rows(rows) if last == LOOP else rows, sizes.teacher_columns
-    if sizes.teacher_store == "logits":
+    if not sizes.own_matmul:
         yield Buffer("teacher's logits", (some, columns), sizes.wide, SWEEP, last)
         return
     assert sizes.gpu is not None

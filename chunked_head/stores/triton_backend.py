@@ -15,7 +15,8 @@ leaves the gradient. A dense teacher's terms need a row of each at a time, and s
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from itertools import starmap
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,11 +92,18 @@ def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tens
     statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
 
 
+def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:
+    """True for a head that our matmuls read: 16-bit as ``dtype``, contiguous, its rows on 16 bytes."""
+    aligned = weight.data_ptr() % TMA_BYTES == weight.shape[1] * dtype.itemsize % TMA_BYTES == 0
+    return dtype.itemsize == 2 and aligned and weight.is_contiguous()
+
+
 class TritonBackend(Backend):
     """Kernels in the place of torch operations."""
 
     name = "triton"
     bounds_rows = True
+    reads_teacher = True
     sets_store = TritonSets
     view_store = GivenView
     clean_rows = staticmethod(statistics.clean_rows)
@@ -119,24 +127,20 @@ class TritonBackend(Backend):
     ) -> Targets:
         return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype))
 
-    def store(self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool) -> type[Store]:
-        aligned = weight.data_ptr() % TMA_BYTES == weight.shape[1] * dtype.itemsize % TMA_BYTES == 0
-        if dtype == torch.float32 or not (aligned and weight.is_contiguous()) or demand.top_k or gpu is None:
+    def store(
+        self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool,
+        teacher: TeacherHead | None,
+    ) -> type[Store]:  # fmt: skip
+        heads = [(weight, dtype)]
+        if teacher is not None and teacher.weight is not None:
+            heads.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
+        if not all(starmap(read_in_blocks, heads)) or demand.top_k or gpu is None:
             return LogitsStore
         if (demand.views[-1].columns or 0) % RELATIVE_STRIP:
             return LogitsStore  # a second softmax would end within a strip
         # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
         one_factor = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep
         return FastStore if one_factor and plain else RelativeStore
-
-    def teacher_store(self, teacher: TeacherHead, store: type[Store]) -> Literal["relative", "logits"] | None:
-        if teacher.logits is not None:
-            return None
-        weight = teacher.weight
-        assert weight is not None
-        rows_aligned = weight.data_ptr() % TMA_BYTES == 0 and weight.stride(0) * 2 % TMA_BYTES == 0
-        half = (teacher.dtype or weight.dtype).itemsize == 2
-        return "relative" if store is RelativeStore and half and weight.is_contiguous() and rows_aligned else "logits"
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         return {

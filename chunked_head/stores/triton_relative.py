@@ -16,7 +16,7 @@ from ..kernels.statistics.launch import Outputs
 from ..plan.plans import Plan
 from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
-from .matmul import add_dhidden, project
+from .matmul import add_dhidden
 from .operands import Head, Rows
 from .store import teacher_buffers
 from .triton_store import (
@@ -79,16 +79,13 @@ class RelativeStore(HalfStore):
         # of the second softmax: its ratio and columns
         self.second = (ratio_of(demand.views[1].ratio), demand.views[1].columns) if two else (None, None)
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
-        if sizes.teacher_store == "relative":
+        if sizes.teacher_made:
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
             self.teacher_tile = gpu.exp_tile_of(self.teacher_rows, sizes.teacher_width, sizes.teacher_columns)
             strip_count = gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
             # a kernel that reads both takes one distance from strip to strip
             assert demand.pairing is not None
             self.teacher_strips = Strips.empty(rows, strip_count, device, top=demand.pairing.top)
-        elif sizes.teacher_store == "logits":
-            buffer = torch.empty(self.teacher_rows, sizes.teacher_columns, dtype=torch.float32, device=device)
-            self.teacher_buffer = buffer
         if plan.teacher_last:
             assert demand.pairing is not None
             wanted = demand.pairing.forward_kl, demand.pairing.entropy
@@ -148,11 +145,6 @@ class RelativeStore(HalfStore):
             return self.given_teacher(rows, slice(columns), normalize)
         assert teacher.hidden is not None and teacher.weight is not None
         buffer, made = self.teacher_buffer[:count, :columns], transform(teacher, rows.scale)
-        if self.sizes.teacher_store == "logits":
-            project(teacher.hidden, teacher.weight, buffer)
-            stored = Stored(buffer, None, teacher.bias, made)
-            statistics.row_stats(normalize, stored, columns)
-            return stored
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, made, self.teacher_tile,

@@ -168,7 +168,7 @@ class LogitsStore(KernelStore):
         super().__init__(head, plan, tiled)
         device = head.weight.device
         self.buffer = torch.empty(self.rows * self.columns, dtype=torch.float32, device=device)
-        if self.sizes.teacher_store is not None:
+        if self.sizes.teacher_made:
             elements = self.rows * min(self.columns, self.sizes.teacher_columns)
             self.teacher_buffer = torch.empty(elements, dtype=torch.float32, device=device)
 
