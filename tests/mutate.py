@@ -81,7 +81,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("offset: sums of a target in several pieces", "kernels/products/dweight.py", "range(end, stop, AT_ONCE)", "range(end, stop, 2 * AT_ONCE)", KERNELS + " -k add_rows"),
     ("sign: offsets of strips", "kernels/common/transform.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
-    ("mask: targets among kept columns", "kernels/statistics/row_stats.py", "here & (column == target)", "here", "tests/functions/test_kept.py"),
+    ("mask: targets among kept columns", "kernels/statistics/row_stats.py", "inside & (column == target)", "inside", "tests/functions/test_kept.py"),
     ("sign: entropy over ranks, in kernels", "kernels/statistics/merge.py", "share * (entropy - log_share)", "share * (entropy + log_share)", RANKS + " -k kernels"),
     # from statistics to coefficients
     ("sign: entropy's coefficient", EVALUATE, 'add("alpha" + suffix, -g * leaves["entropy" + suffix])', 'add("alpha" + suffix, g * leaves["entropy" + suffix])', LINEAR + " -k 'test_loss and entropy'"),

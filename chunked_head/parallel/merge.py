@@ -26,7 +26,7 @@ class GatheredStats(NamedTuple):
     target: Tensor  # [rows] int64, -1 where a row does not count
     ratio2: float  # of the second softmax
     known_targets: bool  # every rank has sent the target's logit, not its part of it only
-    zero_or_nan: Tensor | None  # [] whether the tokens are the same; None where their checks have to be equal
+    zero_or_nan: Tensor  # [] nan where pieces are of different tokens
 
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
@@ -56,10 +56,6 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
 
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     """Statistics of the whole vocabulary into ``out``, from those of its pieces; nan where they are of other tokens."""
-    zero_or_nan = gathered.zero_or_nan
-    if zero_or_nan is None:
-        tokens = gathered.message[:, -1]
-        zero_or_nan = torch.where((tokens == tokens[0]).all(), 0.0, torch.nan).to(tokens.dtype)
     # in fp64: logarithms have been rounded once already
     pieces = unpack(gathered.message.double(), out, gathered.names)
     merge_softmaxes(pieces, gathered, out)
@@ -67,7 +63,7 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     for name in OF_TOKENS:
         value = getattr(out, name)
         if value is not None:
-            value.add_(zero_or_nan)
+            value.add_(gathered.zero_or_nan)
 
 
 def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: RowStats) -> None:

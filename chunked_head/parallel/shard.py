@@ -101,12 +101,12 @@ class Shard:
         local = pack(stats, names, tokens)
         gathered = local.new_empty(self.parallel.ranks, *local.shape)
         distributed.all_gather_into_tensor(gathered.view(-1, local.shape[1]), local, group=self.group)
-        zero_or_nan = None
+        same = gathered[:, -1] == tokens
         if self.checked_by == "hidden":
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
             size = torch.linalg.vector_norm(hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
-            zero_or_nan = torch.where(same.all(), 0.0, torch.nan).to(dtype)
+        zero_or_nan = torch.where(same.all(), 0.0, torch.nan).to(dtype)
         merge_ranks(GatheredStats(gathered, names, target, demand.ratio2, known_targets, zero_or_nan), stats)
 
     def add_pairs(self, stats: RowStats) -> None:

@@ -67,7 +67,7 @@ class TritonSets(SetStore):
     def softmax_stats(self, at: slice, out: RowStats) -> None:
         for suffix, view in zip(("", "2"), self.demand.views, strict=False):
             outputs, ratio = outputs_of(out.named(), suffix), ratio_of(view.ratio)
-            statistics.kept_stats(outputs, self.logits, self.entries(at), ratio, self.kept.everywhere)
+            statistics.set_stats(outputs, self.logits, self.entries(at), ratio, self.kept.everywhere)
 
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         scale = None if self.rows.scale is None else self.rows.scale[at]
@@ -79,7 +79,12 @@ class TritonSets(SetStore):
         )  # fmt: skip
 
     def put_dhidden(self, at: slice, out: Tensor) -> None:
-        gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), self.kept.everywhere)
+        weight, rows = self.head.weight, self.kept.rows
+        if self.kept.everywhere:
+            out.zero_()
+        places = torch.where((rows >= at.start) & (rows < at.stop), rows - at.start, -1).int()
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        products.add_rows(out, weight, places, self.dlogits, self.kept.columns, together=True)
 
     def put_dweight(self, out: Tensor, hidden: Tensor, add: bool) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()

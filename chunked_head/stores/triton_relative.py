@@ -169,8 +169,9 @@ class RelativeStore(HalfStore):
                 dlogits[at], stored.at(at), head, 0, some, out, coefficients.at(at), self.teacher_stored,
                 self.differentiated(some), (forward_kl, entropy),
             )  # fmt: skip
-        of_rows = [None if part is None else part[:, : len(dlogits)] for part in self.parts]
-        gradients.add_parts((stats.forward_kl, stats.teacher_entropy), of_rows)
+        for part, total in zip(self.parts, (stats.forward_kl, stats.teacher_entropy), strict=True):
+            if part is not None:
+                torch.sum(part[:, : len(dlogits)], 0, out=total)
         return dlogits
 
     def differentiated(self, rows: Rows) -> Counted:

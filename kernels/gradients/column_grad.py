@@ -1,9 +1,7 @@
 """Gradients of few columns of each row, by the identity of ``identity.py``.
 
 From exact logits of entries [n], some of each row, ``column_grad_kernel``: written over dlogits [rows, columns], or
-where a row's softmax is over a set of columns, [n] fp32, whose product is ``kept_dhidden_kernel``'s:
-
-    dhidden[i] = sum_{begin[i] <= e < end[i]} dlogit[e] weight[column[e]]
+where a row's softmax is over a set of columns, [n] fp32.
 """
 
 import triton.language as tl
@@ -127,40 +125,3 @@ def column_grad_kernel(
             tl.store(dlogits_ptr + entry, tl.where(here, grad, 0.0), mask=entry < end)
         else:
             tl.store(dlogits_ptr + row * stride + offs, grad.to(dlogits_ptr.dtype.element_ty), mask=here)
-
-
-@kernel
-def kept_dhidden_kernel(
-    # outputs
-    dhidden_ptr,  # [rows, hidden], of rows that keep columns only
-    # inputs
-    dlogit_ptr,  # [n] fp32
-    weight_ptr,  # [vocab, hidden]
-    column_ptr,  # [n] int32, -1 for none
-    begin_ptr,  # [rows] int64: where a row's entries begin
-    end_ptr,  # [rows] int64: and end
-    # sizes
-    hidden,
-    weight_row_stride,
-    weight_column_stride,
-    FILL: tl.constexpr,  # 0 where a row keeps none, instead of what is there
-    AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offs < hidden
-    if not FILL:
-        inside = offs < tl.where(end > begin, hidden, 0)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(begin, end, AT_ONCE):
-        entry = first + tl.arange(0, AT_ONCE)
-        column = tl.load(column_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
-        g = tl.load(dlogit_ptr + entry, mask=column >= 0, other=0.0)
-        mask = (column >= 0)[:, None] & inside[None, :]
-        at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride
-        w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(w * g[:, None], 0)
-    at = dhidden_ptr + row * hidden + offs
-    tl.store(at, total.to(dhidden_ptr.dtype.element_ty), mask=inside)

@@ -1,6 +1,5 @@
 """Launching the kernels of logits' gradients on torch tensors: grids, block sizes and warps, and nothing of losses."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,9 +21,9 @@ from ..common.operands import (
     with_scale,
 )
 from ..common.tiles import ELSEWHERE, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
-from .column_grad import column_grad_kernel, kept_dhidden_kernel
+from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
-from .row_grad import add_parts_kernel, level_rows_kernel, row_grad_kernel, scale_kernel
+from .row_grad import level_rows_kernel, row_grad_kernel, scale_kernel
 
 
 class Softmax(NamedTuple):
@@ -77,7 +76,7 @@ class TeacherTerms(NamedTuple):
     below: torch.Tensor | None
     beta: float | None
     tie: float | None  # relative difference of probabilities that count as equal
-    # where a gradient leaves its programs' parts of KL(q || p) and of q's entropy, for ``add_parts``
+    # where a gradient leaves its programs' parts of KL(q || p) and of q's entropy
     forward_kl: torch.Tensor | None = None  # [row_programs, rows] fp32
     teacher_entropy: torch.Tensor | None = None
 
@@ -127,20 +126,6 @@ def row_grad(
         next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, terms.second.ratio, *scalars,
         **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
-
-
-def add_parts(
-    outs: Sequence[torch.Tensor | None],  # two, each [rows] fp32
-    parts: Sequence[torch.Tensor | None],  # [row_programs, rows] of each
-) -> None:
-    """The sums whose parts ``row_grad`` left."""
-    given = next(part for part in parts if part is not None)
-    count, rows = given.shape
-    block_rows = 16
-    add_parts_kernel[(cdiv(rows, block_rows),)](
-        *outs, *parts, count, rows, given.stride(0),
-        BLOCK_ROWS=block_rows, BLOCK_PARTS=min(power_of_2(count), 128), num_warps=4,
     )  # fmt: skip
 
 
@@ -243,20 +228,4 @@ def scale(
         out, more, source, factor, one_or_nan, source.numel(), 0 if more is None else more.numel(), programs,
         BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
         IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
-    )  # fmt: skip
-
-
-def kept_dhidden(
-    out: torch.Tensor,  # [rows or more, hidden] contiguous
-    dlogit: torch.Tensor,  # [n] fp32
-    weight: torch.Tensor,  # [vocab, hidden] contiguous
-    entries: KeptEntries,
-    fill: bool,
-) -> None:
-    """``out[row] = sum(dlogit * weight[column])`` over a row's columns, if it keeps some; else 0 with ``fill``."""
-    rows, width = len(entries.begins), weight.shape[1]
-    block = min(power_of_2(width), 256)
-    kept_dhidden_kernel[(rows, cdiv(width, block))](
-        out, dlogit, weight, *entries[:3], width, *weight.stride(),
-        FILL=fill, AT_ONCE=8, BLOCK=block, num_warps=1,
     )  # fmt: skip

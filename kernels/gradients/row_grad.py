@@ -1,7 +1,7 @@
 """Gradients of raw logits [rows, columns] in the place of what is stored of a chunk.
 
 From logits, by the identity of ``identity.py``, ``row_grad_kernel``. On the way sums over columns that no gradient
-waits for: KL(q || p) and the entropy of q [rows] fp32, in parts that ``add_parts_kernel`` adds up.
+waits for: KL(q || p) and the entropy of q [rows] fp32, in a part for each program.
 
 From exponentials E that ``exp_logits`` left, ``level_rows_kernel``: brought to one offset per row, and their factors.
 Hidden states times the softmax factor [rows] fp32 are the other operand of the weight's gradient.
@@ -184,41 +184,6 @@ def row_grad_kernel(
         tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, tl.sum(forward, 1), mask=in_rows)
     if teacher_entropy_ptr is not None:
         tl.store(teacher_entropy_ptr + column_program * parts_stride + offs_row, tl.sum(entropy, 1), mask=in_rows)
-
-
-@triton.jit
-def sum_of_parts(part_ptr, offs_row, in_rows, count, stride, BLOCK_ROWS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    for start in range(0, count, BLOCK_PARTS):
-        offs = start + tl.arange(0, BLOCK_PARTS)
-        at = part_ptr + offs[:, None].to(tl.int64) * stride + offs_row[None, :]
-        total += tl.sum(tl.load(at, mask=(offs < count)[:, None] & in_rows[None, :], other=0.0), 0)
-    return total
-
-
-@kernel
-def add_parts_kernel(
-    # outputs
-    forward_kl_ptr,  # [rows] fp32 or None
-    teacher_entropy_ptr,  # [rows] fp32 or None
-    # inputs
-    forward_kl_part_ptr,  # [count, rows] fp32 or None
-    teacher_entropy_part_ptr,
-    # sizes
-    count,
-    rows,
-    parts_stride,  # from part to part
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    in_rows = offs_row < rows
-    if forward_kl_ptr is not None:
-        total = sum_of_parts(forward_kl_part_ptr, offs_row, in_rows, count, parts_stride, BLOCK_ROWS, BLOCK_PARTS)
-        tl.store(forward_kl_ptr + offs_row, total, mask=in_rows)
-    if teacher_entropy_ptr is not None:
-        total = sum_of_parts(teacher_entropy_part_ptr, offs_row, in_rows, count, parts_stride, BLOCK_ROWS, BLOCK_PARTS)
-        tl.store(teacher_entropy_ptr + offs_row, total, mask=in_rows)
 
 
 @kernel

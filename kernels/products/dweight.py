@@ -5,10 +5,11 @@ persistent GEMM, as ``dhidden.py`` has one; rows behind those that count cost no
 
     dweight (+)= grad [rows, vocab] .T @ hidden [rows, hidden]
 
-Terms of few logits, sums in fp32 over the entries [n] of each column, sorted by column, ``add_rows_kernel``: the
-targets' terms, which exponentials leave out, or all gradients where a softmax is over a set of columns.
+Terms of few logits, sums in fp32 over the entries [n] of each place, sorted by place, ``add_rows_kernel``: the targets'
+terms, which exponentials leave out, or where a softmax is over a set of columns all of dweight and, with rows of the
+weight, of dhidden.
 
-    dweight[c] += sum_{e: column[e] = c} factor[e] hidden[row[e]]
+    out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]]
 """
 
 import triton
@@ -105,60 +106,62 @@ def sort_columns_kernel(
 
 @triton.jit
 def terms_of(given, at, here, cols):
-    """``factor[i] * hidden[row[i]]`` of the sorted entries ``at``, 0 where not ``here``."""
-    hidden_ptr, row_ptr, factor_ptr, order_ptr, hidden, hidden_stride = given
-    entry = tl.load(order_ptr + at, mask=here, other=0)
+    """``factor[i] * rows[row[i]]`` of the entries ``at`` in their order, 0 where not ``here`` and for no row."""
+    rows_ptr, row_ptr, factor_ptr, order_ptr, width, stride = given
+    entry = tl.where(here, at, 0).to(tl.int64)
+    if order_ptr is not None:
+        entry = tl.load(order_ptr + at, mask=here, other=0)
     row = entry
     if row_ptr is not None:
-        row = tl.load(row_ptr + entry, mask=here, other=0)
+        row = tl.load(row_ptr + entry, mask=here, other=-1).to(tl.int64)
+        here = here & (row >= 0)
     factor = tl.load(factor_ptr + entry, mask=here, other=0.0)
-    of_rows = hidden_ptr + row[:, None] * hidden_stride + cols[None, :]
-    h = tl.load(of_rows, mask=here[:, None] & (cols < hidden)[None, :], other=0.0).to(tl.float32)
-    return factor[:, None] * h
+    at_rows = rows_ptr + row[:, None] * stride + cols[None, :]
+    return factor[:, None] * tl.load(at_rows, mask=here[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
 
 
 @kernel
 def add_rows_kernel(
     # outputs
-    dweight_ptr,  # [vocab, hidden], added to
+    out_ptr,  # [places, width], added to
     # inputs
-    hidden_ptr,  # [rows, hidden]
-    row_ptr,  # [entries] int64, rows of hidden; None where they are the entries
+    rows_ptr,  # [rows, width]
+    row_ptr,  # [entries] int64 or int32, -1 for none; None where rows are the entries
     factor_ptr,  # [entries] fp32
-    sorted_ptr,  # [entries] int32: columns of the vocabulary, -1 for none first
-    order_ptr,  # [entries] int64: the entry of each
+    sorted_ptr,  # [entries] int32: places, equal ones together, -1 for none
+    order_ptr,  # [entries] int64: the entry of each; None where they are in order
     # sizes
     entries,
-    hidden,
-    hidden_stride,
+    width,
+    stride,  # from row to row
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 operands
 ):
-    """``dweight[column[i]] += factor[i] * hidden[row[i]]``, entries in sorted pieces of a fixed size.
+    """``out[place[i]] += factor[i] * rows[row[i]]``, entries in sorted pieces of a fixed size.
 
-    A program finishes the columns that begin in its piece, the last of them as far as its entries reach into others:
-    whatever the columns, the order of every sum is fixed, and it is rounded once.
+    A program finishes the places that begin in its piece, the last of them as far as its entries reach into others:
+    whatever the places, the order of every sum is fixed, and it is rounded once.
     """
     end = (tl.program_id(0) + 1) * PIECE
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    given = hidden_ptr, row_ptr, factor_ptr, order_ptr, hidden, hidden_stride
-    column = tl.load(sorted_ptr + at, mask=at < entries, other=-1)
+    given = rows_ptr, row_ptr, factor_ptr, order_ptr, width, stride
+    place = tl.load(sorted_ptr + at, mask=at < entries, other=-1)
     before = tl.load(sorted_ptr + at - 1, mask=(at > 0) & (at < entries), other=-2)
     last = tl.load(sorted_ptr + end - 1, mask=end < entries, other=-1)
     after = tl.load(sorted_ptr + end, mask=end < entries, other=-2)
-    # a row for each column, where it stands first, gathers all of the piece
-    first = (column >= 0) & (before != column)
+    # a row for each place, where it stands first, gathers all of the piece
+    first = (place >= 0) & (before != place)
     # all that is read stands before the sum, so that it is waited for once
-    terms = terms_of(given, at, column >= 0, cols)
-    out = dweight_ptr + column.to(tl.int64)[:, None] * hidden + cols[None, :]
-    mask = first[:, None] & (cols < hidden)[None, :]
-    sum_so_far = tl.load(out, mask=mask, other=0.0)
-    gather = tl.where(first[:, None] & (column[:, None] == column[None, :]), 1.0, 0.0)
+    terms = terms_of(given, at, place >= 0, cols)
+    at_out = out_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
+    mask = first[:, None] & (cols < width)[None, :]
+    sum_so_far = tl.load(at_out, mask=mask, other=0.0)
+    gather = tl.where(first[:, None] & (place[:, None] == place[None, :]), 1.0, 0.0)
     total = tl.dot(gather, terms, input_precision=PRECISION)  # ones are exact, and this splits the rest
-    reaches = first & (column == last)
+    reaches = first & (place == last)
     more = tl.where(last == after, tl.max(reaches.to(tl.int32), 0), 0)
     stop = end
     while more > 0:
@@ -171,4 +174,4 @@ def add_rows_kernel(
         same = tl.load(sorted_ptr + at_following, mask=at_following < entries, other=-2) == last
         following += tl.sum(terms_of(given, at_following, same, cols), 0)
     total += tl.where(reaches[:, None], following[None, :], 0.0)
-    tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
+    tl.store(at_out, (sum_so_far.to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=mask)

@@ -103,18 +103,20 @@ def sort_columns(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def add_rows(
-    dweight: torch.Tensor,  # [vocab, hidden] contiguous
-    hidden: torch.Tensor,  # [rows, hidden], columns contiguous
-    columns: torch.Tensor,  # [entries] int32 or int64, -1 for none
+    out: torch.Tensor,  # [places, width] contiguous
+    rows: torch.Tensor,  # [rows, width], columns contiguous
+    places: torch.Tensor,  # [entries] int32 or int64, -1 for none
     factors: torch.Tensor,  # [entries] fp32
-    rows: torch.Tensor | None = None,  # [entries] int64, of ``hidden``; None: in its order
+    row: torch.Tensor | None = None,  # [entries] int64 or int32, -1 for none; None: in the order of ``rows``
+    together: bool = False,  # equal places are together already, and int32
 ) -> None:
-    """``dweight[columns[i]] += factors[i] * hidden[rows[i]]``, rounded once, the same bits whenever it is done."""
-    entries, width = columns.shape[0], hidden.shape[1]
+    """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits whenever it is done."""
+    entries, width = places.shape[0], rows.shape[1]
     if not entries:
         return
-    block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(dweight.device)
+    block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(out.device)
+    order = (places, None) if together else sort_columns(places)
     add_rows_kernel[cdiv(entries, PIECE), cdiv(width, block)](
-        dweight, hidden, rows, factors, *sort_columns(columns), entries, width, hidden.stride(0),
+        out, rows, row, factors, *order, entries, width, rows.stride(0),
         BLOCK=block, PIECE=PIECE, AT_ONCE=32, PRECISION="ieee" if gpu is None else gpu.fp32_products, num_warps=2,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
 from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
 from .quantise import quantise_kernel
-from .row_stats import kept_stats_kernel, pair_stats_kernel, row_stats_kernel
+from .row_stats import pair_stats_kernel, row_stats_kernel
 
 
 class Outputs(NamedTuple):
@@ -200,9 +200,22 @@ def row_stats(
     assert stored.offset is None
     block, warps = row_block(columns)
     row_stats_kernel[(logits.shape[0],)](
-        *out, logits, target, stored.bias, class_weights, columns, logits.stride(0), *stored.transform, ratio,
-        BLOCK=block, num_warps=warps,
+        *out, logits, None, None, None, target, stored.bias, class_weights, columns, logits.stride(0),
+        *stored.transform, ratio, FILL=False, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+
+
+def set_stats(
+    out: Outputs,  # but the weighted sum
+    logit: torch.Tensor,  # [entries] fp32
+    sets: KeptEntries,
+    ratio: float | None,
+    fill: bool,
+) -> None:
+    """Statistics of rows with sets; the other rows' stay as they are, or become 0 with ``fill``."""
+    row_stats_kernel[(len(sets.target),)](
+        *out, logit, *sets, None, None, 0, 0, *PLAIN, ratio, FILL=fill, BLOCK=128, num_warps=1
+    )
 
 
 def pair_stats(
@@ -250,7 +263,7 @@ def dot_columns(
 def merge_ranks(
     out: Outputs,
     gathered: torch.Tensor,  # [ranks, numbers, rows] fp32
-    zero_or_nan: torch.Tensor | None,  # [] fp32
+    zero_or_nan: torch.Tensor,  # [] fp32
     target: torch.Tensor,  # [rows] int64
     ratio: float,
     places: dict[str, int],  # of the numbers START, REST, TARGET, ENTROPY, WEIGHTED, TOP and ARGMAX, -1 for none
@@ -261,8 +274,7 @@ def merge_ranks(
     block = 64
     merge_ranks_kernel[(cdiv(rows, block),)](
         out.start, out.rest, out.lse, *out[3:], gathered, zero_or_nan, target,
-        ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024,
-        num_warps=4,
+        ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -295,16 +307,3 @@ def kept_sets(
         rows, columns, entry_bias, *wrong, begins, ends, ids, offsets, bias, target, *numbers, vocab,
         tokens.bit_length(), shift, BLOCK=block, AT_ONCE=16, num_warps=4,
     )  # fmt: skip
-
-
-def kept_stats(
-    out: Outputs,  # but the weighted sum
-    logit: torch.Tensor,  # [n] fp32
-    entries: KeptEntries,
-    ratio: float | None,
-    fill: bool,
-) -> None:
-    """Statistics of rows that keep columns; the other rows' stay as they are, or become 0 with ``fill``."""
-    kept_stats_kernel[(len(entries.target),)](
-        *out[:6], out.top, out.argmax, logit, *entries, ratio, FILL=fill, BLOCK=128, num_warps=1
-    )

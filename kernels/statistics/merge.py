@@ -144,7 +144,7 @@ def merge_ranks_kernel(
     argmax_ptr,  # [rows] int32 or None
     # inputs
     gathered_ptr,  # [ranks, numbers, rows] fp32: statistics of each piece, and last what tells its tokens
-    zero_or_nan_ptr,  # [] fp32: nan where pieces are of different tokens; None where what tells them has to be equal
+    zero_or_nan_ptr,  # [] fp32: nan where pieces are of different tokens
     target_ptr,  # [rows] int64, -1 where the row does not count
     # sizes
     ranks,
@@ -161,24 +161,12 @@ def merge_ranks_kernel(
     ARGMAX: tl.constexpr,
     KNOWN_TARGETS: tl.constexpr,  # every piece has the target's logit, not its part of it only
     BLOCK: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
     """Merges pieces' softmaxes in fp64 (logarithms have been rounded once already), in one order on every rank."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     piece = numbers.to(tl.int64) * rows
-    if zero_or_nan_ptr is not None:
-        poison = tl.load(zero_or_nan_ptr)
-    else:
-        differs = tl.zeros((SCAN,), dtype=tl.int32)
-        last = gathered_ptr + (piece - rows)
-        for other in range(1, ranks):
-            for first in range(0, rows, SCAN):
-                at = first + tl.arange(0, SCAN)
-                mine = tl.load(last + at, mask=at < rows, other=0.0)
-                differs |= (tl.load(last + other * piece + at, mask=at < rows, other=0.0) != mine).to(tl.int32)
-        poison = tl.where(tl.max(differs, 0) > 0, float("nan"), 0.0)
-
+    poison = tl.load(zero_or_nan_ptr)
     # shares are relative to the most probable piece
     best = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
     first_start = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)

@@ -7,7 +7,7 @@ Of rows [rows, columns], ``row_stats_kernel``:
 Divergences of the softmaxes of two rows whose normalisers are known, ``pair_stats_kernel``: each is summed from
 differences of log-probabilities, so that equal rows give exactly 0.
 
-Of a set of columns per row, from the logits [n] fp32 of all sets' entries, ``kept_stats_kernel``:
+Of a set of columns per row, from the logits [entries] fp32 of all sets, the same kernel:
 
     lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
@@ -66,7 +66,10 @@ def row_stats_kernel(
     top_ptr,  # [rows] fp32 or None: the largest logit
     argmax_ptr,  # [rows] int32 or None: the first column that has it
     # inputs
-    logits_ptr,  # [rows, columns], raw
+    logits_ptr,  # [rows, columns], raw; of sets [entries] fp32, as the softmax sees them
+    column_ptr,  # [entries] int32 of sets, -1 for none; None without sets, like both that follow
+    begin_ptr,  # [rows] int64: where a row's entries begin
+    end_ptr,  # [rows] int64: and end, where they begin for a row without a set
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
@@ -78,30 +81,43 @@ def row_stats_kernel(
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    FILL: tl.constexpr,  # 0 for a row without a set, instead of what is there
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride
+    SETS: tl.constexpr = begin_ptr is not None
     row_scale = load_number(row_scale_ptr, row)
-    if target_ptr is not None:
-        target = tl.load(target_ptr + row)
-        counts = (target >= 0) & (target < columns)
-        raw = tl.load(logits_ptr + target, mask=counts, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
-        target_logit = transform_logits(raw, logit_scale, softcap, row_scale)
-        if target_logit_ptr is not None:
-            tl.store(target_logit_ptr + row, target_logit)
+    target = load_number(target_ptr, row)
+    if SETS:
+        begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
+        counts = target >= 0
+    else:
+        begin, end = 0, columns
+        logits_ptr += row * stride
+        if target_ptr is not None:
+            counts = (target >= 0) & (target < columns)
+            raw = tl.load(logits_ptr + target, mask=counts, other=0.0).to(tl.float32)
+            if bias_ptr is not None:
+                raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
+            target_logit = transform_logits(raw, logit_scale, softcap, row_scale)
     # every lane keeps a maximum and sums of its own, so the loop has no reduction in it
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_shifted = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_argmax = tl.full((BLOCK,), 2147483647, dtype=tl.int32)
-    for start in range(0, columns, BLOCK):
+    for start in range(begin, end, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        inside = offs < columns
-        x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, row_scale)
+        inside = offs < end
+        if SETS:
+            column = tl.load(column_ptr + offs, mask=inside, other=-1)
+            inside = column >= 0
+            x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf"))
+            lane_target += tl.where(inside & (column == target), x, 0.0)
+        else:
+            column = offs
+            x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, row_scale)
         if weighted_sum_ptr is not None:
             omega = tl.where(inside, 1.0, 0.0)
             if class_weights_ptr is not None:
@@ -110,27 +126,40 @@ def row_stats_kernel(
             lane_weighted += tl.where(omega != 0.0, x * omega, 0.0)
         x = tl.where(inside, x, float("-inf"))  # the cap turns the padding's -inf into a number
         if argmax_ptr is not None:
-            lane_argmax = tl.where(x > lane_max, offs, lane_argmax)
+            same = inside & (x == lane_max)
+            lane_argmax = tl.where(x > lane_max, column, tl.where(same, tl.minimum(lane_argmax, column), lane_argmax))
         if ratio is not None:
             x = x * ratio
         lane_max, lane_sum, lane_shifted = add_to_lanes(lane_max, lane_sum, lane_shifted, x, entropy_ptr is not None)
     row_max, log_sum, entropy = softmax_of_lanes(lane_max, lane_sum, lane_shifted)
+    at = row + tl.arange(0, 1)
+    here = at >= row
+    if SETS:
+        target_logit = tl.sum(lane_target, 0)
+        # a branch would be on what is loaded
+        here = at < tl.where((end > begin) | FILL, row + 1, row)
+        row_max = tl.where(end > begin, row_max, 0.0)
+        log_sum = tl.where(end > begin, log_sum, 0.0)
+        entropy = tl.where(end > begin, entropy, 0.0)
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, row_max + log_sum)
-    tl.store(start_ptr + row, row_max)
-    tl.store(rest_ptr + row, -log_sum)
+        tl.store(lse_ptr + at, row_max + log_sum, mask=here)
+    tl.store(start_ptr + at, row_max, mask=here)
+    tl.store(rest_ptr + at, -log_sum, mask=here)
+    if target_logit_ptr is not None:
+        tl.store(target_logit_ptr + at, target_logit, mask=here)
     if logprob_ptr is not None:
         if ratio is not None:
             target_logit = target_logit * ratio
         # not target_logit - lse, which has lost what lies below an ulp of the logits
-        tl.store(logprob_ptr + row, tl.where(counts, (target_logit - row_max) - log_sum, 0.0))
+        tl.store(logprob_ptr + at, tl.where(counts, (target_logit - row_max) - log_sum, 0.0), mask=here)
     if entropy_ptr is not None:
-        tl.store(entropy_ptr + row, entropy)
+        tl.store(entropy_ptr + at, entropy, mask=here)
     if weighted_sum_ptr is not None:
-        tl.store(weighted_sum_ptr + row, tl.sum(lane_weighted, 0))
+        tl.store(weighted_sum_ptr + at, tl.sum(lane_weighted, 0), mask=here)
     if argmax_ptr is not None:
-        tl.store(top_ptr + row, row_max)
-        tl.store(argmax_ptr + row, tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0))
+        argmax = tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0)
+        tl.store(top_ptr + at, row_max, mask=here)
+        tl.store(argmax_ptr + at, tl.where(argmax == 2147483647, 0, argmax), mask=here)
 
 
 @kernel
@@ -239,70 +268,3 @@ def pair_stats_kernel(
         tl.store(overlap_ptr + row, tl.sum(overlap, 0))
     if below_ptr is not None:
         tl.store(below_ptr + row, tl.sum(below, 0))
-
-
-@kernel
-def kept_stats_kernel(
-    # outputs, of rows that keep columns only
-    lse_ptr,  # [rows] fp32, as all but argmax
-    start_ptr,  # log p = (x - start) + rest
-    rest_ptr,
-    logprob_ptr,
-    target_logit_ptr,  # 0 where the target is elsewhere; None where another launch writes it
-    entropy_ptr,  # or None
-    top_ptr,  # or None
-    argmax_ptr,  # [rows] int32 or None: the first column that has the largest logit
-    # inputs
-    logit_ptr,  # [n] fp32
-    column_ptr,  # [n] int32, -1 for none
-    begin_ptr,  # [rows] int64: where a row's entries begin
-    end_ptr,  # [rows] int64: and end
-    target_ptr,  # [rows] int64
-    # scalars
-    ratio,  # of the temperature to that of the logits, inverse; float or None for 1
-    FILL: tl.constexpr,  # 0 for a row that keeps none, instead of what is there
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
-    target = tl.load(target_ptr + row)
-    lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    lane_shifted = tl.zeros((BLOCK,), dtype=tl.float32)
-    lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
-    lane_argmax = tl.full((BLOCK,), 2147483647, dtype=tl.int32)
-    for first in range(begin, end, BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        column = tl.load(column_ptr + entry, mask=entry < end, other=-1)
-        here = column >= 0
-        x = tl.load(logit_ptr + entry, mask=here, other=float("-inf"))
-        lane_target += tl.where(here & (column == target), x, 0.0)
-        if argmax_ptr is not None:
-            same = tl.where(x == lane_max, tl.minimum(lane_argmax, column), lane_argmax)
-            lane_argmax = tl.where(x > lane_max, column, tl.where(here, same, lane_argmax))
-        if ratio is not None:
-            x = x * ratio
-        lane_max, lane_sum, lane_shifted = add_to_lanes(lane_max, lane_sum, lane_shifted, x, entropy_ptr is not None)
-    row_max, log_sum, entropy = softmax_of_lanes(lane_max, lane_sum, lane_shifted)
-    target_logit = tl.sum(lane_target, 0)
-    # a branch would be on what is loaded
-    one = row + tl.arange(0, 1)
-    mine = one < tl.where((end > begin) | FILL, row + 1, row)
-    if FILL:
-        row_max = tl.where(end > begin, row_max, 0.0)
-        log_sum = tl.where(end > begin, log_sum, 0.0)
-        entropy = tl.where(end > begin, entropy, 0.0)
-    if target_logit_ptr is not None:
-        tl.store(target_logit_ptr + one, target_logit, mask=mine)
-    tl.store(lse_ptr + one, row_max + log_sum, mask=mine)
-    tl.store(start_ptr + one, row_max, mask=mine)
-    tl.store(rest_ptr + one, -log_sum, mask=mine)
-    if ratio is not None:
-        target_logit = target_logit * ratio
-    tl.store(logprob_ptr + one, (target_logit - row_max) - log_sum, mask=mine)
-    if entropy_ptr is not None:
-        tl.store(entropy_ptr + one, entropy, mask=mine)
-    if argmax_ptr is not None:
-        argmax = tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0)
-        tl.store(top_ptr + one, row_max, mask=mine)
-        tl.store(argmax_ptr + one, tl.where(argmax == 2147483647, 0, argmax), mask=mine)

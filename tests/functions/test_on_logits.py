@@ -228,8 +228,8 @@ def test_only_kernels_touch_the_logits(place: Place, inplace: bool, name: str) -
         )
         torch.autograd.grad(out.loss, x)
     assert tracker.most_large == (0 if inplace else 1)
-    # the interpreter's own: set_ and copy_
-    assert tracker.large_operations <= {"new_empty", "view", "alias", "detach", "slice", "set_", "copy_"}
+    # the interpreter's own: set_ and copy_; a few columns of each row: gather
+    assert tracker.large_operations <= {"new_empty", "view", "alias", "detach", "slice", "set_", "copy_", "gather"}
 
 
 # ---- in place, and once or twice
