@@ -1,27 +1,21 @@
-"""Errors of the providers' losses and gradients against a reference: `python -m benchmarks.accuracy`."""
+"""Errors of the providers' losses and gradients against a reference, for `python -m benchmarks head --errors`."""
 
 import contextlib
 import functools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks import command, measure, providers
-from benchmarks.command import Row, Watch, number
+from benchmarks import measure, providers
+from benchmarks.command import Row, Watch
 from benchmarks.shapes import Operands, Shape, dtype_name, make_operands
 
 # What to draw for each kind of data: (operands, targets).
 KINDS = {"random": ("random", "random"), "zipf": ("random", "zipf"), "peaked": ("peaked", "random")}
-_GPU_SHAPE, _CPU_SHAPE = Shape(8192, 4096, 128256), Shape(512, 256, 8192)
-_GPU_PROVIDERS = ("eager", "torch", *providers.PACKAGES, "ours", "ours:accumulate_dtype=float32")
-_CPU_PROVIDERS = ("eager", "torch", "ours")
 _ROWS = 2048
-_QUANTITIES = ("loss", "logprob", "d_hidden", "d_weight")
 
 
 @dataclass
@@ -117,8 +111,8 @@ def errors(step: measure.Step, exact: Reference, read: providers.Late | None = N
     return found
 
 
-def run_kind(kind: str, shape: Shape, args: Any, watch: Watch) -> list[Row]:
-    """Rows of errors for one shape and one kind of data."""
+def errors_of(kind: str, shape: Shape, args: Any, watch: Watch) -> dict[tuple[str, float], Row]:
+    """Errors of each provider at each upstream gradient, for one shape and one kind of data, or its failure."""
     data, targets = KINDS[kind]
     watch.stage(f"{shape} {kind}: reference")
     operands = make_operands(shape, args.dtype, args.device, data=data, targets=targets)
@@ -127,65 +121,13 @@ def run_kind(kind: str, shape: Shape, args: Any, watch: Watch) -> list[Row]:
     bonuses = {provider.label: providers.BONUS if provider.read else 0.0 for provider in ready}
     exact = {bonus: reference(operands, wide, bonus) for bonus in set(bonuses.values())}
     measure.release(operands)
-    rows: list[Row] = []
-    for upstream in args.upstream:
-        eager: dict[str, float] = {}
-        # Eager first, whatever the order asked for: all are compared with it.
-        for provider in sorted(ready, key=lambda one: not one.name.endswith("eager")):
-            watch.stage(f"{shape} {kind}: {provider.label} upstream {upstream:g}")
-            row: Row = {"shape": str(shape), "dtype": dtype_name(args.dtype), "reference": dtype_name(wide)}
-            row |= {"data": kind, "upstream": upstream, "provider": provider.label, "status": "ok"}
-            step = measure.Step(provider.call, operands, upstream)
-            measured = functools.partial(errors, step, exact[bonuses[provider.label]], provider.read)
-            found, failure = measure.attempt(measured, operands)
-            if failure:
-                rows.append(row | failure.record())
-            else:
-                eager = found if provider.name.endswith("eager") else eager
-                ratios = {f"{key}_to_eager": found[key] / eager[key] for key in found if eager.get(key)}
-                rows.append(row | {f"{key}_error": value for key, value in found.items()} | ratios)
-            watch.tick()
+    rows: dict[tuple[str, float], Row] = {}
+    for provider, upstream in ((provider, value) for value in args.upstream for provider in ready):
+        watch.stage(f"{shape} {kind}: {provider.label} upstream {upstream:g}")
+        step = measure.Step(provider.call, operands, upstream)
+        measured = functools.partial(errors, step, exact[bonuses[provider.label]], provider.read)
+        found, failure = measure.attempt(measured, operands)
+        of = {"errors_of": kind, "reference": dtype_name(wide)}
+        named = {f"{key}_error": value for key, value in (found or {}).items()}
+        rows[provider.label, upstream] = {"errors": failure.record()} if failure else of | named
     return rows
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    """The errors, each with its ratio to eager's."""
-    lines = []
-    for row in rows:
-        cells = [row["data"], row["provider"], number(row.get("upstream"), "g")]
-        if row["status"] != "ok":
-            lines.append([*cells, row["status"]])
-            continue
-        for name in _QUANTITIES:
-            cells += [number(row[f"{name}_error"], ".2e"), number(row.get(f"{name}_to_eager"), ".3f")]
-        lines.append(cells)
-    columns = ["data", "provider", "upstream"]
-    columns += [cell for name in ("loss", "log-prob", "dH", "dW") for cell in (name, "x eager")]
-    title = (
-        f"{rows[0]['shape']} {rows[0]['dtype']}: relative errors against {rows[0].get('reference', 'the reference')}"
-    )
-    return command.table(title, columns, lines, left=["provider"])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit status."""
-    parser = command.arguments("accuracy", __doc__, shape=True, upstream=[1.0, 0.37], peers=True)
-    parser.add_argument("--data", action="append", choices=tuple(KINDS), help="repeatable; all by default")
-    args = command.read(parser, sys.argv[1:] if argv is None else argv)
-    if 0.0 in args.upstream:
-        parser.error("argument --upstream: an error relative to a gradient of zero is undefined")
-    args.provider = args.provider or (_GPU_PROVIDERS if args.gpu else _CPU_PROVIDERS)
-    ready, skipped = providers.resolve(args.provider, args.device)
-    if not ready:
-        return command.nothing_runs(skipped)
-    jobs = [({"shape": str(shape), "dtype": dtype_name(args.dtype), "data": kind, "provider": "reference"},
-             functools.partial(run_kind, kind, shape, args))
-            for shape in command.sizes(args, (_GPU_SHAPE,), _CPU_SHAPE)
-            for kind in dict.fromkeys(args.data or KINDS)]  # fmt: skip
-    keys = ("shape", "data", "upstream", "provider", "status", *(f"{name}_error" for name in _QUANTITIES))
-    total = len(jobs) * len(ready) * len(args.upstream)
-    return command.run("accuracy", args, jobs, total, _table, keys, skipped=skipped)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

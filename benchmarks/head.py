@@ -1,7 +1,7 @@
 """Time, peak memory and errors of the head's providers, and bare matrix products: `python -m benchmarks head`.
 
 With `--late` the providers are functions of log-probabilities and entropy, whose gradients come in backward: four
-products, and one without gradients. Errors are those of peaked logits (see shapes) against a wider type.
+products, and one without gradients. `--errors` are against a wider type, by default of peaked logits (see shapes).
 """
 
 import functools
@@ -21,18 +21,10 @@ _ERRORS = ("d_hidden_error", "d_weight_error", "logprob_error")
 _KEYS = ("shape", "provider", "upstream", "below", "status", "ms", "ratio", "peak_bytes", *_ERRORS)
 
 
-def first(read: Any, *operands: Any) -> Any:
-    """The log-probabilities alone, so that nothing stands beside what makes them."""
-    return read(*operands)[0]
-
-
 def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every provider at one shape: a row for each floor, and for each provider and upstream."""
-    found: dict[str, Row] = {}
-    if args.errors:
-        for row in accuracy.run_kind("peaked", shape, args, watch):
-            found.setdefault(row["provider"], {key: row[key] for key in _ERRORS if key in row})
-        measure.release()
+    found = accuracy.errors_of(args.errors, shape, args, watch) if args.errors else {}
+    measure.release()
     # Anew for each shape: compiled code is for one shape, see providers.
     ready, _ = providers.resolve(args.provider, args.device)
     operands = make_operands(shape, args.dtype, args.device, data=args.data, targets=args.targets)
@@ -42,9 +34,12 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
         plan = None if args.late else providers.predict(provider, shape, args.dtype, args.device)
         for below, value in ((below, value) for below in names for value in args.upstream):
             record = {"provider": provider.label, "upstream": value, "below": below, "plan": plan}
-            call = functools.partial(first, provider.read) if below == ONE else provider.call
+            call = provider.logprobs if below == ONE else provider.call
             step = functools.partial(measure.Step, call, operands, value, below != ONE)
-            asked[f"{below}, {command.key_of(provider.label, value)}"] = record | found.get(provider.label, {}), step
+            asked[f"{below}, {command.key_of(provider.label, value)}"] = (
+                record | found.get((provider.label, value), {}),
+                step,
+            )
 
     def floors() -> dict[str, Any]:
         made = measure.floor_steps(operands, args.device, set(names.values()))
@@ -80,9 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", choices=TARGETS, default="random")
     parser.add_argument("--data", choices=DATA, default="random")
     parser.add_argument("--late", action="store_true", help=f"by default {', '.join(providers.LATE)}")
-    parser.add_argument("--errors", action="store_true", help="errors of gradients and log-probabilities as well")
+    words = "errors of gradients and log-probabilities as well, on such data (peaked)"
+    parser.add_argument("--errors", nargs="?", const="peaked", choices=tuple(accuracy.KINDS), help=words)
     parser.add_argument("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    if args.errors and 0.0 in args.upstream:
+        parser.error("argument --upstream: an error relative to a gradient of zero is undefined")
     args.provider = args.provider or (providers.LATE if args.late else providers.NAMES)
     sizes = command.sizes(args, _GPU_SHAPES)
     ready, skipped = providers.resolve(args.provider, args.device)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks import command, measure, providers
 from benchmarks.command import Row, Watch, mebibytes, number
-from benchmarks.shapes import Shape, dtype_name, make_operands, parse_bytes, parse_head
+from benchmarks.shapes import Shape, dtype_name, make_operands, parse_head
 
 _GPU_MODELS, _CPU_MODELS = ("llama3-8b", "qwen3-8b", "gpt-oss", "gemma2-2b"), ("llama3-8b", "gemma2-2b")
 _GPU_TOKENS = tuple(1024 * 2**power for power in range(7))
@@ -22,13 +22,11 @@ _CPU_HIDDEN = 256
 # Not torch.compile: it compiles for a minute or more in all, and peaks where eager does or a little lower.
 _GPU_PROVIDERS = ("eager", "torch", *providers.PACKAGES, "ours")
 _CPU_PROVIDERS = ("eager", "torch", "ours")
-_WARM_UP = 2
 
 
 def defaults(args: Any) -> Any:
     """Fill in what was not given: the real models on a GPU, a small hidden size and few tokens on a CPU."""
     gpu = args.gpu
-    args.limit = args.limit or parse_bytes("80GiB" if gpu else "4GiB")
     args.tokens = sorted(set(args.tokens or (_GPU_TOKENS if gpu else _CPU_TOKENS)))
     args.provider = args.provider or (_GPU_PROVIDERS if gpu else _CPU_PROVIDERS)
     hidden = args.hidden
@@ -59,7 +57,6 @@ def run_model(model: tuple[str, int, int], args: Any, watch: Watch) -> list[Row]
             row |= failure.record() if failure else peak
             if row["status"] == measure.OUT_OF_MEMORY:
                 exhausted.add(provider.label)
-            row["over_limit"] = row["status"] == measure.OUT_OF_MEMORY or row.get("peak_bytes", 0) > args.limit
             row |= compare(row)
             rows.append(row)
     return rows
@@ -74,7 +71,7 @@ def peak_of(
 
     def run() -> dict[str, int]:
         step = measure.Step(provider.call, make_operands(shape, dtype, device))
-        for _ in range(_WARM_UP):
+        for _ in range(command.WARM_UP):
             step.operands.clear()
             step()
         return measure.gpu_peak(step, step.operands)
@@ -91,32 +88,19 @@ def compare(row: dict[str, Any]) -> dict[str, float]:
     return {"difference_bytes": difference, "difference_percent": 100.0 * difference / predicted}
 
 
-def table(rows: Sequence[dict[str, Any]], limit: int) -> Table:
-    """Measured and predicted peaks; `*` marks what is over the limit."""
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Measured and predicted peaks."""
     lines = []
     for row in rows:
         peak = mebibytes(row["peak_bytes"]) if row["status"] == "ok" else row["status"]
         lines.append([
             row["model"], f"{row.get('vocab')}x{row.get('hidden')}", str(row.get("tokens")), row["provider"],
-            peak + (" *" if row.get("over_limit") else ""), mebibytes((row.get("plan") or {}).get("peak_bytes")),
+            peak, mebibytes((row.get("plan") or {}).get("peak_bytes")),
             mebibytes(row.get("difference_bytes")), number(row.get("difference_percent"), "+.2f"),
         ])  # fmt: skip
-    title = f"peak MiB over the inputs, gradients included (* over {mebibytes(limit)} MiB)"
+    title = "peak MiB over the inputs, gradients included"
     columns = ("model", "vocab x hidden", "tokens", "provider", "peak MiB", "plan's peak", "difference MiB", "%")
     return command.table(title, columns, lines, left=["vocab x hidden", "provider"])
-
-
-def first_over(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int | None]]:
-    """The fewest tokens over the limit by model and provider, None where all sizes fit."""
-    found: dict[str, dict[str, int | None]] = {}
-    for row in rows:
-        if "over_limit" not in row:
-            continue
-        model = found.setdefault(row["model"], {})
-        model.setdefault(row["provider"], None)
-        if row["over_limit"] and model[row["provider"]] is None:
-            model[row["provider"]] = row["tokens"]
-    return found
 
 
 def largest_difference(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
@@ -128,11 +112,6 @@ def largest_difference(rows: Sequence[dict[str, Any]]) -> dict[str, float] | Non
     return worst if compared else None
 
 
-def totals(rows: Sequence[Row], limit: int) -> Row:
-    """The limit, where each provider comes over it, and how far the plan is off."""
-    return {"limit": limit, "first_over_limit": first_over(rows), "largest_difference": largest_difference(rows)}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = command.arguments("memory", __doc__, peers=True)
@@ -141,7 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", action="append", type=command.argument(parse_head), help=words)
     add("--tokens", nargs="+", type=command.count, help="the numbers of tokens to try")
     add("--hidden", type=command.count, help="a hidden size to use in place of the models' own")
-    add("--limit", type=command.size_in_bytes, help="the memory that the step may take, such as 24GiB")
     args = defaults(command.read(parser, sys.argv[1:] if argv is None else argv))
     ready, skipped = providers.resolve(args.provider, args.device)
     if not ready:
@@ -150,9 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ({"model": model[0], "provider": "ours"}, functools.partial(run_model, model, args)) for model in args.model
     ]
     return command.run(
-        "memory", args, jobs, len(args.model) * len(args.tokens) * len(ready), lambda rows: table(rows, args.limit),
-        ("model", "tokens", "provider", "status", "peak_bytes", "difference_bytes", "over_limit"),
-        skipped=skipped, more=lambda rows: totals(rows, args.limit),
+        "memory", args, jobs, len(args.model) * len(args.tokens) * len(ready), table,
+        ("model", "tokens", "provider", "status", "peak_bytes", "difference_bytes"),
+        skipped=skipped, more=lambda rows: {"largest_difference": largest_difference(rows)},
     )  # fmt: skip
 
 

@@ -73,6 +73,9 @@ class Provider:
     options: dict[str, Any] = field(default_factory=dict)
     read: Late | None = None  # the log-probabilities and entropies that the loss is made of
 
+    def logprobs(self, *operands: Tensor) -> Tensor:
+        return self.read(*operands)[0] if self.read else self.call(*operands)
+
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
     """Read a provider such as `eager` or `ours:chunk_tokens=4096,accumulate_dtype=float32`."""
@@ -158,16 +161,12 @@ def _late(name: str, device: torch.device) -> Late:
     if name == "late-ours":
         return functools.partial(_import_ours({}).linear_logprobs, entropy=True)
     function = _function(LATE_PACKAGES[name], device)
-    if name == "late-trl":  # 32768 columns at a time, as its trainers
 
-        def read(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            found = function.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, ("entropy",))
-            return found[0], found[1]
-    else:
-
-        def read(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            loss, entropy = function.apply(hidden, weight, target, 1.0, -100, 1, True)
-            return -loss, entropy
+    def read(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+        if name == "late-trl":  # 32768 columns at a time, as its trainers
+            return function.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, ("entropy",))[:2]
+        loss, entropy = function.apply(hidden, weight, target, 1.0, -100, 1, True)
+        return -loss, entropy
 
     return read
 

@@ -26,8 +26,8 @@ RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 # the newest result of each question; a test checks that there are no other files
 FILES = {
     "head": "head-cuda.json", "late": "head-cuda-late.json", "head-cpu": "head-cpu.json",
-    "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json",
-    "losses": "losses-cuda.json", "sm_80": "speed-cuda-sm_80.json",
+    "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json",
+    "losses": "losses-cuda.json",
     "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
@@ -190,11 +190,6 @@ def framework_steps() -> str:
     return table(head, lines, *sources)
 
 
-def accuracy() -> str:
-    return matrix("accuracy", "data", ("random", "zipf", "peaked"),
-                  lambda row: f"{row['d_hidden_error']:.1e}, {row['d_weight_error']:.1e}", "provider")  # fmt: skip
-
-
 def memory() -> str:
     worst = read("memory")["largest_difference"]["bytes"] / 2**20
     rows = [row | {"tokens": f"{row['tokens'] // 1024}K tokens"} for row in rows_of("memory", model="llama3-8b")]
@@ -286,23 +281,14 @@ def gpus() -> str:
     return table(["architecture", "for example", logits, "shared memory", "measured"], lines)
 
 
-def forced() -> str:
-    """Ratios with another GPU's kernels, and with this one's own."""
-    here, there = (
-        {row["shape"]: f"{row['ratio']:.3f}" for row in rows_of(q, row="default")} for q in ("sm_80", "speed")
-    )
-    lines = [[shape.replace("x", " x "), ratio, there[shape]] for shape, ratio in here.items()]
-    return table(["tokens x hidden x vocabulary", "with sm_80's kernels", "with the H200's"], lines, "sm_80")
-
-
 SECTIONS: dict[str, Callable[[], str]] = {
     "readme": heads, "heads": lambda: heads(source=("head",)),
     "readme-late": lambda: heads(question="late"), "late": lambda: heads(question="late", source=("late",)),
-    "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
+    "default": default, "losses": all_losses, "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
     **{question: functools.partial(matrix, question, "row", ("default", "compile", *providers.PACKAGES),
                                    lambda row: f"{row['ratios']['3 products']:.3f}") for question in ("peers", "h100")},
-    "gpus": gpus, "sm_80": forced,
+    "gpus": gpus,
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
 }  # fmt: skip
 

@@ -53,11 +53,6 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.tokens}x{self.hidden}x{self.vocab}"
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the three matrix products (logits, dH and dW)."""
-        return 6.0 * self.tokens * self.hidden * self.vocab
-
     def gradient_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the gradients of the hidden states and of the weight, both in `dtype`."""
         return (self.tokens + self.vocab) * self.hidden * dtype.itemsize

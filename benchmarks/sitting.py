@@ -21,7 +21,7 @@ from benchmarks import command, providers
 _ALL = " ".join(f"--provider {name}" for name in (*providers.NAMES, "ours:accumulate_dtype=float32"))
 _FEW = "--provider eager --provider liger --provider quack --provider cce --provider ours"
 _THREE = "--shape 8192x4096x128256 --shape 8192x2048x128256 --shape 8192x1024x151936"
-# by name: the file, about how many minutes an H200 takes, and the words; kernels are those of a GPU that a file names
+# by name: the file, about how many minutes an H200 takes, and the words
 PARTS = {
     "head": ("head-cuda.json", 2.0, f"head --shape 8192x4096x128256 --errors --rounds 5 {_ALL}"),
     "late": ("head-cuda-late.json", 1.5, "head --late --shape 8192x4096x128256 --errors --rounds 3"),
@@ -30,8 +30,6 @@ PARTS = {
     "host": ("host-cuda.json", 0.7, "host --rounds 1 --lengths 200"),
     "speed": ("speed-cuda.json", 2.4, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
     "losses": ("losses-cuda.json", 3.8, "losses --rounds 3 --no-memory"),
-    "sm_80": ("speed-cuda-sm_80.json", 0.6, f"speed --rows default --rounds 3 --no-memory {_THREE}"),
-    "accuracy": ("accuracy-cuda.json", 1.3, "accuracy --upstream 1"),
     "models": ("models-cuda.json", 1.0, "models --rounds 3"),
     "curves": ("model_curves-cuda.json", 2.0, "model_curves"),
     "h100": ("speed-cuda-h100.json", 1.5, f"speed --peers --rows default --rounds 3 --no-memory {_THREE}"),
@@ -45,9 +43,8 @@ def run(name: str, folder: Path) -> list[str]:
     output = folder / file
     output.unlink(missing_ok=True)  # an older figure must not pass for a new one
     words_of = [sys.executable, "-m", "benchmarks", *words.split(), "--output", str(output)]
-    environment = os.environ | ({"CHUNKED_HEAD_ARCH": "sm_80"} if "sm_80" in file else {})
     try:
-        done = subprocess.run(words_of, env=environment, stdout=subprocess.DEVNULL, timeout=120 * minutes, check=False)
+        done = subprocess.run(words_of, stdout=subprocess.DEVNULL, timeout=120 * minutes, check=False)
         wrong = [f"exit status {done.returncode}"] if done.returncode else []
     except subprocess.TimeoutExpired:
         wrong = [f"cut after {120 * minutes:.0f} seconds"]

@@ -63,7 +63,7 @@ BAD: list[tuple[Any, str, str]] = [
     (head, "--shape 8x9", "--shape"), (head, "--rounds 0", "--rounds"), (head, "--upstream nan", "--upstream"),
     (head, "--dtype int8", "--dtype"), (head, "--provider nobody", "--provider"), (head, "--targets all", "--targets"),
     (head, "--provider ours:no_such_option=1", "no_such_option"), (head, "--device cuda:99", "--device"),
-    (accuracy, "--data all", "--data"), (accuracy, "--upstream 0", "--upstream"),
+    (head, "--errors all", "--errors"), (head, "--errors --upstream 0", "--upstream"),
     (memory, "--limit much", "--limit"), (memory, "--output memory.png", "--output"), (memory, "--model 16", "--model"),
     (memory, "--tokens -1", "--tokens"), (losses, "--workload nobody", "--workload"),
     (losses, "--memory-budget much", "--memory-budget"), (losses, "--chunk-tokens 0", "--chunk-tokens"),
@@ -243,7 +243,7 @@ def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path: Any, capsys
     rows = {row["row"]: row for row in rows_of(speed.main, tmp_path, "--rows", "half")}
     assert rows[THREE]["status"] == measure.OUT_OF_MEMORY and "ratio" not in rows["default"]
     assert rows["half"]["ratio"] == pytest.approx(rows["half"]["ms"] / rows["default"]["ms"])
-    for main in (head.main, accuracy.main, memory.main):
+    for main in (head.main, memory.main):
         assert main(["--device", "cpu", "--provider", "liger", "--output", str(tmp_path / "none.json")]) == 1
         assert "no provider can run here" in capsys.readouterr().out
     monkeypatch.setattr(torch.multiprocessing, "spawn", breaks)

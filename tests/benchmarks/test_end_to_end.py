@@ -81,19 +81,33 @@ def test_late(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     assert all(row["gradient_bytes"] == (below == head.FOUR) * 4 * 368 * 16 for (_, below), row in found.items())
 
 
-def test_accuracy(tmp_path: Path) -> None:
-    asked = ["--shape", "48x16x320", "--dtype", "fp32", "--provider", "ours", "--provider", "eager"]
-    _, rows = made(accuracy.main, tmp_path, *CPU, *asked)
-    assert len(rows) == 12 and all(row["reference"] == "float64" for row in rows)
+@pytest.mark.parametrize("kind", accuracy.KINDS)
+def test_errors(tmp_path: Path, quick: None, kind: str) -> None:
+    asked = [
+        "--provider",
+        "ours",
+        "--provider",
+        "eager",
+        "--dtype",
+        "fp32",
+        "--upstream",
+        "1",
+        "0.37",
+        "--errors",
+        kind,
+    ]
+    _, rows = made(head.main, tmp_path, *TINY, "48x16x320", *asked)
+    rows = [row for row in rows if "below" in row]
+    assert len(rows) == 4 and all((row["reference"], row["errors_of"]) == ("float64", kind) for row in rows)
     assert all(0 < row[f"d_{name}_error"] < 1e-5 for row in rows for name in ("hidden", "weight"))
 
 
 def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
     asked = [*CPU, "--provider", "eager", "--provider", "ours"]
-    record, rows = made(memory.main, tmp_path, *asked, "--model", "32x20000", "--tokens", "128", "--limit", "16MiB")
+    record, rows = made(memory.main, tmp_path, *asked, "--model", "32x20000", "--tokens", "128")
     found = {row["provider"]: row for row in rows}
     assert found["eager"]["peak_bytes"] > 2 * 128 * 20000 * 4 and "difference_percent" in found["ours"]
-    assert record["first_over_limit"]["32x20000"]["eager"] == 128
+    assert record["largest_difference"]["bytes"] == found["ours"]["difference_bytes"]
     tried = []
 
     def peak(provider: Any, shape: Any, dtype: Any, device: Any) -> Any:
@@ -103,7 +117,7 @@ def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
         return {"peak_bytes": shape.tokens * 2**20}, None
 
     monkeypatch.setattr(memory, "peak_of", peak)
-    words = [*asked, "--model", "16x320", "--tokens", "32", "64", "128", "--limit", "100MiB"]
+    words = [*asked, "--model", "16x320", "--tokens", "32", "64", "128"]
     assert memory.main([*words, "--output", str(tmp_path / "few.json")]) == 0
     assert tried == [("eager", 32), ("ours", 32), ("eager", 64), ("ours", 64), ("ours", 128)]
 
