@@ -37,7 +37,6 @@ class CrossEntropyLoss(OptionsModule):
     """
 
     weight: Tensor | None
-    vocab_size: int | None
     parallel: VocabParallel | TokenParallel | None
 
     def __init__(

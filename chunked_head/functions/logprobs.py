@@ -147,8 +147,7 @@ def linear_logprobs(
 def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
     """Names of the results, in order; those that take a gradient come first. ``flags``: by ``FLAGS``."""
     for name, value in zip(FLAGS, flags, strict=True):
-        if type(value) is not bool:
-            flag(name, value)
+        flag(name, value)
     return (
         "logprobs",
         *itertools.compress(FLAGS, flags),

@@ -103,18 +103,14 @@ def plan(
     parts = chunked(vocab, ranks)
     if 0 in parts:
         raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
-    refused = {
-        "sequence_sharded=True needs as many tokens on every rank": sequence_sharded and tokens % ranks,
-        "sequence_sharded=True does not go with skip_ignored": sequence_sharded and skip_ignored,
-        "a teacher of ranks has the student's vocabulary": ranks > 1 and teacher_vocab not in (None, vocab),
-        "deterministic=True goes with 2 ranks where hidden takes a gradient": deterministic
-        and hidden_grad
-        and ranks > 2,
-    }
-    for reason, applies in refused.items():
-        if applies:
-            got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
-            raise ValueError(f"{reason}; got {got}")
+    got = f"; got tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
+    checks.refuse({
+        "sequence_sharded=True needs as many tokens on every rank" + got: sequence_sharded and tokens % ranks,
+        "sequence_sharded=True does not go with skip_ignored" + got: sequence_sharded and skip_ignored,
+        "a teacher of ranks has the student's vocabulary" + got: ranks > 1 and teacher_vocab not in (None, vocab),
+        "deterministic=True goes with 2 ranks where hidden takes a gradient" + got:
+            deterministic and hidden_grad and ranks > 2,
+    })  # fmt: skip
     added_to = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place, absent = place_of(device)
     chosen = backend_of(backend, place)
