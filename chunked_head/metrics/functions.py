@@ -133,9 +133,7 @@ def ratio(
     ``level="segment"``: GSPO's, ``exp`` of the mean log-ratio over a segment's tokens, one per segment. The log-ratio
     is clamped to ``ratio_clamp`` before ``exp`` (None: not), as in the policy losses.
     """
-    other, suffix = _against("ratio", against)
-    known = _of_ratios("ratio", other, level, ratio_clamp)
-    return make("ratio", _ratio, common, reduce=reduce, suffix=suffix, **known)
+    return make("ratio", _ratio, common, reduce=reduce, **_of_ratios("ratio", against, level, ratio_clamp))
 
 
 @once
@@ -154,21 +152,15 @@ def effective_sample_size(
     kind = "effective_sample_size"
     flag(f"normalized of metrics.{kind}", normalized)
     finish = "effective_sample_fraction" if normalized else "effective_sample_size"
-    other, suffix = _against(kind, against)
-    known = _of_ratios(kind, other, level, ratio_clamp)
-    return make(kind, _ratio_powers, common, name=finish, finish=finish, suffix=suffix, **known)
+    known = _of_ratios(kind, against, level, ratio_clamp)
+    return make(kind, _ratio_powers, common, name=finish, finish=finish, **known)
 
 
-def _against(kind: str, against: str) -> tuple[str, str]:
-    """The field of the other log-probabilities, and what of a metric's name says which."""
-    field = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
-    return field, "" if against == "old" else against
-
-
-def _of_ratios(kind: str, other: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
+def _of_ratios(kind: str, against: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
     """Keywords that a metric of ratios is made with."""
+    other = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
     options |= {"other": other, "level": level, "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp)}
-    return {"level": level, "options": options, "fields": (other,)}
+    return {"level": level, "options": options, "fields": (other,), "suffix": "" if against == "old" else against}
 
 
 def _clamp(kind: str, argument: str, value: float | None) -> float | None:
@@ -204,9 +196,9 @@ def kl_old(
     ``ratio_clamp``. ``level="segment"``: of the mean of ``d`` over the segment's tokens, GSPO's log-ratio.
     """
     choice("metrics.kl_old", "estimator", estimator, ESTIMATORS)
-    known = _of_ratios("kl_old", "old_logprobs", level, ratio_clamp, estimator=estimator)
-    suffix = "" if estimator == "k3" else estimator
-    return make("kl_old", _kl_old, common, reduce=reduce, suffix=suffix, **known)
+    known = _of_ratios("kl_old", "old", level, ratio_clamp, estimator=estimator)
+    known["suffix"] = "" if estimator == "k3" else estimator
+    return make("kl_old", _kl_old, common, reduce=reduce, **known)
 
 
 def _kl_old(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None, estimator: str) -> Tensor:
@@ -260,11 +252,8 @@ def clip_fraction(
     """
     where = "metrics.clip_fraction"
     choice(where, "side", side, ("unsigned", "signed", "low", "high"))
-    bounds = {
-        "low": 1 - number(where, "clip_low", clip_low, 0.0, 1.0),
-        "high": 1 + bound(where, "clip_high", clip_high),
-    }
-    known = _of_ratios("clip_fraction", "old_logprobs", level, ratio_clamp, side=side, **bounds)
+    low, high = 1 - number(where, "clip_low", clip_low, 0.0, 1.0), 1 + bound(where, "clip_high", clip_high)
+    known = _of_ratios("clip_fraction", "old", level, ratio_clamp, side=side, low=low, high=high)
     if side != "unsigned":
         known |= {"fields": ("old_logprobs", "advantages"), "suffix": side}
     return make("clip_fraction", _clip_fraction, common, **known)

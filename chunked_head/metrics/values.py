@@ -46,8 +46,7 @@ class Metric(Part):
     def __post_init__(self) -> None:
         where = f"metrics.{self.kind}"
         for option, allowed in CHOICES:
-            if (given := getattr(self, option)) not in allowed:
-                choice(where, option, given, allowed)
+            choice(where, option, getattr(self, option), allowed)
         if self.unit == "segment" and self.scope != "segment":
             raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
         plain = self.unit == "token" and self.reduce == "mean" and self.components == 1 and not self.over_streams
@@ -81,12 +80,11 @@ class Metric(Part):
 
 def as_metrics(metrics: Any) -> tuple[Metric, ...]:
     """A call's metrics as a tuple; TypeError where ``metrics`` is no list of them."""
-    if isinstance(metrics, Metric):
-        raise TypeError(
-            f"metrics must be a list of chunked_head.metrics, got one, {metrics.label!r}; put it into a list"
-        )
     if not isinstance(metrics, Iterable) or isinstance(metrics, str | Mapping | Tensor):
-        raise TypeError(f"metrics must be a list of chunked_head.metrics, got {metrics!r}; leave it out for none")
+        got = f"{metrics!r}; leave it out for none"
+        if isinstance(metrics, Metric):
+            got = f"one, {metrics.label!r}; put it into a list"
+        raise TypeError(f"metrics must be a list of chunked_head.metrics, got {got}")
     measured = tuple(metrics)
     for metric in measured:
         if not isinstance(metric, Metric):
