@@ -21,6 +21,7 @@ INSTEAD = {
 }
 SEGMENT_IDS = ("segments", "documents")
 OF_UNIT = {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}  # fields that values per unit need
+NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # options that may name a field
 TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
     "float": ("floating-point", Tensor.is_floating_point),
     "int": ("int64 or int32", lambda value: value.dtype in (torch.int64, torch.int32)),
@@ -42,10 +43,8 @@ def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
 
 def named_by(part: Summand | Metric) -> dict[str, Field]:
     """Fields that a loss names where it could hold a tensor, and so declares."""
-    if not isinstance(part, Summand):
-        return {}
-    named = (part.token_weights, Field("token")), (part.normalizer, Field("constant"))
-    return {option: kind for option, kind in named if isinstance(option, str)}
+    named = {getattr(part, option, None): kind for option, kind in NAMING.items()}
+    return {name: kind for name, kind in named.items() if isinstance(name, str)}
 
 
 def wanted_fields(
@@ -82,12 +81,11 @@ def wanted_fields(
                 remedy = SEGMENTS if field == "segments" else ""
                 raise ValueError(f"{what} {part.label} {why} batch[{field!r}], which is missing{remedy}")
         wanted += [*read, *OF_UNIT[part.unit], *(field for field in part.optional_fields if field in batch)]
-        normalizer = getattr(part, "normalizer", None)
-        if isinstance(normalizer, str) and (known[normalizer].kind != "constant" or known[normalizer].trailing):
-            raise ValueError(
-                f"normalizer={normalizer!r} of {part.label} must name a constant, a 0-d tensor in batch; that field is "
-                f"of kind {known[normalizer].kind!r}"
-            )
+        for option, right in NAMING.items():
+            name = getattr(part, option, None)
+            if isinstance(name, str) and (name == "mask" or known[name]._replace(type=right.type) != right):
+                remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
+                raise ValueError(f"{option}={name!r} of {part.label} must name a {right.kind} field; {remedy}")
         if isinstance(part, Summand) and part.teacher is not None:
             check_teacher(part, batch)
         if not part.builtin:

@@ -105,7 +105,7 @@ def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCal
     """The logits as kernels read them, and the call on them."""
     call, temperature = tokens.call, tokens.structure.temperature
     logits, shard = call.rows, call.shard
-    if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
+    if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or len(row_views(logits)) > MOST_VIEWS:
         logits = logits.contiguous()
     if shard is not None:
         fields = {"tokens": str(call.leading), "logits.dtype": str(logits.dtype)}
@@ -123,10 +123,6 @@ def row_views(logits: Tensor) -> list[Tensor]:
     if mergeable(logits):
         return [logits.view(-1, logits.shape[-1])]
     return [view for part in logits for view in row_views(part)]
-
-
-def count_views(logits: Tensor) -> int:
-    return 1 if mergeable(logits) or not len(logits) else len(logits) * count_views(logits[0])
 
 
 def mergeable(logits: Tensor) -> bool:

@@ -182,10 +182,6 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
         raise ValueError(f"target is None, and {reads[0].label} reads it; pass token ids")
     if call.num_segments is not None:
         checks.check_int("num_segments", call.num_segments, 1)
-    for name in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
-        if known[name].kind != "token" or known[name].trailing or name == "mask":
-            remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
-            raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
     check_fields(batch, wanted, known, call.leading, call.device, call.num_segments)
     autocast = torch.is_autocast_enabled(call.device.type) and dtype != torch.float64
     teacher_vocab = check_dense_teacher(batch, wanted, dtype, autocast)  # as the student's operands
