@@ -53,10 +53,6 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.tokens}x{self.hidden}x{self.vocab}"
 
-    def gradient_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the gradients of the hidden states and of the weight, both in `dtype`."""
-        return (self.tokens + self.vocab) * self.hidden * dtype.itemsize
-
 
 def parse_shape(text: str) -> Shape:
     """Read `8192x4096x128256`, `llama3-8b` (8192 tokens), `llama3-8b@4096` or `cpu`."""
