@@ -24,6 +24,7 @@ from .functions.plan import plan
 from .functions.quantise import quantise
 from .integrations.huggingface.explain import explain_model
 from .integrations.huggingface.patch import patch_model, unpatch_model
+from .integrations.pytorch import override_torch
 from .losses import weights
 from .parallel import TokenParallel, VocabParallel
 from .plan.plans import Plan
@@ -31,6 +32,6 @@ from .plan.plans import Plan
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel",
     "explain_model", "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
-    "logits_logprobs", "logits_loss", "losses", "metrics", "patch_model", "plan", "quantise", "unpatch_model",
-    "weights",
+    "logits_logprobs", "logits_loss", "losses", "metrics", "override_torch", "patch_model", "plan", "quantise",
+    "unpatch_model", "weights",
 ]  # fmt: skip

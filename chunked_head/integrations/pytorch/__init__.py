@@ -1,0 +1,199 @@
+"""PyTorch's own ``F.linear_cross_entropy(..., options=...)`` computed by this library's head.
+
+    handle = chunked_head.override_torch(memory_budget="1GiB")
+    ...
+    handle.undo()  # or: with chunked_head.override_torch(): ...
+
+PyTorch computes its chunked ``"mean"`` and ``"sum"`` by one operator, which has a kernel for each device. Ours stands
+in front of it for ``CPU`` and ``CUDA``; a call that ``declined`` names a reason for goes on to PyTorch's. What is
+before and behind the operator stays PyTorch's: its checks, autograd, graphs of ``torch.compile``.
+"""
+
+import importlib
+import warnings
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from ...call.options import Execution
+from ...compile.operation import plainly
+from ...core.private import private
+from ...functions.cross_entropy import linear_cross_entropy
+from ..frameworks import check_named
+
+OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "skip_ignored", "deterministic", "backend")
+NAME = "_linear_cross_entropy_batch_chunked"
+SCHEMA = (  # of the tested version, 2.15
+    f"torch_nn::{NAME}(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
+    "str reduction, SymInt ignore_index, float label_smoothing, SymInt batch_chunk_size, str acc_policy, "
+    "ScalarType acc_dtype, bool allow_retain_graph, bool compute_input_grad, bool compute_linear_weight_grad, "
+    "bool compute_linear_bias_grad) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class OpCall(NamedTuple):
+    """Arguments of the operator, in its order."""
+
+    input: Tensor  # [N, H]
+    linear_weight: Tensor  # [C, H]
+    target: Tensor  # [N] int64, or probabilities [N, C]
+    linear_bias: Tensor | None  # [C]
+    weight: Tensor | None  # [C], of the classes
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    batch_chunk_size: int
+    acc_policy: str
+    acc_dtype: torch.dtype
+    allow_retain_graph: bool
+    compute_input_grad: bool
+    compute_linear_weight_grad: bool
+    compute_linear_bias_grad: bool
+
+    @property
+    def operands(self) -> list[tuple[Tensor | None, bool]]:
+        """Input, weight and bias, and whether the gradient of each is wanted."""
+        wanted = self.compute_input_grad, self.compute_linear_weight_grad, self.compute_linear_bias_grad
+        return list(zip((self.input, self.linear_weight, self.linear_bias), wanted, strict=True))
+
+
+def declined(call: OpCall) -> str:
+    """The reason why PyTorch computes a call itself; empty for one that is served here."""
+    given = [operand for operand, _ in call.operands if operand is not None]
+    dtype = call.input.dtype
+    if call.target.dtype != torch.int64 or call.target.dim() != 1:
+        return "targets are class probabilities"
+    if not len(call.input):
+        return "there are no tokens"
+    if call.reduction not in ("mean", "sum") or call.label_smoothing:
+        return "PyTorch's operator has neither smoothing nor another reduction"
+    if dtype not in DTYPES or any(operand.dtype != dtype for operand in given):
+        return "operands have several dtypes"
+    if call.acc_policy not in ("accurate", "compact") or call.acc_dtype not in (dtype, torch.float32):
+        return "sums are of another dtype"
+    if call.acc_dtype != dtype and dtype not in (torch.bfloat16, torch.float16):
+        return "sums are of another dtype"
+    if torch.is_autocast_enabled(call.input.device.type):
+        return "autocast is on"
+    if any(type(each) is not Tensor and not isinstance(each, torch.nn.Parameter) for each in (*given, call.target)):
+        return "an operand is of a subclass of Tensor"
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad > on for each, on in call.operands):
+        return "a graph was traced without a gradient that is wanted now"
+    return ""
+
+
+@plainly
+def computed(call: OpCall, options: Execution) -> list[Tensor]:
+    """The loss and the gradients of input, weight and bias, as PyTorch's operator returns them: of input's dtype, and
+    without elements where one is not wanted. A mean over no target, or over weights of sum 0, is nan."""
+    leaves = [None if each is None else each.detach().requires_grad_(on) for each, on in call.operands]
+    hidden, weight, bias = leaves
+    assert hidden is not None and weight is not None
+    with torch.enable_grad():
+        loss = linear_cross_entropy(
+            hidden, weight, call.target, bias=bias, class_weights=call.weight, ignore_index=call.ignore_index,
+            reduction=call.reduction, **options,
+        )  # fmt: skip
+    one_or_nan = torch.ones_like(loss)
+    if call.reduction == "mean":
+        counts = call.target != call.ignore_index
+        if call.weight is None:
+            counted = counts.any()
+        else:
+            ids = call.target.clamp(0, weight.shape[0] - 1)
+            counted = torch.where(counts, call.weight.detach()[ids], 0.0).sum() != 0
+        one_or_nan = torch.where(counted, one_or_nan, torch.nan)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    made = iter(torch.autograd.grad(loss, wanted, one_or_nan) if wanted else ())
+    empty = [call.input.new_empty(size) for size in ((0, 0), (0, 0), (0,))]
+    grads = [
+        next(made).to(call.input.dtype) if leaf is not None and leaf.requires_grad else none
+        for leaf, none in zip(leaves, empty, strict=True)
+    ]
+    return [(loss.detach() * one_or_nan).to(call.input.dtype), *grads]
+
+
+def untraced(kernel: Any) -> Any:
+    """A kernel that ``torch.compile`` does not trace where it runs operators outside of its graphs."""
+    disable = private("_disable_dynamo")
+    return torch.compiler.disable(kernel) if disable is None else disable[0](kernel)
+
+
+class Override:
+    """A registration of our kernels, until ``undo`` or the end of a ``with`` block."""
+
+    current: "Override | None" = None
+
+    def __init__(self, operator: Any, options: Execution):
+        if Override.current is not None:
+            Override.current.undo()
+        self.library: Any = torch.library.Library("torch_nn", "IMPL")
+        for device in ("CPU", "CUDA"):
+            theirs = torch.library.get_kernel(operator, device)
+
+            def kernel(keys: Any, *arguments: Any, theirs: Any = theirs) -> Any:
+                call = OpCall(*arguments)
+                return theirs.call_boxed(keys, *arguments) if declined(call) else tuple(computed(call, options))
+
+            self.library.impl(NAME, untraced(kernel), device, with_keyset=True)
+        Override.current = self
+
+    def undo(self) -> None:
+        """Gives the operator back to PyTorch; a second time nothing happens."""
+        self.library = None  # the registration lives as long as this
+        Override.current = None if Override.current is self else Override.current
+
+    def __enter__(self) -> "Override":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+class Nothing(Override):
+    """In the place of an ``Override`` where PyTorch's operator is not the one that is known."""
+
+    def __init__(self) -> None:
+        self.library = None
+
+
+def override_torch(**options: Unpack[Execution]) -> Override:
+    """Serves ``torch.nn.functional.linear_cross_entropy(options=...)`` by this library, in this process.
+
+    Values are PyTorch's, but for rounding: statistics are of fp32 logits. ``docs/frameworks/pytorch.md`` says which
+    calls are left to PyTorch. ``options.batch_chunk_size`` and what else PyTorch's options say about memory is not
+    read: the plan, or ``memory_budget`` here, decides.
+
+    Args:
+        options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``skip_ignored``, ``deterministic``,
+            ``backend`` of every call, as in ``linear_cross_entropy``. A second ``override_torch`` puts its options in
+            their place.
+
+    Returns:
+        A handle with ``undo()``, which is a context manager too. Where this PyTorch has no such operator, or one with
+        other arguments than in 2.15, a warning says so, and nothing is changed.
+
+    Raises:
+        TypeError, ValueError: for an option that is wrong by itself.
+    """
+    check_named(options, OPTIONS)
+    if not hasattr(torch.library, "get_kernel"):
+        found = None
+    else:
+        try:
+            importlib.import_module("torch.nn.modules.linear_cross_entropy")
+        except ImportError:
+            found = None
+        else:
+            found = getattr(getattr(torch.ops.torch_nn, NAME, None), "default", None)
+    schema = str(getattr(found, "_schema", None))
+    if schema != SCHEMA:
+        warnings.warn(
+            f"torch {torch.__version__} has {'no operator' if found is None else schema} where chunked_head knows "
+            f"{SCHEMA}, of torch 2.15: nothing is changed, and PyTorch computes its loss itself",
+            stacklevel=2,
+        )
+        return Nothing()
+    return Override(found, options)
