@@ -28,6 +28,7 @@ from torch import Tensor
 from ..core.private import in_own_thread, without_hooks
 from ..core.stats import RowStats
 from ..kernels.common.cache import Cache
+from ..kernels.common.memory import empty
 from ..losses.base import DENSE, Summand
 from ..losses.batch import Batch, Stats
 from ..metrics import Metric
@@ -303,8 +304,8 @@ def evaluate_rows(
         if arithmetic is not None:
             (kernel, names), like = arithmetic, stats.lse
             if table is None:
-                table = like.new_empty(sum(structure.widths), inputs.target.shape[0])
-            chunk = like.new_empty(len(names), rows.stop - rows.start)
+                table = empty(sum(structure.widths), inputs.target.shape[0], dtype=like.dtype, device=like.device)
+            chunk = empty(len(names), rows.stop - rows.start, dtype=like.dtype, device=like.device)
             kernel(given, rows, chunk, table)
             return Evaluation(dict(zip(names, chunk.unbind(0), strict=True)), table, [])
     return evaluate(structure, stats.at(rows).named(), inputs.at(rows))

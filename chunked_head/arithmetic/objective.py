@@ -56,7 +56,7 @@ class Expected(NamedTuple):
         return torch.where(given == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Objective:
     """Common fields: tensors of a call, per token or as long as the vocabulary, that losses and kernels read."""
 
@@ -89,7 +89,7 @@ class Objective:
     coefficients_for: ClassVar[Callable[..., Coefficients]]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class LossObjective(Objective):
     """A sum of losses."""
 
@@ -116,7 +116,7 @@ class LossObjective(Objective):
         return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ScalarObjective(LossObjective):
     """A sum of losses, each reduced by itself."""
 
@@ -133,35 +133,36 @@ class ScalarObjective(LossObjective):
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
         if not values:
-            return Coefficients(**self.evaluate(stats, rows, gradient).coefficients)
+            return Coefficients.of(self.evaluate(stats, rows, gradient).coefficients)
         if self.coupled and not closed and rows.stop - rows.start < len(self.target):
             return None
         table = self.evaluations[0].table if self.evaluations else None
         evaluation = self.evaluate(stats, rows, gradient, table)
         if evaluation.table is not table:  # else it has the chunk's values now
             self.evaluations.append(evaluation)
-        return Coefficients(**evaluation.coefficients) if gradient else None
+        return Coefficients.of(evaluation.coefficients) if gradient else None
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         if not self.evaluations and (self.target.shape[0] or (self.coupled and self.exchanges)):
             self.evaluations.append(self.evaluate(stats, slice(0, len(self.target)), gradient=False))
-        first = self.settle()
-        if first is None or len(self.parts) > 1:
+        total = self.settle()
+        if total is None:
             # memory of its own, which a caller may write to
             first, *others = map(torch.mul, self.parts, self.coefficients)
-            return (sum(others, first),)
-        return (times(first, *self.coefficients),)
+            total = sum(others, first)
+        return (total,)
 
     def settle(self) -> Tensor | None:
-        """Adds up the values of all chunks; the first part's value once more, where that costs nothing."""
-        inverse, count, evaluations, first = self.inverse[0], len(self.inverse), self.evaluations, None
+        """Adds up the values of all chunks; the sum of losses, where one launch makes it too."""
+        inverse, count, evaluations, total = self.inverse[0], len(self.inverse), self.evaluations, None
         if not evaluations:
             self.parts[:] = [one * 0.0 for one in self.inverse]
             self.found[:] = self.of_nothing(self.structure.metrics)
             return None
         alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
-        if self.backend is not None and alike and self.structure.plain_sums:
-            first, sums = self.backend.sum_rows(full_table(evaluations), count, inverse, self.one_or_nan)
+        plain = [c for c in self.coefficients if type(c) is float]
+        if self.backend is not None and alike and self.structure.plain_sums and len(plain) == count:
+            total, sums = self.backend.sum_rows(full_table(evaluations), inverse, self.one_or_nan, plain)
             each = list(sums.unbind())
             self.parts[:] = each[:count]
         else:
@@ -169,7 +170,7 @@ class ScalarObjective(LossObjective):
             self.parts[:] = map(self.quotient, each[:count], self.inverse)
         self.found[:] = each[count:]
         evaluations.clear()
-        return first
+        return total
 
     def quotient(self, total: Tensor, inverse: Tensor) -> Tensor:
         """``total / D``. By selection: a normalizer of 0 gives 0 at any total."""
@@ -202,10 +203,10 @@ class ScalarObjective(LossObjective):
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
-        return Coefficients(**self.coefficients_at_once(stats)).times(self.expected.factors(given)[0])
+        return Coefficients.of(self.coefficients_at_once(stats)).times(self.expected.factors(given)[0])
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class TokenObjective(LossObjective):
     """The weighted sum of token losses for each token, unreduced."""
 
@@ -221,7 +222,7 @@ class TokenObjective(LossObjective):
         # by selection where nothing is asked for: a loss may have an infinite slope there
         made = self.coefficients_at_once(stats)
         found = {name: value * over_columns(given, value) for name, value in made.items()}
-        return Coefficients(**masked(found, given != 0))
+        return Coefficients.of(masked(found, given != 0))
 
 
 def over_columns(values: Tensor, like: Tensor) -> Tensor:
@@ -232,7 +233,7 @@ def over_columns(values: Tensor, like: Tensor) -> Tensor:
 LEAF = {"logprobs": "logprob"}  # outputs whose statistic has another name
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class StatsObjective(Objective):
     """Statistics for a loss that the caller computes."""
 
@@ -278,4 +279,4 @@ class StatsObjective(Objective):
             grads["lse2"] = given
             grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
         # by selection: where a token does not count there may be no statistics, or those of a teacher that is nan
-        return Coefficients(**masked(coefficients_of(self.structure, grads, stats.named()), self.target >= 0))
+        return Coefficients.of(masked(coefficients_of(self.structure, grads, stats.named()), self.target >= 0))

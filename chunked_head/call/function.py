@@ -69,7 +69,7 @@ def forward_of(call: LocalCall, *operands: Any) -> Forward:
 
     def later(saved: Sequence[Tensor]) -> tuple[LocalCall, RowStats]:
         vectors = saved[count:]
-        found = RowStats(**attributes, **dict(zip(names, vectors, strict=False)))
+        found = RowStats.of({**attributes, **dict(zip(names, vectors, strict=False))})
         return lasting.with_teacher(vectors[len(names) :]), found
 
     differentiable, exchanges = objective.differentiable, objective.exchanges

@@ -39,7 +39,7 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
     })  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class LogitsCall(LocalCall):
     """A call on logits that exist already."""
 

@@ -49,18 +49,19 @@ def objective_of(tokens: Tokens) -> Objective:
             inverse.append(default_inverse(summand, tokens))
     if call.shares_denominator:
         inverse *= len(terms)
-    factors = inverse
-    if call.upstream is not None or [c for c in coefficients if isinstance(c, Tensor) or c != 1.0]:
+    factors, left = inverse, [c for c in coefficients if type(c) is float]
+    if call.upstream is not None or len(left) < len(inverse):
         factors = [times(one, c, declared) for c, one in zip(coefficients, inverse, strict=True)]
+        left = [1.0] * len(inverse)
     weights, counts = dict[str, Tensor](), list[Tensor]()
     if call.metrics:
         measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
         weights, counts = metric_counts(measured, tokens)
-    if len(counts) < 2:
-        table = torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0)
+    if len(counts) < 2 and left == [1.0]:
+        table = factors[0].unsqueeze(0)
     else:
         # counts in memory of each one's: a caller may add up those of ranks in place
-        numbers = torch.stack([*factors, *counts])
+        numbers = spec.backend.put_numbers([*factors, *counts], [*left, *[1.0] * len(counts)])
         table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
     fields = fields_of(tokens, table, weights)
     if rank_sums is not None and spec.coupled:

@@ -21,6 +21,7 @@ from .function import Forward, Loss, forward_of
 from .logits_call import LogitsCall, logits_call
 from .objectives import call_fields, objective_of
 from .options import Call
+from .recording import is_recordable
 from .spec import Spec
 from .sweep import HeadCall
 from .tokens import Tokens, in_order, tokens_of
@@ -191,10 +192,12 @@ def head_call(tokens: Tokens, rows: Tensor, plan: Plan, spans: Spans | None, obj
     if shard is not None:
         fields = call_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
         shard = shard.agreed_on(fields | text_fields(plan.in_common), rows.device)
+    spec, alone = tokens.spec, shard is None and tokens.packing is None and spans is None and call.fp8_weight is None
+    records = alone and spec.structure is not None and spec.backend.recording and is_recordable(plan, objective)
     return HeadCall(
-        plan=plan, backend=tokens.spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
+        plan=plan, backend=spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
         softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,
         gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer, spans=spans,
-        request=tokens.spec.request, packing=tokens.packing,
+        request=spec.request, packing=tokens.packing, recordings=spec.recordings if records else None,
         fp8_weight=None if call.fp8_weight is None or call.weight is None else call.fp8_weight.of(call.weight),
     )  # fmt: skip

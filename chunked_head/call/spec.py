@@ -24,12 +24,13 @@ from ..stores import Backend, backend_of
 from ..stores.quantised import e4m3_missing
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import STATIC, Call, check_options
+from .recording import Recorded
 
 TENSORS = frozenset((Tensor, nn.Parameter))  # whose metadata say all there is to check; a subclass's may not
 # types of options that are equal where they mean the same
 PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
 FOR_EACH = frozenset([name for name, field in FIELDS.items() if field.kind in ("token", "row")])
-MOST_SPECS, MOST_PLANS = 512, 256
+MOST_SPECS, MOST_PLANS, MOST_RECORDINGS = 512, 256, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,7 @@ class Spec:
     plans: Cache[Hashable, Plan] = field(
         default_factory=lambda: Cache(MOST_PLANS)
     )  # by sizes; shared by Specs of other numbers
+    recordings: Cache[Hashable, Recorded] = field(init=False, default_factory=lambda: Cache(MOST_RECORDINGS))
 
 
 SPECS: Cache[Hashable, Spec] = Cache(MOST_SPECS)

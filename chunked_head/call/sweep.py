@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.stats import Coefficients, RowStats
+from ..kernels.common.cache import Cache
+from ..kernels.common.memory import empty
 from ..kernels.common.tiles import Quantised
 from ..parallel.shard import Shard
 from ..plan.planner import NoPlan, find_plan
@@ -21,6 +23,7 @@ from ..stores.gradients import GradientBuffer, Gradients
 from ..stores.operands import Head, Kept, Rows
 from ..stores.sets import WithSets
 from ..stores.store import Store
+from .recording import Recorded, recorded
 from .tokens import Packing
 
 # One chunk of n tokens, of H hidden states and V columns on this rank; e: the dtype of the matmuls (bf16, fp16, fp32,
@@ -123,7 +126,7 @@ def merge_over_ranks(call: "LocalCall", store: Store, rows: Rows, out: RowStats)
 Work = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class LocalCall:
     """A call on hidden states or on logits: everything of it that takes no gradient."""
 
@@ -210,13 +213,14 @@ class LocalCall:
         return weights if weights is None or self.shard is None else weights[self.shard.here].contiguous()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class HeadCall(LocalCall):
     """A call on hidden states."""
 
     plan: Plan
     request: Request = DEFAULT_REQUEST
     packing: Packing | None = None  # the order in which rows run
+    recordings: Cache[Any, Recorded] | None = None  # of its Spec, where its sweep can be recorded
     fp8_weight: Quantised | None = None  # the caller's copy of the weight
 
     @property
@@ -246,7 +250,7 @@ class HeadCall(LocalCall):
         """Statistics of all tokens, and gradients where the forward pass makes them."""
         head, packing = self.head(weight, bias), self.packing
         if packing is None:
-            return sweep(self, hidden, head)
+            return sweep(self, hidden, head) if self.recordings is None else recorded(sweep, self, hidden, head)
         stats, grads = sweep(self, packing.pack(hidden), head)
         if grads is not None and grads.hidden is not None:
             grads.hidden = packing.unpack(grads.hidden)
@@ -307,7 +311,7 @@ class HeadCall(LocalCall):
         every = Rows(given, self.target, self.columns, self.objective.scale, teacher, self.counted)
         most, tokens = plan.block_tokens if known else plan.chunk_tokens, plan.sizes.tokens
         gathered = None if self.shard is None else self.shard.gathered(given, most)
-        buffer = torch.empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)
+        buffer = empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)
         if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
             teacher_buffer = teacher.weight.new_empty(most, teacher.hidden.shape[1])
 

@@ -74,7 +74,7 @@ class Packing:
         return everywhere.index_copy(0, self.order, values)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Tokens:
     """A call whose arguments have been checked, with the fields that go with its rows of hidden states. Per row, what
     does not count is 0 (ids -1)."""

@@ -37,6 +37,7 @@ class Backend:
     """Torch operations on every device; ``TritonBackend`` has kernels in their place."""
 
     name = "torch"
+    recording: Callable[..., Any] | None = None  # listens to a sweep, ``kernels/common/recording.py``
     bounds_rows = False  # some of its stores' matmuls can stop at a number of rows that only the device knows
     reads_teacher = False  # a dense teacher's logits that exist, in place
     sets_store: type[SetStore] = SetStore  # of rows whose softmaxes are over sets of columns
@@ -108,11 +109,19 @@ class Backend:
         self.quantise_(out, weight, largest_of(weight))
         return out
 
-    def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
-        """A copy of the first sum, 0-d; and sums [rows] of a table [rows, tokens], of the first ``parts`` rows times
-        ``inverse`` [], of the rest times ``one_or_nan`` []."""
+    def sum_rows(
+        self, table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """Sums [rows] of a table [rows, tokens], of the losses' rows times ``inverse`` [], of the rest times
+        ``one_or_nan`` []; and before them the sum of the losses' times their coefficients, []."""
+        parts = len(coefficients)
         sums = torch.stack([row * (inverse if i < parts else one_or_nan) for i, row in enumerate(table.sum(1))])
-        return sums[0].clone(), sums
+        first, *others = [total * c for total, c in zip(sums[:parts], coefficients, strict=True)]
+        return sum(others, first), sums
+
+    def put_numbers(self, numbers: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+        """Numbers [] times factors, [numbers]."""
+        return torch.stack([one if f == 1.0 else one * f for one, f in zip(numbers, factors, strict=True)])
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""

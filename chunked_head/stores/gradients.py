@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core import checks
 from ..core.checks import name as name_of
 from ..core.private import private
+from ..kernels.common.memory import empty
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
 
@@ -93,7 +94,7 @@ class Gradients:
         gradient_buffer: GradientBuffer | None,
     ) -> "Gradients":
         # without tokens no product fills them
-        make = torch.empty if sizes.tokens else torch.zeros
+        make = empty if sizes.tokens else torch.zeros
         hidden = weight = bias = None
         rows = sizes.vocab + sizes.padding
         if sizes.hidden_grad:

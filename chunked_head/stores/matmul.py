@@ -7,6 +7,7 @@ so 16-bit operands are cast to fp32 by tiles of the vocabulary.
 import torch
 from torch import Tensor
 
+from ..kernels.common.memory import RECORDERS, recorder
 from ..plan.sizes import cast_rows, slices
 
 # rows, and columns, of each thread from which on BLAS sums every product in one order
@@ -139,6 +140,8 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    if RECORDERS and (listening := recorder()) is not None:
+        listening.called(multiply, a, b, out, first, written=out)
 
 
 def put(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:

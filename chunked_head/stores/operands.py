@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.common.tiles import Quantised
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Head:
     """The operand of every matmul and what makes logits of the products: ``x = cap(scale * (h @ weight.T + bias))``.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..core.stats import Coefficients, Demand, RowStats
 from ..kernels.common.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
 from ..kernels.common.operands import KeptEntries
+from ..kernels.common.recording import recording
 from ..kernels.common.tiles import INTERPRETED
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
@@ -107,6 +108,7 @@ class TritonBackend(Backend):
     """Kernels in the place of torch operations."""
 
     name = "triton"
+    recording = staticmethod(recording)
     bounds_rows = True
     reads_teacher = True
     sets_store = TritonSets
@@ -115,8 +117,19 @@ class TritonBackend(Backend):
     merge_ranks = staticmethod(merge_ranks)
     kept_sets = staticmethod(kept_sets)
     read_fields = staticmethod(statistics.read_fields)
-    sum_rows = staticmethod(statistics.sum_rows)
     quantise_ = staticmethod(statistics.quantise)
+
+    def sum_rows(
+        self, table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        if len(coefficients) > statistics.MOST_PARTS:
+            return super().sum_rows(table, inverse, one_or_nan, coefficients)
+        return statistics.sum_rows(table, inverse, one_or_nan, coefficients)
+
+    def put_numbers(self, numbers: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+        if len(numbers) > statistics.MOST_NUMBERS:
+            return super().put_numbers(numbers, factors)
+        return statistics.put_numbers(numbers, factors)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         if device.type != "cuda" and not INTERPRETED:

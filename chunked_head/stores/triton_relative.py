@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, RowStats
 from ..kernels.common.gpus import RELATIVE_STRIP
+from ..kernels.common.memory import empty
 from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
 from ..kernels.common.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ..kernels.gradients import launch as gradients
@@ -66,9 +67,9 @@ class RelativeStore(HalfStore):
         keep = plan.schedule == "forward" or sizes.keeps_sweep
         self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
-            self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
+            self.part_sums = empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
             # how many parts of a tile are there: 0 in each chunk before its tiles are made
-            self.arrived = torch.empty(sizes.multiprocessors, dtype=torch.int32, device=device)
+            self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         two = len(demand.views) > 1
         self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)
         strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and self.name == "relative")
@@ -90,7 +91,7 @@ class RelativeStore(HalfStore):
             assert demand.pairing is not None
             wanted = demand.pairing.forward_kl, demand.pairing.entropy
             programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
-            made = iter(torch.empty(sum(wanted), programs, stride, dtype=torch.float32, device=device).unbind())
+            made = iter(empty(sum(wanted), programs, stride, dtype=torch.float32, device=device).unbind())
             self.parts = next(made) if wanted[0] else None, next(made) if wanted[1] else None
 
     def fill(self, rows: Rows, out: RowStats) -> None:
@@ -209,7 +210,7 @@ def part_sums(sizes: Sizes, rows: int) -> int:
 
 def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
     """Memory of 16-bit logits, of which a row starts on 16 bytes."""
-    return torch.empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
+    return empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
 
 
 class FastStore(RelativeStore):
@@ -244,8 +245,8 @@ class FastStore(RelativeStore):
         device = head.weight.device
         # exponentials of the gradient are relative to them on every rank
         self.known_targets = True
-        self.level, self.softmax_factor = torch.empty(2, self.rows, dtype=torch.float32, device=device).unbind()
-        self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
+        self.level, self.softmax_factor = empty(2, self.rows, dtype=torch.float32, device=device).unbind()
+        self.target_factor = empty(sizes.tokens, dtype=torch.float32, device=device)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         at, exp = rows.tokens, self.stored.logits

@@ -24,6 +24,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from .cache import Cache
+from .memory import RECORDERS, recorder
 from .tiles import INTERPRETED
 
 # versions whose rules of what is compiled anew are those of ``specialization``
@@ -96,6 +97,8 @@ def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
     x, y, z = grid
     [{descriptors}] = compiled.fields
     given = {launched},
+    if RECORDERS and (listening := recorder()) is not None:
+        listening.launched(launcher, grid, ({arguments},), compiled, given)
     if compiled.in_a_row:
         compiled.run(x, y, z, stream(device), *compiled.before, *given)
     else:
@@ -210,7 +213,7 @@ class Launcher:
         scope = globals() | {
             "launcher": self, "find": self.kept.get, "hooks": self.kernel.pre_run_hooks, "ENTER": AROUND[0],
             "EXIT": AROUND[1], "current_device": torch.cuda.current_device,
-            "stream": triton.runtime.driver.active.get_current_stream,
+            "stream": triton.runtime.driver.active.get_current_stream, "RECORDERS": RECORDERS,
         }  # fmt: skip
         exec(compile(source, f"<launch of {self.kernel.fn.__name__}>", "exec"), scope)
         return scope["launch"]
@@ -221,7 +224,10 @@ class Launcher:
         return [i for i, name in enumerate(self.kernel.arg_names) if name.endswith("_desc")]
 
     def unknown(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        self.kernel[grid](*arguments, **constants, **FUSED)
+        run = functools.partial(self.kernel[grid], **constants, **FUSED)
+        run(*arguments)
+        if (listening := recorder()) is not None:
+            listening.called(run, *arguments)
 
     def direct(self) -> bool:
         """True where Triton would do no more than launch what it has compiled."""
@@ -234,6 +240,8 @@ class Launcher:
         compiled = self.kernel[grid](*arguments, **constants, **stages_given, **FUSED)
         if key not in self.kept and self.direct() and is_plain(compiled):
             self.keep(key, compiled)
+        if (listening := recorder()) is not None:
+            listening.refused = True
 
     def keep(self, key: tuple, compiled: Any) -> None:
         self.kept[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
@@ -255,7 +263,7 @@ PER_ROW = (
     "softmax_factor_ptr", "sorted_ptr", "sorted_target_ptr", "source_ptr", "sparse_ptr", "start2_ptr", "start_ptr",
     "target_factor_ptr", "target_logit_ptr", "target_ptr", "tau_ptr", "teacher_entropy_ptr", "teacher_rest_ptr",
     "teacher_row_scale_ptr", "teacher_start_ptr", "theta_ptr", "top_ptr", "tvd_ptr", "weight_scale_ptr",
-    "weighted_sum_ptr", "zero_or_nan_ptr",
+    "weighted_sum_ptr", "zero_or_nan_ptr", *[f"number{i}_ptr" for i in range(8)],
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .cache import Cache
 from .launcher import is_known
+from .memory import empty
 from .tiles import Matrix, Quantised, Tile, cdiv
 
 STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
@@ -102,7 +103,7 @@ class Strips(NamedTuple):
     ) -> "Strips":
         stride = strip_rows(rows)
         wanted = (True, True, shifted, weighted, top, top, second, shifted2)
-        made = iter(torch.empty(sum(wanted), strips, stride, dtype=torch.float32, device=device).unbind(0))
+        made = iter(empty(sum(wanted), strips, stride, dtype=torch.float32, device=device).unbind(0))
         offset, total, *others = [next(made) if here else None for here in wanted]
         assert offset is not None and total is not None
         if others[3] is not None:

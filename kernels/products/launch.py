@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
+from ..common.memory import empty
 from ..common.operands import ALL_ROWS, Counted, matrix, row_stride
 from ..common.tiles import INTERPRETED, Tile, cdiv, power_of_2
 from .dhidden import dhidden_kernel, finish_dhidden_kernel
@@ -94,7 +95,8 @@ def sort_columns(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if entries > MOST_COUNTED:
         # half as many passes as for int64
         return torch.sort(columns.to(torch.int32), stable=True)
-    ordered, order = torch.empty_like(columns, dtype=torch.int32), torch.empty_like(columns, dtype=torch.int64)
+    ordered = empty(entries, dtype=torch.int32, device=columns.device)
+    order = empty(entries, dtype=torch.int64, device=columns.device)
     block = 16
     sort_columns_kernel[(cdiv(entries, block),)](
         ordered, order, columns, entries, BLOCK=block, AT_ONCE=256, num_warps=8

@@ -25,9 +25,11 @@ from ..common.tiles import Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
-from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
+from .merge import merge_ranks_kernel, merge_strips_kernel, put_numbers_kernel, sum_rows_kernel
 from .quantise import quantise_kernel
 from .row_stats import pair_stats_kernel, row_stats_kernel
+
+MOST_PARTS, MOST_NUMBERS = 4, 8  # that sum_rows_kernel and put_numbers_kernel take
 
 
 class Outputs(NamedTuple):
@@ -103,17 +105,27 @@ def clean_rows(
 
 def sum_rows(
     table: torch.Tensor,  # [rows, tokens] fp32 contiguous
-    parts: int,
     inverse: torch.Tensor,  # []
     one_or_nan: torch.Tensor,  # []
+    coefficients: Sequence[float],  # of losses, whose rows come first; at most MOST_PARTS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over tokens, of the first ``parts`` rows times ``inverse``, of the others times ``one_or_nan``: the first
-    [] in memory of its own, and all [rows]."""
-    first, sums = table.new_empty(()), table.new_empty(table.shape[0])
+    """Sums over tokens [rows], of losses times ``inverse``, of the others times ``one_or_nan``; and before them the sum
+    of losses times their coefficients, [] in memory of its own."""
+    parts = len(coefficients)
+    total, sums = table.new_empty(()), table.new_empty(table.shape[0])
     sum_rows_kernel[(table.shape[0],)](
-        first, sums, table, inverse, one_or_nan, table.shape[1], parts, BLOCK=4096, num_warps=8
-    )
-    return first, sums
+        total, sums, table, inverse, one_or_nan, table.shape[1], parts, *coefficients, *[0.0] * (MOST_PARTS - parts),
+        BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return total, sums
+
+
+def put_numbers(numbers: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+    """Numbers [] fp32 times factors, [numbers]; at most MOST_NUMBERS."""
+    out = torch.empty(len(numbers), dtype=torch.float32, device=numbers[0].device)
+    behind = MOST_NUMBERS - len(numbers)
+    put_numbers_kernel[(1,)](out, *numbers, *[None] * behind, *factors, *[1.0] * behind, num_warps=1)
+    return out
 
 
 def quantise(out: Quantised, matrix: torch.Tensor, largest: torch.Tensor | None = None) -> None:

@@ -10,11 +10,14 @@ From those of pieces of the vocabulary [ranks, numbers, rows], as all ranks have
 
     lse = log sum_r exp(lse[r]),  entropy = sum_r share[r] (entropy[r] - log share[r]),  share[r] = exp(lse[r] - lse)
 
-Sums over tokens of a table [rows, tokens] of losses' and metrics' values, ``sum_rows_kernel``:
+Sums over tokens of a table [rows, tokens] of losses' and metrics' values, and the sum of losses, ``sum_rows_kernel``:
 
-    out[r] = factor[r] * sum_i table[r, i]
+    out[r] = factor[r] * sum_i table[r, i],  total = sum_r coefficient[r] out[r]
+
+Numbers [] times factors as one tensor, ``put_numbers_kernel``.
 """
 
+import triton
 import triton.language as tl
 
 from ..common.launcher import kernel
@@ -232,7 +235,7 @@ def merge_ranks_kernel(
 @kernel
 def sum_rows_kernel(
     # outputs
-    first_ptr,  # [] the first of the sums once more
+    total_ptr,  # [] the first ``parts`` sums times their coefficients
     out_ptr,  # [rows]
     # inputs
     table_ptr,  # [rows, tokens] contiguous
@@ -241,14 +244,67 @@ def sum_rows_kernel(
     # sizes
     tokens,
     parts,
+    # scalars
+    coefficient0,
+    coefficient1,
+    coefficient2,
+    coefficient3,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    factor = tl.load(inverse_ptr) if row < parts else tl.load(one_or_nan_ptr)
+    value = row_sum(table_ptr, row, tokens, BLOCK) * factor
+    tl.store(out_ptr + row, value)
+    if row == 0:
+        total = value * coefficient0
+        for other in range(1, parts):
+            coefficient = tl.where(other == 1, coefficient1, tl.where(other == 2, coefficient2, coefficient3))
+            total += row_sum(table_ptr, other, tokens, BLOCK) * factor * coefficient
+        tl.store(total_ptr, total)
+
+
+@triton.jit
+def row_sum(table_ptr, row, tokens, BLOCK: tl.constexpr):
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, tokens, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        sums += tl.load(table_ptr + row.to(tl.int64) * tokens + at, mask=at < tokens, other=0.0)
-    factor = tl.load(inverse_ptr) if row < parts else tl.load(one_or_nan_ptr)
-    total = tl.sum(sums, 0) * factor
-    tl.store(out_ptr + row, total)
-    tl.store(first_ptr, total, mask=row == 0)
+        sums += tl.load(table_ptr + tl.cast(row, tl.int64) * tokens + at, mask=at < tokens, other=0.0)
+    return tl.sum(sums, 0)
+
+
+@kernel
+def put_numbers_kernel(
+    out_ptr,  # [numbers] fp32
+    # inputs, [] fp32 each, None behind the last
+    number0_ptr,
+    number1_ptr,
+    number2_ptr,
+    number3_ptr,
+    number4_ptr,
+    number5_ptr,
+    number6_ptr,
+    number7_ptr,
+    # scalars
+    factor0,
+    factor1,
+    factor2,
+    factor3,
+    factor4,
+    factor5,
+    factor6,
+    factor7,
+):
+    put_number(out_ptr, number0_ptr, factor0)
+    put_number(out_ptr + 1, number1_ptr, factor1)
+    put_number(out_ptr + 2, number2_ptr, factor2)
+    put_number(out_ptr + 3, number3_ptr, factor3)
+    put_number(out_ptr + 4, number4_ptr, factor4)
+    put_number(out_ptr + 5, number5_ptr, factor5)
+    put_number(out_ptr + 6, number6_ptr, factor6)
+    put_number(out_ptr + 7, number7_ptr, factor7)
+
+
+@triton.jit
+def put_number(out_ptr, number_ptr, factor):
+    if number_ptr is not None:
+        tl.store(out_ptr, tl.load(number_ptr) * factor)

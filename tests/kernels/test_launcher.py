@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="what is launched is Triton's")
 
 from chunked_head.kernels.common import launcher as launch
-from chunked_head.kernels.common import operands
+from chunked_head.kernels.common import operands, recording
 from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.operands import Strips, Transform
 from chunked_head.kernels.gradients import launch as gradients
@@ -216,6 +216,19 @@ def test_calls_the_function_in_c(device: SimpleNamespace, monkeypatch: pytest.Mo
     first = 5, 2, 1, "stream 0", "function", "cooperative", "metadata"
     if kind != "another order":
         assert calls == [(*first, tuple(given)) if kind == "as one" else (*first, *given)] * 2
+    # as recorded, with parts of tensors that lie elsewhere
+    inputs = [matrix.base, torch.zeros(80), NUMBERS]
+    with recording.recording(inputs) as listening:
+        launcher[5, 2](matrix, inputs[1][16:], *positional[2:], **constants)
+    made_of_it = listening.finish([])
+    assert made_of_it is not None
+    others, recorded = [torch.ones(64, 64, dtype=torch.float16), torch.zeros(80), torch.zeros(64)], calls[-1]
+    given[0], given[3:5] = "map of " + str(others[0].data_ptr()), [others[1].data_ptr() + 64, others[2].data_ptr()]
+    for _ in range(2):
+        del calls[:]
+        made_of_it.run(others)
+        before = recorded[:7]
+        assert calls == [(*before, tuple(given)) if isinstance(recorded[-1], tuple) else (*before, *given)]
 
 
 def triton_key(kernel: Any, positional: list[Any], constants: dict[str, Any]) -> Any:

@@ -1,0 +1,118 @@
+"""Sweeps that are run from a recording: which they are, and what of a call a recording is found by.
+
+The first sweep of a key runs as ever, the second is recorded (``kernels/common/recording.py``), later ones run the
+recording. A key holds all that a sweep depends on but for addresses and contents: the Spec, whose numbers are part of
+it, and the Plan, the very objects; of each tensor that a sweep may read its dtype, shape, strides and the alignment
+that kernels are compiled for. Where any of these is another one, the sweep runs as ever.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.evaluate import Evaluation
+from ..arithmetic.objective import LossObjective, Objective, ScalarObjective
+from ..core.stats import RowStats
+from ..plan.plans import Plan
+from ..stores.gradients import Gradients
+from ..stores.operands import Head
+
+# of a ``HeadCall``, rows of hidden states and a head
+Sweep = Callable[[Any, Tensor, Head], tuple[RowStats, Gradients | None]]
+ALIGNED = 16  # bytes
+FEW_TOKENS = 8192  # of more torch sorts the targets; and the device takes longer than the host
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A sweep that has been met: at first without a recording, then with the one that was made, or None for ever."""
+
+    plan: Plan  # alive as long as its number is in the key
+    met: int = 1
+    steps: Any = None  # ``kernels.common.recording.Recording``
+    stats: tuple[str, ...] = ()  # names of the first results; behind them
+    table: bool = False  # values of losses and metrics
+    hidden_grad: bool = False
+    weight_grad: bool = False
+
+
+def is_recordable(plan: Plan, objective: Objective) -> bool:
+    """True where a sweep for statistics, or for gradients too, consists of launches, products and new memory: of the
+    library's own losses, without what another rank, a teacher, sets of columns or an order of the rows would add."""
+    sizes = plan.sizes
+    return (
+        sizes.own_matmul and sizes.tokens <= FEW_TOKENS and sizes.dtype == torch.bfloat16
+        and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.skips or sizes.coupled)
+        and not (sizes.by_segments or sizes.ranks > 1)
+        and objective.teacher is None and objective.kept is None and objective.columns is None
+        and objective.structure.builtin and not objective.exchanges and getattr(objective, "made", None) is None
+    )  # fmt: skip
+
+
+def inputs_of(call: Any, given: Tensor, head: Head) -> list[Tensor | None]:
+    """Tensors that the sweep may read or add to, in an order that the Spec decides."""
+    objective = call.objective
+    found = [given, head.weight, head.bias, head.class_weights, objective.target, objective.scale]
+    if isinstance(objective, LossObjective):
+        inputs = objective.inputs
+        found += [inputs.factors, *inputs.fields.values(), *inputs.metric_weights.values()]
+        found += [tensor for named in inputs.tensors for tensor in named.values()]
+    return found if call.gradient_buffer is None else [*found, call.gradient_buffer.buffer]
+
+
+def kind_of(tensor: Tensor | None) -> tuple | None:
+    """All of a tensor that steps depend on but for its address and content."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNED, tensor.device
+
+
+def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
+    """``sweep(call, given, head)``, by its recording where there is one."""
+    plan, objective, recordings = call.plan, call.objective, call.recordings
+    assert recordings is not None
+    inputs = inputs_of(call, given, head)
+    key = id(plan), call.gradient_buffer is None, tuple(map(kind_of, inputs))
+    found = recordings.get(key)
+    if found is None:
+        recordings[key] = Recorded(plan)
+        return sweep(call, given, head)
+    there = [tensor for tensor in inputs if tensor is not None]
+    if found.steps is not None:
+        results = found.steps.run(there)
+        return sweep(call, given, head) if results is None else results_of(call, found, results)
+    if found.met > 1:
+        return sweep(call, given, head)
+    found.met = 2
+    assert call.backend.recording is not None
+    with call.backend.recording(there) as recorder:
+        stats, grads = sweep(call, given, head)
+    made = Recorded(plan, 2, None, tuple(stats.named()))
+    results = [*stats.named().values()]
+    if isinstance(objective, ScalarObjective):
+        made.table = True
+        results += [evaluation.table for evaluation in objective.evaluations]
+    if grads is not None:
+        made.hidden_grad, made.weight_grad = grads.hidden is not None, grads.weight is not None
+        results += [each for each in (grads.hidden, grads.weight) if each is not None]
+    # several where torch has done the losses' arithmetic
+    once = not made.table or len(objective.evaluations) == 1
+    made.steps = recorder.finish(results) if once else None
+    recordings[key] = made
+    return stats, grads
+
+
+def results_of(call: Any, found: Recorded, results: list[Tensor]) -> tuple[RowStats, Gradients | None]:
+    """Results of a recording as those of a sweep."""
+    left = iter(results)
+    stats = RowStats.of({name: next(left) for name in found.stats})
+    if found.table:
+        assert isinstance(call.objective, ScalarObjective)
+        call.objective.evaluations.append(Evaluation({}, next(left), []))
+    if call.plan.schedule != "forward":
+        return stats, None
+    hidden, weight = (next(left) if there else None for there in (found.hidden_grad, found.weight_grad))
+    return stats, Gradients(hidden, weight, None, call.gradient_buffer)

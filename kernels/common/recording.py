@@ -1,0 +1,287 @@
+"""A sweep as a list of steps, recorded once and run again on other tensors.
+
+A sweep over equal sizes makes the same memory, launches the same kernels and multiplies the same matrices each time;
+only addresses differ. A ``Recorder`` listens to one sweep. Of each tensor among the arguments of its steps it notes the
+place: which input or which tensor that the sweep has made, and how many bytes behind its beginning. A ``Recording``
+makes such tensors anew, finds the addresses, and runs the steps.
+
+What cannot be told from addresses is not recorded (``finish`` returns None): a step whose tensor lies in none of the
+inputs and of the memory made by ``empty``, or in two of them; and operators of torch that write to these, which their
+versions show. A result of any other operator has memory of its own, which no step can read unseen.
+"""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .launcher import AROUND, COMPILATION, RUNTIME, Compiled, Launcher
+from .memory import RECORDERS
+from .operands import described
+
+MOST_STEPS = 4096
+ALIGNED = 16  # bytes, as Triton compiles kernels for
+BLOCK_BYTES = 512  # as torch's allocator aligns
+MOST_ADDRESSES = 64  # of a descriptor, whose encoded fields are kept by the address
+
+
+class Place(NamedTuple):
+    """A tensor in the memory of another one."""
+
+    slot: int  # the number of the tensor in whose memory it lies
+    offset: int  # bytes from its beginning
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def at(self, slot: int, offset: int) -> "Place":
+        return self._replace(slot=slot, offset=offset)
+
+    def view(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        base = tensors[self.slot]
+        begin = base.storage_offset() * base.element_size() + self.offset
+        first, rest = divmod(begin, self.dtype.itemsize)
+        assert not rest
+        if base.dtype == self.dtype:
+            return base.as_strided(self.shape, self.stride, first)
+        return base.new_empty(0, dtype=self.dtype).set_(base.untyped_storage(), first, self.shape, self.stride)
+
+
+def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    if 0 in shape:
+        return 0
+    return (sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * itemsize
+
+
+class Encoded(NamedTuple):
+    """A descriptor among a kernel's arguments."""
+
+    place: Place
+    block: tuple[int, ...]
+    of: Callable[[Any], tuple] | None  # its fields as a compiled kernel takes them; None: the descriptor itself
+    count: int  # of fields
+    known: dict[int, tuple]  # fields by address
+
+    def at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
+        descriptor = described(self.place.view(tensors), *self.block)
+        if self.of is None:
+            return (descriptor,)
+        if len(self.known) >= MOST_ADDRESSES:
+            self.known.clear()
+        self.known[address] = found = descriptor.fields.get(self.of) or self.of(descriptor)
+        return found
+
+
+Argument = tuple[str, int, int]  # a kind, its number among those of the kind, and of an encoded descriptor which field
+
+
+class Recorder:
+    """The steps of a sweep on ``inputs``, as they run in one thread."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        self.tensors: list[torch.Tensor] = []  # the inputs, then those made: held, so that no two have one address
+        self.ranges: list[tuple[int, int]] = []  # addresses where each begins and ends
+        self.versions: list[int] = []
+        self.constants: list[Any] = [None]  # the first: the stream
+        self.pointers: list[tuple[int, int]] = []  # slot and offset
+        self.views: list[Place] = []
+        self.descriptors: list[Encoded] = []
+        self.steps: list[tuple[Callable[..., Any], list[Argument]]] = []
+        self.kernels: list[tuple[Launcher, Compiled]] = []
+        self.refused = False
+        for tensor in inputs:
+            self.add(tensor)
+        self.inputs = len(self.tensors)
+        ranges = sorted(each for each in self.ranges if each[0] < each[1])
+        self.refused |= any(one[1] > other[0] for one, other in itertools.pairwise(ranges))
+
+    def add(self, tensor: torch.Tensor) -> None:
+        begin = tensor.data_ptr()
+        self.tensors.append(tensor)
+        self.ranges.append((begin, begin + extent(tensor.shape, tensor.stride(), tensor.element_size())))
+        self.refused |= tensor.is_inference()  # which has no version
+        self.versions.append(0 if self.refused else tensor._version)
+
+    def made(self, tensor: torch.Tensor) -> None:
+        self.add(tensor)
+        self.refused |= not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED > 0
+
+    def place(self, address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Place:
+        end = address + extent(shape, stride, dtype.itemsize)
+        for slot, (begin, behind) in enumerate(self.ranges):
+            if begin <= address < behind and end <= behind:
+                return Place(slot, address - begin, dtype, tuple(shape), tuple(stride))
+        self.refused = True
+        return Place(0, 0, dtype, tuple(shape), tuple(stride))
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        if tensor.numel() == 0:  # which lies nowhere
+            slot = next((slot for slot, one in enumerate(self.tensors) if one is tensor), None)
+            self.refused |= slot is None
+            return Place(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return self.place(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+    def constant(self, value: Any) -> Argument:
+        self.constants.append(value)
+        return "constants", len(self.constants) - 1, 0
+
+    def pointer(self, tensor: torch.Tensor) -> Argument:
+        at = self.place_of(tensor)[:2]
+        if at not in self.pointers:
+            self.pointers.append(at)
+        return "pointers", self.pointers.index(at), 0
+
+    def view(self, tensor: torch.Tensor) -> Argument:
+        self.views.append(self.place_of(tensor))
+        return "views", len(self.views) - 1, 0
+
+    def descriptor(self, one: Any, of: Callable[[Any], tuple] | None) -> list[Argument]:
+        count = 1 if of is None else len(one.fields.get(of) or of(one))
+        place = self.place(one.base.data_ptr(), one.base.dtype, one.shape, one.strides)
+        self.descriptors.append(Encoded(place, tuple(one.block_shape), of, count, {}))
+        return [("descriptors", len(self.descriptors) - 1, field) for field in range(count)]
+
+    def launched(
+        self,
+        launcher: Launcher,
+        grid: Sequence[int],
+        arguments: Sequence[Any],
+        compiled: Compiled,
+        given: Sequence[Any],
+    ) -> None:
+        """A launch in C. ``given``: arguments as the C function takes them, constants and fields of descriptors among
+        them."""
+        there, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
+        found: list[Argument] = []
+        for i, parameter in enumerate(launcher.kernel.params):
+            argument = None if parameter.is_constexpr else next(there)
+            if argument is not None and i in places:
+                found += self.descriptor(argument, places[i])
+            elif isinstance(argument, torch.Tensor):
+                found.append(self.pointer(argument))
+            else:
+                found.append(self.constant(given[len(found)]))
+        self.refused |= len(found) != len(given)
+        before = [*map(self.constant, grid), ("constants", 0, 0), *map(self.constant, compiled.before)]
+        run = compiled.run if compiled.in_a_row else functools.partial(at_once, compiled.run, len(before))
+        self.kernels.append((launcher, compiled))
+        self.steps.append((run, before + found))
+
+    def called(self, function: Callable[..., Any], *arguments: Any, written: torch.Tensor | None = None) -> None:
+        """A call of a function of tensors and descriptors: Triton's own launch, or a product that has been ``written``
+        to a tensor."""
+        found: list[Argument] = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                found.append(self.view(argument))
+            elif hasattr(argument, "block_shape"):
+                found += self.descriptor(argument, None)
+            else:
+                found.append(self.constant(argument))
+        if written is not None:
+            self.versions[self.place_of(written).slot] += 1
+        self.steps.append((function, found))
+
+    def finish(self, results: Sequence[torch.Tensor]) -> "Recording | None":
+        """The recording, which returns new tensors in the place of ``results``; None where there is none."""
+        places = [self.place_of(result) for result in results]
+        fits = all(
+            self.tensors[place.slot].shape == result.shape
+            and self.tensors[place.slot].dtype == result.dtype and result.is_contiguous()
+            for place, result in zip(places, results, strict=True)
+        )  # fmt: skip
+        if self.refused or not fits or len(self.steps) > MOST_STEPS:
+            return None
+        if any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True)):
+            return None
+        return Recording(self, [place.slot for place in places])
+
+
+def at_once(run: Callable[..., Any], before: int, *arguments: Any) -> None:
+    """A launch in C that takes a kernel's arguments as a tuple."""
+    run(*arguments[:before], arguments[before:])
+
+
+class Recording:
+    """A sweep's memory and steps. Holds no tensor.
+
+    A step picks its arguments from one list, which a run makes: constants, addresses, views, fields of descriptors.
+    """
+
+    def __init__(self, recorder: Recorder, results: Sequence[int]):
+        # results have memory of their own, everything else lies in one block of bytes, which lives for the sweep
+        own, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
+        self.made = [(tensors[slot].shape, tensors[slot].dtype, tensors[slot].device) for slot in own]
+        at = {slot: (i, 0) for i, slot in enumerate([*range(recorder.inputs), *own])}
+        block, behind = len(at), 0
+        for slot, tensor in enumerate(tensors):
+            if slot not in at:
+                at[slot] = block, behind
+                behind += -(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        self.made.append((torch.Size([behind]), torch.uint8, tensors[-1].device))
+
+        def moved(slot: int, offset: int) -> tuple[int, int]:
+            number, begin = at[slot]
+            return number, begin + offset
+
+        self.constants, self.results = recorder.constants, [at[slot][0] for slot in results]
+        self.pointers = [moved(*pointer) for pointer in recorder.pointers]
+        self.views = [place.at(*moved(*place[:2])) for place in recorder.views]
+        self.descriptors = [one._replace(place=one.place.at(*moved(*one.place[:2]))) for one in recorder.descriptors]
+        self.kernels = recorder.kernels  # which are unloaded where nothing holds them
+        self.launchers = list(dict.fromkeys([launcher for launcher, _ in recorder.kernels]))
+        self.hooks = [launcher.kernel.pre_run_hooks for launcher in self.launchers]
+        counts = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
+        index = list(itertools.accumulate([*counts, *[one.count for one in self.descriptors]], initial=0))
+        first = {"constants": 0, "pointers": len(self.constants)}
+        first["views"] = first["pointers"] + len(self.pointers)
+        first["descriptors"] = first["views"] + len(self.views)
+
+        def picked(arguments: Sequence[Argument]) -> Callable[[Sequence[Any]], tuple]:
+            return operator.itemgetter(*[index[first[kind] + number] + field for kind, number, field in arguments])
+
+        self.steps = [(run, picked(arguments)) for run, arguments in recorder.steps]
+
+    def usable(self) -> bool:
+        """True where Triton would do no more than launch what it has compiled."""
+        unusual = RUNTIME or COMPILATION or AROUND[0] or AROUND[1] or any(self.hooks)
+        return not unusual or all(launcher.direct() for launcher in self.launchers)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The results of the sweep on other inputs, of equal kinds; None where it cannot be run so, and nothing has
+        been."""
+        if not self.usable():
+            return None
+        tensors = [*inputs, *[torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.made]]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if functools.reduce(operator.or_, addresses[len(inputs) :], 0) % ALIGNED:
+            return None
+        pool = self.constants.copy()
+        if self.launchers:
+            pool[0] = triton.runtime.driver.active.get_current_stream(torch.cuda.current_device())
+        pool += [addresses[slot] + offset for slot, offset in self.pointers]
+        if self.views:
+            pool += [place.view(tensors) for place in self.views]
+        for one in self.descriptors:
+            address = addresses[one.place.slot] + one.place.offset
+            pool += one.known.get(address) or one.at(address, tensors)
+        for run, arguments in self.steps:
+            run(*arguments(pool))
+        return [tensors[slot] for slot in self.results]
+
+
+@contextmanager
+def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
+    """Listens to the sweep that this thread runs in the block."""
+    recorder = RECORDERS[get_ident()] = Recorder(inputs)
+    try:
+        yield recorder
+    finally:
+        del RECORDERS[get_ident()]
