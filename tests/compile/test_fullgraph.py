@@ -19,7 +19,9 @@ from graph_calls import (
     assert_alike,
     grpo,
     gspo,
+    logprobs,
     make_data,
+    named,
     outcome,
     plain,
     unreduced,
@@ -226,6 +228,28 @@ def test_activation_checkpointing(saved: bool, monkeypatch: pytest.MonkeyPatch) 
     assert found == expected
     for mine, grad in zip(ours[:2], grads[:2], strict=True):
         torch.testing.assert_close(mine, grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen_operands(frozen: str) -> None:
+    data = make_data()
+    getattr(data, frozen).requires_grad_(False)
+    assert_alike(plain, data, backend="aot_eager")
+    assert_alike(logprobs, data, backend="aot_eager")
+
+
+def test_without_gradients() -> None:
+    data = make_data()
+    with torch.no_grad():
+        found, expected = torch.compile(logprobs, fullgraph=True, backend="aot_eager")(data), logprobs(data)
+    for name, value in named(expected).items():
+        assert torch.equal(named(found)[name], value), name
+
+
+def test_no_tokens() -> None:
+    assert_alike(plain, make_data(tokens=3)._replace(
+        hidden=torch.zeros(2, 0, HIDDEN, requires_grad=True), target=torch.zeros(2, 0, dtype=torch.int64)
+    ), backend="aot_eager")  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -80,6 +80,7 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("chunk-zero", ValueError, "chunk_tokens must be a positive int, got 0", {"chunk_tokens": 0}),
     ("chunk-against-budget", ValueError, "lower chunk_tokens", {"chunk_tokens": 24, "memory_budget": 1000}),
     ("accumulate", ValueError, "accumulate_dtype must be None or float32", {"accumulate_dtype": HALF}),
+    ("accumulate-half", ValueError, "float16 cannot hold sums of unscaled gradients", {"hidden": torch.randn(4, 6, 8).half().requires_grad_(), "weight": torch.randn(11, 8).half().requires_grad_(), "accumulate_dtype": HALF}),
     ("accumulate-text", TypeError, "accumulate_dtype must be None or a torch.dtype such as torch.float32, got 'float32'", {"accumulate_dtype": "float32"}),
     ("upstream-none", ValueError, 'upstream goes with reduction="mean" or "sum"', {"upstream": 2.0, "reduction": "none"}),
     ("upstream-zero", ValueError, "upstream must not be 0", {"upstream": 0}),
@@ -416,3 +417,18 @@ def test_options_when_given(
 ) -> None:
     with pytest.raises(error, match=message):
         make(**options)
+
+
+def test_options_of_modules_when_given() -> None:
+    for options, message in (
+        ({"reduction": "avg"}, "reduction must be one of"),
+        ({"label_smoothing": 2.0}, "label_smoothing must be finite"),
+        ({"ignore_index": "x"}, "ignore_index must be an int"),
+        ({"softcap": -1.0}, "softcap must be finite"),
+    ):
+        for make in (lambda **given: ChunkedHead(8, 11, **given), CrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
+            with pytest.raises((TypeError, ValueError), match=message):
+                make(**options)
+    ChunkedHead(8, 11, backend="triton", accumulate_into="main_grad")  # what there may be later
+    with torch.device("meta"):
+        ChunkedHead(8, 11, memory_budget="1GiB")

@@ -165,6 +165,26 @@ def test_a_buffer_of_the_callers() -> None:
     torch.testing.assert_close([buffer - 1, *(states.grad for states in hidden)], expected)
 
 
+def test_what_takes_no_gradient() -> None:
+    hidden, weight, _, target = made(torch.float32, count=2)
+    frozen = [hidden[0].detach(), hidden[1]]
+    linear_loss(frozen, weight.detach(), target, losses.cross_entropy()).loss.backward()
+    (expected,) = torch.autograd.grad(linear_loss(hidden[1], weight, target, losses.cross_entropy()).loss, hidden[1])
+    torch.testing.assert_close(hidden[1].grad, expected)
+    with torch.no_grad():
+        assert not linear_loss(hidden, weight, target, losses.cross_entropy()).loss.requires_grad
+
+
+@pytest.mark.parametrize("empty", [(0,), (1,), (0, 1)])
+def test_a_stream_without_tokens(empty: tuple[int, ...]) -> None:
+    hidden, weight, _, target = made(torch.float32, count=2)
+    given = [h[:, :0] if i in empty else h for i, h in enumerate(hidden)]
+    targets = [target[:, :0] if i in empty else target for i in range(2)]
+    linear_loss(given, weight, targets, losses.cross_entropy()).loss.backward()
+    total = sum(linear_loss(h, weight, t, losses.cross_entropy()).loss for h, t in zip(given, targets, strict=True))
+    torch.testing.assert_close(weight.grad, torch.autograd.grad(total, weight)[0])
+
+
 @pytest.mark.parametrize("waits", [0, 1, 2])
 def test_under_an_activation_checkpoint(waits: int) -> None:
     """``waits``: streams whose gradients are made in backward, of tensors that a checkpoint gives once."""

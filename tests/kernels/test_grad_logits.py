@@ -8,7 +8,7 @@ import torch
 from budget import assert_within_budget
 from cases import GPU, TRITON, Place
 from chunked_head.kernels.gradients import launch as gradients
-from loss_cases import FEWER, LOSS_CASES, LossCase, inputs_of, run_reference
+from loss_cases import FEWER, LOSS_CASES, LossCase, case, inputs_of, run_reference
 from tiers import tier
 
 from chunked_head import linear_loss
@@ -40,15 +40,18 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     planner.PLANS.clear()
 
 
+CLASSES = {"label_smoothing": 0.1, "class_weights": torch.linspace(0.1, 1.0, FEWER["vocab"])}
+
+
 def recomputed() -> list:
     """Each third loss in every run; one dense teacher stands for all, and fp16 for both dtypes."""
-    found = []
+    found = [pytest.param(*place.values, case("", ("cross_entropy", CLASSES)), id="class-weights") for place in TRITON]
     for place in PLACES:
         # topk-topk has no tiles: the logits of a teacher's ids alone
-        for i, case in enumerate(case for case in LOSS_CASES if case.name != "topk-topk"):
-            if not dense(case) or case.name == "everything":
-                param = pytest.param(place.values[0], case, marks=place.marks, id=f"{case.name}-{place.id}")
-                found += tier(param, i % 3 == 0 or case.name.startswith(("everything", "kept", "topk")))
+        for i, one in enumerate(one for one in LOSS_CASES if one.name != "topk-topk"):
+            if not dense(one) or one.name == "everything":
+                param = pytest.param(place.values[0], one, marks=place.marks, id=f"{one.name}-{place.id}")
+                found += tier(param, i % 3 == 0 or one.name.startswith(("everything", "kept", "topk")))
     return found
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PLACES, Place
+from cases import PLACES, Case, Options, Place, bias, per_class, per_token
+from tiers import crossed
 from tracking import Tracker, assert_predicted, peak_of
 
 from chunked_head import linear_cross_entropy, plan
@@ -97,6 +98,35 @@ def test_frozen_operands_take_no_memory(place: Place, frozen: str) -> None:
     if place.device == "cpu":
         measured = measure(place, (hidden, weight, target), chunk_tokens=16)
         assert measured <= expected.peak_bytes * 1.05 + 64_000  # and so no 640 KB gradient of a frozen weight
+
+
+@crossed(
+    place=PLACES, dtype=[torch.float32, torch.float16, torch.bfloat16],
+    options=[{"reduction": "none"}, {"bias": bias}, {"class_weights": per_class, "token_weights": per_token}],
+)  # fmt: skip
+def test_one_buffer_of_logits(place: Place, dtype: torch.dtype, options: Options) -> None:
+    """Of what no loss of the table has, one tensor of a chunk's size at a time; no torch softmax touches it."""
+    tokens, chunk, vocab, width = 512, 256, 6007, 24
+    if place == Place("triton", "cpu"):
+        tokens, chunk, vocab = 40, 32, 1001  # the interpreter walks every tile; all that is asked is what torch touches
+    case = Case("", (tokens,), width, vocab, options, {"chunk_tokens": chunk})
+    inputs = case.inputs(dtype, place.device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    given = inputs.options | {"chunk_tokens": chunk}
+    if "bias" in given:
+        given["bias"].requires_grad_()
+    if dtype == torch.bfloat16 and place.device == "cpu" and tokens // chunk > 8:
+        given["accumulate_dtype"] = torch.float32
+    large = chunk * vocab
+    assert large > vocab * width, "the weight's gradient is no larger than a chunk's logits"
+    with Tracker(hidden, weight, inputs.target, large=large) as tracker:
+        linear_cross_entropy(hidden, weight, inputs.target, backend=place.backend, **given).sum().backward()
+    if place != Place("triton", "cpu"):  # the interpreter copies a kernel's arguments for itself
+        assert tracker.most_large == 1, "one reused buffer, and it is there"
+    if place.backend == "triton":
+        reducing = {"_softmax", "_log_softmax", "logsumexp", "exp", "gather", "sub", "mul", "where", "clone"}
+        touched = {name.removesuffix("_") for name in tracker.large_operations}
+        assert not touched & reducing, touched
 
 
 @pytest.mark.parametrize("place", [p for p in PLACES if p.id != "triton-interpreted"])
