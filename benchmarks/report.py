@@ -295,7 +295,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 def plots() -> dict[str, str]:
     rows = one_head()
-    points = {NAMES[row["provider"]]: [(row["ms"], row["peak_bytes"] / 2**30)] for row in rows}
+    points = {NAMES[row["provider"]].replace("`", ""): [(row["ms"], row["peak_bytes"] / 2**30)] for row in rows}
     title = f"Loss and gradients of one head (8192 x 4096 x 128256, {read('head')['device']})"
     made = {"heads": plot(title, "milliseconds", "GiB over the inputs", points)}
     curve: dict[str, list[tuple[float, float]]] = {}
