@@ -6,7 +6,6 @@ newer measurement, write it over the file that its question reads (FILES).
 """
 
 import argparse
-import functools
 import json
 import re
 import sys
@@ -31,7 +30,7 @@ FILES = {
     "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
-    "h100": "speed-cuda-h100.json", "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
+    "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
     "framework-steps": "framework_steps-cuda.json", "framework-axolotl": "framework_steps-axolotl-cuda.json",
 }  # fmt: skip
 NAMES = {
@@ -286,8 +285,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "readme-late": lambda: heads(question="late"), "late": lambda: heads(question="late", source=("late",)),
     "default": default, "losses": all_losses, "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
-    **{question: functools.partial(matrix, question, "row", ("default", "compile", *providers.PACKAGES),
-                                   lambda row: f"{row['ratios']['3 products']:.3f}") for question in ("peers", "h100")},
+    "peers": lambda: matrix(
+        "peers", "row", ("default", "compile", *providers.PACKAGES), lambda row: f"{row['ratios']['3 products']:.3f}"
+    ),
     "gpus": gpus,
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
 }  # fmt: skip

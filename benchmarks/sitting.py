@@ -20,7 +20,6 @@ from benchmarks import command, providers
 
 _ALL = " ".join(f"--provider {name}" for name in (*providers.NAMES, "ours:accumulate_dtype=float32"))
 _FEW = "--provider eager --provider liger --provider quack --provider cce --provider ours"
-_THREE = "--shape 8192x4096x128256 --shape 8192x2048x128256 --shape 8192x1024x151936"
 # by name: the file, about how many minutes an H200 takes, and the words
 PARTS = {
     "head": ("head-cuda.json", 2.0, f"head --shape 8192x4096x128256 --errors --rounds 5 {_ALL}"),
@@ -32,9 +31,7 @@ PARTS = {
     "losses": ("losses-cuda.json", 3.8, "losses --rounds 3 --no-memory"),
     "models": ("models-cuda.json", 1.0, "models --rounds 3"),
     "curves": ("model_curves-cuda.json", 2.0, "model_curves"),
-    "h100": ("speed-cuda-h100.json", 1.5, f"speed --peers --rows default --rounds 3 --no-memory {_THREE}"),
 }
-ELSEWHERE = {"h100"}  # on a GPU of its own, where it is asked for by name
 
 
 def run(name: str, folder: Path) -> list[str]:
@@ -64,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say what would run, and for about how long")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"), help="benchmarks/results")
     args = parser.parse_args(argv)
-    names, said = args.only or [name for name in PARTS if name not in ELSEWHERE], list[str]()
+    names, said = args.only or list(PARTS), list[str]()
     for name in names if args.list else ():
         print(f"{name}: {PARTS[name][1]} minutes, {PARTS[name][0]}: {PARTS[name][2]}")
     print(f"{len(names)} parts, about {sum(PARTS[name][1] for name in names):.1f} minutes", flush=True)

@@ -65,7 +65,7 @@ def test_no_result_is_kept_that_nothing_shows() -> None:
 
 
 def test_figures_of_gpus_are_of_those() -> None:
-    assert "H100" in report.read("h100")["device"]
+    assert "H100" in report.read("head")["device"]
     expected = {"speed": "sm_90", "losses": "sm_90"}
     assert {question: report.read(question)["architecture"] for question in expected} == expected
 
