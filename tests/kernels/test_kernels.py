@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, named
+from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, backend_of, named
 from chunked_head.kernels.common import operands, tiles
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.products import launch as products
@@ -193,6 +193,31 @@ def test_exponentials(
     budget = 4e-6 + 2 * accumulation_error(states, weight)
     torch.testing.assert_close(sums.double(), strip_sums(exact, sums.shape[1], tile.block_n), rtol=budget, atol=1e-6)
     assert torch.equal(out, again[0]) and torch.equal(sums, again[2])
+
+
+@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
+@pytest.mark.parametrize(
+    "coefficients", [(1.0,), (0.5, -2.0), (1.0, 0.04, 1e-4, 3.0), (1.0, 2.0, 3.0, 4.0, 5.0)], ids=len
+)
+def test_sums_of_losses_and_metrics(place: Place, coefficients: tuple[float, ...]) -> None:
+    backend, draw = backend_of("triton", torch.device(place.device)), torch.Generator().manual_seed(1)
+    table = torch.randn(len(coefficients) + 2, 5000, generator=draw).to(place.device)
+    inverse, one_or_nan = torch.tensor([0.25, 1.0], device=place.device).unbind()
+    total, sums = backend.sum_rows(table, inverse, one_or_nan, coefficients)
+    expected = table.double().sum(1) * torch.tensor([0.25] * len(coefficients) + [1.0] * 2, device=place.device)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-3)
+    weighted = sum(c * value for c, value in zip(coefficients, sums.double(), strict=False))
+    torch.testing.assert_close(total.double(), weighted, rtol=1e-5, atol=1e-4)
+    assert total.untyped_storage().data_ptr() != sums.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
+@pytest.mark.parametrize("count", [1, 3, 8, 9])
+def test_numbers_in_one_tensor(place: Place, count: int) -> None:
+    numbers = torch.arange(1.0, count + 1, device=place.device)
+    factors = [1.0, *(0.1 * i for i in range(1, count))]
+    found = backend_of("triton", numbers.device).put_numbers(list(numbers.unbind()), factors)
+    assert torch.equal(found, numbers * torch.tensor(factors, device=place.device))
 
 
 @pytest.mark.parametrize("place", PLACES)
