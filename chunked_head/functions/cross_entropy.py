@@ -72,9 +72,8 @@ def linear_cross_entropy(
             before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
         parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The
             loss is this rank's share: D is of all ranks' tokens, an ``all_reduce(SUM)`` of the losses (and of the
-            weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
-            nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
-            rows of the head, and ``tokens=`` of it says both.
+            weight's gradients) gives the whole batch's; with ``average=True`` the mean does. ``VocabParallel``: they
+            hold different rows of the head, and ``tokens=`` of it says both.
         The rest: how the call runs, by the keywords of ``chunked_head.Execution``: ``memory_budget``,
             ``chunk_tokens``, ``accumulate_into`` and others.
 
@@ -84,8 +83,7 @@ def linear_cross_entropy(
     Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
     Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
     does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
-    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too; with ``parallel`` it
-    breaks the graph.
+    Inside of ``torch.compile`` the call is an operator of the graph (docs/guides/options.md).
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.

@@ -92,8 +92,7 @@ def linear_loss(
             segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
             states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids that tokens' softmaxes are
             over, for all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a
-            gradient. ``losses.FIELDS`` lists all. A log-probability above 0 by more than rounding raises a ValueError
-            on the CPU only.
+            gradient. ``losses.FIELDS`` lists all.
         kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
             is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
         candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none, and one at least where a
@@ -103,9 +102,8 @@ def linear_loss(
             (Jean et al. 2015); 0 for a target that is none of them. It takes no gradient, and no softcap.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
         segment_lengths: instead of both, the lengths of segments that lie one after the other in the flattened tokens:
-            a list or an int tensor on the CPU that adds up to their number. Prompts and padding are in the lengths;
-            they count for nothing by ``ignore_index`` or ``batch["mask"]``. ``batch["pairs"]`` is on the CPU then. Not
-            with ``TokenParallel`` or ``sequence_sharded``.
+            a list or an int tensor on the CPU that adds up to their number, prompts and padding included.
+            ``batch["pairs"]`` is on the CPU then. Not with ``TokenParallel`` or ``sequence_sharded``.
         metrics: ``chunked_head.metrics``, of names that differ.
         reduction: of summands that name none: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and without
             metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
@@ -131,19 +129,15 @@ def linear_loss(
     0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``, ``normalizer``, ``candidates`` and
     each tensor of ``batch`` are one for all streams or a list of one each; everything else is the same for all.
     ``out.streams[i]`` has each stream's loss, parts, metrics and plan. ``memory_budget`` holds one accumulator and one
-    chunk of one stream; where it holds no accumulator a ValueError says so. Inside of ``torch.compile`` such a call
-    breaks the graph. ``metrics.accepted_length`` goes over the streams.
+    chunk of one stream. ``metrics.accepted_length`` goes over the streams.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
-    and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments (and pairs, which are
-    brought together) end, and three matmuls are enough; a segment longer than a chunk has its logits computed again,
-    alone. It stays at four for losses of ``losses.custom`` and where rows are moved for another reason
-    (``skip_ignored``, sets that some tokens keep); ``out.plan`` tells. In ``torch.compile`` they break the graph.
+    and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments and pairs end, and
+    three matmuls are enough, but for losses of ``losses.custom`` and with ``skip_ignored``; ``out.plan`` tells.
 
-    Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
-    before it. There a tensor multiplies a loss by ``Losses.times``. With functions of your own, in losses or metrics,
-    and with ``parallel`` the call breaks the graph.
+    Inside of ``torch.compile`` the call is an operator; docs/guides/options.md says what breaks the graph, and that a
+    tensor multiplies a loss by ``Losses.times`` there.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
@@ -251,11 +245,10 @@ def logits_loss(
         vocab_size: how many of the columns, the first ones, stand for an id; None: all. What stands in the others
             changes nothing, and their gradient is 0.
         parallel: as in ``linear_loss``. ``VocabParallel``: ``logits`` [..., vocab / ranks] are each rank's own columns
-            for the same tokens (Megatron's output layer without its gather), ``teacher_logits`` likewise; one message
-            of statistics for the call, one more with a dense teacher, none in ``backward``. ``sequence_sharded`` and
-            ``reduce_dhidden=False`` are refused, which are of hidden states. DTensors of ``Shard(-1)`` or
-            ``Replicate()`` need no ``parallel``. Ranks that were given different tokens get nan where targets differ;
-            without targets nothing would show it.
+            for the same tokens (Megatron's output layer without its gather), ``teacher_logits`` likewise.
+            ``sequence_sharded`` and ``reduce_dhidden=False`` are refused, which are of hidden states. DTensors of
+            ``Shard(-1)`` or ``Replicate()`` need no ``parallel``. Ranks that were given different tokens get nan where
+            targets differ; without targets nothing would show it.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     The upstream gradient is known when gradients are made, and comes in before they are rounded: 16-bit gradients lose
@@ -264,13 +257,8 @@ def logits_loss(
     Returns:
         ``LossOutput``: ``.loss`` 0-d, fp32 (fp64 for fp64), and as in ``linear_loss``; ``.plan`` is None.
 
-    Inside of ``torch.compile`` the call is an operator, as ``linear_loss`` is; with ``inplace`` or ``parallel`` it
-    breaks the graph. Double backward and ``torch.func`` transforms raise.
-
     Raises:
-        TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
-        IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and the
-            gradient of every token that counts become nan.
+        TypeError, ValueError, IndexError: as ``linear_loss``, of tokens that count.
     """
     logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
     checks.check_tensor("logits", logits, optional=False)
