@@ -15,7 +15,6 @@ from ..core.private import in_backward
 from ..losses.base import Losses
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import metrics_of_all_ranks
-from ..plan.plans import MAX_HALF_CHUNKS
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
 from .function import Forward, Grads, Loss, forward_of
@@ -72,8 +71,6 @@ class Streams(Generic[Result]):
         if any(call.plan.schedule == "recompute" for call in calls):
             # what one stream's gradients wait for, all of them do: sums of both kinds would not be scaled alike
             calls = [call if call.plan.schedule == "loss only" else call.recomputing() for call in calls]
-        if buffer is not None:
-            check_few_chunks(buffer.buffer.dtype, calls)
         made: list[StreamsForward] = []
 
         def forward(weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> StreamsForward:
@@ -98,10 +95,10 @@ def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], St
     are where the caller has a buffer, or no such gradient is made."""
     first, weight = calls[0], calls[0].weight
     assert weight is not None
-    request = Request(first.memory_budget, first.chunk_tokens, first.accumulate_dtype)
+    request = Request(first.memory_budget)
     if first.accumulate_into is not None or not wanted_of(first)[1] or weight.dim() != 2:
         return calls, None
-    buffer = StreamsBuffer(weight, request.accumulate_dtype or sum_dtype(weight.dtype), first.columns)
+    buffer = StreamsBuffer(weight, sum_dtype(weight.dtype), first.columns)
     budget = first.memory_budget
     if request.explicit and buffer.buffer.dtype != weight.dtype:
         budget = request.budget - weight.numel() * buffer.buffer.element_size()
@@ -111,16 +108,6 @@ def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], St
                 "streams add up; raise it, or call linear_loss once for each stream"
             )
     return [replace(call, accumulate_into=buffer, memory_budget=budget) for call in calls], buffer
-
-
-def check_few_chunks(dtype: torch.dtype, calls: Sequence[HeadCall]) -> None:
-    """Raises where sums in 16 bits would be of too many chunks."""
-    chunks, waits = sum(call.plan.chunks for call in calls), any(call.plan.schedule == "recompute" for call in calls)
-    if dtype.itemsize < 4 and (waits or chunks > MAX_HALF_CHUNKS):
-        raise ValueError(
-            f"accumulate_dtype={name(dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and these streams have "
-            f"{chunks} or more; raise memory_budget or chunk_tokens, or leave accumulate_dtype=None"
-        )
 
 
 class StreamsForward(NamedTuple):

@@ -125,11 +125,12 @@ def linear_loss(
         outs = [linear_loss(h, weight, target, loss, shift=k, ...) for h, k in zip(hidden, shift)]
         loss = sum(w * out.loss for w, out in zip(stream_weights, outs))
 
-    with one accumulation of the weight's gradient, and each stream's own denominator. ``stream_weights``: numbers or
-    0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``, ``normalizer``, ``candidates`` and
-    each tensor of ``batch`` are one for all streams or a list of one each; everything else is the same for all.
-    ``out.streams[i]`` has each stream's loss, parts, metrics and plan. ``memory_budget`` holds one accumulator and one
-    chunk of one stream. ``metrics.accepted_length`` goes over the streams.
+    with one accumulation of the weight's gradient, in float32 at least, and each stream's own denominator.
+    ``stream_weights``: numbers or 0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``,
+    ``normalizer``, ``candidates`` and each tensor of ``batch`` are one for all streams or a list of one each;
+    everything else is the same for all. ``out.streams[i]`` has each stream's loss, parts, metrics and plan.
+    ``memory_budget`` holds one accumulator and one chunk of one stream. ``metrics.accepted_length`` goes over the
+    streams.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
