@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 # the newest result of each question; a test checks that there are no other files
 FILES = {
-    "head": "head-cuda.json", "late": "head-cuda-late.json", "head-cpu": "head-cpu.json",
+    "head": "head-cuda.json", "late": "head-cuda-late.json",
     "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json",
     "losses": "losses-cuda.json",
     "trainers": "frameworks-cuda.json",
@@ -243,14 +243,6 @@ def host() -> str:
     return table(["ms of the host", *(shape.replace("x", " x ") for shape in shapes)], lines, "host")
 
 
-def cpu() -> str:
-    rows = [
-        [NAMES[row["provider"]], f"{row['ms'] / 1e3:.2f} s", mib(row.get("beside_gradients_bytes"))]
-        for row in rows_of("head-cpu")
-    ]
-    return table(["", "time", "MiB beside the gradients"], rows, "head-cpu")
-
-
 def plans() -> str:
     """Plans for one GPU; the only table that is computed rather than measured."""
     heads = {
@@ -289,7 +281,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         "peers", "row", ("default", "compile", *providers.PACKAGES), lambda row: f"{row['ratios']['3 products']:.3f}"
     ),
     "gpus": gpus,
-    "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
+    "curves": curves, "parallel": parallel, "host": host, "plans": plans,
 }  # fmt: skip
 
 
