@@ -12,11 +12,12 @@ CONSTRAINTS ?= .ci/constraints.txt
 PIP := -m pip install --quiet --no-compile --disable-pip-version-check --constraint $(abspath $(CONSTRAINTS))
 INSTALL := $(BIN)/python $(PIP)
 SMOKE := $(VENV)-smoke
+SOURCES := chunked_head kernels pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md
 # Python keeps what it has compiled, whatever the shell says: tests start some hundred processes that import torch
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test test-all test-part lint environment smoke floor report hub docs docs-serve
+.PHONY: help demo test test-all test-part lint environment smoke floor dist report hub docs docs-serve
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -63,13 +64,30 @@ smoke:  ## test what `pip install .` makes, in an environment of its own
 	$(PYTHON) -m venv $(SYSTEM) $(SMOKE)
 	$(if $(TORCH),$(SMOKE)/bin/python $(PIP) $(TORCH))
 	rm -rf $(SMOKE)/source && mkdir $(SMOKE)/source
-	cp -r chunked_head kernels pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md $(SMOKE)/source
+	cp -r $(SOURCES) $(SMOKE)/source
 	cd $(SMOKE)/source && ../bin/python $(PIP) '.[smoke]'
 	cd $(SMOKE) && bin/python -VV && bin/python -c "import chunked_head as c; print(c.__version__, c.__file__)"
 	$(SMOKE)/bin/pytest -q -o "pythonpath=tests tests/helpers" -p no:cacheprovider $(SMOKE_TESTS)
 
 floor:  ## the same with the oldest versions
 	$(MAKE) smoke TORCH=torch==2.9.0 CONSTRAINTS=.ci/floor.txt VENV=$(VENV)-floor
+
+# from a copy and in environments of their own, as smoke: the wheel is imported where torch and nothing else is
+DIST := $(VENV)-dist
+dist:  ## build wheel and sdist into dist/ and check them (twine, check-wheel-contents, an import of what is installed)
+	rm -rf dist $(DIST)/source
+	$(PYTHON) -m venv $(SYSTEM) $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check build twine check-wheel-contents
+	mkdir $(DIST)/source && cp -r $(SOURCES) $(DIST)/source
+	$(DIST)/bin/python -m build --outdir dist $(DIST)/source
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/check-wheel-contents dist/*.whl
+	$(PYTHON) -m venv $(SYSTEM) $(DIST)-empty
+	$(if $(TORCH),$(DIST)-empty/bin/python $(PIP) $(TORCH))
+	$(DIST)-empty/bin/python $(PIP) dist/*.whl
+	$(DIST)-empty/bin/python $(PIP) --force-reinstall --no-deps dist/*.whl
+	cd $(DIST)-empty && bin/python -m chunked_head plan --tokens 4096 --hidden 4096 --vocab 128256 --device sm_90 | tail -1
+	cd $(DIST)-empty && bin/python -c "import chunked_head as c, chunked_head.kernels; print(c.__version__, c.__file__)"
 
 report: $(READY)  ## make tables and plots of README and docs/ from benchmarks/results
 	$(BIN)/python -m benchmarks report

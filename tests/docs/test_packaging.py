@@ -82,6 +82,15 @@ def test_version() -> None:
     assert f"## {chunked_head.__version__} " in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_a_tag_is_compared_with_the_version() -> None:
+    """By the line of the release's workflow that reads it, before anything is built or published."""
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (command,) = re.findall(r"\$\((sed .*)\)", text)
+    found = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == chunked_head.__version__
+    assert text.index(command) < text.index("make dist") < text.index("publish:")
+
+
 def test_every_folder_is_packaged() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     files = [*(ROOT / "chunked_head").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
