@@ -129,6 +129,7 @@ def grad_logits_kernel(
     GROUP_M: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
 ):
+    """``dlogits = g(hidden @ weight.T)``, g the gradient of ``identity.py``."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     dlogits = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns

@@ -89,6 +89,7 @@ def row_grad_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a strip where logits are relative
 ):
+    """``dlogits = g(logits)``, g the gradient of ``identity.py``, 0 where a row does not count."""
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
@@ -293,6 +294,7 @@ def scale_kernel(
     MORE_EVEN: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):
+    """``out = in * factor * one_or_nan``"""
     factor = tl.load(factor_ptr).to(tl.float32)
     if one_or_nan_ptr is not None:
         factor *= tl.load(one_or_nan_ptr)

@@ -19,28 +19,24 @@ from ..common.launcher import kernel
 def store_dhidden(
     out,  # pointer to dhidden, and how long a row is
     factors,  # pointers: weight, target, softmax_factor, target_factor
-    acc,
+    grad,  # [rows, columns] fp32, of the product
     row_start,
     column_start,
     counted,
     ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     dhidden_ptr, hidden = out
     weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr = factors
-    offs_row = row_start + tl.arange(0, BLOCK_M)
-    offs_col = column_start + tl.arange(0, COLUMNS)
+    offs_row = row_start + tl.arange(0, grad.shape[0])
+    offs_col = column_start + tl.arange(0, grad.shape[1])
     in_rows = offs_row < counted
     mask = in_rows[:, None] & (offs_col < hidden)[None, :]
-    grad = acc
     if softmax_factor_ptr is not None:
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = target >= 0
         here = counts & (target < ELSEWHERE)
-        w = tl.load(weight_ptr + target[:, None] * hidden + offs_col[None, :], mask=mask & here[:, None], other=0.0).to(
-            tl.float32
-        )
+        at_target = weight_ptr + target[:, None] * hidden + offs_col[None, :]
+        w = tl.load(at_target, mask=mask & here[:, None], other=0.0).to(tl.float32)
         softmax_factor = tl.load(softmax_factor_ptr + offs_row, mask=in_rows, other=0.0)
         target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)
         grad = softmax_factor[:, None] * grad + target_factor[:, None] * w
@@ -131,8 +127,7 @@ def dhidden_kernel(
         halves = column_halves(acc, BLOCK_M, BLOCK_N)
         if part_ptr is None:
             for half in tl.static_range(2):
-                column = column_start + half * HALF
-                store_dhidden(out, factors, halves[half], row_start, column, counted, ADD, BLOCK_M, HALF)
+                store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)
         elif unit >= uncut:
             at = part_ptr + (unit - uncut) * (BLOCK_M * BLOCK_N)
             offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, HALF)[None, :]
@@ -140,8 +135,7 @@ def dhidden_kernel(
                 tl.store(at + half * HALF + offs, halves[half])
         else:
             for half in tl.static_range(2):
-                column = column_start + half * HALF
-                store_dhidden(out, factors, halves[half], row_start, column, counted, ADD, BLOCK_M, HALF)
+                store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)
     if part_ptr is not None:
         tl.debug_barrier()  # each thread's parts are stored before one thread says so, to all of the GPU
         for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0)):
@@ -154,9 +148,7 @@ def dhidden_kernel(
                     for part in range(0, parts):
                         part_at = part_ptr + (part * left + at) * (BLOCK_M * BLOCK_N)
                         total += tl.load(part_at + offs, cache_modifier=".cg")
-                    store_dhidden(
-                        out, factors, total, tile_m * BLOCK_M + row, tile_n * BLOCK_N, counted, ADD, ROWS, BLOCK_N
-                    )
+                    store_dhidden(out, factors, total, tile_m * BLOCK_M + row, tile_n * BLOCK_N, counted, ADD)
 
 
 @kernel
@@ -179,4 +171,4 @@ def finish_dhidden_kernel(
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
-    store_dhidden((dhidden_ptr, hidden), factors, product, row, column, rows, False, ROWS, COLUMNS)
+    store_dhidden((dhidden_ptr, hidden), factors, product, row, column, rows, False)

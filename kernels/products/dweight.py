@@ -105,19 +105,23 @@ def sort_columns_kernel(
 
 
 @triton.jit
-def terms_of(given, at, here, cols):
-    """``factor[i] * rows[row[i]]`` of the entries ``at`` in their order, 0 where not ``here`` and for no row."""
-    rows_ptr, row_ptr, factor_ptr, order_ptr, width, stride = given
-    entry = tl.where(here, at, 0).to(tl.int64)
+def row_and_factor(given, at, here):
+    """Row and factor of the entries ``at`` in their order, -1 where not ``here`` or there is none."""
+    row_ptr, factor_ptr, order_ptr = given
+    entry = tl.where(here, at, -1).to(tl.int64)
     if order_ptr is not None:
-        entry = tl.load(order_ptr + at, mask=here, other=0)
+        entry = tl.load(order_ptr + at, mask=here, other=-1)
     row = entry
     if row_ptr is not None:
         row = tl.load(row_ptr + entry, mask=here, other=-1).to(tl.int64)
-        here = here & (row >= 0)
-    factor = tl.load(factor_ptr + entry, mask=here, other=0.0)
-    at_rows = rows_ptr + row[:, None] * stride + cols[None, :]
-    return factor[:, None] * tl.load(at_rows, mask=here[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
+    return row, tl.load(factor_ptr + entry, mask=row >= 0, other=0.0)
+
+
+@triton.jit
+def load_terms(rows_ptr, row, factor, cols, width, stride):
+    """``factor[i] * rows[row[i]]``, 0 where a row is -1."""
+    at = rows_ptr + row[:, None] * stride + cols[None, :]
+    return factor[:, None] * tl.load(at, mask=(row >= 0)[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
 
 
 @kernel
@@ -137,6 +141,7 @@ def add_rows_kernel(
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    SCAN: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 operands
 ):
     """``out[place[i]] += factor[i] * rows[row[i]]``, entries in sorted pieces of a fixed size.
@@ -147,7 +152,7 @@ def add_rows_kernel(
     end = (tl.program_id(0) + 1) * PIECE
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    given = rows_ptr, row_ptr, factor_ptr, order_ptr, width, stride
+    given = row_ptr, factor_ptr, order_ptr
     place = tl.load(sorted_ptr + at, mask=at < entries, other=-1)
     before = tl.load(sorted_ptr + at - 1, mask=(at > 0) & (at < entries), other=-2)
     last = tl.load(sorted_ptr + end - 1, mask=end < entries, other=-1)
@@ -155,7 +160,8 @@ def add_rows_kernel(
     # a row for each place, where it stands first, gathers all of the piece
     first = (place >= 0) & (before != place)
     # all that is read stands before the sum, so that it is waited for once
-    terms = terms_of(given, at, place >= 0, cols)
+    row, factor = row_and_factor(given, at, place >= 0)
+    terms = load_terms(rows_ptr, row, factor, cols, width, stride)
     at_out = out_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
     mask = first[:, None] & (cols < width)[None, :]
     sum_so_far = tl.load(at_out, mask=mask, other=0.0)
@@ -163,15 +169,21 @@ def add_rows_kernel(
     total = tl.dot(gather, terms, input_precision=PRECISION)  # ones are exact, and this splits the rest
     reaches = first & (place == last)
     more = tl.where(last == after, tl.max(reaches.to(tl.int32), 0), 0)
+    # Triton 3.5 and 3.6 compile no while loop that carries a tensor
     stop = end
     while more > 0:
-        stop += AT_ONCE
-        # Triton 3.5 and 3.6 compile no while loop that carries a tensor
-        more = (tl.load(sorted_ptr + stop - 1, mask=stop <= entries, other=-2) == last).to(tl.int32)
+        there = stop + tl.arange(0, SCAN)
+        same = tl.load(sorted_ptr + there, mask=there < entries, other=-2) == last
+        found = tl.sum(same.to(tl.int32), 0)
+        stop, more = stop + found, found // SCAN
     following = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(end, stop, AT_ONCE):
-        at_following = start + tl.arange(0, AT_ONCE)
-        same = tl.load(sorted_ptr + at_following, mask=at_following < entries, other=-2) == last
-        following += tl.sum(terms_of(given, at_following, same, cols), 0)
+    there = end + tl.arange(0, AT_ONCE)
+    row, factor = row_and_factor(given, there, there < stop)
+    for _ in range(end, stop, AT_ONCE):
+        # the next ones' rows are asked for while these come
+        there += AT_ONCE
+        next_row, next_factor = row_and_factor(given, there, there < stop)
+        following += tl.sum(load_terms(rows_ptr, row, factor, cols, width, stride), 0)
+        row, factor = next_row, next_factor
     total += tl.where(reaches[:, None], following[None, :], 0.0)
     tl.store(at_out, (sum_so_far.to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=mask)

@@ -117,8 +117,10 @@ def add_rows(
     if not entries:
         return
     block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(out.device)
+    at_once = 32 if width % 16 == 0 else 16  # registers, where vectors are read in pieces
     order = (places, None) if together else sort_columns(places)
     add_rows_kernel[cdiv(entries, PIECE), cdiv(width, block)](
         out, rows, row, factors, *order, entries, width, rows.stride(0),
-        BLOCK=block, PIECE=PIECE, AT_ONCE=32, PRECISION="ieee" if gpu is None else gpu.fp32_products, num_warps=2,
+        BLOCK=block, PIECE=PIECE, AT_ONCE=at_once, SCAN=256, PRECISION="ieee" if gpu is None else gpu.fp32_products,
+        num_warps=2,
     )  # fmt: skip

@@ -39,6 +39,7 @@ def clean_rows_kernel(
     row_scale_ptr,  # [rows] fp32 or None
     BLOCK: tl.constexpr,
 ):
+    """``out[i] = source[order[i]]`` where a row counts, else 0; ``logit[i] = out[i] @ weight[target[i]]``"""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     kept = tl.where(target >= 0, hidden, 0)

@@ -190,6 +190,7 @@ def exp_logits_kernel(
     EVEN_VOCAB: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
 ):
+    """``x = hidden @ weight.T``; stores ``exp(x - offset)`` or ``x - offset``, and sums of both for each strip."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
     out = out_desc, out_ptr, out_stride, rows, vocab

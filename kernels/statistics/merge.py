@@ -56,6 +56,7 @@ def merge_strips_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STRIPS: tl.constexpr,
 ):
+    """``lse = log sum_s sum[s] exp(offset[s])``, and what else strips have statistics of."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
     run_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
@@ -251,6 +252,7 @@ def sum_rows_kernel(
     coefficient3,
     BLOCK: tl.constexpr,
 ):
+    """``out[r] = factor[r] * sum_i table[r, i]``"""
     row = tl.program_id(0)
     factor = tl.load(inverse_ptr) if row < parts else tl.load(one_or_nan_ptr)
     value = row_sum(table_ptr, row, tokens, BLOCK) * factor

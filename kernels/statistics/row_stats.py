@@ -84,6 +84,7 @@ def row_stats_kernel(
     FILL: tl.constexpr,  # 0 for a row without a set, instead of what is there
     BLOCK: tl.constexpr,
 ):
+    """``lse = log sum exp(x)`` of a row or of its set, and what else was asked for."""
     row = tl.program_id(0).to(tl.int64)
     SETS: tl.constexpr = begin_ptr is not None
     row_scale = load_number(row_scale_ptr, row)
@@ -204,6 +205,7 @@ def pair_stats_kernel(
     tie,  # of part_below
     BLOCK: tl.constexpr,
 ):
+    """Sums over columns of what two softmaxes p and q differ by, one program a row."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     row_scale = load_number(row_scale_ptr, row)
