@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.checks import bound, choice, flag, number, refuse_unknown
 from ..losses.base import once
 from ..losses.batch import clamped, kl_estimate
-from ..losses.policy import estimated_kl
+from ..losses.policy import checked_clamp, estimated_kl
 from .values import Metric, MetricOptions, Reduce
 
 ESTIMATORS = ("k1", "abs", "k2", "k3")
@@ -159,12 +159,8 @@ def effective_sample_size(
 def _of_ratios(kind: str, against: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
     """Keywords that a metric of ratios is made with."""
     other = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
-    options |= {"other": other, "level": level, "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp)}
+    options |= {"other": other, "level": level, "ratio_clamp": checked_clamp(f"metrics.{kind}", ratio_clamp)}
     return {"level": level, "options": options, "fields": (other,), "suffix": "" if against == "old" else against}
-
-
-def _clamp(kind: str, argument: str, value: float | None) -> float | None:
-    return None if value is None else bound(f"metrics.{kind}", argument, value)
 
 
 def _log_ratio(stats: Any, batch: Any, other: str, level: str) -> Tensor:
@@ -221,17 +217,17 @@ def kl_reference(
     ``estimator`` as in ``kl_old``: what ``losses.kl_to_reference`` of the same options is the mean of.
     ``bias_correction`` multiplies by the ratio to ``old_logprobs``, where tokens are the old policy's.
     """
-    kind = "kl_reference"
+    where = "metrics.kl_reference"
     options = {
-        "estimator": choice(f"metrics.{kind}", "estimator", estimator, ESTIMATORS),
-        "bias_correction": flag(f"bias_correction of metrics.{kind}", bias_correction),
-        "log_ratio_clamp": _clamp(kind, "log_ratio_clamp", log_ratio_clamp),
-        "kl_clamp": _clamp(kind, "kl_clamp", kl_clamp),
-        "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp),
+        "estimator": choice(where, "estimator", estimator, ESTIMATORS),
+        "bias_correction": flag(f"bias_correction of {where}", bias_correction),
+        "log_ratio_clamp": checked_clamp(where, log_ratio_clamp, "log_ratio_clamp"),
+        "kl_clamp": checked_clamp(where, kl_clamp, "kl_clamp"),
+        "ratio_clamp": checked_clamp(where, ratio_clamp),
     }
     fields = ("ref_logprobs", "old_logprobs") if bias_correction else ("ref_logprobs",)
     suffix = "_".join(filter(None, ("" if estimator == "k3" else estimator, "corrected" if bias_correction else "")))
-    return make(kind, estimated_kl, common, reduce=reduce, options=options, fields=fields, suffix=suffix)
+    return make("kl_reference", estimated_kl, common, reduce=reduce, options=options, fields=fields, suffix=suffix)
 
 
 @once
