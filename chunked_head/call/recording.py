@@ -2,8 +2,9 @@
 
 The first sweep of a key runs as ever, the second is recorded (``kernels/common/recording.py``), later ones run the
 recording. A key holds all that a sweep depends on but for addresses and contents: the Spec, whose numbers are part of
-it, and the Plan, the very objects; of each tensor that a sweep may read its dtype, shape, strides and the alignment
-that kernels are compiled for. Where any of these is another one, the sweep runs as ever.
+it, and the Plan, the very objects; whether a given buffer of the weight's gradient holds sums; of each tensor that a
+sweep may read its dtype, shape, strides and the alignment that kernels are compiled for. Where any of these is another
+one, the sweep runs as ever.
 """
 
 from collections.abc import Callable
@@ -75,7 +76,9 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
     plan, objective, recordings = call.plan, call.objective, call.recordings
     assert recordings is not None
     inputs = inputs_of(call, given, head)
-    key = id(plan), call.gradient_buffer is None, tuple(map(kind_of, inputs))
+    buffer = call.gradient_buffer
+    # the first product of the first stream is stored in it, all others are added
+    key = id(plan), None if buffer is None else buffer.fresh, tuple(map(kind_of, inputs))
     found = recordings.get(key)
     if found is None:
         recordings[key] = Recorded(plan)

@@ -417,3 +417,16 @@ def test_the_plan_is_part_of_the_key(place: Place) -> None:
     for seed in range(4):
         assert_equal(results(checkpointed, made(seed, place.device)), as_ever(checkpointed, made(seed, place.device)))
     assert [one.steps is not None for one in recordings()] == [True, True]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_first_of_streams_stores_where_others_add(place: Place) -> None:
+    """Streams of equal sizes differ in nothing but that."""
+
+    def streams(given: Given) -> Tensor:
+        hidden, target = given.hidden.chunk(2), given.target.chunk(2)
+        return linear_loss(hidden, given.weight, target, losses.cross_entropy(), backend="triton").loss
+
+    for seed in range(4):
+        assert_equal(results(streams, made(seed, place.device)), as_ever(streams, made(seed, place.device)))
+    assert [one.steps is not None for one in recordings()] == [True, True]
