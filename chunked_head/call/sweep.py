@@ -14,7 +14,7 @@ from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
 from ..kernels.common.tiles import Quantised
 from ..parallel.shard import Shard
-from ..plan.planner import NoPlan, find_plan
+from ..plan.planner import find_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans
 from ..plan.sizes import DEFAULT_REQUEST, Request, slices
@@ -263,7 +263,7 @@ class HeadCall(LocalCall):
         plan = find_plan(
             replace(self.plan.sizes, late_upstream=True), Request(memory_budget=self.request.memory_budget)
         )
-        if isinstance(plan, NoPlan):
+        if isinstance(plan, str):
             raise ValueError(f"a second backward over a retained graph computes the logits again: {plan}")
         return replace(self, plan=plan)
 

@@ -7,7 +7,7 @@ A candidate says when gradients are made and in which dtypes they add up. ``chun
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,25 +36,12 @@ TILE_MULTIPLE = 256  # columns of the widest tile of the logits matmul: the rest
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 
 
-@dataclass(frozen=True)
-class NoPlan:
-    """The reason why no schedule meets a request; ``str`` is the message for the caller."""
+class Miss(NamedTuple):
+    """A candidate that does not fit."""
 
-    request: Request
-    needed: int = 0  # bytes beside the gradients of a chunk of ``rows`` tokens
-    rows: int = 0
-    reason: str = ""  # where it is not that this is more than the budget
-    missing: int = 0  # bytes that the budget lacks
-
-    def __str__(self) -> str:
-        if self.reason:
-            return self.reason
-        chunk = "one row of logits" if self.rows == 1 else f"a chunk of {self.rows} rows"
-        return (
-            f"memory_budget of {amount(self.request.budget)} is too small: {chunk} and what goes with it needs "
-            f"{amount(self.needed)} beside the gradients; raise memory_budget"
-            + (" or lower chunk_tokens" if self.request.chunk_tokens is not None else "")
-        )
+    missing: int  # bytes that the budget lacks
+    needed: int  # bytes beside the gradients of a chunk of ``rows`` tokens, as few as may be
+    rows: int
 
 
 class Candidate(NamedTuple):
@@ -66,44 +53,44 @@ class Candidate(NamedTuple):
     fits_budget: bool = True  # the named chunk too
 
 
-PLANS: "Cache[tuple[Sizes, Request], Plan | NoPlan]" = Cache(1024)
+PLANS: "Cache[tuple[Sizes, Request], Plan | str]" = Cache(1024)
 
 
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError where the request cannot be met."""
     found = find_plan(sizes, request)
-    if isinstance(found, NoPlan):
-        raise ValueError(str(found))
+    if isinstance(found, str):
+        raise ValueError(found)
     return found
 
 
-def find_plan(sizes: Sizes, request: Request) -> Plan | NoPlan:
+def find_plan(sizes: Sizes, request: Request) -> Plan | str:
     """The plan for a call of these sizes, or the reason why there is none."""
     return PLANS.made((sizes, request), lambda: plan_anew(sizes, request))
 
 
-def plan_anew(sizes: Sizes, request: Request) -> Plan | NoPlan:
+def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
     if sizes.largest_part is not None:
         return plan_part(sizes, request, sizes.largest_part)
     if refused := refusal(sizes, request):
-        return NoPlan(request, reason=refused)
+        return refused
     plan = first_that_fits(sizes, replace(request, default=default_budget(sizes, 1)))
-    if sizes.ranks == 1 or request.explicit or isinstance(plan, NoPlan):
+    if sizes.ranks == 1 or request.explicit or isinstance(plan, str):
         return plan
     less = first_that_fits(sizes, replace(request, default=default_budget(sizes, sizes.ranks)))
-    if isinstance(less, NoPlan):
+    if isinstance(less, str):
         return plan
     # a rank's share of the default where chunks stay large enough: buffers that no rank divides may fill it
     as_good = less.schedule == plan.schedule and less.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
     return less if as_good and less.chunk_tokens >= min(GOOD_CHUNK, plan.chunk_tokens) else plan
 
 
-def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | NoPlan:
+def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:
     """A plan of equal chunks on every rank, made for the largest part of the vocabulary, ``most`` columns, for a rank
     of ``sizes.vocab`` of them. The demand of ``sizes`` is of the whole vocabulary."""
     demand = sizes.demand
     plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, demand=demand.of_columns(most)), request)
-    if isinstance(plan, NoPlan):
+    if isinstance(plan, str):
         return plan
     local = replace(sizes, demand=demand.of_columns(sizes.vocab))
     # sums in 16 bits are over as many chunks as they may be
@@ -179,9 +166,9 @@ def refusal(sizes: Sizes, request: Request) -> str:
     return ""
 
 
-def first_that_fits(sizes: Sizes, request: Request) -> Plan | NoPlan:
+def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
     """The first candidate's plan within the budget, or the reason why the one that lacks least does not fit."""
-    misses: list[NoPlan] = []
+    misses: list[Miss] = []
     for candidate in candidates(sizes, request):
         found = fitted(request, candidate)
         if isinstance(found, Plan):
@@ -190,13 +177,18 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | NoPlan:
     weight_dtype, wanted = sizes.weight_dtype, request.accumulate_dtype
     if wanted == weight_dtype and weight_dtype.itemsize < 4 and not (sizes.late_upstream or sizes.coupled):
         needed = of_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
-        reason = (
+        return (
             f"accumulate_dtype={name(weight_dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
             f"{sizes.tokens} tokens in so few need {amount(needed)}; raise memory_budget or "
             "chunk_tokens, or leave accumulate_dtype=None"
         )
-        return NoPlan(request, reason=reason)
-    return min(misses, key=lambda miss: miss.missing)
+    _, needed, rows = min(misses, key=lambda miss: miss.missing)
+    chunk = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
+    return (
+        f"memory_budget of {amount(request.budget)} is too small: {chunk} and what goes with it needs "
+        f"{amount(needed)} beside the gradients; raise memory_budget"
+        + (" or lower chunk_tokens" if request.chunk_tokens is not None else "")
+    )
 
 
 def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
@@ -282,7 +274,7 @@ def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate
         yield Candidate(plan, CHUNK_MULTIPLE, request.chunk_tokens)
 
 
-def fitted(request: Request, candidate: Candidate) -> Plan | NoPlan:
+def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
     """The candidate's plan with the largest chunks that its budget holds, or the reason why none fit."""
     plan, named, tokens = candidate.plan, candidate.chunk_tokens, max(candidate.plan.sizes.tokens, 1)
     if plan.schedule == "forward":
@@ -290,12 +282,14 @@ def fitted(request: Request, candidate: Candidate) -> Plan | NoPlan:
         rows = chunk_size(plan, needed, named, least, candidate.fits_budget)
         if rows >= least:
             return of_rows(plan, rows)
-        return missed(request, plan, needed(min(named or least, tokens)), named or least)
+        least_needed = needed(min(named or least, tokens))
+        return Miss(least_needed - plan.budget, least_needed, named or least)
     sweep = of_one_row(plan.sizes, "loss only", request.budget)
     needed = needed_by(sweep, of_rows)
     rows = sweep_size(sweep, needed, named, request.explicit)
     if rows == 0:
-        return missed(request, sweep, needed(min(named or 1, tokens)), named or 1)
+        least_needed = needed(min(named or 1, tokens))
+        return Miss(least_needed - sweep.budget, least_needed, named or 1)
     if plan.schedule == "loss only":
         return of_rows(sweep, rows)
     plan, most_blocks = of_rows(plan, rows), -(-tokens // candidate.least_rows)
@@ -303,12 +297,8 @@ def fitted(request: Request, candidate: Candidate) -> Plan | NoPlan:
     if found := block_and_tile(plan, needed, most_blocks):
         return found
     block = rows_of(tokens, most_blocks)
-    return missed(request, plan, needed(block, min(plan.sizes.vocab, CHUNK_MULTIPLE)), block)
-
-
-def missed(request: Request, plan: Plan, needed: int, rows: int) -> NoPlan:
-    """The reason why not even chunks of ``plan`` fit that are as small as they may be."""
-    return NoPlan(request, needed, rows, missing=needed - plan.budget)
+    least_needed = needed(block, min(plan.sizes.vocab, CHUNK_MULTIPLE))
+    return Miss(least_needed - plan.budget, least_needed, block)
 
 
 def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:

@@ -177,11 +177,6 @@ def chunk_buffers(sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterato
         yield from operand_buffers(sizes, rows, SWEEP, last)
 
 
-def row_bytes(sizes: Sizes) -> int:
-    """Bytes that one more row in a chunk costs."""
-    return sum(buffer.bytes for buffer in chunk_buffers(sizes, 1, LOSSES, stored=True))
-
-
 def tile_buffers(plan: Plan) -> Iterator[Buffer]:
     """Gradients from known statistics: by blocks of tokens, tiles of the vocabulary inside."""
     sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
