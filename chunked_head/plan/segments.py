@@ -39,23 +39,16 @@ def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
 
 def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Segments in groups, each pair in one of them; in the order of groups' first segments."""
-    first = list(range(count))  # of the group of each, or one that knows it
-
-    def of(segment: int) -> int:
-        while first[segment] != segment:
-            first[segment] = first[first[segment]]
-            segment = first[segment]
-        return segment
-
+    group_of = [[segment] for segment in range(count)]
     for pair in pairs:
-        one, *others = [of(segment) for segment in pair if 0 <= segment < count] or [0]
+        one, *others = [segment for segment in pair if 0 <= segment < count] or [0]
         for other in others:
-            one, other = min(one, other), max(one, other)
-            first[other] = one
-    groups: dict[int, list[int]] = {}
-    for segment in range(count):
-        groups.setdefault(of(segment), []).append(segment)
-    return list(groups.values())
+            joined, moved = group_of[one], group_of[other]
+            if joined is not moved:
+                joined += moved
+                for segment in moved:
+                    group_of[segment] = joined
+    return [sorted(group) for group in {id(group): group for group in group_of}.values()]
 
 
 def spans_of(sizes: Sequence[int], most: int) -> Spans:
