@@ -143,10 +143,10 @@ class Unavailable:
         self.framework, self.name, self.Config = framework, name, self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        package, tested = self.framework.package, ", ".join(self.framework.tested)
         raise RuntimeError(
-            f"{self.name} is not there for {self.framework.package} {self.framework.version()}, as the warning at its "
-            f"import says; leave it out for {self.framework.package}'s own loss, or install one of the versions "
-            f"{', '.join(self.framework.tested)}"
+            f"{self.name} is not there for {package} {self.framework.version()}, as the warning at its import says; "
+            f"leave it out for {package}'s own loss, or install one of the versions {tested}"
         )
 
 

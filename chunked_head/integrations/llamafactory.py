@@ -46,7 +46,7 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
         TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
         ImportError: LLaMA-Factory is missing.
 
-    A stage whose ``load_model`` is not as in the tested version trains without this head, and a warning says so.
+    A stage whose ``load_model`` is not as in 0.9.5 trains without this head, and a warning says so.
     """
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner

@@ -212,8 +212,8 @@ def attach_head(model: Any, **options: Any) -> Any:
             other pipeline stages, stay as they are.
 
     Returns:
-        ``model``, so that it can be a pre-wrap hook of Megatron-Bridge's model provider. Where GPTModel has no such
-        hook, or other arguments than in the tested versions, it stays as it is, and a warning says so.
+        ``model``, so that it can be a pre-wrap hook of Megatron-Bridge's model provider; as it was, with a warning,
+        where GPTModel has other arguments than in the tested versions.
 
     Raises:
         ValueError: a model is none that takes an output_processor. TypeError, ValueError: as ``OutputProcessor``.

@@ -36,10 +36,9 @@ def register(**options: Any) -> None:
         options: ``memory_budget``, ``chunk_tokens``, ``deterministic``, ... as in ``patch_model``.
 
     Raises:
-        TypeError, ValueError: for a wrong option.
-        ImportError: ms-swift is missing.
+        TypeError, ValueError: for a wrong option. ImportError: ms-swift is missing.
 
-    Of a version whose callbacks are not as in the tested one a warning says so, and the callback does nothing.
+    Where callbacks are not as in ms-swift 4.6, a warning says so, and this one does nothing.
     """
     check_options(options)
     found = SWIFT.found()

@@ -187,7 +187,7 @@ class Regathered(torch.autograd.Function):
         return *grads, None
 
 
-# of ours, which are TRL's: the log-probabilities' last one, and the first one's name, have been there since TRL 1.15
+# parameters of ours, which are TRL's; TRL 1.14 has another name for the first one and lacks the last one
 LOGPROBS, DIVERGENCE = (
     ", ".join([*inspect.signature(seam.apply).parameters][1:]) for seam in (LogProbSeam, DivergenceSeam)
 )
@@ -223,12 +223,10 @@ def patch_trl(**options: Unpack[Execution]) -> None:
     A weight that has another dtype than the hidden states (fp32 masters with 16-bit activations without autocast, or
     ``cast_lm_head_to_fp32``) is cast in one piece, which the budget does not count.
 
-    Tested with TRL 1.14, 1.15 and 1.16. Of any version, a function that is not where it was, or takes other arguments,
-    stays TRL's own, and a warning says what differs.
+    A function that is not as in TRL 1.14, 1.15 or 1.16 stays TRL's own, and a warning says what differs.
 
     Raises:
-        TypeError, ValueError: for an option that is wrong by itself.
-        ImportError: TRL is not installed.
+        TypeError, ValueError: for an option that is wrong by itself. ImportError: TRL is not installed.
     """
     TRL.replace(seams(options))
 

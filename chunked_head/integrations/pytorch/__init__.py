@@ -9,9 +9,9 @@ in front of it for ``CPU`` and ``CUDA``; a call that ``declined`` names a reason
 before and behind the operator stays PyTorch's: its checks, autograd, graphs of ``torch.compile``.
 """
 
-import importlib
 import warnings
-from typing import Any, NamedTuple, Unpack
+from collections import namedtuple
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ...call.options import Execution
 from ...compile.operation import plainly
 from ...core.private import private
 from ...functions.cross_entropy import linear_cross_entropy
-from ..frameworks import check_named
+from ..frameworks import check_named, looked_up
 
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "skip_ignored", "deterministic", "backend")
 NAME = "_linear_cross_entropy_batch_chunked"
@@ -33,35 +33,21 @@ SCHEMA = (  # of the tested version, 2.15
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class OpCall(NamedTuple):
-    """Arguments of the operator, in its order."""
-
-    input: Tensor  # [N, H]
-    linear_weight: Tensor  # [C, H]
-    target: Tensor  # [N] int64, or probabilities [N, C]
-    linear_bias: Tensor | None  # [C]
-    weight: Tensor | None  # [C], of the classes
-    reduction: str
-    ignore_index: int
-    label_smoothing: float
-    batch_chunk_size: int
-    acc_policy: str
-    acc_dtype: torch.dtype
-    allow_retain_graph: bool
-    compute_input_grad: bool
-    compute_linear_weight_grad: bool
-    compute_linear_bias_grad: bool
-
-    @property
-    def operands(self) -> list[tuple[Tensor | None, bool]]:
-        """Input, weight and bias, and whether the gradient of each is wanted."""
-        wanted = self.compute_input_grad, self.compute_linear_weight_grad, self.compute_linear_bias_grad
-        return list(zip((self.input, self.linear_weight, self.linear_bias), wanted, strict=True))
+# the operator's arguments by name: input [N, H], linear_weight [C, H], target [N], linear_bias and weight [C] or None
+OpCall = namedtuple("OpCall", [name.split()[-1] for name in SCHEMA[: SCHEMA.index(")")].split(", ")])  # type: ignore[misc]
 
 
-def declined(call: OpCall) -> str:
+def operands(call: Any) -> list[tuple[Tensor | None, bool]]:
+    """Input, weight and bias, and whether the gradient of each is wanted."""
+    return [
+        (call.input, call.compute_input_grad), (call.linear_weight, call.compute_linear_weight_grad),
+        (call.linear_bias, call.compute_linear_bias_grad),
+    ]  # fmt: skip
+
+
+def declined(call: Any) -> str:
     """The reason why PyTorch computes a call itself; empty for one that is served here."""
-    given = [operand for operand, _ in call.operands if operand is not None]
+    given = [operand for operand, _ in operands(call) if operand is not None]
     dtype = call.input.dtype
     if call.target.dtype != torch.int64 or call.target.dim() != 1:
         return "targets are class probabilities"
@@ -71,24 +57,23 @@ def declined(call: OpCall) -> str:
         return "PyTorch's operator has neither smoothing nor another reduction"
     if dtype not in DTYPES or any(operand.dtype != dtype for operand in given):
         return "operands have several dtypes"
-    if call.acc_policy not in ("accurate", "compact") or call.acc_dtype not in (dtype, torch.float32):
-        return "sums are of another dtype"
-    if call.acc_dtype != dtype and dtype not in (torch.bfloat16, torch.float16):
+    sums = (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,)
+    if call.acc_policy not in ("accurate", "compact") or call.acc_dtype not in sums:
         return "sums are of another dtype"
     if torch.is_autocast_enabled(call.input.device.type):
         return "autocast is on"
     if any(type(each) is not Tensor and not isinstance(each, torch.nn.Parameter) for each in (*given, call.target)):
         return "an operand is of a subclass of Tensor"
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad > on for each, on in call.operands):
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad > on for each, on in operands(call)):
         return "a graph was traced without a gradient that is wanted now"
     return ""
 
 
 @plainly
-def computed(call: OpCall, options: Execution) -> list[Tensor]:
+def computed(call: Any, options: Execution) -> list[Tensor]:
     """The loss and the gradients of input, weight and bias, as PyTorch's operator returns them: of input's dtype, and
     without elements where one is not wanted. A mean over no target, or over weights of sum 0, is nan."""
-    leaves = [None if each is None else each.detach().requires_grad_(on) for each, on in call.operands]
+    leaves = [None if each is None else each.detach().requires_grad_(on) for each, on in operands(call)]
     hidden, weight, bias = leaves
     assert hidden is not None and weight is not None
     with torch.enable_grad():
@@ -115,21 +100,18 @@ def computed(call: OpCall, options: Execution) -> list[Tensor]:
     return [(loss.detach() * one_or_nan).to(call.input.dtype), *grads]
 
 
-def untraced(kernel: Any) -> Any:
-    """A kernel that ``torch.compile`` does not trace where it runs operators outside of its graphs."""
-    disable = private("_disable_dynamo")
-    return torch.compiler.disable(kernel) if disable is None else disable[0](kernel)
-
-
 class Override:
-    """A registration of our kernels, until ``undo`` or the end of a ``with`` block."""
+    """A registration of our kernels, of none for no operator, until ``undo`` or the end of a ``with`` block."""
 
     current: "Override | None" = None
 
     def __init__(self, operator: Any, options: Execution):
+        self.library: Any = None
+        if operator is None:
+            return
         if Override.current is not None:
             Override.current.undo()
-        self.library: Any = torch.library.Library("torch_nn", "IMPL")
+        self.library = torch.library.Library("torch_nn", "IMPL")
         for device in ("CPU", "CUDA"):
             theirs = torch.library.get_kernel(operator, device)
 
@@ -137,6 +119,8 @@ class Override:
                 call = OpCall(*arguments)
                 return theirs.call_boxed(keys, *arguments) if declined(call) else tuple(computed(call, options))
 
+            # torch.compile traces what runs between its graphs, unless it is told not to
+            (untraced,) = private("_disable_dynamo") or (torch.compiler.disable,)
             self.library.impl(NAME, untraced(kernel), device, with_keyset=True)
         Override.current = self
 
@@ -150,13 +134,6 @@ class Override:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
-
-
-class Nothing(Override):
-    """In the place of an ``Override`` where PyTorch's operator is not the one that is known."""
-
-    def __init__(self) -> None:
-        self.library = None
 
 
 def override_torch(**options: Unpack[Execution]) -> Override:
@@ -179,21 +156,15 @@ def override_torch(**options: Unpack[Execution]) -> Override:
         TypeError, ValueError: for an option that is wrong by itself.
     """
     check_named(options, OPTIONS)
-    if not hasattr(torch.library, "get_kernel"):
-        found = None
-    else:
-        try:
-            importlib.import_module("torch.nn.modules.linear_cross_entropy")
-        except ImportError:
-            found = None
-        else:
-            found = getattr(getattr(torch.ops.torch_nn, NAME, None), "default", None)
-    schema = str(getattr(found, "_schema", None))
+    found: Any = None
+    if looked_up(("torch.nn.modules.linear_cross_entropy", NAME)) and looked_up(("torch.library", "get_kernel")):
+        found = getattr(torch.ops.torch_nn, NAME).default
+    schema = str(getattr(found, "_schema", "no such operator"))
     if schema != SCHEMA:
         warnings.warn(
-            f"torch {torch.__version__} has {'no operator' if found is None else schema} where chunked_head knows "
-            f"{SCHEMA}, of torch 2.15: nothing is changed, and PyTorch computes its loss itself",
+            f"torch {torch.__version__} has {schema} where chunked_head knows {SCHEMA}, of torch 2.15: nothing is "
+            "changed, and PyTorch computes its loss itself",
             stacklevel=2,
         )
-        return Nothing()
+        found = None
     return Override(found, options)

@@ -152,11 +152,9 @@ def patch_verl(*, reduce_dhidden: bool | None = None, **options: Unpack[Executio
         options: of every call, as in ``chunked_head.Execution`` without ``parallel``.
 
     Raises:
-        TypeError, ValueError: for an option that is wrong by itself.
-        ImportError: verl is not installed.
+        TypeError, ValueError: for an option that is wrong by itself. ImportError: verl is not installed.
 
-    Tested with verl 0.9. Of any version, a function that is not where it was, or takes other arguments, stays verl's
-    own, and a warning says what differs.
+    A function that is not as in verl 0.9 stays verl's own, and a warning says what differs.
     """
     check_named(options, Execution.__annotations__.keys() - {"parallel"})
     function = functools.partial(linear_cross_entropy, reduce_dhidden=reduce_dhidden, **options)
