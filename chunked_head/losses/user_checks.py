@@ -72,7 +72,9 @@ def parts_of(value: Any) -> tuple[Any, ...] | None:
     kind = type(value)
     if kind is FunctionType:
         cells = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, *cells, value.__defaults__, value.__kwdefaults__
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        tensors = [one for one in named if isinstance(one, Tensor)]
+        return value.__code__, *cells, value.__defaults__, value.__kwdefaults__, *tensors
     if kind is MethodType:
         return value.__func__, value.__self__
     if kind is functools.partial:
