@@ -21,7 +21,7 @@ from .function import Forward, Grads, Loss, forward_of
 from .options import Call, Result
 from .run import Outcome, prepared, wanted_of
 from .spec import spec_of
-from .sweep import HeadCall
+from .sweep import HeadCall, LocalCall
 from .tokens import tokens_of
 
 
@@ -30,14 +30,14 @@ class StreamsBuffer(GradientBuffer):
 
     fresh = True  # until a stream with tokens has added to it
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, vocab: int):
-        super().__init__(weight, torch.empty(0, dtype=dtype, device=weight.device))
-        self.vocab = vocab
+    def __init__(self, weight: Tensor):
+        super().__init__(weight, torch.empty(0, dtype=sum_dtype(weight.dtype), device=weight.device))
 
-    def begin(self) -> None:
-        """Memory for the sums of one pass over all streams."""
+    def begin(self, call: LocalCall) -> None:
+        """Memory for the sums of one pass over all streams, of which ``call`` is one."""
+        assert call.plan is not None
         object.__setattr__(self, "buffer", self.buffer.new_empty(self.weight.shape))
-        self.buffer[self.vocab :].zero_()  # rows that stand for no id
+        self.buffer[call.plan.sizes.vocab :].zero_()  # rows that stand for no id
         self.fresh = True
 
     def added(self, tokens: int) -> None:
@@ -98,7 +98,7 @@ def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], St
     request = Request(first.memory_budget)
     if first.accumulate_into is not None or not wanted_of(first)[1] or weight.dim() != 2:
         return calls, None
-    buffer = StreamsBuffer(weight, sum_dtype(weight.dtype), first.columns)
+    buffer = StreamsBuffer(weight)
     budget = first.memory_budget
     if request.explicit and buffer.buffer.dtype != weight.dtype:
         budget = request.budget - weight.numel() * buffer.buffer.element_size()
@@ -129,7 +129,7 @@ class StreamsForward(NamedTuple):
         """Gradients of the weight, the bias and each stream's hidden states."""
         buffer, late = self.buffer, grads is None
         if late and buffer is not None:
-            buffer.begin()
+            buffer.begin(self.each[0].call)
         found: list[Grads] = []
         for i, one in enumerate(self.each):
             if not one.any_grad:
@@ -159,7 +159,7 @@ def forward_of_streams(
     """The forward pass of one stream after the other."""
     late = any(call.plan.schedule == "recompute" for call in calls)
     if buffer is not None and not late:
-        buffer.begin()
+        buffer.begin(calls[0])
     made = []
     for call, rows in zip(calls, hidden, strict=True):
         one = forward_of(call, rows, weight, bias)
