@@ -166,7 +166,8 @@ def sizes_of(
 
 def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     """Raises where an option needs our own matmuls and these operands run in others."""
-    if not (sizes.skips or sizes.deterministic):
+    own_fp8 = sizes.fp8 is not None and tokens.spec.backend.bounds_rows
+    if not (sizes.skips or sizes.deterministic or own_fp8):
         return
     bounded, fixed, device = sizes.store.bounds_rows, sizes.deterministic, tokens.call.device
     what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
@@ -183,6 +184,8 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
         "argmax=True, or the ids from a call with deterministic=False": fixed and sizes.demand.top_k,
         f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
         "number of rows": fixed and not bounded,
+        'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':
+            own_fp8 and not bounded,
     })  # fmt: skip
 
 

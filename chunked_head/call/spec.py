@@ -321,18 +321,15 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
         checks.refuse({'fp8_weight goes with precision="fp8"': call.fp8_weight is not None})
         return
     assert call.weight is not None
-    traits, hidden = spec.backend.traits(call.device), call.weight.shape[1]
-    traits = traits if gpu is None else traits | {"gpu": gpu}
-    missing, fp8 = e4m3_missing(traits, call.device), 'precision="fp8"'
-    store = spec.backend.store(spec.dtype, call.weight, spec.demand, traits.get("gpu"), call.softcap is None, None)
+    traits, hidden, fp8 = spec.backend.traits(call.device), call.weight.shape[1], 'precision="fp8"'
+    missing = e4m3_missing(traits if gpu is None else traits | {"gpu": gpu}, call.device)
     checks.refuse({
         f"{fp8} takes bfloat16 or float16 operands, got {spec.dtype}": spec.dtype.itemsize != 2,
         f"{fp8} does not go with top_k, whose logits BLAS makes; take argmax=True, or leave precision=None": call.top_k,
         f"{fp8} does not go with a dense teacher: the divergence would be one of rounded logits; leave precision=None":
             spec.demand.pairing is not None,
         missing: missing,
-        f"{fp8} needs our own matmuls, whose rows are of 16 bytes: hidden of a multiple of 16, got {hidden}, and a "
-        "contiguous weight": "gpu" in traits and (hidden % 16 or not store.bounds_rows),
+        f"{fp8} needs rows of 16 bytes: hidden of a multiple of 16, got {hidden}": "gpu" in traits and hidden % 16,
     })  # fmt: skip
 
 

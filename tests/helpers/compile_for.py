@@ -78,11 +78,28 @@ def launches() -> dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     return found
 
 
-def calls() -> None:
-    def operands(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        states, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(vocab, hidden, dtype=dtype)
-        return states.requires_grad_(), weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64)
+def operands(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    states, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(vocab, hidden, dtype=dtype)
+    return states.requires_grad_(), weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64)
 
+
+def fp8_calls() -> None:
+    options: dict[str, Any] = {"precision": "fp8", "backend": "triton"}
+    for hidden, vocab in ((1040, 1001), (4096, 1024), (1024, 1024)):
+        given = operands(256, hidden, vocab, torch.bfloat16)
+        linear_cross_entropy(*given, reduction="none", **options).sum().backward()
+        linear_cross_entropy(*given, **options).backward()
+        given = operands(256, hidden, vocab, torch.float16)
+        mix = losses.entropy() + losses.cross_entropy(label_smoothing=0.1) + losses.z_loss(temperature=2.0)
+        more: dict[str, Any] = {"bias": torch.zeros(vocab, dtype=torch.float16), "softcap": 30.0}
+        linear_loss(*given, mix, metrics=[metrics.accuracy()], **more, **options).loss.backward()
+        with torch.no_grad():
+            linear_logprobs(*operands(8, hidden, vocab, torch.bfloat16), **options)
+
+
+def calls() -> None:
+    if GPUS[os.environ["CHUNKED_HEAD_ARCH"]].fp8:
+        fp8_calls()
     for hidden, vocab in ((1032, 1001), (4096, 1024)):
         given = operands(256, hidden, vocab, torch.bfloat16)
         # rows of 16 bytes that are no multiple of 32, and an odd vocabulary
@@ -136,6 +153,7 @@ def made(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> 
         compiled = kernel.warmup(*arguments, grid=(1,), **constants, **FUSED)
         code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
         holds = [name for name in INSTRUCTIONS if name in code]
+        row["e4m3"] = torch.float8_e4m3fn in [getattr(getattr(one, "base", one), "dtype", None) for one in arguments]
         row |= {"shared": compiled.metadata.shared, "spilled": spilled(compiled), "holds": holds}
     except Exception as error:  # one kernel's failure shall not hide the others'; the test asks for none
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
