@@ -66,6 +66,11 @@ MUTATIONS = [Mutation(*row) for row in (
     ("swapped: logarithms of a mixture", TORCH, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
     ("mask: an ignored token in a mean", BACKEND, "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
     ("mask: a mask that is not read", BACKEND, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
+    # e4m3 operands
+    ("scale: lengths of e4m3 rows", "kernels/statistics/quantise.py", "scale * tl.sqrt_rn(", "scale * 1.0 * (", "tests/kernels/test_quantised.py"),
+    ("scale: rows of e4m3 hidden states", "kernels/common/blocks.py", "other=0.0) * tl.load(scale_ptr)", "other=0.0) * 1.0", "tests/kernels/test_quantised.py"),
+    ("offset: a target's exact logit among e4m3 ones", TORCH, "column = rows.target - first", "column = rows.target", "tests/functions/test_fp8.py -k test_loss"),
+    ("stale: an e4m3 copy of a weight that has changed", "chunked_head/stores/quantised.py", "if version_of(weight) != self.version:", "if False:", "tests/functions/test_fp8.py -k changed"),
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),

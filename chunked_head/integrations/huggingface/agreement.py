@@ -27,7 +27,7 @@ from .virtual import Rehearsed, Tail, in_words
 
 # options of how to compute; what to compute is the model's
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
-           "deterministic", "backend")  # fmt: skip
+           "deterministic", "precision", "backend")  # fmt: skip
 SKIPPED_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and its caller
 REMEDY = (

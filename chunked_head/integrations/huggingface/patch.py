@@ -82,7 +82,7 @@ def patch_model(
             training; in evaluation they are lazy, for ``compute_metrics``.
         strict: raises where lazy logits would be computed, instead of a warning.
         head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
-            ``skip_ignored``, ``deterministic``, ``backend`` of ``linear_cross_entropy``.
+            ``skip_ignored``, ``deterministic``, ``precision``, ``backend`` of ``linear_cross_entropy``.
 
     Returns:
         ``model`` itself. ``model.chunked_head`` (on the model inside of PEFT's) reports. To patch again changes the
