@@ -16,7 +16,7 @@ from chunked_head import losses, metrics
 
 NOT_DRAWN = {
     "parallel": "tests/ranks: a call of several processes",
-    "precision": "test_fp8.py: operands in e4m3, beyond the budget of others",
+    **dict.fromkeys(("precision", "fp8_weight"), "test_fp8.py: operands in e4m3, beyond the budget of others"),
     "deterministic": "test_deterministic.py: two calls of Hopper's, compared with each other",
     **dict.fromkeys(("kept_offsets", "kept_everywhere", "candidates", "candidate_bias"), "test_kept.py"),
     "segment_lengths": "test_segment_lengths.py",
