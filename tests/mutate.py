@@ -149,7 +149,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("ranks: counts of all ranks' tokens", "chunked_head/call/objectives.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", RANKS + " -k cross-entropy"),
     # plans
     ("plan: the bias's gradient", "chunked_head/plan/plans.py", "if sizes.bias_grad:", "if False:", PLANS + " " + MEMORY),
-    ("plan: vectors of tokens", "chunked_head/plan/plans.py", "(tokens, 5 + demand.vectors)", "(0, 5)", LOSS_MEMORY),
+    ("plan: vectors of tokens", "chunked_head/plan/plans.py", "(tokens, demand.numbers)", "(0, 5)", LOSS_MEMORY),
     ("plan: logits of a chunk", "chunked_head/stores/store.py", 'Buffer("logits", (rows, sizes.vocab)', 'Buffer("logits", (0, sizes.vocab)', MEMORY + " -k test_prediction"),
     ("plan: a tile of logits", "chunked_head/stores/store.py", 'yield Buffer("logits of a tile", (rows, columns)', 'yield Buffer("logits of a tile", (0, columns)', MEMORY + " -k test_prediction"),
     ("plan: a teacher's logits", "chunked_head/stores/store.py", 'Buffer("teacher\'s logits", (some, columns)', 'Buffer("teacher\'s logits", (0, columns)', LOSS_MEMORY + " -k test_prediction"),

@@ -72,11 +72,10 @@ class Demand(NamedTuple):
         return self.views[1].ratio if len(self.views) > 1 else 1.0
 
     @property
-    def vectors(self) -> int:
-        """Number of statistics per token after the first three."""
-        two, pairing = len(self.views) > 1, self.pairing
-        count = sum(self.entropy) + self.weighted_sum + 2 * self.top + self.columns + 3 * self.top_k + 4 * two
-        return count + (12 if pairing is not None else 0)
+    def numbers(self) -> int:
+        """Numbers of four bytes per token that all statistics are."""
+        ids = self.top + (self.pairing is not None and self.pairing.top) + 2 * self.top_k
+        return len(vector_names(self)) + ids + self.columns + self.top_k
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
