@@ -34,7 +34,7 @@ def local(
         mesh = vocabulary_mesh("weight", weight, 0, WEIGHT_REMEDY)
         if mesh is not None:
             sequence, vocab = hidden_dimension(hidden, mesh), weight.shape[0]
-            rows = rows_of_all("weight", vocab, mesh)
+            rows = chunked(vocab, mesh.size())
             parallel = VocabParallel(mesh, rows, sequence_sharded=sequence is not None, tokens=parallel)
             vocab_size = vocab if vocab_size is None else vocab_size
             hidden, target = local_tokens(hidden, target, sequence, parallel)
@@ -83,15 +83,8 @@ def local_logits(
         mesh = vocabulary_mesh("logits", logits, logits.dim() - 1, LOGITS_REMEDY)
         if mesh is not None:
             vocab = logits.shape[-1]
-            rows = rows_of_all("logits", vocab, mesh)
-            parallel = VocabParallel(mesh, rows, tokens=parallel)
+            parallel = VocabParallel(mesh, chunked(vocab, mesh.size()), tokens=parallel)
             vocab_size = vocab if vocab_size is None else vocab_size
-            columns, expected = part(logits).shape[-1], rows[parallel.rank]
-            if columns != expected:
-                raise ValueError(
-                    f"logits hold {columns} ids on rank {parallel.rank}, where Shard(-1) of {vocab} has {expected}; "
-                    "pass logits.to_local() with VocabParallel(rows=[...])"
-                )
         target = complete("target", target)
     return part(logits), part(target), vocab_size, parallel
 
@@ -105,16 +98,6 @@ def complete(name: str, tensor: Target) -> Target:
             f"{name}.full_tensor()"
         )
     return part(given)
-
-
-def rows_of_all(name: str, vocab: int, mesh: Any) -> tuple[int, ...]:
-    """Rows of a vocabulary on each rank, where a DTensor splits it."""
-    rows = chunked(vocab, mesh.size())
-    if 0 in rows:
-        raise ValueError(
-            f"{name} has {vocab} ids, of which {mesh.size()} ranks do not all hold one; split it over fewer ranks"
-        )
-    return rows
 
 
 WEIGHT_REMEDY = (
