@@ -185,18 +185,15 @@ def with_global_counts(tokens: Tokens) -> Tokens:
     assert parallel is not None
     agreed_batch(tokens)
     batch = tokens.batch
-    ids, fields = [name for name in IDS if name in batch], summed_fields(tokens)
+    ids = [name for name in IDS if name in batch]
     counted = [summand for _, summand in tokens.losses.terms if summand.unit == "token" and summand.counted is not None]
     local = [tokens.counted, tokens.one_or_nan]
     local += [batch.segment_count(name) for name in ids]
-    local += [batch.segment_sum(batch[name]) for name in fields]
     local += [local_total(summand, tokens) for summand in counted]
     number, one_or_nan, *others = add_up(local, parallel.group)
     rest = iter(others)
-    rank_sums = RankSums(
-        parallel, {name: next(rest) for name in ids}, {name: next(rest) for name in fields},
-        {summand: next(rest) for summand in counted},
-    )  # fmt: skip
+    totals = {name: next(rest) for name in ids}, {summand: next(rest) for summand in counted}
+    rank_sums = RankSums(parallel, *totals)
     one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
     inverse = one_or_nan / number.clamp(min=1.0)
     return replace(tokens, counted=number, one_or_nan=one_or_nan, inverse=inverse, rank_sums=rank_sums)
@@ -207,16 +204,6 @@ def local_total(summand: Summand, tokens: Tokens) -> Tensor:
     assert summand.counted is not None
     batch, dtype = tokens.batch, tokens.one_or_nan.dtype
     return torch.where(batch.mask, summand.counted(batch, **summand.tensors).to(dtype), 0.0).sum()
-
-
-def summed_fields(tokens: Tokens) -> list[str]:
-    """Token fields whose segments' sums a loss or a metric may take; they are known before there is any logit."""
-    parts: list[Summand | Metric] = [*(summand for _, summand in tokens.losses.terms), *tokens.call.metrics]
-    read = {name for part in parts if part.scope == "segment" for name in (*part.fields, *part.optional_fields)}
-    if "segments" not in tokens.batch:
-        return []
-    values = {name: tokens.batch[name] for name in read & tokens.token_fields}
-    return sorted(name for name, value in values.items() if value.is_floating_point() and value.dim() == 1)
 
 
 def shown(value: Any) -> str:

@@ -93,7 +93,7 @@ class Batch(Mapping[str, Tensor]):
         wide = values.dtype if values.device.type == "mps" else torch.float64  # which has no other
         zeros = values.new_zeros(self.num_segments + 1, dtype=wide)
         local = zeros.index_add(0, index, torch.where(kept, values, 0.0).to(wide))[:-1].to(values.dtype)
-        return local if self.rank_sums is None else self.rank_sums.segment_sum(local, values, self.fields, name)
+        return local if self.rank_sums is None else self.rank_sums.segment_sum(local)
 
     def segment_place(self, name: str = "segments") -> Tensor:
         """[n] the number of tokens that count before each in its segment, in the order of the tokens."""

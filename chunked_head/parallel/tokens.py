@@ -48,15 +48,10 @@ class RankSums:
 
     parallel: TokenParallel
     counts: Mapping[str, Tensor]  # by field of ids: tokens that count in each segment [num_segments] fp32
-    sums: Mapping[str, Tensor]  # by token field: its sums over segments [num_segments]
     totals: Mapping[Summand, Tensor]  # of what each token adds to a denominator, where that is not 1
 
-    def segment_sum(self, local: Tensor, values: Tensor, fields: Mapping[str, Tensor], name: str) -> Tensor:
-        """Sums over all ranks [num_segments] where ``local`` are this rank's, of ``values`` [n] by the ids ``name``."""
-        if name == "segments":
-            for field, known in self.sums.items():
-                if fields[field] is values:
-                    return known
+    def segment_sum(self, local: Tensor) -> Tensor:
+        """Sums over all ranks [num_segments] where ``local`` are this rank's."""
         return AddOverRanks.apply(local, self.parallel.group)
 
     def mine(self, number: int, device: torch.device) -> Tensor:
