@@ -137,7 +137,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("recording: where in a tensor", "kernels/common/recording.py", "addresses[slot] + offset for", "addresses[slot] for", "tests/kernels/test_launcher.py -k function_in_c"),
     ("recording: writes of operators", "kernels/common/recording.py", "tensor._version != version", "False", "tests/functions/test_recording.py -k no_recording"),
     ("recording: the plan of a key", "chunked_head/call/recording.py", "key = id(plan), ", "key = ", "tests/functions/test_recording.py -k plan_is"),
-    ("recording: alignment of a key", "chunked_head/call/recording.py", "tensor.data_ptr() % ALIGNED, ", "", "tests/functions/test_recording.py -k another_kind"),
+    ("recording: alignment of a key", "chunked_head/call/recording.py", "one.stride(), one.data_ptr() % ALIGNED", "one.stride()", "tests/functions/test_recording.py -k another_kind"),
     ("sums of losses: a coefficient", "kernels/statistics/merge.py", "* factor * coefficient", "* factor", "tests/kernels/test_kernels.py -k sums_of_losses"),
     ("ranks: gradients on their way that are written again", "chunked_head/parallel/merge.py", "by_rank.clone(memory_format=torch.contiguous_format)", "by_rank.contiguous()", RANKS_CALLS + " -k late_messages"),
     ("ranks: kinds of calls in checks of tokens", "chunked_head/parallel/shard.py", "((target + self.kind % MOST_IDS) % MOST_IDS)", "(target % MOST_IDS)", RANKS_CALLS),

@@ -64,21 +64,16 @@ def inputs_of(call: Any, given: Tensor, head: Head) -> list[Tensor | None]:
     return found if call.gradient_buffer is None else [*found, call.gradient_buffer.buffer]
 
 
-def kind_of(tensor: Tensor | None) -> tuple | None:
-    """All of a tensor that steps depend on but for its address and content."""
-    if tensor is None:
-        return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNED, tensor.device
-
-
 def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
     """``sweep(call, given, head)``, by its recording where there is one."""
     plan, objective, recordings = call.plan, call.objective, call.recordings
-    assert recordings is not None
+    assert recordings is not None and not getattr(objective, "evaluations", None)
     inputs = inputs_of(call, given, head)
-    buffer = call.gradient_buffer
-    # the first product of the first stream is stored in it, all others are added
-    key = id(plan), None if buffer is None else buffer.fresh, tuple(map(kind_of, inputs))
+    # the first product of the first stream is stored in the gradient's buffer, all others are added
+    buffer, numbers = call.gradient_buffer, (call.logit_scale, call.softcap)
+    # all of the tensors that steps depend on but for addresses and contents
+    kinds = [one if one is None else (one.dtype, one.shape, one.stride(), one.data_ptr() % ALIGNED) for one in inputs]
+    key = id(plan), numbers, None if buffer is None else buffer.fresh, given.device, tuple(kinds)
     found = recordings.get(key)
     if found is None:
         recordings[key] = Recorded(plan)
@@ -103,7 +98,9 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
         results += [each for each in (grads.hidden, grads.weight) if each is not None]
     # several where torch has done the losses' arithmetic
     once = not made.table or len(objective.evaluations) == 1
-    made.steps = recorder.finish(results) if once else None
+    # the statistics of one loss are for backward only, those of values per token are what a call returns
+    sharing = len(made.stats) if made.table else 0
+    made.steps = recorder.finish(results, sharing) if once else None
     recordings[key] = made
     return stats, grads
 

@@ -181,8 +181,8 @@ class TritonBackend(Backend):
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         there = [source for source in sources if source.numel()]
         factor, one_or_nan = (*factors, None)[:2]
-        for first, *more in (there[i : i + 2] for i in range(0, len(there), 2)):
-            gradients.scale(first, first, factor, one_or_nan, *more)
+        for i in range(0, len(there), 2):
+            gradients.scale(there[i], there[i], factor, one_or_nan, *there[i + 1 : i + 2])
 
 
 TRITON = TritonBackend()

@@ -221,11 +221,11 @@ def scale(
 ) -> None:
     """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``, and
     ``more``, contiguous, is then scaled in place as well."""
-    block = 4096
-    most = 8 * multiprocessors_of(source.device)
-    programs, of_more = (min(most, cdiv(t.numel(), block)) if t is not None else 0 for t in (source, more))
-    scale_kernel[(programs + of_more,)](
-        out, more, source, factor, one_or_nan, source.numel(), 0 if more is None else more.numel(), programs,
+    block, most = 4096, 8 * multiprocessors_of(source.device)
+    numel, more_numel = source.numel(), 0 if more is None else more.numel()
+    programs = min(most, cdiv(numel, block))
+    scale_kernel[(programs + min(most, cdiv(more_numel, block)),)](
+        out, more, source, factor, one_or_nan, numel, more_numel, programs,
         BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
         IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
     )  # fmt: skip
