@@ -36,7 +36,7 @@ def test_torch(block: int) -> None:
 
 if not torch.cuda.is_available():
 
-    @pytest.mark.parametrize("block", blocks(3, first=1))
+    @pytest.mark.parametrize("block", blocks(6, first=3))
     def test_triton_interpreted(block: int) -> None:
         ran = fuzz.sweep(range(50 * block, 50 * block + 50), backends=("triton",))
         assert all(ran.values()), ran
