@@ -109,7 +109,7 @@ class Framework:
 
 
 def looked_up(place: Place) -> Any:
-    """What stands in a place of a framework; None where its module or name is not there."""
+    """The object in a place of a framework; None where its module or name is not there."""
     try:
         found: Any = importlib.import_module(place[0])
     except ImportError:
@@ -120,7 +120,7 @@ def looked_up(place: Place) -> Any:
 
 
 def differs(theirs: Any, wanted: str) -> str:
-    """How a callable's parameters differ from those in ``Framework.uses``; empty where they do not."""
+    """The difference of a callable's parameters from those in ``Framework.uses``; empty where they do not."""
     if wanted == "*":
         return ""
     owner = getattr(theirs, "__self__", theirs)  # an autograd function, of its apply

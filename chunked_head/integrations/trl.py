@@ -202,7 +202,7 @@ TRL = Framework(
 
 
 def seams(options: Execution) -> Callable[[Place, Any], Any]:
-    """What takes the place of each of TRL's functions."""
+    """The replacement of each of TRL's functions."""
     check_named(options, OPTIONS)
 
     def ours(place: Place, theirs: Any) -> Any:

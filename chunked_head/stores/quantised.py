@@ -57,7 +57,7 @@ def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
 
 
 def version_of(weight: Tensor) -> int:
-    """How often autograd has seen the tensor change; of inference tensors it counts nothing."""
+    """The number of changes of the tensor that autograd has seen; of inference tensors it counts nothing."""
     return 0 if weight.is_inference() else weight._version
 
 

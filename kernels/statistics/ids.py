@@ -117,7 +117,7 @@ def kept_rows_kernel(
     EVERYWHERE: tl.constexpr,  # whether a row that counts and keeps none is wrong
     BLOCK: tl.constexpr,
 ):
-    """Where the entries of each row begin and end, its target before the others."""
+    """Begins and ends of the entries of each row, its target before the others."""
     token = tl.program_id(0).to(tl.int64)
     row, counts, _ = predicting_row(token, target_ptr, length, shift)
     begin, end = token * each, (token + 1) * each
