@@ -58,7 +58,8 @@ def exact_operands(place: Place, sizes: tuple[int, int, int]) -> tuple[torch.Ten
     states, weight = (torch.randint(-4, 5, (n, hidden), generator=made).float() for n in (rows, vocab))
     # the largest of each row, and of the weight, make scales that are powers of 2; they meet zeros
     states[:, 0], states[:, 1], weight[:, 0], weight[:, 1] = 448.0, 0.0, 0.0, 448.0
-    states *= torch.logspace(-3, 3, rows, 2.0).log2().round().exp2()[:, None] * 2.0**-5
+    states *= torch.logspace(-3, 3, rows, 2.0).log2().round().exp2()[:, None] * 2.0**-2
+    weight *= 2.0**-3
     states, weight = (t.to(place.device, torch.bfloat16) for t in (states, weight))
     target = torch.randint(-1, vocab, (rows,), generator=made).to(place.device)
     return states, weight, target, (states.float() * weight[target.clamp(min=0)].float()).sum(1)
