@@ -102,6 +102,21 @@ def test_log_probs(head: tuple, outputs: tuple[str, ...]) -> None:
         assert not ours[0][4].all() and best.dtype == torch.bool
 
 
+def test_the_function_of_trl_1_14() -> None:
+    """It has no ``outputs``, and returns log-probabilities and entropies."""
+
+    class Older:
+        @staticmethod
+        def forward(ctx: Any, last_hidden: Any, weight: Any, bias: Any, targets: Any, temperature: Any) -> None: ...
+
+    older = seams({})(("trl.trainer.utils", "_ChunkedLogProbFunction"), Older)
+    more = TARGETS, 0.7, 32, 3.0, 1.4
+    found, grads = outcome(older, operands(), *more)
+    theirs, expected = outcome(LogProbSeam({}), operands(), *more, ("log_probs", "entropy"))
+    assert_same((found, grads), (theirs[:2], expected))
+    assert len(found) == 2
+
+
 def test_frozen_and_without_tokens() -> None:
     hidden, weight, _ = operands()
     leaves = [hidden, weight.detach(), None]
