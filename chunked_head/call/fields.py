@@ -133,12 +133,12 @@ def check_field(
         raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
     if field in KEPT_FIELDS:
         return
-    shape = tuple(value.shape)
+    shape, pairs = tuple(value.shape), batch.get("pairs")
     first, of = {
         "token": (leading, "that of the target"),
         "row": (leading, "that of the target"),
         "segment": ((num_segments,), "one per segment"),
-        "pair": (tuple(batch["pairs"].shape[:1]) if "pairs" in batch else shape[:1], "one per pair"),
+        "pair": (tuple((pairs if isinstance(pairs, Tensor) else value).shape[:1]), "one per pair"),
     }.get(kind.kind, ((), "a constant"))
     right = len(shape) == len(first) + kind.trailing and shape[: len(first)] == first
     if field == "kl_baseline":
