@@ -308,14 +308,16 @@ def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
     return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
 
 
-def largest(needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE) -> int:
+def largest(
+    needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE, least: int = 0
+) -> int:
     """The largest size up to ``most`` that the budget holds, a multiple of ``multiple`` unless it is ``most`` or none
-    is; 0 where it holds none."""
+    is; 0 where it holds none. ``least``: a size that it holds."""
     if needed(most) <= budget:
         return most
     for step, top in ((multiple, -(-most // multiple)), (1, multiple)):
         # bytes grow with the size, nearly evenly: sizes that fit and sizes that do not close in on the budget
-        low, fits, high, exceeds = 0, needed(0), top, needed(min(top * step, most))
+        low, fits, high, exceeds = least // step, needed(least), top, needed(min(top * step, most))
         while high - low > 1:
             share = (high - low) * (budget - fits) // max(1, exceeds - fits)
             middle = low + min(max(share, 1), high - low - 1)
@@ -333,7 +335,7 @@ def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, leas
     if named is not None:
         rows = balanced(tokens, named)
         return 0 if fits_budget and needed(rows) > budget else rows
-    rows = largest(needed, budget, tokens) if needed(least) <= budget else 0
+    rows = largest(needed, budget, tokens, least=least) if needed(least) <= budget else 0
     if rows == 0:
         return 0
     equal = rows if plan.sizes.by_segments else balanced(tokens, rows)
