@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arithmetic.objective import Objective
 from ..core.checks import flag, refuse
 from ..core.stats import RowStats
-from ..parallel.groups import text_fields
+from ..plan.plans import text_fields
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
 from ..stores.sets import WithSets

@@ -11,7 +11,6 @@ from ..arithmetic.objective import Objective
 from ..core.checks import refuse
 from ..core.private import in_backward
 from ..core.stats import all_at_targets
-from ..parallel.groups import text_fields
 from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
@@ -194,7 +193,7 @@ def head_call(tokens: Tokens, rows: Tensor, plan: Plan, spans: Spans | None, obj
     call, temperature, shard = tokens.call, tokens.structure.temperature, tokens.call.shard
     if shard is not None:
         fields = call_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
-        shard = shard.agreed_on(fields | text_fields(plan.in_common), rows.device)
+        shard = shard.agreed_on(fields | plan.in_common, rows.device)
     spec, alone = tokens.spec, shard is None and tokens.packing is None and spans is None and call.fp8_weight is None
     records = alone and spec.structure is not None and spec.backend.recording and is_recordable(plan, objective)
     return HeadCall(

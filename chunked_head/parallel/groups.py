@@ -2,7 +2,6 @@
 messages, targets shifted over slices of sequences."""
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
@@ -201,18 +200,6 @@ def process_group(group: Any, what: str) -> Any:
     if distributed.get_rank(group) < 0:
         raise ValueError(f"this process is none of the group that {what} was given")
     return group
-
-
-def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
-    """Fields of a dataclass or NamedTuple, and of those in it, as text by name."""
-    found: dict[str, str] = {}
-    for name in getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]:
-        value = getattr(record, name)
-        if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-            found |= text_fields(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value.__name__ if isinstance(value, type) else str(value)
-    return found
 
 
 def talks_always(device: torch.device) -> bool:

@@ -3,8 +3,8 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -115,15 +115,28 @@ class Plan:
         """True where a dense teacher's logits, and its statistics with the student, are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
-    @property
-    def in_common(self) -> "Plan":
-        """The plan without what differs between ranks of a vocabulary; losses and metrics say their numbers
+    @functools.cached_property
+    def in_common(self) -> dict[str, str]:
+        """What of the plan ranks of a vocabulary have in common, as text by name; losses and metrics say their numbers
         themselves."""
         demand = self.sizes.demand.of_columns(None)._replace(values=0)
-        return replace(self, sizes=replace(self.sizes, vocab=0, padding=0, demand=demand), tile_columns=0, budget=0)
+        sizes = replace(self.sizes, vocab=0, padding=0, demand=demand)
+        return text_fields(replace(self, sizes=sizes, tile_columns=0, budget=0))
 
     def __str__(self) -> str:
         return as_text(sections(self))
+
+
+def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
+    """Fields of a dataclass or NamedTuple, and of those in it, as text by name."""
+    found: dict[str, str] = {}
+    for part in getattr(record, "_fields", None) or [field.name for field in fields(record)]:
+        value = getattr(record, part)
+        if is_dataclass(value) or hasattr(value, "_fields"):
+            found |= text_fields(value, f"{prefix}{part}.")
+        else:
+            found[prefix + part] = value.__name__ if isinstance(value, type) else str(value)
+    return found
 
 
 def call_buffers(plan: Plan) -> Iterator[Buffer]:
