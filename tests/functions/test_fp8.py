@@ -28,6 +28,7 @@ from chunked_head import (
     plan,
     quantise,
 )
+from chunked_head.call.spec import SPECS
 from chunked_head.stores.quantised import empty_quantised, largest_of, quantise_
 
 
@@ -278,6 +279,23 @@ def test_a_kept_weight(place: Place, options: dict[str, Any]) -> None:
         found.append([loss.detach(), *torch.autograd.grad(loss.sum(), (h, w))])
     for other in found[1:]:
         assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
+@crossed(place=PLACES, keeps=[False, True])
+def test_calls_one_after_another(place: Place, keeps: bool) -> None:
+    """Nothing of an earlier call of the same kind is in a later one, whatever is kept of calls."""
+    found: list[list[Tensor]] = []
+    for again in (False, True):
+        for scale in (1.0, 0.5, 3.0, 0.25):
+            hidden, weight, target = (t.to(place.device) for t in head_like("flat", torch.bfloat16, 24, 131, 64))
+            h, w = (hidden * scale).requires_grad_(), (weight / scale + 0.25).requires_grad_()
+            if again:
+                SPECS.clear()
+            kept = quantise(w, backend=place.backend) if keeps else None
+            loss = linear_cross_entropy(h, w, target, precision="fp8", fp8_weight=kept, backend=place.backend)
+            found.append([loss.detach(), *torch.autograd.grad(loss, (h, w))])
+    for one, other in zip(found[:4], found[4:], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 def test_a_weight_that_has_changed() -> None:
