@@ -16,12 +16,13 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
             linear_cross_entropy(hidden, model.lm_head.weight, target, precision="fp8", fp8_weight=head).backward()
         optimizer.step()
 
-    It takes a byte for each number of the weight, and has one scale. A call on a weight that has changed since raises;
-    what is changed through ``weight.data`` goes unnoticed. Of a DTensor it is this rank's part.
+    It takes a byte for each number of the weight, and has one scale. A call on a weight that has changed since raises,
+    and on one that takes a gradient after any optimizer's step. What goes unnoticed: changes through ``weight.data``,
+    by a replayed CUDA graph, and of inference tensors. Of a DTensor it is this rank's part.
     """
     own = part(weight)
     checks.check_tensor("weight", own, optional=False)
-    own = own.detach()
+    own, trained = own.detach(), own.requires_grad
     checks.refuse({
         f"weight must be [vocab, hidden], got {list(own.shape)}": own.dim() != 2 or not own.numel(),
         f"weight must be bfloat16, float16 or float32, got {own.dtype}":
@@ -31,4 +32,4 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
     chosen.check(own.device, own.dtype, "weight")
     if missing := e4m3_missing(chosen.traits(own.device), own.device):
         raise ValueError(missing)
-    return QuantisedWeight(chosen.quantised(own.contiguous()), own, version_of(own))
+    return QuantisedWeight(chosen.quantised(own.contiguous()), own, version_of(own), trained)

@@ -1,12 +1,15 @@
 """Matrices in e4m3 (``Quantised``), one byte a number, by torch operations; a weight that a caller keeps so."""
 
+import functools
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels.common.gpus import GPUS
 from ..kernels.common.tiles import LARGEST_E4M3, LEAST_SCALE, Quantised
@@ -24,11 +27,17 @@ class QuantisedWeight:
     """A weight in e4m3, which ``chunked_head.quantise`` makes, for ``fp8_weight`` of calls on that weight.
 
     ``matrix``: its numbers and their scale. ``weight``: the weight's memory, ``version`` how often it had been changed.
+    ``trained``: the weight takes a gradient.
     """
 
     matrix: Quantised
     weight: Tensor
     version: int
+    trained: bool
+
+    def __post_init__(self) -> None:
+        watch_optimizers()
+        CURRENT.add(self)
 
     def of(self, weight: Tensor) -> Quantised:
         """The e4m3 numbers of a call's weight; ValueError where they are another's, or the weight has changed."""
@@ -38,11 +47,38 @@ class QuantisedWeight:
                 f"fp8_weight was made of another weight, {list(own.shape)} {own.dtype}; the call's is "
                 f"{list(weight.shape)} {weight.dtype}: make one by chunked_head.quantise(weight)"
             )
-        if version_of(weight) != self.version:
+        if version_of(weight) != self.version or self not in CURRENT:
             raise ValueError(
-                "weight has changed since fp8_weight was made of it: call chunked_head.quantise(weight) after each step"
+                "weight has changed since fp8_weight was made of it, or an optimizer has stepped: call "
+                "chunked_head.quantise(weight) after each step"
             )
         return self.matrix
+
+
+CURRENT: "weakref.WeakSet[QuantisedWeight]" = weakref.WeakSet()  # those that no optimizer's step has outdated
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Makes optimizers' steps outdate copies: a fused optimizer writes to a weight, and its version stays."""
+    register_optimizer_step_post_hook(outdate)
+
+
+def outdate(optimizer: Any, *_: Any) -> None:
+    """Outdates copies of weights that a step may have changed: of any that takes a gradient, since what the optimizer
+    has may be a shard or in another dtype; of others where its memory is among the optimizer's."""
+    if torch.compiler.is_compiling():  # a graph counts what it writes
+        return
+    for kept in [*CURRENT]:
+        stepped = (one for group in optimizer.param_groups for one in group["params"])
+        if kept.trained or memory_of(kept.weight) in map(memory_of, stepped):
+            CURRENT.discard(kept)
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """The address of a plain tensor's memory."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else None
 
 
 def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
