@@ -25,8 +25,8 @@ AXOLOTL = Framework(
         (BASE, "BasePlugin.post_model_load"): "cfg, model",
     },
 )  # fmt: skip
-# without Axolotl's class, or with another method behind the adapters, nothing of this plugin's is called
-BasePlugin: Any = AXOLOTL.found().get((BASE, "BasePlugin"), object)
+FOUND = AXOLOTL.found()
+BasePlugin: Any = FOUND.get((BASE, "BasePlugin"), object)
 KEY = "chunked_head"
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 
@@ -68,3 +68,7 @@ class ChunkedHeadPlugin(BasePlugin):
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Once a model has its adapters, before a trainer is made."""
         patch_model(model, when="always", **dict(cfg.get(KEY) or {}))
+
+
+if len(FOUND) < len(AXOLOTL.uses):  # a plugin that does nothing
+    ChunkedHeadPlugin = type("ChunkedHeadPlugin", (BasePlugin,), {})  # type: ignore[assignment, misc]

@@ -142,7 +142,9 @@ def of_axolotl() -> set[str]:
     """Axolotl's class is the plugin's base, and its method is what Axolotl calls behind the adapters."""
     plugin = imported("axolotl", "ChunkedHeadPlugin")()
     base = getattr(sys.modules.get("axolotl.integrations.base"), "BasePlugin", type(None))
-    return {"axolotl.integrations.base"} if isinstance(plugin, base) and hasattr(base, "post_model_load") else set()
+    ours = {"get_input_args", "post_model_load"} & vars(type(plugin)).keys()
+    assert len(ours) in (0, 2) and (not ours or isinstance(plugin, base))
+    return {"axolotl.integrations.base"} if ours else set()
 
 
 def of_swift() -> set[str]:
@@ -214,7 +216,8 @@ SEAMS = [
     ),
     Seam(
         "axolotl", "0.22.0", {"axolotl.integrations.base": AXOLOTL}, of_axolotl,
-        [("axolotl.integrations.base", "", ""), ("axolotl.integrations.base", "post_model_load", "post_adapter_load")],
+        [("axolotl.integrations.base", "", ""), ("axolotl.integrations.base", "post_model_load", "post_adapter_load"),
+         ("axolotl.integrations.base", "cfg, model", "cfg, model, trainer")],
     ),
     Seam(
         "ms-swift", "4.7.0", {"swift.callbacks.base": SWIFT, "swift.callbacks.mapping": "callbacks_map = {}"}, of_swift,
