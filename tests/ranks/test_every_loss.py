@@ -507,6 +507,12 @@ def within_budget(call: Call, found: dict[str, Any]) -> None:
             names, (*found["states"], *found["columns"]), eager[2], truth[2], strict=False
         ):
             assert_within_budget(ours, 0.7 * rough, 0.7 * true, dtype, f"gradient of {name}")
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in exact.batch.items()}
+    alone = step(
+        call._replace(layout="logits" if logits else "one", way="plain"), replace(exact, batch=batch), UPSTREAM
+    )
+    expected = [value.float() for value in alone["metrics"]]
+    torch.testing.assert_close(found["metrics"], expected, rtol=1e-5, atol=1e-6)
     if logits or call.placed.tokens:  # a loss may be a small difference of large parts
         close = {"rtol": 2e-6, "atol": 2e-6} if logits else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(found["parts"], [value.float() for value in truth[1].values()], **close)
@@ -540,7 +546,7 @@ def items() -> list[Any]:
                 drawn = [Call(case.name, "one", way, False)]
             found += [one for call in calls for one in tier(pytest.param(call, id=str(call)), call in drawn)]
         for j, (layout, way) in enumerate([*((name, "plain") for name in list(LAYOUTS)[4:]), *ON_CPU]):
-            call = Call(case.name, layout, way, way == "plain" and layout != "logits")
+            call = Call(case.name, layout, way, layout != "logits")
             everywhere = case.name in ("cross-entropy", "gspo", "everything")
             if way == "plain" or case.name in SOME_CASES:
                 first = (everywhere or (i + j) % 13 == 0) and (way != "kernels" or case.name != "everything")
@@ -579,7 +585,7 @@ def on_gpus() -> list[Any]:
     found = []
     for layout, way in ON_GPUS:
         cases = [case for case in LOSS_CASES if (layout, way) == ON_GPUS[0] or case.name in SOME_CASES]
-        calls = [Call(case.name, layout, way) for case in cases]
+        calls = [Call(case.name, layout, way, True) for case in cases]
         parts = [tuple(calls[i : i + PART]) for i in range(0, len(calls), PART)]
         found += [pytest.param(part, call, id=str(call)) for part in parts for call in part]
     return found
