@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..core.private import breaks_graph
 from ..kernels.common.gpus import GPUS
 from ..kernels.common.tiles import LARGEST_E4M3, LEAST_SCALE, Quantised
 from ..plan.sizes import cast_rows, slices
@@ -64,11 +65,10 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(outdate)
 
 
+@breaks_graph
 def outdate(optimizer: Any, *_: Any) -> None:
     """Outdates copies of weights that a step may have changed: of any that takes a gradient, since what the optimizer
     has may be a shard or in another dtype; of others where its memory is among the optimizer's."""
-    if torch.compiler.is_compiling():  # a graph counts what it writes
-        return
     for kept in [*CURRENT]:
         stepped = (one for group in optimizer.param_groups for one in group["params"])
         if kept.trained or memory_of(kept.weight) in map(memory_of, stepped):

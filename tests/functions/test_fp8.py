@@ -317,7 +317,7 @@ def test_a_weight_that_has_changed() -> None:
         linear_cross_entropy(hidden, weight, target, fp8_weight=quantise(weight))
 
 
-@pytest.mark.parametrize("given", ["parameter", "detached", "cast", "frozen"])
+@pytest.mark.parametrize("given", ["parameter", "detached", "cast", "frozen", "compiled"])
 def test_an_optimizers_step_outdates_a_kept_weight(given: str) -> None:
     """A fused one writes to the weight, and autograd counts no change. ``cast``: it steps a copy in another dtype."""
     hidden, weight, target = head_like("flat", torch.bfloat16, 8, 40, 64)
@@ -327,7 +327,8 @@ def test_an_optimizers_step_outdates_a_kept_weight(given: str) -> None:
     kept = quantise(weight.detach() if given == "detached" else weight)
     call = functools.partial(linear_cross_entropy, hidden, weight, target, precision="fp8", fp8_weight=kept)
     call()
-    torch.optim.AdamW([stepped], lr=0.1, fused=True).step()
+    step = torch.optim.AdamW([stepped], lr=0.1, fused=True).step
+    (torch.compile(step, backend="eager") if given == "compiled" else step)()
     if given == "frozen":
         call()
         return
