@@ -70,7 +70,8 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: lengths of e4m3 rows", "kernels/statistics/quantise.py", "scale * tl.sqrt_rn(", "scale * 1.0 * (", "tests/kernels/test_quantised.py"),
     ("scale: rows of e4m3 hidden states", "kernels/common/blocks.py", "other=0.0) * tl.load(scale_ptr)", "other=0.0) * 1.0", "tests/kernels/test_quantised.py"),
     ("offset: a target's exact logit among e4m3 ones", TORCH, "column = rows.target - first", "column = rows.target", "tests/functions/test_fp8.py -k tiles"),
-    ("stale: an e4m3 copy of a weight that has changed", "chunked_head/stores/quantised.py", "if version_of(weight) != self.version:", "if False:", "tests/functions/test_fp8.py -k changed"),
+    ("stale: an e4m3 copy of a weight that has changed", "chunked_head/stores/quantised.py", "version_of(weight) != self.version or", "", "tests/functions/test_fp8.py -k changed"),
+    ("stale: an e4m3 copy of a weight that a fused optimizer has changed", "chunked_head/stores/quantised.py", " or self not in CURRENT:", ":", "tests/functions/test_fp8.py -k outdates"),
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),
