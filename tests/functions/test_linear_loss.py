@@ -39,7 +39,6 @@ LAST: dict[str, tuple[Any, dict[str, Any]]] = {
     "two-temperatures": (losses.forward_kl(temperature=2.0) + losses.cross_entropy(), {"chunk_tokens": 160}),
     "cross-entropy-form": (losses.forward_kl("cross_entropy") + 0.5 * losses.cross_entropy(), {}),
     "smaller": (losses.forward_kl() + 0.5 * losses.cross_entropy(), {"softcap": 5.0, "skip_ignored": True}),
-    "wide": (losses.forward_kl(teacher_temperature=2.0), {}),
 }
 KERNELS = [place for place in PLACES if place.values[0].backend == "triton"]
 INTERPRETED = 1  # of these, the first
@@ -60,8 +59,7 @@ def test_teacher_some_rows_at_a_time(name: str, place: Place, monkeypatch: pytes
     case = LossCase(name, (), batch, teacher_vocab=256 if name == "smaller" else 384)
     dtype = torch.float16 if place.device == "cpu" else torch.bfloat16
     inputs = inputs_of(case, dtype, place.device, garbage=True, tokens=2 * PRODUCT_ROWS + 40)
-    wide = [(key, value.float()) for key, value in inputs.batch.items() if name == "wide" and key != "mask"]
-    shared = {"batch": {**inputs.batch, **dict(wide)}, "backend": place.backend, **options}
+    shared = {"batch": inputs.batch, "backend": place.backend, **options}
     monkeypatch.setattr(sizes_of_call, "TEACHER_ROWS", PRODUCT_ROWS)
 
     def run(loss: Any) -> tuple[LossOutput, list[torch.Tensor]]:

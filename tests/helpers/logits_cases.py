@@ -28,10 +28,14 @@ def on_logits(case: LossCase, inputs: LossInputs, dtype: torch.dtype) -> tuple[T
     head, batch = dict(inputs.head), dict(inputs.batch)
     bias = head.pop("bias", None)
     # the head's products before scale and cap, rounded as a model's are
-    logits = F.linear(inputs.hidden, inputs.weight, bias).to(dtype)
+    operands = [one if one is None else one.to(wide(one.dtype)) for one in (inputs.hidden, inputs.weight, bias)]
+    logits = F.linear(*operands).to(dtype)
     if "teacher_hidden" in batch:
         names = ("teacher_hidden", "teacher_weight", "teacher_bias")
-        batch["teacher_logits"] = F.linear(*(batch.pop(name, None) for name in names))
+        given = [batch.pop(name, None) for name in names]
+        made = F.linear(*[one if one is None else one.to(wide(one.dtype)) for one in given])
+        # some CPU's product of 16 bits spreads a nan over other rows
+        batch["teacher_logits"] = made.to(given[0].dtype)
     if dtype == torch.float64:  # the oracle caps a teacher in its own dtype
         batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     if case.name == "orpo":  # whose oracle has the odds of segments of which no token counts, 1 / 0

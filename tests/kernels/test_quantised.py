@@ -29,10 +29,12 @@ def test_rounds_as_torch_does(place: Place, each_row: bool, columns: int) -> Non
     matrix = torch.randn(40, columns, generator=made) * torch.logspace(-6, 6, 40)[:, None]
     matrix[3], matrix[4] = 0.0, matrix[4] * 1e-35
     matrix = matrix.to(place.device, torch.bfloat16)
-    found, expected = (quantised(matrix, each_row, in_torch) for in_torch in (False, True))
-    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0.0)  # sums of squares in other orders
-    same = found.values.float() == expected.values.float()
-    assert same.all() if place.device == "cpu" else same.float().mean() > 0.99
+    found = quantised(matrix, each_row)
+    # on the CPU: a GPU's torch divides by a number as it multiplies by its inverse, which rounds another way
+    expected = quantised(matrix.cpu(), each_row, in_torch=True)
+    # sums of squares in other orders
+    torch.testing.assert_close(found.scale.cpu(), expected.scale, rtol=1e-6, atol=0.0)
+    assert torch.equal(found.values.float().cpu(), expected.values.float())
     # no number errs by more than half of its last bit, or of the smallest number's; lengths stay
     scale = found.scale.view(-1, 1) if each_row else found.scale
     wide, exact = found.values.double() * scale, matrix.double()

@@ -513,7 +513,10 @@ def within_budget(call: Call, found: dict[str, Any]) -> None:
     )
     expected = [value.float() for value in alone["metrics"]]
     torch.testing.assert_close(found["metrics"], expected, rtol=1e-5, atol=1e-6)
-    if logits or call.placed.tokens:  # a loss may be a small difference of large parts
+    if dtype.itemsize == 2 and not logits and call.placed.tokens:  # kernels round logits by strips of a rank's
+        for ours, rough, true in zip(found["parts"], eager[1].values(), truth[1].values(), strict=True):
+            assert_within_budget(ours, rough, true, torch.float32, "a loss")
+    elif logits or call.placed.tokens:  # a loss may be a small difference of large parts
         close = {"rtol": 2e-6, "atol": 2e-6} if logits else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(found["parts"], [value.float() for value in truth[1].values()], **close)
     else:
