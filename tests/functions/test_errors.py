@@ -81,6 +81,7 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("chunk-against-budget", ValueError, "lower chunk_tokens", {"chunk_tokens": 24, "memory_budget": 1000}),
     ("accumulate", ValueError, "accumulate_dtype must be None or float32", {"accumulate_dtype": HALF}),
     ("accumulate-half", ValueError, "float16 cannot hold sums of unscaled gradients", {"hidden": torch.randn(4, 6, 8).half().requires_grad_(), "weight": torch.randn(11, 8).half().requires_grad_(), "accumulate_dtype": HALF}),
+    ("accumulate-chunks", ValueError, "accurate over at most 8 chunks", {"hidden": torch.randn(4, 6, 8).bfloat16().requires_grad_(), "weight": torch.randn(11, 8).bfloat16().requires_grad_(), "accumulate_dtype": torch.bfloat16, "chunk_tokens": 2}),
     ("accumulate-text", TypeError, "accumulate_dtype must be None or a torch.dtype such as torch.float32, got 'float32'", {"accumulate_dtype": "float32"}),
     ("upstream-none", ValueError, 'upstream goes with reduction="mean" or "sum"', {"upstream": 2.0, "reduction": "none"}),
     ("upstream-zero", ValueError, "upstream must not be 0", {"upstream": 0}),

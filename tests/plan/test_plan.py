@@ -141,7 +141,10 @@ def test_prints_as_a_table() -> None:
     text = str(plan(8192, **LLAMA, chunk_tokens=2048))
     for part in ("8192 x 4096 x 128256, bfloat16", "4 of 2048 tokens", "expected error", "beside the gradients"):
         assert part in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(len(line) <= 100 for line in text.splitlines()) and "teacher" not in text
+    taught = str(plan(8192, **LLAMA, loss=losses.forward_kl(), teacher_hidden=32, teacher_vocab=400))
+    assert "logits of 400 ids, made of hidden states [32]" in taught
+    assert "logits of 128256 ids, given by the caller" in str(plan(8192, **LLAMA, loss=losses.forward_kl()))
 
 
 @pytest.mark.parametrize(
