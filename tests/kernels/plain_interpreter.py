@@ -94,6 +94,15 @@ def test_statistics_beside_logits() -> None:
     linear_cross_entropy(*operands(torch.bfloat16), backend="triton").backward()
 
 
+def test_logits_of_e4m3_operands() -> None:
+    hidden, weight, target = operands(torch.float16)
+    with torch.no_grad():
+        losses = [
+            linear_cross_entropy(hidden, weight, target, precision="fp8", backend=name) for name in ("triton", "torch")
+        ]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+
+
 def test_statistics_of_two_ranks() -> None:
     logits, target = torch.randn(5, 40), torch.randint(40, (5,))
     picked, names = logits.gather(1, target[:, None])[:, 0], sent(Demand())
