@@ -2,9 +2,9 @@
 
 A call returns one of three: a sum of losses as one number, with its parts and metrics (``ScalarObjective``), a sum of
 losses for each token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep asks an
-objective for ``visit`` of each chunk of tokens, which gives coefficients where gradients are made in the forward pass,
-then for ``outputs`` once. A backward that makes gradients asks for ``coefficients_for`` the upstream gradients. The
-arithmetic is that of ``evaluate.py``.
+objective for ``visit`` of each chunk of tokens, which gives coefficients where gradients are made in the forward pass;
+the forward pass asks for ``outputs`` once, behind the sweep. A backward that makes gradients asks for
+``coefficients_for`` the upstream gradients. The arithmetic is that of ``evaluate.py``.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,7 +24,6 @@ from ..stores import Backend, backend_of
 from ..stores.quantised import e4m3_missing
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import STATIC, Call, check_options
-from .recording import Recorded
 
 TENSORS = frozenset((Tensor, nn.Parameter))  # whose metadata say all there is to check; a subclass's may not
 # types of options that are equal where they mean the same
@@ -58,7 +57,8 @@ class Spec:
     plans: Cache[Hashable, Plan] = field(
         default_factory=lambda: Cache(MOST_PLANS)
     )  # by sizes; shared by Specs of other numbers
-    recordings: Cache[Hashable, Recorded] = field(init=False, default_factory=lambda: Cache(MOST_RECORDINGS))
+    # ``recording.Recorded`` by all else that a sweep depends on; a Spec of other numbers has others
+    recordings: Cache[Hashable, Any] = field(init=False, default_factory=lambda: Cache(MOST_RECORDINGS))
 
 
 SPECS: Cache[Hashable, Spec] = Cache(MOST_SPECS)

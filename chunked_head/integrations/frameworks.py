@@ -120,7 +120,7 @@ def looked_up(place: Place) -> Any:
 
 
 def differs(theirs: Any, wanted: str) -> str:
-    """The difference of a callable's parameters from those in ``Framework.uses``; empty where they do not."""
+    """The difference of a callable's parameters from those in ``Framework.uses``; empty where there is none."""
     if wanted == "*":
         return ""
     owner = getattr(theirs, "__self__", theirs)  # an autograd function, of its apply

@@ -1,7 +1,8 @@
 """Decides a ``Plan``: the first of a list of candidates, the fastest first, that the budget holds; else the reason.
 
 A candidate says when gradients are made and in which dtypes they add up. ``chunk_size`` finds its chunks,
-``block_and_tile`` the tiles of the recompute schedule: the largest that the budget holds.
+``sweep_size`` those of a forward pass without gradients, ``block_and_tile`` the tiles of the recompute schedule: the
+largest that the budget holds.
 """
 
 import functools

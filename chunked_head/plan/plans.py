@@ -117,8 +117,8 @@ class Plan:
 
     @functools.cached_property
     def in_common(self) -> dict[str, str]:
-        """What of the plan ranks of a vocabulary have in common, as text by name; losses and metrics say their numbers
-        themselves."""
+        """The part of the plan that ranks of a vocabulary have in common, as text by name; losses and metrics say
+        their numbers themselves."""
         demand = self.sizes.demand.of_columns(None)._replace(values=0)
         sizes = replace(self.sizes, vocab=0, padding=0, demand=demand)
         return text_fields(replace(self, sizes=sizes, tile_columns=0, budget=0))

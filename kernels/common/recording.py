@@ -5,7 +5,7 @@ only addresses differ. A ``Recorder`` listens to one sweep. Of each tensor among
 place: which input or which tensor that the sweep has made, and how many bytes behind its beginning. A ``Recording``
 makes such tensors anew, finds the addresses, and runs the steps.
 
-What cannot be told from addresses is not recorded (``finish`` returns None): a step whose tensor lies in none of the
+What addresses do not show is not recorded (``finish`` returns None): a step whose tensor lies in none of the
 inputs and of the memory made by ``empty``, or in two of them; and operators of torch that write to these, which their
 versions show. A result of any other operator has memory of its own, which no step can read unseen.
 """
@@ -86,7 +86,7 @@ class Recorder:
     """The steps of a sweep on ``inputs``, as they run in one thread."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
-        self.tensors: list[torch.Tensor] = []  # the inputs, then those made: held, so that no two have one address
+        self.tensors: list[torch.Tensor] = []  # the inputs, then those made, alive so that no two have one address
         self.ranges: list[tuple[int, int]] = []  # addresses where each begins and ends
         self.versions: list[int] = []
         self.constants: list[Any] = [None]  # the first: the stream

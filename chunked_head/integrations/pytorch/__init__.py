@@ -119,7 +119,7 @@ class Override:
                 call = OpCall(*arguments)
                 return theirs.call_boxed(keys, *arguments) if declined(call) else tuple(computed(call, options))
 
-            # torch.compile traces what runs between its graphs, unless it is told not to
+            # torch.compile traces what runs between its graphs, unless an option of its own says otherwise
             (untraced,) = private("_disable_dynamo") or (torch.compiler.disable,)
             self.library.impl(NAME, untraced(kernel), device, with_keyset=True)
         Override.current = self
