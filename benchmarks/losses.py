@@ -225,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.workload = list(dict.fromkeys(args.workload or WORKLOADS))
     named = ("memory_budget", "chunk_tokens", "accumulate_dtype")
     args.options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
-    sizes = command.sizes(args, tuple(SHORT) if args.short else SHAPES)
+    if args.short and args.shape:
+        parser.error("--short has its own shapes; leave out --shape")
+    sizes = list(SHORT) if args.short else command.sizes(args, SHAPES)
     jobs = command.over(sizes, args, run_shape, workload="all", provider="ours")
     return command.run("losses", args, jobs, len(sizes) * args.rounds, _table, _KEYS)
 
