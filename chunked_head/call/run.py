@@ -194,8 +194,8 @@ def head_call(tokens: Tokens, rows: Tensor, plan: Plan, spans: Spans | None, obj
     if shard is not None:
         fields = call_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
         shard = shard.agreed_on(fields | plan.in_common, rows.device)
-    spec, alone = tokens.spec, shard is None and tokens.packing is None and spans is None
-    records = alone and spec.structure is not None and spec.backend.recording and is_recordable(plan, objective)
+    spec, alone = tokens.spec, shard is None and tokens.packing is None
+    records = alone and spec.backend.recording and is_recordable(plan, objective)
     return HeadCall(
         plan=plan, backend=spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
         softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,

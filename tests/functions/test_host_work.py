@@ -1,6 +1,5 @@
 """A call at small sizes takes as long as the host needs: how many operators it launches beside kernels."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from cases import GPU, TRITON, Place
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+from tracking import unwatched
 from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
@@ -77,21 +77,12 @@ def kept_sets(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> N
 MOST: dict[Call, int] = {cross_entropy: 1, four_chunks: 5, log_probabilities: 1, three_losses: 9, kept_sets: 18}
 
 
-def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return run
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("call", MOST, ids=lambda call: call.__name__)
 def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     # one kernel, but here plain PyTorch (conftest.py)
-    monkeypatch.setattr(objective, "evaluate_rows", uncounted(objective.evaluate_rows))
-    monkeypatch.setattr(GridExecutor, "__call__", uncounted(GridExecutor.__call__))  # the interpreter's own
+    monkeypatch.setattr(objective, "evaluate_rows", unwatched(objective.evaluate_rows))
+    monkeypatch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))  # the interpreter's own
     monkeypatch.setattr("chunked_head.stores.matmul.multiply", lambda a, b, out, first: None)
     monkeypatch.setattr("chunked_head.stores.matmul.summed_by_blas", lambda a, b, out: True)  # as on a GPU
     hidden = torch.randn(64, 32, dtype=torch.bfloat16, device=place.device, requires_grad=True)

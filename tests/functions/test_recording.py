@@ -13,8 +13,9 @@ import pytest
 import torch
 from cases import GPU, TRITON, Place
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from tracking import unwatched
 
 pytest.importorskip("triton", reason="recorded are launches of Triton's kernels")
 
@@ -370,15 +371,6 @@ class Unknown(TorchDispatchMode):
         if (name := func.overloadpacket.__name__) not in KNOWN:
             self.names.append(name)
         return func(*args, **(kwargs or {}))
-
-
-def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
 
 
 @pytest.mark.parametrize("place", PLACES)

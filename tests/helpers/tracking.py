@@ -2,17 +2,29 @@
 whether anything in it waits for the device."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from chunked_head import Plan
 
 MiB = 1 << 20
+
+
+def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose operators no mode sees."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class Tracker(TorchDispatchMode):
