@@ -8,13 +8,9 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic.evaluate import evaluate
-from ..arithmetic.objective import ScalarObjective
 from ..core.checks import name
 from ..core.private import in_backward
 from ..losses.base import Losses
-from ..metrics import Metric, MetricValue
-from ..parallel.tokens import metrics_of_all_ranks
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
 from .function import Forward, Grads, Loss, forward_of
@@ -200,29 +196,3 @@ def finished(buffer: StreamsBuffer, made: Sequence[Forward], upstream: Grads, la
         backend.scale_([sums], factors)
         return sums
     return backend.scale(sums, factors, dtype)
-
-
-def value_over_streams(metric: Metric, outcomes: Sequence[Outcome]) -> MetricValue:
-    """``sum over i of v_1 * ... * v_i`` of the metric's values v in the streams, summed over the tokens that count in
-    the first; a stream in which a token does not count ends its product."""
-    objective: ScalarObjective = outcomes[0].objective
-    with torch.no_grad():
-        first, *others = itertools.accumulate([values_of(metric, ran) for ran in outcomes], torch.mul)
-        total = sum(others, first).sum() * torch.stack([ran.tokens.one_or_nan for ran in outcomes]).prod()
-    value = MetricValue("mean", total, objective.counts[place_of(metric, objective)])
-    rank_sums = objective.inputs.rank_sums
-    return value if rank_sums is None else metrics_of_all_ranks({metric.label: value}, rank_sums.parallel)[metric.label]
-
-
-def place_of(metric: Metric, objective: ScalarObjective) -> int:
-    """The metric's place among those of the objective's structure."""
-    return [each.label for each, _ in objective.structure.metrics].index(metric.label)
-
-
-def values_of(metric: Metric, ran: Outcome) -> Tensor:
-    """The metric's value for each of the call's tokens, 0 where a token does not count [tokens]."""
-    objective, packing = ran.objective, ran.tokens.packing
-    own = objective.structure.metrics[place_of(metric, objective)]
-    structure = replace(objective.structure, summands=(), metrics=(own,), leaves=frozenset())
-    values = evaluate(structure, ran.stats.named(), objective.inputs).table[0]
-    return values if packing is None else packing.unpack(values)

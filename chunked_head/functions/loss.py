@@ -1,7 +1,7 @@
 """Any sum of losses of a linear head, or of logits, with metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
 import torch
@@ -11,7 +11,7 @@ from ..arithmetic.objective import ScalarObjective
 from ..call.logits_call import check_inplace
 from ..call.options import Call, Head, call_of
 from ..call.run import Outcome
-from ..call.streams import Streams, value_over_streams
+from ..call.streams import Streams
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..compile.recipes import TASKS
 from ..core import checks
@@ -35,7 +35,7 @@ class LossOutput:
     With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how the call ran;
     None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph may run at other
     lengths. ``streams``: of a call on several streams each one's own, its loss detached and without the stream's
-    weight; ``parts`` and ``plan`` of such a call are theirs alone, its ``metrics`` those that go over streams.
+    weight; ``parts``, ``metrics`` and ``plan`` of such a call are theirs.
     """
 
     loss: Tensor
@@ -129,8 +129,7 @@ def linear_loss(
     ``stream_weights``: numbers or 0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``,
     ``normalizer``, ``candidates`` and each tensor of ``batch`` are one for all streams or a list of one each;
     everything else is the same for all. ``out.streams[i]`` has each stream's loss, parts, metrics and plan.
-    ``memory_budget`` holds one accumulator and one chunk of one stream. ``metrics.accepted_length`` goes over the
-    streams.
+    ``memory_budget`` holds one accumulator and one chunk of one stream.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
@@ -306,10 +305,6 @@ def streams_of(
             'reduction="none" has no loss that streams would add up to; call linear_loss once for each stream'
         )
     weights = each("stream_weights", 1.0 if stream_weights is None else stream_weights, count)
-    measured = as_metrics(given["metrics"])
-    over = tuple(metric for metric in measured if metric.over_streams)
-    # each stream makes the values of a metric over streams as it makes those of its own
-    metrics = [replace(metric, over_streams=False) for metric in measured]
     losses = [as_losses(one) for one in each("loss", loss, count)]
     calls = []
     for i, (states, targets) in enumerate(zip(hidden, each("target", target, count), strict=True)):
@@ -318,18 +313,11 @@ def streams_of(
         own = {name: each(name, given[name], count)[i] for name in EACH if name in given}
         if isinstance(given["batch"], Mapping):
             own["batch"] = {name: each(f"batch[{name!r}]", value, count)[i] for name, value in given["batch"].items()}
-        calls.append(make(states, weight, targets, losses[i].times(weights[i]), **{**given, **own, "metrics": metrics}))
-    check_alike(over, calls)
+        calls.append(make(states, weight, targets, losses[i].times(weights[i]), **{**given, **own}))
 
     def result(total: Tensor, outcomes: list[Outcome]) -> Any:
         outputs = [call.result(ran) for call, ran in zip(calls, outcomes, strict=True)]
-        found = {metric.label: value_over_streams(metric, outcomes) for metric in over}
-        names = {metric.label for metric in over}
-        own = [
-            replace(out, metrics={name: value for name, value in out.metrics.items() if name not in names})
-            for out in outputs
-        ]
-        return replace(own[0], loss=total, parts={}, metrics=found, plan=None, streams=tuple(own))
+        return LossOutput(total, {}, {}, None, tuple(outputs))
 
     return Streams(tuple(calls), tuple(losses), result)
 
@@ -341,13 +329,3 @@ def each(name: str, value: Any, count: int) -> Sequence[Any]:
     if len(value) != count:
         raise ValueError(f"{name} must be one for all {count} streams or a list of {count}, got {len(value)}")
     return value
-
-
-def check_alike(over: Sequence[Metric], calls: Sequence[Call[Any]]) -> None:
-    """Raises where streams differ in what metrics over streams need alike."""
-    shapes = [torch.Size(call.leading) for call in calls]
-    if over and len(set(shapes)) > 1:
-        raise ValueError(
-            f"metrics.{over[0].kind} follows a token through all streams, whose hidden states have other tokens: "
-            f"{', '.join(str(tuple(shape)) for shape in shapes)}; give them the same, masked where there is none"
-        )

@@ -3,7 +3,6 @@
 from .functions import (
     AGAINST,
     acceptance,
-    accepted_length,
     accuracy,
     advantage,
     agreement,
@@ -33,7 +32,7 @@ from .values import (
 
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",
-    "accepted_length", "accuracy", "advantage", "agreement", "all_reduce", "clip_fraction", "combine",
+    "accuracy", "advantage", "agreement", "all_reduce", "clip_fraction", "combine",
     "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "mean_logit", "merge",
     "perplexity", "ratio", "top_probability",
 ]  # fmt: skip

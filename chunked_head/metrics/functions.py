@@ -295,12 +295,3 @@ def agreement(**common: Any) -> Metric:
 
 def _agreement(stats: Any, batch: Any) -> Tensor:
     return (stats.argmax == stats.teacher_argmax).to(stats.lse.dtype)
-
-
-@once
-def accepted_length(**common: Any) -> Metric:
-    """``a.cumprod(0).sum(0)``: tokens in a row that a verifier accepts on average. ``a[i]`` is the acceptance of a
-    token in the i-th stream of ``linear_loss``, 0 where it does not count there; of the tokens that count in the first.
-    Streams hold the same tokens, the i-th drafted i tokens ahead.
-    """
-    return _statistic("accepted_length", "overlap", "mean", common, over_streams=True)

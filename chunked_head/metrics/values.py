@@ -41,7 +41,6 @@ class Metric(Part):
     reduce: Reduce = "mean"
     weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
     finish: Finish = "mean"  # from sums and count to .value
-    over_streams: bool = False  # of products of the values of a token in each stream of a call
 
     def __post_init__(self) -> None:
         where = f"metrics.{self.kind}"
@@ -49,7 +48,7 @@ class Metric(Part):
             choice(where, option, getattr(self, option), allowed)
         if self.unit == "segment" and self.scope != "segment":
             raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
-        plain = self.unit == "token" and self.reduce == "mean" and self.components == 1 and not self.over_streams
+        plain = self.unit == "token" and self.reduce == "mean" and self.components == 1
         if self.weighting != "token" and not plain:
             raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
         if self.temperature is not None:

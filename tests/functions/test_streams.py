@@ -312,25 +312,9 @@ def test_a_dense_teacher(name: str, place: Place) -> None:
         torch.testing.assert_close(grads_of(*leaves), list(expected), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_accepted_length(skip: bool) -> None:
-    hidden, weight, target, batch = draft()
-    targets = [target, target.clone()]
-    targets[1][1, 4:9] = -100
-    out = linear_loss(
-        hidden, weight, targets, losses.lk(), batch=batch, metrics=[metrics.acceptance(), metrics.accepted_length()],
-        skip_ignored=skip,
-    )  # fmt: skip
-    accepted, counts = [], []
-    for states, verifier, labels in zip(hidden, batch["teacher_hidden"], targets, strict=True):
-        p, q = (states @ weight.t()).softmax(-1), (verifier @ batch["teacher_weight"].t()).softmax(-1)
-        accepted.append(torch.minimum(p, q).sum(-1) * (labels != -100))
-        counts.append((labels != -100).sum())
-    expected = (accepted[0] + accepted[0] * accepted[1]).sum() / counts[0]
-    torch.testing.assert_close(out.metrics["accepted_length"].value, expected.detach())
-    for stream, values, count in zip(out.streams, accepted, counts, strict=True):
-        assert set(stream.metrics) == {"acceptance"}
-        torch.testing.assert_close(stream.metrics["acceptance"].value, (values.sum() / count).detach())
+def acceptances(out: Any) -> Tensor:
+    """Of each stream, over all ranks."""
+    return torch.stack([stream.metrics["acceptance"].value for stream in out.streams])
 
 
 def of_two_ranks(rank: int, device: str) -> dict[str, Any]:
@@ -340,21 +324,21 @@ def of_two_ranks(rank: int, device: str) -> dict[str, Any]:
     own = weight.detach().chunk(2)[rank].clone().requires_grad_()
     out = linear_loss(
         hidden, own, target, losses.lk() + losses.cross_entropy(), batch=batch, shift=(1, 2), chunk_tokens=CHUNK,
-        metrics=[metrics.accepted_length()], parallel=VocabParallel(), vocab_size=VOCAB,
+        metrics=[metrics.acceptance()], parallel=VocabParallel(), vocab_size=VOCAB,
     )  # fmt: skip
     out.loss.backward()
-    found = {"vocabulary": (out.loss.detach(), out.metrics["accepted_length"].value, own.grad, *grads_of(*hidden))}
+    found = {"vocabulary": (out.loss.detach(), acceptances(out), own.grad, *grads_of(*hidden))}
     lines = [states[rank : rank + 1].detach() for states in hidden]
     whole = weight.detach().requires_grad_()
     own_batch = {"teacher_hidden": [states[rank : rank + 1] for states in batch["teacher_hidden"]]}
     own_batch["teacher_weight"] = draft()[3]["teacher_weight"]
     out = linear_loss(
         lines, whole, target[rank : rank + 1], losses.lk() + losses.cross_entropy(), batch=own_batch, shift=(1, 2),
-        metrics=[metrics.accepted_length()], parallel=TokenParallel(average=True),
+        metrics=[metrics.acceptance()], parallel=TokenParallel(average=True),
     )  # fmt: skip
     out.loss.backward()
     each = sum(stream.loss for stream in out.streams)
-    found["tokens"] = out.loss.detach(), out.metrics["accepted_length"].value, whole.grad, each
+    found["tokens"] = out.loss.detach(), acceptances(out), whole.grad, each
     return found
 
 
@@ -363,14 +347,14 @@ def test_two_ranks(tmp_path: Path) -> None:
     hidden, weight, target, batch = draft()
     out = linear_loss(
         hidden, weight, target, losses.lk() + losses.cross_entropy(), batch=batch, shift=(1, 2),
-        metrics=[metrics.accepted_length()],
+        metrics=[metrics.acceptance()],
     )  # fmt: skip
     out.loss.backward()
-    loss, length, *others = first["vocabulary"]
-    expected = [out.loss.detach(), out.metrics["accepted_length"].value, *grads_of(weight, *hidden)]
-    torch.testing.assert_close([loss, length, torch.cat([others[0], second["vocabulary"][2]]), *others[1:]], expected)
-    (one, length, d_one, streams), (two, _, d_two, _) = first["tokens"], second["tokens"]
-    torch.testing.assert_close([(one + two) / 2, length, (d_one + d_two) / 2], expected[:3])
+    loss, accepted, *others = first["vocabulary"]
+    expected = [out.loss.detach(), acceptances(out), *grads_of(weight, *hidden)]
+    torch.testing.assert_close([loss, accepted, torch.cat([others[0], second["vocabulary"][2]]), *others[1:]], expected)
+    (one, accepted, d_one, streams), (two, _, d_two, _) = first["tokens"], second["tokens"]
+    torch.testing.assert_close([(one + two) / 2, accepted, (d_one + d_two) / 2], expected[:3])
     torch.testing.assert_close(streams, one)
 
 
@@ -390,17 +374,13 @@ def test_two_ranks(tmp_path: Path) -> None:
             "accumulate_dtype must be None or float32, the dtype of accumulate_into",
         ),
         ({"metrics": [metrics.acceptance()]}, "no loss of the call has one"),
-        ({"hidden": "one", "metrics": [metrics.accepted_length()]}, "goes over several streams"),
         ({"hidden": "one", "stream_weights": [1.0]}, "stream_weights go with several streams"),
-        ({"hidden": "uneven", "metrics": [metrics.accepted_length()]}, "have other tokens"),
     ],
 )
 def test_errors(options: dict[str, Any], says: str) -> None:
     options = dict(options)
     hidden, weight, _, target = made(options.pop("dtype", torch.float32), count=2)
-    kinds = {"one": hidden[0], "uneven": [hidden[0], hidden[1][:, 1:]], "": hidden}
-    which = options.pop("hidden", "")
-    states = kinds[which] if isinstance(which, str) else which
-    target = [target, target[:, 1:]] if which == "uneven" else target
+    states = options.pop("hidden", hidden)
+    states = hidden[0] if states == "one" else states
     with pytest.raises(ValueError, match=says):
         linear_loss(states, weight, target, losses.cross_entropy(), **options)

@@ -252,7 +252,7 @@ FACTORIES = [
     for module in (losses, metrics)
     for name, factory in vars(module).items()
     if name in module.__all__ and getattr(factory, "__annotations__", {}).get("return") in (Losses, Metric)
-    if name not in ("custom", "accepted_length")  # a user's, and one of several streams
+    if name != "custom"  # a user's
 ]
 
 

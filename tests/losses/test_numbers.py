@@ -86,7 +86,7 @@ FACTORIES = [
     function for module in (losses, metrics) for function in vars(module).values()
     if inspect.isfunction(function) and function.__annotations__.get("return") in (Losses, Metric)
 ]  # fmt: skip
-OF_TEACHERS = metrics.acceptance, metrics.accepted_length, metrics.agreement  # which take no temperature
+OF_TEACHERS = metrics.acceptance, metrics.agreement  # which take no temperature
 MORE = {
     "summand": ("temperature", "normalizer"), "common": ("temperature",),
     "policy": ("temperature", "rollout_max", "rollout_min"),
