@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.checks import choice
 from ..core.private import breaks_graph
 from .base import DENSE, FIELDS, STATISTICS, TAKERS, TEACHER_FIELDS, Field, Losses, Scope, Summand, Teacher, Unit, make
-from .user_checks import Function, checked, contents, found_once
+from .user_checks import Function, checked
 
 ALWAYS = ("logprob", "lse")
 
@@ -80,14 +80,14 @@ def custom(
     options, tensors = dict(options or {}), dict(tensors or {})
     if check:
         question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
-        about = scope, unit, tuple(sorted(extra.items())), contents((options, tensors))
-        reads = found_once(function, about, lambda: checked(where, question, extra))
-        if reads.target and reads_target is False:
+        read, required, optional = checked(where, question, extra)
+        of_target = "logprob" in read or "target" in required
+        if of_target and reads_target is False:
             raise ValueError(f"{where} reads the target, in stats.logprob or batch.target: not reads_target=False")
-        statistics |= reads.statistics
-        required, optional = set(reads.required), reads.optional | set(declared)
         if reads_target is None:  # a branch that a field would choose may read what this one did not
-            reads_target = bool(reads.target or reads.optional)
+            reads_target = of_target or bool(optional)
+        statistics |= read
+        required, optional = required - {"target"}, (optional | set(declared)) - {"target"}
     else:
         required = set(declared)
     if "topk_logprobs" in statistics:
