@@ -257,7 +257,7 @@ def describe_plan(made: Any) -> dict[str, Any]:
         "chunk_tokens": int(made.chunk_tokens),
         "chunks": int(made.chunks),
         "schedule": str(made.schedule),
-        "accumulate_dtype": str(made.accumulate_dtype).removeprefix("torch."),
+        "accumulate_dtype": str(made.weight_accumulate).removeprefix("torch."),
         "text": str(made).split("\n"),
     }
 

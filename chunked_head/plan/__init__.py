@@ -1,1 +1,1 @@
-"""From arguments to a plan: checks, statistics needed, sizes, memory, and the planner."""
+"""From a call's sizes to its plan: chunks, schedule, buffers and their memory."""

@@ -1,8 +1,7 @@
 """Decides a ``Plan``: the first of a list of candidates, the fastest first, that the budget holds; else the reason.
 
-A candidate says when gradients are made and in which dtypes they add up. ``chunk_size`` finds its chunks,
-``sweep_size`` those of a forward pass without gradients, ``block_and_tile`` the tiles of the recompute schedule: the
-largest that the budget holds.
+A candidate says when gradients are made and in which dtypes they add up. ``chunk_size`` finds the chunks of its
+forward pass, ``block_and_tile`` the tiles of the recompute schedule: the largest that the budget holds.
 """
 
 import functools
@@ -15,20 +14,8 @@ import torch
 
 from ..core.checks import name
 from ..kernels.common.cache import Cache
-from .plans import MAX_HALF_CHUNKS, Plan, Schedule, call_buffers, sized_buffers
-from .sizes import (
-    CHUNK_MULTIPLE,
-    DEFAULT_BUDGET,
-    MiB,
-    Request,
-    Sizes,
-    amount,
-    balanced,
-    gradients_of,
-    peak_of,
-    phase_bytes,
-    rows_of,
-)
+from .plans import MAX_HALF_CHUNKS, Plan, Schedule, needed_by
+from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
 MODEST_SWEEP = 60 * MiB
@@ -49,9 +36,9 @@ class Candidate(NamedTuple):
     """A schedule with its sums' dtypes, whose chunks are to be found: those of ``plan`` are of one row."""
 
     plan: Plan
-    least_rows: int = 1  # of a chunk, or of a block in the recompute schedule
-    chunk_tokens: int | None = None  # named by the caller
-    fits_budget: bool = True  # the named chunk too
+    least_rows: int  # of a chunk, or of a block in the recompute schedule
+    chunk_tokens: int | None  # named by the caller
+    fits_budget: bool  # the named chunk too
 
 
 PLANS: "Cache[tuple[Sizes, Request], Plan | str]" = Cache(1024)
@@ -150,14 +137,13 @@ def of_one_row(
 def refusal(sizes: Sizes, request: Request) -> str:
     """The reason why no call of these sizes can add up in the dtype that is asked for; "" where one can."""
     wanted, weight_dtype = request.accumulate_dtype, sizes.weight_dtype
-    if sizes.buffer_dtype is not None and wanted not in (None, sizes.buffer_dtype):
-        return (
-            f"accumulate_dtype must be None or {name(sizes.buffer_dtype)}, the dtype of accumulate_into, got {wanted!r}"
-        )
-    allowed = {weight_dtype} | ({torch.float32} if weight_dtype.itemsize < 4 else set())
+    allowed, reason = {weight_dtype}, f" for a weight of {name(weight_dtype)}"
+    if sizes.buffer_dtype is not None:
+        allowed, reason = {sizes.buffer_dtype}, ", the dtype of accumulate_into"
+    elif weight_dtype.itemsize < 4:
+        allowed.add(torch.float32)
     if wanted is not None and wanted not in allowed:
-        names = " or ".join(sorted(map(name, allowed)))
-        return f"accumulate_dtype must be None or {names} for a weight of {name(weight_dtype)}, got {wanted!r}"
+        return f"accumulate_dtype must be None or {' or '.join(sorted(map(name, allowed)))}{reason}, got {wanted!r}"
     in_forward = not sizes.late_upstream and not sizes.coupled
     if wanted == torch.float16 and in_forward and sizes.returns_weight_grad:
         return (
@@ -197,7 +183,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     weight_dtype, wanted, named = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
     tokens = max(sizes.tokens, 1)
     if not sizes.any_grad:
-        yield Candidate(of_one_row(sizes, "loss only", request.budget), chunk_tokens=named)
+        yield Candidate(of_one_row(sizes, "loss only", request.budget), 1, named, request.explicit)
     elif sizes.late_upstream:
         yield from recomputing(sizes, request, "the upstream gradient comes late")
     elif sizes.coupled:
@@ -268,31 +254,26 @@ def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate
         few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
         least = max(least, -(-sizes.tokens // few))
     plan = of_one_row(sizes, "recompute", request.budget, weight_acc=sizes.buffer_dtype, note=note)
-    yield Candidate(plan, least, request.chunk_tokens)
+    yield Candidate(plan, least, request.chunk_tokens, request.explicit)
     if half_weight and not request.explicit and request.accumulate_dtype != sizes.weight_dtype:
         grown = request.budget + 4 * sizes.weight_elements
         plan = replace(plan, budget=grown, weight_accumulate=torch.float32)
-        yield Candidate(plan, CHUNK_MULTIPLE, request.chunk_tokens)
+        yield Candidate(plan, CHUNK_MULTIPLE, request.chunk_tokens, request.explicit)
 
 
 def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
     """The candidate's plan with the largest chunks that its budget holds, or the reason why none fit."""
-    plan, named, tokens = candidate.plan, candidate.chunk_tokens, max(candidate.plan.sizes.tokens, 1)
-    if plan.schedule == "forward":
-        needed, least = needed_by(plan, of_rows), min(candidate.least_rows, tokens)
-        rows = chunk_size(plan, needed, named, least, candidate.fits_budget)
-        if rows >= least:
-            return of_rows(plan, rows)
+    plan, least, named, fits_budget = candidate
+    tokens, first = max(plan.sizes.tokens, 1), plan
+    if plan.schedule == "recompute":
+        first, least = of_one_row(plan.sizes, "loss only", request.budget), 1
+    needed, least = needed_by(first, of_rows), min(least, tokens)
+    rows = chunk_size(first, needed, named, least, fits_budget)
+    if rows < least:
         least_needed = needed(min(named or least, tokens))
-        return Miss(least_needed - plan.budget, least_needed, named or least)
-    sweep = of_one_row(plan.sizes, "loss only", request.budget)
-    needed = needed_by(sweep, of_rows)
-    rows = sweep_size(sweep, needed, named, request.explicit)
-    if rows == 0:
-        least_needed = needed(min(named or 1, tokens))
-        return Miss(least_needed - sweep.budget, least_needed, named or 1)
-    if plan.schedule == "loss only":
-        return of_rows(sweep, rows)
+        return Miss(least_needed - first.budget, least_needed, named or least)
+    if plan.schedule != "recompute":
+        return of_rows(plan, rows)
     plan, most_blocks = of_rows(plan, rows), -(-tokens // candidate.least_rows)
     needed = needed_by(plan, of_tile)
     if found := block_and_tile(plan, needed, most_blocks):
@@ -300,13 +281,6 @@ def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
     block = rows_of(tokens, most_blocks)
     least_needed = needed(block, min(plan.sizes.vocab, CHUNK_MULTIPLE))
     return Miss(least_needed - plan.budget, least_needed, block)
-
-
-def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
-    """Bytes beside the gradients of the plan that ``sized`` makes of it and some sizes, as a function of these."""
-    call = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
-    since, gradients = phase_bytes(call), gradients_of(call)
-    return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
 
 
 def largest(
@@ -330,32 +304,20 @@ def largest(
 
 
 def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, least: int, fits_budget: bool) -> int:
-    """Rows of a chunk of ``plan``, which makes its gradients along with the statistics: as many as its budget holds,
-    or as the caller ``named``; 0 where those do not fit and ``fits_budget`` says that they must, or not ``least``."""
+    """Rows of a chunk of a forward pass: as many as the plan's budget holds, or as the caller ``named``; 0 where those
+    do not fit and ``fits_budget`` says that they must, or not ``least``."""
     tokens, budget = max(plan.sizes.tokens, 1), plan.budget
     if named is not None:
         rows = balanced(tokens, named)
         return 0 if fits_budget and needed(rows) > budget else rows
     rows = largest(needed, budget, tokens, least=least) if needed(least) <= budget else 0
-    if rows == 0:
-        return 0
-    equal = rows if plan.sizes.by_segments else balanced(tokens, rows)
-    return equal if needed(equal) <= budget else rows  # parts of dhidden may take more of fewer rows
-
-
-def sweep_size(plan: Plan, needed: Callable[[int], int], named: int | None, explicit: bool) -> int:
-    """Rows of a chunk in a pass that keeps statistics and makes no gradient; 0 where none fit. ``explicit``: the
-    caller gave the budget."""
-    most = max(1, plan.sizes.tokens if named is None else min(plan.sizes.tokens, named))
-    if named is not None and not explicit:
-        return balanced(plan.sizes.tokens, most)
-    rows = largest(needed, plan.budget, most)
-    if not explicit and not plan.sizes.keeps_sweep:
+    if plan.schedule == "loss only" and not (fits_budget or plan.sizes.keeps_sweep):
         # where no logits are stored, larger chunks gain nothing
-        rows = min(rows, max(largest(needed, MODEST_SWEEP, most), GOOD_CHUNK))
-    if rows == 0 or (named is not None and rows < min(plan.sizes.tokens, named)):
-        return 0
-    return balanced(plan.sizes.tokens, rows)
+        rows = min(rows, max(largest(needed, MODEST_SWEEP, tokens), GOOD_CHUNK))
+    if rows == 0 or (plan.schedule == "forward" and plan.sizes.by_segments):
+        return rows
+    equal = balanced(tokens, rows)
+    return equal if needed(equal) <= budget else rows  # parts of dhidden may take more of fewer rows
 
 
 def of_rows(plan: Plan, rows: int) -> Plan:
@@ -366,12 +328,17 @@ def of_rows(plan: Plan, rows: int) -> Plan:
 def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int) -> Plan | None:
     """The recompute plan with the block and the tile that fit and whose products move the fewest bytes; or None."""
     sizes, best, least, tried = plan.sizes, None, 0, 0
-    each_tile = moved_by_tile(sizes)
+    # a tile reads all rows of hidden states, twice, and adds to their gradient
+    read, added = 2 * sizes.dtype.itemsize, 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
+    each_tile = sizes.tokens * sizes.hidden * (read + added)
+    weight_sum = plan.weight_accumulate.itemsize if sizes.weight_grad else 0
     for blocks in range(1, most_blocks + 1):
         block = rows_of(sizes.tokens, blocks)
         if block == tried:
             continue
-        tried, moved = block, moved_by_blocks(sizes, block, plan.weight_accumulate)
+        # each block reads the weight, twice, and adds to its gradient
+        walks, tried = math.ceil(max(sizes.tokens, 1) / block), block
+        moved = sizes.weight_elements * (walks * read + (2 * walks - 1) * weight_sum)
         # as many tiles as move fewer bytes than the best; more blocks move more, whatever their tiles are
         tiles = sizes.vocab if best is None else (least - moved - 1) // each_tile
         if tiles < 1:
@@ -383,7 +350,12 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
 
 
 def of_tile(plan: Plan, block: int, tile: int) -> Plan:
-    hidden_acc = plan.sizes.hidden_accumulator(tile)
+    """The recompute plan with blocks and tiles of these sizes. One tile makes the gradient of hidden in one product,
+    several add up in fp32, where fp16 gets its scale."""
+    sizes, hidden_acc = plan.sizes, plan.sizes.hidden_dtype
+    wide = tile < sizes.vocab or sizes.dtype == torch.float16 or not sizes.sums_into(hidden_acc)
+    if wide and hidden_acc.itemsize < 4:
+        hidden_acc = torch.float32
     return replace(plan, block_tokens=block, tile_columns=tile, hidden_accumulate=hidden_acc)
 
 
@@ -398,16 +370,3 @@ def widest_tile(plan: Plan, needed: Callable[[int], int]) -> int:
         return widest
     columns = math.ceil(vocab / math.ceil(vocab / widest))
     return min(vocab, math.ceil(columns / TILE_MULTIPLE) * TILE_MULTIPLE)
-
-
-def moved_by_blocks(sizes: Sizes, block: int, weight_acc: torch.dtype) -> int:
-    """Bytes read and written because each block walks the weight, twice, and adds to its gradient."""
-    blocks = math.ceil(max(sizes.tokens, 1) / block)
-    added = (2 * blocks - 1) * weight_acc.itemsize if sizes.weight_grad else 0
-    return sizes.weight_elements * (2 * blocks * sizes.dtype.itemsize + added)
-
-
-def moved_by_tile(sizes: Sizes) -> int:
-    """Bytes read and written because a tile reads all rows of hidden states, twice, and adds to their gradient."""
-    added = 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
-    return sizes.tokens * sizes.hidden * (2 * sizes.dtype.itemsize + added)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -10,23 +10,7 @@ import torch
 
 from ..core.checks import name
 from ..core.stats import numbers_sent
-from .sizes import (
-    BYTE,
-    HIDDEN,
-    LOOP,
-    LOSSES,
-    SWEEP,
-    WEIGHT,
-    Buffer,
-    MiB,
-    Phase,
-    Sizes,
-    cast_rows,
-    extra_of,
-    gradients_of,
-    peak_of,
-    slices,
-)
+from .sizes import BYTE, HIDDEN, LOOP, LOSSES, SWEEP, WEIGHT, Buffer, MiB, Phase, Sizes, cast_rows, peak_of, phase_bytes
 
 # temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
 BYTES_PER_EVALUATED = 80
@@ -59,10 +43,6 @@ class Plan:
     ending: int | None = None  # chunks of a call that end where its segments do: as many as there are
 
     @property
-    def accumulate_dtype(self) -> torch.dtype:
-        return self.weight_accumulate
-
-    @property
     def chunks(self) -> int:
         """Number of chunks of tokens."""
         return math.ceil(self.sizes.tokens / self.chunk_tokens) if self.ending is None else self.ending
@@ -70,9 +50,6 @@ class Plan:
     @property
     def blocks(self) -> int:
         return math.ceil(self.sizes.tokens / self.block_tokens)
-
-    def column_tiles(self) -> list[slice]:
-        return slices(self.sizes.vocab, self.tile_columns)
 
     @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -82,7 +59,7 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the call hands over."""
-        return gradients_of(self.buffers)
+        return sum(buffer.bytes for buffer in self.buffers if buffer.kind == "gradient")
 
     @property
     def peak_bytes(self) -> int:
@@ -92,7 +69,7 @@ class Plan:
     @property
     def extra_bytes(self) -> int:
         """Predicted peak beside the gradients and the cast weight: what ``memory_budget`` limits."""
-        return extra_of(self.buffers)
+        return max(0, peak_of(b for b in self.buffers if b.kind != "cast") - self.gradient_bytes)
 
     @property
     def weight_error(self) -> float | None:
@@ -139,6 +116,13 @@ def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
     return found
 
 
+def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
+    """Bytes beside the gradients of the plan that ``sized`` makes of it and some sizes, as a function of these."""
+    call = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
+    since, gradients = phase_bytes(call), sum(buffer.bytes for buffer in call if buffer.kind == "gradient")
+    return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
+
+
 def call_buffers(plan: Plan) -> Iterator[Buffer]:
     """The buffers that do not depend on chunks, blocks and tiles."""
     sizes = plan.sizes
@@ -170,7 +154,10 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     sizes, rows, forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
     # where a loss waits for several chunks, those of a sweep for statistics are gone by then
     last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
-    yield from chunk_buffers(sizes, rows, last, stored=forward or sizes.keeps_sweep)
+    yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
+    yield from sizes.store.buffers(sizes, rows, last, forward or sizes.keeps_sweep)
+    if sizes.store.multiplies:
+        yield from operand_buffers(sizes, rows, SWEEP, last)
     yield from cast_buffers(sizes, sizes.vocab, SWEEP, last)
     if forward and sizes.hidden_ranks > 1 and sizes.hidden_grad:
         yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
@@ -182,14 +169,6 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, each), BYTE, LOSSES, LOSSES)
 
 
-def chunk_buffers(sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-    """The rows of a chunk, in memory until ``last``. ``stored``: with their logits."""
-    yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
-    yield from sizes.store.buffers(sizes, rows, last, stored)
-    if sizes.store.multiplies:
-        yield from operand_buffers(sizes, rows, SWEEP, last)
-
-
 def tile_buffers(plan: Plan) -> Iterator[Buffer]:
     """Gradients from known statistics: by blocks of tokens, tiles of the vocabulary inside."""
     sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
@@ -199,7 +178,9 @@ def tile_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
     yield from sizes.store.tile_buffers(sizes, block, tile)
     yield from operand_buffers(sizes, block, LOOP, LOOP)
-    if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate) and (sizes.half_products or not sizes.half):
+    # a tile of the weight's gradient is made in fp32 first where fp16 gets its scale, or the sums are of another dtype
+    wide = sizes.dtype == torch.float16 or not sizes.sums_into(plan.weight_accumulate)
+    if sizes.weight_grad and wide and (sizes.half_products or not sizes.half):
         columns = min(tile, cast_rows(sizes.hidden))
         yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
     yield from cast_buffers(sizes, tile, LOOP, LOOP)

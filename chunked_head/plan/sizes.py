@@ -20,10 +20,7 @@ from ..kernels.common.tiles import PRODUCT_ROWS
 
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
-HALF_TILE = 64  # rows that dweight's product takes at a time
-CAST_BYTES = 16 * MiB
 BYTE = torch.uint8
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Demand()
 # rows of a teacher's logits at a time, where no statistic waits for all of a chunk's: the weight is read again for each
 # so many, which is half as long as its product takes; a multiple of the rows that other products read at a time
@@ -73,15 +70,6 @@ def phase_bytes(buffers: Iterable[Buffer]) -> list[int]:
     return list(itertools.accumulate(change[:-1]))
 
 
-def extra_of(buffers: Sequence[Buffer]) -> int:
-    """The peak beside the gradients, a cast of the weight not counted: the bytes that a budget limits."""
-    return max(0, peak_of(b for b in buffers if b.kind != "cast") - gradients_of(buffers))
-
-
-def gradients_of(buffers: Sequence[Buffer]) -> int:
-    return sum(buffer.bytes for buffer in buffers if buffer.kind == "gradient")
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The numbers and choices that a plan is made from; holds no tensor."""
@@ -128,7 +116,7 @@ class Sizes:
 
     @property
     def half(self) -> bool:
-        return self.dtype in HALF_DTYPES
+        return self.dtype.itemsize == 2
 
     @property
     def wide(self) -> torch.dtype:
@@ -166,17 +154,6 @@ class Sizes:
     def sums_into(self, dtype: torch.dtype) -> bool:
         """True where a product of operands can be stored in ``dtype``: theirs, or a wide one."""
         return dtype == self.dtype or dtype.itemsize >= 4
-
-    def hidden_accumulator(self, tile: int) -> torch.dtype:
-        """The dtype in which tiles' products add up to the gradient of hidden: one tile makes it in one product,
-        several add in fp32, where fp16 gets its scale."""
-        dtype = self.hidden_dtype
-        wide = tile < self.vocab or self.dtype == torch.float16 or not self.sums_into(dtype)
-        return torch.float32 if wide and dtype.itemsize < 4 else dtype
-
-    def through_fp32(self, weight_acc: torch.dtype) -> bool:
-        """True where a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
-        return self.dtype == torch.float16 or not self.sums_into(weight_acc)
 
     @property
     def grads_in_matmul(self) -> bool:
@@ -275,11 +252,12 @@ def slices(total: int, step: int) -> list[slice]:
 
 
 def balanced(tokens: int, most: int) -> int:
-    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
+    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 (which dweight's product takes at a time) or 16,
+    where ``most`` leaves room for that."""
     if tokens <= most:
         return max(tokens, 1)
     rows = math.ceil(tokens / math.ceil(tokens / most))
-    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
+    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, 64, 16))
     return next((choice for choice in rounded if choice <= most), rows)
 
 
@@ -296,4 +274,4 @@ def padded_columns(columns: int) -> int:
 
 def cast_rows(hidden: int) -> int:
     """Rows of the weight whose fp32 copy is about 16 MiB: as many as are cast at a time."""
-    return max(CHUNK_MULTIPLE, CAST_BYTES // (4 * max(hidden, 1)))
+    return max(CHUNK_MULTIPLE, 4 * MiB // max(hidden, 1))

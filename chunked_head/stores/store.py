@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
 from ..plan.plans import Plan
-from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns
+from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
 from .matmul import add_dhidden, add_dweight, put
 from .operands import Head, Rows
@@ -99,7 +99,7 @@ class MatmulStore(Store):
         coefficients, gain = self.fitted(rows, coefficients)
         if dhidden is not None and self.plan.hidden_accumulate != dhidden.dtype:
             sums = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
-        for tile in self.plan.column_tiles() if self.tiled else (slice(0, self.vocab),):
+        for tile in slices(self.vocab, self.plan.tile_columns if self.tiled else self.vocab):
             weight, dweight, dbias = self.head.weight, grads.weight, grads.bias
             if tile.stop - tile.start < self.vocab:
                 weight = weight[tile]

@@ -114,7 +114,7 @@ def test_autocast_names_the_cast_weight() -> None:
     made = plan(8192, **LLAMA, hidden_dtype=torch.float32, weight_dtype=torch.float32)
     (cast,) = (buffer for buffer in made.buffers if buffer.kind == "cast")
     assert (cast.shape, cast.dtype, cast.bytes) == ((128256, 4096), torch.bfloat16, 2 * 4096 * 128256)
-    assert made.accumulate_dtype == torch.float32
+    assert made.weight_accumulate == torch.float32
     assert made.extra_bytes <= 640 * MiB
 
 
