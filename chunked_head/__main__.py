@@ -35,7 +35,6 @@ PROGRAM = "python -m chunked_head"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 LOSSES = sorted(one for one in losses.__all__ if one.islower() and one != "custom")
 MODEL = "a folder with config.json, such a file, or a name in the local cache; nothing is downloaded"
-STYLES = {"pass": "bold green", "FAIL": "bold red"}  # by a value's first word
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if as_json:
         print(json.dumps(record, indent=1, default=str))
     else:
-        show([section for section in shown if section[1]])
+        print(as_text([section for section in shown if section[1]]))
     return 0 if record.get("passed", True) else 1
 
 
@@ -141,47 +140,19 @@ def model_of(where: str, dtype: torch.dtype | None) -> Any:
 def run_doctor() -> Found:
     found = diagnose()
     tested = found["self_test"] | {"result, relative to float64": found["result"]}
-    records = {"Versions": found["versions"], "A call here": found["call"], "Self-test": tested}
-    shown: list[Section] = [(title, [*map(as_row, record.items())]) for title, record in records.items()]
+    shown: list[Section] = []
+    for title, record in (("Versions", found["versions"]), ("A call here", found["call"]), ("Self-test", tested)):
+        texts = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in record.values()]
+        shown.append((title, [(key.replace("_", " "), text) for key, text in zip(record, texts, strict=True)]))
     return found, [*shown, ("Odd", [("", sentence) for sentence in found["odd"]])]
-
-
-def as_row(item: tuple[str, Any]) -> tuple[str, str]:
-    key, value = item
-    return key.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def show(shown: Sequence[Section]) -> None:
-    """Prints what a command found, for people: in tables on a terminal with the package rich, else as plain text."""
-    if sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            return in_tables(shown)
-    print(as_text(shown))
-
-
-def in_tables(shown: Sequence[Section]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    for title, rows in shown:
-        table = Table(title=title, title_justify="left", show_header=False)
-        for name, *cells in rows:
-            side: Any = "right" if cells[1:] else "left"  # several are numbers
-            # Text, since brackets in a string would be taken for rich's markup
-            texts = [Text(cell, STYLES.get(cell.split(",")[0], ""), justify=side) for cell in cells]
-            table.add_row(Text(name, "bold"), *texts)
-        Console().print(table)
 
 
 PACKAGES = ("triton", "numpy", "transformers", "trl", "liger-kernel")
 # by dtype: how far from float64's full logits a loss and a gradient may be, the latter by its norm. 16-bit types round
 # exponentials and the gradient itself
 BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-4, 1e-2)}
-CHECKED = 300, 128, 1000  # tokens, hidden, vocab
-TIMED = {"cuda": (4096, 2048, 32768), "cpu": (256, 256, 4096)}
+TIMED = {"cuda": (4096, 2048, 32768), "cpu": (256, 256, 4096)}  # tokens, hidden, vocab
 ROUNDS = 8  # that are timed, of which three warm up
-PLANNED = 8192, 4096, 128256
 
 
 def diagnose() -> dict[str, Any]:
@@ -192,7 +163,7 @@ def diagnose() -> dict[str, Any]:
     found["odd"] = odd(device, found["versions"].get("trl", TRL.tested[-1]))
     try:
         found["call"] = {"backend": backend_of(None, device).name}
-        found["call"] |= facts(plan(*PLANNED, dtype, device=device))
+        found["call"] |= facts(plan(8192, 4096, 128256, dtype, device=device))
         found["self_test"] = test = self_test(device, dtype)
         checked = ("loss", "loss"), ("hidden", "gradient"), ("weight", "gradient")
         passed = all(test[f"{one}_error"] <= test[f"{bound}_bound"] for one, bound in checked)  # not where one is nan
@@ -235,7 +206,7 @@ def odd(device: torch.device, trl: str) -> list[str]:
 @torch.enable_grad()
 def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """A call compared with float64: relative errors, the worst of three calls; times of it and of its three matmuls."""
-    hidden, weight, target = operands(CHECKED, dtype, device)
+    hidden, weight, target = operands((300, 128, 1000), dtype, device)
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     true, errors = with_gradients(F.cross_entropy(wide[0] @ wide[1].T, target), wide), []
     for _ in range(3):

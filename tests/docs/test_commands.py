@@ -127,18 +127,6 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "pip install transformers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if rich:
-        pytest.importorskip("rich")
-    else:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(SIZES) == 0
-    out = capsys.readouterr().out
-    assert "peak over the inputs" in out and ("─" in out or "━" in out) == rich
-
-
 def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["chunked_head", "plan", "--help"])
     monkeypatch.delitem(sys.modules, "chunked_head.__main__")
