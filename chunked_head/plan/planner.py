@@ -40,6 +40,15 @@ class Candidate(NamedTuple):
     chunk_tokens: int | None  # named by the caller
     fits_budget: bool  # the named chunk too
 
+    @property
+    def is_hopeless(self) -> bool:
+        """True where sums of the weight's gradient in another dtype than its own exceed a budget that counts: found out
+        without a look at the buffers."""
+        plan, sizes, counts = self.plan, self.plan.sizes, self.fits_budget or self.chunk_tokens is None
+        waits = plan.weight_accumulate != sizes.weight_dtype and sizes.returns_weight_grad
+        sums = sizes.weight_elements * plan.weight_accumulate.itemsize
+        return counts and waits and plan.schedule == "forward" and sums > plan.budget
+
 
 PLANS: "Cache[tuple[Sizes, Request], Plan | str]" = Cache(1024)
 
@@ -155,12 +164,9 @@ def refusal(sizes: Sizes, request: Request) -> str:
 
 def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
     """The first candidate's plan within the budget, or the reason why the one that lacks least does not fit."""
-    misses: list[Miss] = []
     for candidate in candidates(sizes, request):
-        found = fitted(request, candidate)
-        if isinstance(found, Plan):
+        if not candidate.is_hopeless and isinstance(found := fitted(request, candidate), Plan):
             return found
-        misses.append(found)
     weight_dtype, wanted = sizes.weight_dtype, request.accumulate_dtype
     if wanted == weight_dtype and weight_dtype.itemsize < 4 and not (sizes.late_upstream or sizes.coupled):
         needed = of_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
@@ -169,6 +175,7 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
             f"{sizes.tokens} tokens in so few need {amount(needed)}; raise memory_budget or "
             "chunk_tokens, or leave accumulate_dtype=None"
         )
+    misses = [miss for one in candidates(sizes, request) if isinstance(miss := fitted(request, one), Miss)]
     _, needed, rows = min(misses, key=lambda miss: miss.missing)
     chunk = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
     return (

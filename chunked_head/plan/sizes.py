@@ -206,8 +206,7 @@ class Request:
         chunk = self.chunk_tokens
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
-        if self.memory_budget is not None:
-            parse_bytes(self.memory_budget, "memory_budget")
+        self.budget  # noqa: B018  (raises what is wrong with it)
         if self.accumulate_dtype is not None and not isinstance(self.accumulate_dtype, torch.dtype):
             raise TypeError(
                 f"accumulate_dtype must be None or a torch.dtype such as torch.float32, got {self.accumulate_dtype!r}"
@@ -217,7 +216,7 @@ class Request:
     def explicit(self) -> bool:
         return self.memory_budget is not None
 
-    @property
+    @functools.cached_property
     def budget(self) -> int:
         return self.default if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
 
