@@ -220,19 +220,19 @@ class Call(Generic[Result]):
         """This rank's part of the vocabulary."""
         assert isinstance(self.parallel, VocabParallel)
         checked_by: CheckedBy = "nothing" if self.weight is None else "hidden"
-        split = self.parallel.split(self.local_vocab, self.vocab_size)
-        return Shard(self.parallel, split, checked_by if self.target is None else "targets")
+        vocab, rows = self.parallel.split(self.local_vocab, self.vocab_size)
+        return Shard(self.parallel, vocab, rows, checked_by if self.target is None else "targets")
 
     @functools.cached_property
     def vocab(self) -> int:
         """Ids of the softmax, on whichever rank they are."""
         assert self.shard is not None
-        return self.shard.split.vocab
+        return self.shard.vocab
 
     @property
     def columns(self) -> int:
         """Rows that are here and stand for an id."""
-        return self.vocab if self.shard is None else self.shard.split.columns
+        return self.vocab if self.shard is None else self.shard.columns
 
     @functools.cached_property
     def gradient_buffer(self) -> GradientBuffer | None:

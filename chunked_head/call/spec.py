@@ -191,7 +191,7 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
         teacher_vocab = check_shared_teacher(call, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     if call.outputs and call.outputs != ("values",):
-        most, top_k = call.vocab if call.shard is None else min(call.shard.split.rows), call.top_k
+        most, top_k = call.vocab if call.shard is None else min(call.shard.rows), call.top_k
         checks.refuse({
             "target is None, and log-probabilities are those of targets; pass token ids":
                 call.target is None and not losses.terms,

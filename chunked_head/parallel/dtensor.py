@@ -23,7 +23,7 @@ def local(
 ) -> tuple[Tensor, Tensor, Target, Tensor | None, int | None, Parallel]:
     """The operands as plain tensors, differentiable; ValueError for placements that are none of a head's.
 
-    A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is whole.
+    A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is complete.
     Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
     """
     if PLAIN.issuperset((type(hidden), type(weight), type(target), type(bias))):
@@ -31,15 +31,17 @@ def local(
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
-        mesh = vocabulary_mesh("weight", weight, 0, WEIGHT_REMEDY)
+        given: Any = weight
+        mesh = vocabulary_mesh("weight", given, 0, WEIGHT_REMEDY)
         if mesh is not None:
-            sequence, vocab = hidden_dimension(hidden, mesh), weight.shape[0]
-            rows = chunked(vocab, mesh.size())
-            parallel = VocabParallel(mesh, rows, sequence_sharded=sequence is not None, tokens=parallel)
-            vocab_size = vocab if vocab_size is None else vocab_size
-            hidden, target = local_tokens(hidden, target, sequence, parallel)
-        check_bias(weight, bias)
-    return own_hidden(hidden), part(weight), part(target), part(bias), vocab_size, parallel
+            hidden, target, sharded = local_tokens(hidden, target, mesh)
+            rows = chunked(weight.shape[0], mesh.size())
+            parallel = VocabParallel(mesh, rows, sequence_sharded=sharded, tokens=parallel)
+            vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+        if bias is not None and getattr(bias, "placements", None) != given.placements:
+            raise ValueError(f"bias must be split as weight is, by placements {list(given.placements)}")
+    why = "weight is whole on every rank; pass hidden.to_local() for this rank's tokens, or"
+    return complete("hidden", hidden, why), part(weight), part(target), part(bias), vocab_size, parallel
 
 
 class Arrived(torch.autograd.Function):
@@ -82,22 +84,17 @@ def local_logits(
             raise ValueError("logits are a DTensor, whose placements say how they are split; leave parallel=None")
         mesh = vocabulary_mesh("logits", logits, logits.dim() - 1, LOGITS_REMEDY)
         if mesh is not None:
-            vocab = logits.shape[-1]
-            parallel = VocabParallel(mesh, chunked(vocab, mesh.size()), tokens=parallel)
-            vocab_size = vocab if vocab_size is None else vocab_size
+            parallel = VocabParallel(mesh, chunked(logits.shape[-1], mesh.size()), tokens=parallel)
+            vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
         target = complete("target", target)
     return part(logits), part(target), vocab_size, parallel
 
 
-def complete(name: str, tensor: Target) -> Target:
+def complete(name: str, tensor: Any, why: str = "every rank needs all of it; pass") -> Any:
     """A tensor that every rank has all of; ValueError for other placements."""
-    given: Any = tensor
-    if is_dtensor(given) and not replicated(given):
-        raise ValueError(
-            f"{name} has the placements {list(given.placements)}, and every rank needs all of it; pass "
-            f"{name}.full_tensor()"
-        )
-    return part(given)
+    if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
+        raise ValueError(f"{name} has the placements {list(tensor.placements)}, and {why} {name}.full_tensor()")
+    return part(tensor)
 
 
 WEIGHT_REMEDY = (
@@ -113,15 +110,12 @@ LOGITS_REMEDY = (
 
 def vocabulary_mesh(name: str, tensor: Any, dim: int, remedy: str) -> Any:
     """The one-dimensional mesh that a tensor's ``dim`` of ids is split over, None where all have all of it."""
-    found = None
-    for i, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if not placement.is_shard(dim) or type(placement).__name__ != "Shard" or found is not None:
-            raise ValueError(f"{name} has the placements {list(tensor.placements)}; {remedy}")
-        found = i
-    if found is None:
+    split = [(i, placement) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not split:
         return None
+    (at, first), *more = split
+    if more or not first.is_shard(dim) or type(first).__name__ != "Shard":
+        raise ValueError(f"{name} has the placements {list(tensor.placements)}; {remedy}")
     mesh = tensor.device_mesh
     if mesh.ndim == 1:
         return mesh
@@ -129,16 +123,17 @@ def vocabulary_mesh(name: str, tensor: Any, dim: int, remedy: str) -> Any:
         raise ValueError(
             f"the DeviceMesh of {name} needs mesh_dim_names, so that its tensor-parallel part can be named"
         )
-    return mesh[mesh.mesh_dim_names[found]]
+    return mesh[mesh.mesh_dim_names[at]]
 
 
-def hidden_dimension(hidden: Any, mesh: Any) -> int | None:
-    """The dimension of tokens that hidden states are split along, None where every rank has all."""
+def local_tokens(hidden: Any, target: Any, mesh: Any) -> tuple[Tensor, Any, bool]:
+    """Hidden states of this rank: all of them, or its part of the tokens with their targets, and True."""
     if not is_dtensor(hidden):
-        return None
-    split = [p for p in hidden.placements if not p.is_replicate()]
+        return hidden, target, False
+    split = [placement for placement in hidden.placements if not placement.is_replicate()]
     if not split:
-        return None
+        # every rank gets the complete gradient
+        return hidden.to_local(grad_placements=hidden.placements), target, False
     if len(split) > 1 or type(split[0]).__name__ != "Shard" or split[0].dim % hidden.dim() == hidden.dim() - 1:
         raise ValueError(
             f"hidden has the placements {list(hidden.placements)}; a head takes Replicate() or a Shard along a "
@@ -152,41 +147,6 @@ def hidden_dimension(hidden: Any, mesh: Any) -> int | None:
             f"hidden has {hidden.shape[dim]} rows along dimension {dim}, which {mesh.size()} ranks cannot share "
             "evenly; pad it"
         )
-    return dim
-
-
-def local_tokens(hidden: Any, target: Any, dim: int | None, parallel: VocabParallel) -> tuple[Tensor, Any]:
-    """Hidden states and targets of this rank's tokens, where it has some of its own."""
-    if dim is None:
-        if is_dtensor(hidden):
-            from torch.distributed.tensor import Replicate
-
-            # every rank gets the whole gradient
-            hidden = hidden.to_local(grad_placements=[Replicate()] * hidden.device_mesh.ndim)
-        return hidden, target
-    leading = tuple(hidden.shape[:-1])
-    hidden = hidden.to_local()
-    if target is not None and not is_dtensor(target) and tuple(target.shape) == leading:
-        target = target.chunk(parallel.ranks, dim)[parallel.rank]
-    return hidden, target
-
-
-def check_bias(weight: Any, bias: Any) -> None:
-    if bias is None or (is_dtensor(bias) and tuple(bias.placements) == tuple(weight.placements)):
-        return
-    raise ValueError(f"bias must be split as weight is, by placements {list(weight.placements)}")
-
-
-def replicated(tensor: Any) -> bool:
-    """True where every rank has all of a DTensor."""
-    return all(placement.is_replicate() for placement in tensor.placements)
-
-
-def own_hidden(hidden: Any) -> Tensor:
-    """Hidden states that every rank has all of, or its own part of already."""
-    if is_dtensor(hidden) and not replicated(hidden):
-        raise ValueError(
-            f"hidden has the placements {list(hidden.placements)}, and weight is whole on every rank; pass "
-            "hidden.to_local() for this rank's tokens, or .full_tensor()"
-        )
-    return part(hidden)
+    if target is not None and not is_dtensor(target) and target.shape == hidden.shape[:-1]:
+        target = target.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    return hidden.to_local(), target, True

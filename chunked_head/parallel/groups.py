@@ -6,13 +6,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
 
-from ..core.checks import choice
+from ..core.checks import check_int, choice
 from ..kernels.common.cache import Cache
 
 LONGEST = 160  # letters of a value in an error
@@ -21,10 +21,7 @@ LONGEST = 160  # letters of a value in an error
 # ranks too, once torch.distributed has been shut down and begun again.
 # All ranks forget the same ones, since they ask for the same in the same order.
 AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
-
-
-# ids travel with statistics as floats, exact up to here
-MOST_IDS = 1 << 24
+MOST_IDS = 1 << 24  # ids travel with statistics as floats, exact up to here
 LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
 
 
@@ -129,9 +126,9 @@ class VocabParallel(OfGroup):
             )
         object.__setattr__(self, "rows", rows)
 
-    def split(self, rows: int, vocab_size: int | None) -> "Split":
-        """The split of the vocabulary where this rank has ``rows`` rows of the head, or columns of logits; raises what
-        one rank can see to be wrong, before any message."""
+    def split(self, rows: int, vocab_size: int | None) -> tuple[int, tuple[int, ...]]:
+        """Ids of the vocabulary, and of each rank, padding apart, where this rank has ``rows`` rows of the head, or
+        columns of logits; raises what one rank can see to be wrong, before any message."""
         if self.rows is not None:
             sizes = self.rows
         elif vocab_size is not None and rows == chunked(vocab_size, self.ranks)[self.rank]:
@@ -155,26 +152,7 @@ class VocabParallel(OfGroup):
                 f"rank {true.index(0)} of VocabParallel holds no row of a vocabulary of {vocab} "
                 f"(rows {list(sizes)}); split it over fewer ranks"
             )
-        return Split(vocab, true, self.rank)
-
-
-class Split(NamedTuple):
-    """A vocabulary over ranks."""
-
-    vocab: int
-    rows: tuple[int, ...]  # that each rank holds, padding apart
-    rank: int
-
-    @property
-    def columns(self) -> int:
-        """Number of ids on this rank."""
-        return self.rows[self.rank]
-
-    @property
-    def here(self) -> slice:
-        """This rank's ids."""
-        first = sum(self.rows[: self.rank])
-        return slice(first, first + self.columns)
+        return vocab, true
 
 
 def chunked(vocab: int, ranks: int) -> tuple[int, ...]:
@@ -235,15 +213,11 @@ def difference(every: list[dict[str, str]], what: str) -> ValueError:
     first = every[0]
     other = next(rank for rank, given in enumerate(every) if given != first)
     name = next(name for name in {**first, **every[other]} if first.get(name) != every[other].get(name))
-    here, there = (short(every[rank].get(name, "missing")) for rank in (0, other))
+    here, there = (every[rank].get(name, "missing")[:LONGEST] for rank in (0, other))
     return ValueError(
         f"ranks of {what} make different calls: {name} is {here} on rank 0 and {there} on rank {other}; it must be the "
         "same on all ranks"
     )
-
-
-def short(value: str) -> str:
-    return value if len(value) <= LONGEST else f"{value[:LONGEST]}..."
 
 
 def shift_targets(
@@ -277,10 +251,10 @@ def shift_targets(
         TypeError, ValueError, RuntimeError: before any message, naming the argument.
     """
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"target of shift_targets must be an int64 or int32 tensor, got {type_of(target)}")
+        got = getattr(target, "dtype", type(target).__name__)
+        raise TypeError(f"target of shift_targets must be an int64 or int32 tensor, got {got}")
     for name, value, least in (("shift", shift, 1), ("ignore_index", ignore_index, None), ("dim", dim, None)):
-        if type(value) is not int or (least is not None and value < least):
-            raise ValueError(f"{name} of shift_targets must be an int, shift at least 1, got {value!r}")
+        check_int(f"{name} of shift_targets", value, least)
     if not -target.dim() <= dim < target.dim():
         raise ValueError(f"dim of shift_targets must be a dimension of target {tuple(target.shape)}, got {dim}")
     choice("shift_targets", "layout", layout, LAYOUTS)
@@ -307,7 +281,3 @@ def shift_targets(
             following = every[after, 0] if after < ranks else every[2 * ranks - 1 - after, 1]
         shifted += [piece.narrow(dim, shift, piece.shape[dim] - shift), following]
     return torch.cat(shifted, dim)
-
-
-def type_of(value: Any) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -58,16 +58,6 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     """Statistics of the whole vocabulary into ``out``, from those of its pieces; nan where they are of other tokens."""
     # in fp64: logarithms have been rounded once already
     pieces = unpack(gathered.message.double(), out, gathered.names)
-    merge_softmaxes(pieces, gathered, out)
-    merge_lists(pieces, out)
-    for name in OF_TOKENS:
-        value = getattr(out, name)
-        if value is not None:
-            value.add_(gathered.zero_or_nan)
-
-
-def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: RowStats) -> None:
-    """Merges statistics of one number per row, of pieces [pieces, rows], into ``out``."""
     for name in ADDED:
         if name in pieces:
             known = gathered.known_targets and name == "target_logit"
@@ -89,6 +79,11 @@ def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: Row
             # of equal logits the first column's
             ids = torch.where(pieces[top] == largest, pieces[argmax], torch.inf).amin(0)
             getattr(out, argmax).copy_(torch.where(ids.isinf(), pieces[argmax][0], ids))
+    merge_lists(pieces, out)
+    for name in OF_TOKENS:
+        value = getattr(out, name)
+        if value is not None:
+            value.add_(gathered.zero_or_nan)
 
 
 def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:

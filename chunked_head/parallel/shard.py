@@ -1,5 +1,6 @@
 """A rank's part of the vocabulary in a call, and every message that ranks exchange for it."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from torch import Tensor, distributed
 
 from ..core.stats import PAIR_STATS, Demand, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
-from .groups import MOST_IDS, Split, VocabParallel, agree
+from .groups import MOST_IDS, VocabParallel, agree
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
@@ -23,7 +24,8 @@ class Shard:
     """This rank's columns of the vocabulary. The order of messages depends on nothing but the plan."""
 
     parallel: VocabParallel
-    split: Split
+    vocab: int  # ids on all ranks
+    rows: tuple[int, ...]  # ids on each rank
     checked_by: CheckedBy = "targets"
     kind: int = 0  # of call, a hash of what ranks have agreed on
 
@@ -31,21 +33,27 @@ class Shard:
     def group(self) -> Any:
         return self.parallel.group
 
-    @property
+    @functools.cached_property
     def here(self) -> slice:
         """Ids of this rank."""
-        return self.split.here
+        first = sum(self.rows[: self.parallel.rank])
+        return slice(first, first + self.columns)
+
+    @property
+    def columns(self) -> int:
+        """Number of ids on this rank."""
+        return self.rows[self.parallel.rank]
 
     @property
     def traits(self) -> dict[str, int]:
         """Fields of ``Sizes``."""
         ranks = self.parallel.ranks
         hidden_ranks = ranks if self.parallel.sequence_sharded else 1
-        return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.split.rows)}
+        return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.rows)}
 
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
-        column, last = target - self.here.start, self.split.columns - 1
+        column, last = target - self.here.start, self.columns - 1
         return column.masked_fill_(column.clamp(0, last) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
@@ -56,7 +64,7 @@ class Shard:
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
         things."""
-        split = {"rows of VocabParallel": str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
+        split = {"rows of VocabParallel": str(list(self.rows)), "vocab_size": str(self.vocab)}
         split["sequence_sharded"] = str(self.parallel.sequence_sharded)
         return replace(self, kind=agree(split | fields, self.group, device, "VocabParallel"))
 
