@@ -9,7 +9,6 @@ from budget import assert_within_budget
 from cases import FEW, PLACES, Case, Inputs, Place, bias, per_class, per_token, run_reference
 from tiers import crossed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from tracking import NoProducts
 
 from chunked_head import ChunkedHead, linear_cross_entropy
@@ -53,24 +52,6 @@ def test_sums_are_gradients(place: Place, dtype: torch.dtype, name: str) -> None
     assert_within_budget(buffer, eager.weight, truth.weight, dtype, "buffer")
     if "bias" in given:
         assert_within_budget(given["bias"].grad, eager.bias, truth.bias, dtype, "bias")
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_micro_batches(place: Place, dtype: torch.dtype) -> None:
-    """Pieces into one buffer that held something are one call on all, whatever the order of their backward passes."""
-    inputs = SMALL.inputs(dtype, place.device)
-    options: dict[str, Any] = {"normalizer": 50.0, "backend": place.backend, "chunk_tokens": 16}
-    _, weight, whole = leaves(inputs)
-    linear_cross_entropy(inputs.hidden, weight, inputs.target, accumulate_into=whole, **options).backward()
-    weight.main_grad = torch.full_like(whole, 0.5)
-    pieces = [
-        linear_cross_entropy(inputs.hidden[at], weight, inputs.target[at], accumulate_into="main_grad", **options)
-        for at in (slice(0, 7), slice(7, FEW - 20), slice(FEW - 20, FEW))
-    ]
-    for loss in reversed(pieces):
-        loss.backward()
-    torch.testing.assert_close(weight.main_grad - 0.5, whole, rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-5)
 
 
 @crossed(place=PLACES, dtype=DTYPES, kind=["number", "tensor"])
@@ -145,26 +126,6 @@ def test_backward_passes(place: Place) -> None:
     torch.testing.assert_close(buffer, 3.0 * once, rtol=1e-4, atol=1e-6)
     with pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(loss, weight)
-
-
-@pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(place: Place, reentrant: bool) -> None:
-    """The region runs twice, and is added once."""
-    inputs = SMALL.inputs(torch.float32, place.device)
-    results = []
-    for into in (False, True):
-        hidden, weight, buffer = leaves(inputs)
-        options: dict[str, Any] = {"accumulate_into": buffer if into else None, "backend": place.backend}
-
-        def region(hidden: Tensor, weight: Tensor = weight, options: dict[str, Any] = options) -> Tensor:
-            return linear_cross_entropy(hidden.sin(), weight, inputs.target, **options)
-
-        checkpoint(region, hidden, use_reentrant=reentrant).backward()
-        results.append((hidden.grad, buffer if into else weight.grad))
-    for plain, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,13 +1,11 @@
 """A call at small sizes takes as long as the host needs: how many operators it launches beside kernels."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import GPU, TRITON, Place
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +16,6 @@ from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, los
 from chunked_head.arithmetic import objective
 from chunked_head.call import run as call
 from chunked_head.call import spec
-from chunked_head.parallel import TokenParallel, VocabParallel
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -115,22 +112,6 @@ def test_calls_alike_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
         batch = {**segments, "advantages": torch.randn(tokens)}
         loss_of(tokens, loss=losses.gspo(), batch=batch, num_segments=tokens + 1)
     assert checked.call_count == len(spec.SPECS) == 3
-
-
-def test_calls_over_one_group_have_one_spec_and_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever object says so: calls on DTensors make one each time."""
-    spec.SPECS.clear()
-    planned = mock.Mock(side_effect=call.make_plan)
-    monkeypatch.setattr(call, "make_plan", planned)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        for shared in (VocabParallel, TokenParallel, lambda: VocabParallel(tokens=TokenParallel())):
-            for _ in range(2):
-                loss_of(9, parallel=shared())
-        assert len(spec.SPECS) == planned.call_count == 3
-    finally:
-        spec.SPECS.clear()
-        dist.destroy_process_group()
 
 
 def test_calls_that_differ_in_numbers_share_a_spec_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from budget import assert_within_budget
 from cases import PLACES, Place
 from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from loss_cases import (
     LOSS_CASES,
     LossCase,
     LossInputs,
-    assert_scalar,
     hold,
     inputs_of,
     loss_combinations,
@@ -82,22 +80,11 @@ def teacher_options(summand: Any) -> dict[str, Any]:
     return {"temperature": summand.temperature, "teacher_temperature": summand.teacher.temperature}
 
 
-@pytest.mark.parametrize("place", KERNELS)
-@pytest.mark.parametrize("columns", [40, 150])
-def test_a_teacher_of_few_columns(columns: int, place: Place) -> None:
-    fields = "teacher_hidden", "teacher_weight"
-    case = LossCase("few", (reference.Term(1.0, "forward_kl"),), fields, teacher_vocab=columns)
-    dtype = torch.float16 if place.device == "cpu" else torch.bfloat16
-    inputs = inputs_of(case, dtype, place.device)
-    (truth, _, exact), (eager, _, plain) = run_reference(case, inputs.to(torch.float64)), run_reference(case, inputs)
-    out, grads = run_ours(case, inputs, place, chunk_tokens=48)
-    assert_scalar(case, dtype, out.loss, eager, truth, "loss")
-    for name, ours, other, true in zip(("hidden", "weight"), grads, plain, exact, strict=True):
-        assert_within_budget(ours, 0.37 * other.double(), 0.37 * true, dtype, f"gradient of {name}")
-
-
 @crossed(
-    place=KERNELS, columns=[128, 150], temperature=[None, 0.5], above=[40.0, 70.0, 110.0, 150.0, 170.0, 300.0, -300.0]
+    place=KERNELS,
+    columns=[128, 150, 40],
+    temperature=[None, 0.5],
+    above=[40.0, 70.0, 110.0, 150.0, 170.0, 300.0, -300.0],
 )
 def test_an_id_that_the_teacher_lacks_far_above_those_it_has(
     above: float, temperature: float | None, columns: int, place: Place

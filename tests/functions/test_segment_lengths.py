@@ -96,17 +96,6 @@ def test_only_segments_longer_than_a_chunk_are_swept_twice() -> None:
     assert sum(swept("long")) == 2 * 70 + 10
 
 
-def test_the_callers_buffer_is_added_to_in_the_forward_pass() -> None:
-    place, buffer = Place("torch", "cpu"), torch.zeros(VOCAB, HIDDEN)
-    _, _, expected = step("dpo", "lines", torch.float32, place, 1)
-    hidden, weight, target, batch = made("lines", torch.float32, "cpu")
-    linear_loss(
-        hidden, weight.requires_grad_(), target, losses.dpo(), batch=batch, segment_lengths=LAYOUTS["lines"][1],
-        shift=1, chunk_tokens=CHUNK, accumulate_into=buffer,
-    )  # fmt: skip
-    torch.testing.assert_close(buffer * 0.37, expected)
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_lengths_and_pairs(data: st.DataObject) -> None:
