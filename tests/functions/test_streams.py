@@ -83,47 +83,6 @@ def test_values_and_gradients(kind: str, place: Place) -> None:
             assert_within_budget(once[i - 1], eager[i], truth[i], dtype, f"{name}, of the first backward")
 
 
-def alone(hidden: list[Tensor], weight: Tensor, target: Tensor, loss: Any, **options: Any) -> list[Any]:
-    given = [{name: value[i] if isinstance(value, list) else value for name, value in options.items()} for i in (0, 1)]
-    return [linear_loss(h, weight, target, loss, **own) for h, own in zip(hidden, given, strict=True)]
-
-
-def compared(hidden: list[Tensor], weight: Tensor, target: Tensor, loss: Any, **options: Any) -> Any:
-    """The two streams' call, after holding it to a call for each."""
-    out = linear_loss(hidden, weight, target, loss, stream_weights=[1.0, 0.5], **options)
-    (out.loss * UPSTREAM).backward()
-    found = grads_of(weight, *hidden)
-    outs = alone(hidden, weight, target, loss, **options)
-    total = outs[0].loss + 0.5 * outs[1].loss
-    (total * UPSTREAM).backward()
-    torch.testing.assert_close([out.loss.detach(), *found], [total.detach(), *grads_of(weight, *hidden)])
-    for stream, other in zip(out.streams, outs, strict=True):
-        torch.testing.assert_close(stream.loss, other.loss.detach())
-        torch.testing.assert_close(stream.parts, other.parts)
-        assert stream.metrics.keys() == other.metrics.keys()
-        for name, value in stream.metrics.items():
-            torch.testing.assert_close(value.value, other.metrics[name].value)
-    return out
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "one chunk": {},
-    "chunks": {"chunk_tokens": CHUNK},
-    "skipped": {"skip_ignored": True},
-    "budget": {"memory_budget": "40KiB"},
-    "promised": {"upstream": UPSTREAM, "normalizer": [7.0, 5.0], "temperature": [1.0, 0.7]},
-    "capped": {"softcap": 5.0, "vocab_size": VOCAB - 3},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_as_a_call_for_each(name: str) -> None:
-    hidden, weight, _, target = made(torch.float64, count=2)
-    target = target.clamp(max=VOCAB - 4)
-    measured = [metrics.entropy(), metrics.accuracy()]
-    compared(hidden, weight, target, loss_of(TERMS), shift=[1, 2], metrics=tuple(measured), **OPTIONS[name])
-
-
 @pytest.mark.parametrize("chunk", [LINE * 2, CHUNK])
 @pytest.mark.parametrize("kind", ["all wait", "one waits"])
 def test_losses_that_wait_for_all_tokens(kind: str, chunk: int) -> None:
@@ -254,6 +213,9 @@ TEACHES: dict[str, tuple[Any, dict[str, Any]]] = {
     "skipped": (losses.forward_kl(), {"skip_ignored": "wait"}),
     "tempered": (losses.forward_kl(), {"temperature": torch.linspace(0.5, 1.5, 2 * LINE).view(2, LINE)}),
     "logits": (losses.forward_kl(), {}),
+    "budget": (losses.forward_kl() + losses.cross_entropy(), {"memory_budget": "40KiB"}),
+    "promised": (losses.cross_entropy() + losses.tvd(), {"upstream": UPSTREAM, "normalizer": [7.0, 5.0, 3.0]}),
+    "capped": (losses.cross_entropy() + losses.tvd(), {"softcap": 5.0, "vocab_size": VOCAB - 3}),
 }  # fmt: skip
 
 
@@ -274,6 +236,7 @@ def test_a_dense_teacher(name: str, place: Place) -> None:
     as a call for each stream."""
     loss, options = TEACHES[name]
     hidden, weight, bias, target = made(torch.float32, place.device)
+    target = target.clamp(max=VOCAB - 4)
     g = torch.Generator().manual_seed(13)
     rows, mask = torch.randn(2 * LINE + 2, 18, generator=g), torch.rand(3, 2, LINE, generator=g) < 0.8
     seen = torch.zeros(len(rows), dtype=torch.bool)
@@ -288,7 +251,7 @@ def test_a_dense_teacher(name: str, place: Place) -> None:
         batch = {"teacher_logits": [each.nan_to_num() @ head.t() for each in states], "mask": batch["mask"]}
     leaves = [weight, bias, *hidden]
     options = {k: v.to(place.device) if isinstance(v, Tensor) else v for k, v in options.items()}
-    options |= {"loss": loss, "batch": batch, "bias": bias, "metrics": [metrics.agreement()]}
+    options |= {"loss": loss, "batch": batch, "bias": bias, "metrics": [metrics.agreement(), metrics.entropy()]}
 
     def call(states: Any, i: int | None = None, **more: Any) -> Any:
         """The call of a stream, or that of all."""
@@ -305,8 +268,9 @@ def test_a_dense_teacher(name: str, place: Place) -> None:
     out = call(hidden, stream_weights=WEIGHTS)
     torch.testing.assert_close(out.loss.detach(), total.detach())
     for stream, other in zip(out.streams, each, strict=True):
-        torch.testing.assert_close(stream.loss, other.loss.detach())
-        torch.testing.assert_close(stream.metrics["agreement"].value, other.metrics["agreement"].value)
+        torch.testing.assert_close([stream.loss, *stream.parts.values()], [other.loss.detach(), *other.parts.values()])
+        for label, metric in stream.metrics.items():
+            torch.testing.assert_close(metric.value, other.metrics[label].value)
     for retain in (True, False)[name != "lk" :]:
         (out.loss * UPSTREAM).backward(retain_graph=retain)
         torch.testing.assert_close(grads_of(*leaves), list(expected), rtol=2e-5, atol=1e-6)
