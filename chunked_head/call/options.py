@@ -68,9 +68,14 @@ def check_fp8_weight(fp8_weight: QuantisedWeight | None) -> None:
         raise TypeError(f"fp8_weight must be what chunked_head.quantise made, or None, got {type(fp8_weight).__name__}")
 
 
-def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], None]:
+def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], Any]:
     """The check of a finite number in ``[least, most]``."""
-    return lambda value: checks.check_number(argument, value, least, most)
+    return lambda value: checks.number(None, argument, value, least, most)
+
+
+def choice(argument: str, *allowed: str | None) -> Callable[[Any], Any]:
+    """The check of one of several words."""
+    return lambda value: checks.choice(None, argument, value, allowed)
 
 
 def factor(argument: str) -> Callable[[Any], None]:
@@ -159,7 +164,7 @@ class Call(Generic[Result]):
     weight: Tensor | None = None
     bias: Tensor | None = None
     # the logits
-    ignore_index: int = option(checks.check_ignore_index, -100)
+    ignore_index: int = option(functools.partial(checks.check_int, "ignore_index"), -100)
     softcap: float | None = option(checks.check_softcap, decides="numbers")
     logit_scale: float = option(number("logit_scale", -math.inf), 1.0, "numbers")
     temperature: float | Tensor = option(checks.check_temperature, 1.0, "numbers")  # noqa: RUF009
@@ -172,13 +177,13 @@ class Call(Generic[Result]):
     accumulate_into: Tensor | str | GradientBuffer | None = option(check_accumulate_into, decides="call")  # noqa: RUF009
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
-    precision: str | None = option(checks.check_precision)
+    precision: str | None = option(choice("precision", None, "fp8"))
     fp8_weight: QuantisedWeight | None = option(check_fp8_weight, decides="call")  # noqa: RUF009
-    backend: str | None = option(checks.check_backend)
+    backend: str | None = option(choice("backend", *checks.BACKENDS))
     parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
     inplace: bool = option(functools.partial(flag, "inplace"), False)
     # the loss
-    reduction: str = option(checks.check_reduction, "mean")
+    reduction: str = option(choice("reduction", "mean", "sum", "none"), "mean")
     normalizer: float | Tensor | None = option(factor("normalizer"), decides="call")  # noqa: RUF009
     upstream: float | Tensor | None = option(factor("upstream"), decides="call")  # noqa: RUF009
     kept_everywhere: bool = option(functools.partial(flag, "kept_everywhere"), False)
@@ -257,14 +262,17 @@ class Call(Generic[Result]):
     def check(self) -> torch.dtype:
         """Raises what is wrong with operands and options, losses and fields apart; the dtype of the matmuls, or that of
         the arithmetic on logits."""
-        if self.weight is None:
-            dtype = torch.promote_types(checks.check_logits(self.rows, self.target), torch.float32)
-        else:
-            dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
+        dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
+        dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
         check_options({name: getattr(self, name) for name in OPTIONS})
-        checks.check_shift_along(self.shift, self.leading)
-        if self.temperatures is not None:
-            checks.check_temperatures(self.temperatures, self.leading, self.device)
+        if self.shift and not self.leading:
+            raise ValueError(f"shift={self.shift} needs a target with a dimension to shift along, got a 0-d target")
+        if (temperatures := self.temperatures) is not None:
+            same = tuple(temperatures.shape) == self.leading
+            checks.check_shape(
+                "temperature", temperatures, same, f"{self.leading}, the target's", "nothing is broadcast"
+            )
+            checks.check_device("temperature", temperatures, self.device, "the other operands")
         if self.shard is None and self.vocab > self.local_vocab:
             there = "logits have {} columns" if self.weight is None else "weight has {} rows"
             raise ValueError(f"vocab_size is {self.vocab}, and {there.format(self.local_vocab)}")

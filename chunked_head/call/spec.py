@@ -166,8 +166,14 @@ def parts_of(call: Call[Any]) -> list[Summand | Metric]:
 def check_factors(call: Call[Any]) -> None:
     """Raises what is wrong with the denominator or the upstream gradient, which may be another at every call."""
     mean, reduced = call.reduction == "mean", call.reduction != "none"
-    checks.check_scalar("normalizer", call.normalizer, call.device, mean, 'reduction="mean"')
-    checks.check_scalar("upstream", call.upstream, call.device, reduced, 'reduction="mean" or "sum"')
+    checks.refuse({
+        'normalizer goes with reduction="mean" only; multiply the result instead':
+            call.normalizer is not None and not mean,
+        'upstream goes with reduction="mean" or "sum" only; multiply the result instead':
+            call.upstream is not None and not reduced,
+    })  # fmt: skip
+    checks.check_factor("normalizer", call.normalizer, call.device)
+    checks.check_factor("upstream", call.upstream, call.device)
 
 
 def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
@@ -296,7 +302,7 @@ def check_losses(call: Call[Any]) -> None:
         if isinstance(summand.normalizer, Tensor):
             checks.check_factor(f"normalizer of {summand.label}", summand.normalizer, device)
         for name, tensor in summand.tensors.items():
-            checks.check_class_weights(tensor, call.vocab, device, f"{name} of {summand.label}")
+            checks.check_weights(f"{name} of {summand.label}", tensor, (call.vocab,), device)
 
 
 def check_shared_teacher(call: Call[Any], batch: Mapping[str, Tensor], rows: int) -> int:

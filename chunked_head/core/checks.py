@@ -2,9 +2,8 @@
 
 import difflib
 import inspect
-import math
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INFINITY = float("inf")
 PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values are equal where they mean the same
-BACKENDS = ("triton", "torch")
+BACKENDS = (None, "triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
 PACKAGE = __name__.partition(".")[0]
@@ -23,45 +22,53 @@ def is_dtensor(tensor: Any) -> bool:
     return type(tensor).__name__ == "DTensor" and isinstance(tensor, torch.Tensor)
 
 
-def check_operands(hidden: Tensor, weight: Tensor, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    """Checks shapes, dtypes and devices; returns the dtype of the matmuls."""
-    tensors = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    """Checks shapes, dtypes and devices of hidden states and a head, or of logits where there is no weight; returns the
+    dtype of the matmuls, or that of the logits."""
+    what = "logits" if weight is None else "hidden"
+    tensors = {what: rows, "weight": weight, "target": target, "bias": bias}
     for argument, tensor in tensors.items():
-        check_tensor(argument, tensor, optional=argument in ("target", "bias"))
-    check_shape("hidden", hidden, hidden.dim() >= 1, "[..., hidden]", "")
-    check_shape("weight", weight, weight.dim() == 2, "[vocab, hidden]", "pass lm_head.weight")
-    if hidden.shape[-1] != weight.shape[1] or 0 in weight.shape:
-        raise ValueError(
-            f"weight must be [vocab, hidden] with the {hidden.shape[-1]} columns of hidden {tuple(hidden.shape)}, got "
-            f"{tuple(weight.shape)}; if a sharding framework left an empty or partial weight, gather it first"
-        )
-    check_target(target, hidden, "hidden")
-    if bias is not None:
-        check_per_class("bias", bias, weight.shape[0])
-    for argument, tensor in tensors.items():
-        check_device(argument, tensor, hidden.device, "hidden")
-    return matmul_dtype(hidden, weight, bias)
-
-
-def check_logits(logits: Tensor, target: Tensor | None) -> torch.dtype:
-    """Checks logits that exist already; returns their dtype."""
-    check_tensor("logits", logits, optional=False)
-    check_tensor("target", target, optional=True)
-    check_shape("logits", logits, logits.dim() >= 1 and logits.shape[-1] > 0, "[..., vocab]", "")
-    check_target(target, logits, "logits")
-    check_device("target", target, logits.device, "logits")
-    check_dtype("logits", logits.dtype)
-    if logits.device.type == "meta":
-        raise ValueError("logits are on the meta device, where there is nothing to compute; move them to a real one")
-    return logits.dtype
-
-
-def check_target(target: Tensor | None, rows: Tensor, what: str) -> None:
+        check_tensor(argument, tensor, optional=argument != what)
+    if weight is None:
+        check_shape("logits", rows, rows.dim() >= 1 and rows.shape[-1] > 0, "[..., vocab]")
+    else:
+        check_shape("hidden", rows, rows.dim() >= 1, "[..., hidden]")
+        check_shape("weight", weight, weight.dim() == 2, "[vocab, hidden]", "pass lm_head.weight")
+        if rows.shape[-1] != weight.shape[1] or 0 in weight.shape:
+            raise ValueError(
+                f"weight must be [vocab, hidden] with the {rows.shape[-1]} columns of hidden {tuple(rows.shape)}, got "
+                f"{tuple(weight.shape)}; if a sharding framework left an empty or partial weight, gather it first"
+            )
+        if bias is not None:
+            check_shape("bias", bias, bias.shape == weight.shape[:1], f"({weight.shape[0]},), one per class")
     if target is not None:
         check_ids("target", target)
         leading = tuple(rows.shape[:-1])
-        same = tuple(target.shape) == leading
-        check_shape("target", target, same, f"{leading}, the leading shape of {what}", "reshape")
+        check_shape("target", target, target.shape == leading, f"{leading}, the leading shape of {what}", "reshape")
+    for argument, tensor in tensors.items():
+        check_device(argument, tensor, rows.device, what)
+    return matmul_dtype({name: tensor for name, tensor in tensors.items() if tensor is not None and name != "target"})
+
+
+def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
+    """Autocast's dtype where it is on and there are matmuls, else the one dtype that all operands have."""
+    for argument, tensor in operands.items():
+        check_dtype(argument, tensor.dtype)
+    what, rows = next(iter(operands.items()))
+    device = rows.device.type
+    if device == "meta":
+        raise ValueError(f"{what} is on the meta device, where there is nothing to compute; move it to a real one")
+    if "weight" in operands and torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        check_dtype("the autocast dtype", dtype)
+        return dtype
+    for argument, tensor in operands.items():
+        if tensor.dtype != rows.dtype:
+            raise TypeError(
+                f"{argument} must have the dtype of {what}, {name(rows.dtype)}, got {name(tensor.dtype)}; "
+                f"cast one of them or run under torch.autocast({device!r})"
+            )
+    return rows.dtype
 
 
 def check_ids(argument: str, target: Tensor) -> None:
@@ -75,36 +82,20 @@ def check_ids(argument: str, target: Tensor) -> None:
         raise TypeError(f"{argument} must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
 
 
-def check_per_class(argument: str, vector: Tensor, vocab: int) -> None:
-    check_shape(argument, vector, tuple(vector.shape) == (vocab,), f"({vocab},), one per class", "")
-
-
-def check_class_weights(
-    weights: Tensor | None, vocab: int, device: torch.device, argument: str = "class_weights"
+def check_weights(
+    argument: str, weights: Any, shape: tuple[int, ...] | None = None, device: torch.device | None = None
 ) -> None:
-    """Weights that a loss holds for each class."""
-    check_tensor(argument, weights, optional=True)
-    if weights is not None:
-        check_per_class(argument, weights, vocab)
-        check_constant(argument, weights)
-        check_device(argument, weights, device, "the logits")
-
-
-def check_token_weights(token_weights: Tensor | None, leading: tuple[int, ...], device: torch.device) -> None:
-    check_tensor("token_weights", token_weights, optional=True)
-    if token_weights is not None:
-        same = tuple(token_weights.shape) == leading
-        check_shape("token_weights", token_weights, same, f"{leading}, the shape of target", "expand it to that shape")
-        check_constant("token_weights", token_weights)
-        check_device("token_weights", token_weights, device, "hidden")
-
-
-def check_constant(argument: str, vector: Tensor) -> None:
-    if vector.requires_grad or not vector.is_floating_point():
+    """Checks constants that multiply losses, their shape and device where those are known."""
+    check_tensor(argument, weights, optional=False)
+    if shape is not None:
+        check_shape(argument, weights, weights.shape == shape, f"{shape}", "nothing is broadcast")
+    if weights.requires_grad or not weights.is_floating_point():
         raise ValueError(
-            f"{argument} must be floating-point and takes no gradient, got {name(vector.dtype)} with "
-            f"requires_grad={vector.requires_grad}; pass {argument}.float().detach()"
+            f"{argument} must be floating-point and takes no gradient, got {weights.dtype} with "
+            f"requires_grad={weights.requires_grad}; pass .float().detach()"
         )
+    if device is not None:
+        check_device(argument, weights, device, "the other operands")
 
 
 def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
@@ -121,34 +112,11 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
         )
 
 
-def check_shape(argument: str, tensor: Tensor, right: bool, expected: str, remedy: str) -> None:
+def check_shape(argument: str, tensor: Tensor, right: bool, expected: str, remedy: str = "") -> None:
     if not right:
         raise ValueError(
             f"{argument} must have shape {expected}, got {tuple(tensor.shape)}" + (f"; {remedy}" if remedy else "")
         )
-
-
-def matmul_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """Autocast's dtype where it is on, else the one dtype that all operands have."""
-    operands = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for argument, tensor in operands.items():
-        check_dtype(argument, tensor.dtype)
-    device = hidden.device.type
-    if device == "meta":
-        raise ValueError(
-            "hidden is on the meta device, where there is nothing to compute; move the tensors to a real one"
-        )
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        check_dtype("the autocast dtype", dtype)
-        return dtype
-    for argument, tensor in operands.items():
-        if tensor.dtype != hidden.dtype:
-            raise TypeError(
-                f"{argument} must have the dtype of hidden, {name(hidden.dtype)}, got {name(tensor.dtype)}; "
-                f"cast one of them or run under torch.autocast({device!r})"
-            )
-    return hidden.dtype
 
 
 def check_dtype(argument: str, dtype: torch.dtype) -> None:
@@ -163,80 +131,35 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, of:
         raise ValueError(f"{argument} is on {tensor.device}, {of} on {device}; move one of them")
 
 
-def check_reduction(reduction: str, allowed: tuple[str, ...] = ("mean", "sum", "none"), remedy: str = "") -> None:
-    if reduction not in allowed:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, allowed))}, got {reduction!r}{remedy}")
-
-
-def check_ignore_index(ignore_index: int) -> None:
-    check_int("ignore_index", ignore_index)
-    if not -(1 << 63) <= ignore_index < 1 << 63:
-        raise ValueError(f"ignore_index must fit int64 as targets do, got {ignore_index}")
-
-
-def check_temperatures(temperatures: Tensor, leading: tuple[int, ...], device: torch.device) -> None:
-    """Raises where ``temperatures`` are not one float per token, on the operands' device."""
-    if tuple(temperatures.shape) != leading:
-        raise ValueError(
-            f"temperature must be a number or have the target's shape {leading}, got shape "
-            f"{tuple(temperatures.shape)}; nothing is broadcast: expand it to that shape"
-        )
-    check_device("temperature", temperatures, device, "the other operands")
-
-
 def check_temperature(temperature: float | Tensor) -> None:
     """Checks a number, or of a tensor with one per token what needs no tokens."""
-    if isinstance(temperature, Tensor):
-        if is_dtensor(temperature):
-            raise TypeError("temperature is a DTensor; pass .to_local(): that of this rank's tokens")
-        if not temperature.is_floating_point():
-            raise TypeError(f"temperature must be a number or floating-point, got {name(temperature.dtype)}; cast it")
-        if temperature.requires_grad:
-            raise ValueError("temperature takes no gradient here; pass it .detach()ed")
+    if not isinstance(temperature, Tensor):
+        positive(None, "temperature", temperature)
         return
-    check_number("temperature", temperature, 0.0, math.inf)
-    if temperature == 0:
-        raise ValueError("temperature must be positive, got 0; for greedy choices compare with the argmax")
+    if is_dtensor(temperature):
+        raise TypeError("temperature is a DTensor; pass .to_local(): that of this rank's tokens")
+    if not temperature.is_floating_point():
+        raise TypeError(f"temperature must be a number or floating-point, got {name(temperature.dtype)}; cast it")
+    if temperature.requires_grad:
+        raise ValueError("temperature takes no gradient here; pass it .detach()ed")
 
 
 def check_softcap(softcap: float | None) -> None:
     if softcap is not None:
-        check_number("softcap", softcap, 0.0, math.inf)
-        if softcap == 0:
-            raise ValueError("softcap must be positive or None, got 0; None caps nothing")
-
-
-def check_shift_along(shift: int, leading: tuple[int, ...]) -> None:
-    """Raises where a target of this shape has no dimension to shift along."""
-    if shift and not leading:
-        raise ValueError(f"shift={shift} needs a target with a dimension to shift along, got a 0-d target")
+        number(None, "softcap", softcap, 0.0, open_=True)
 
 
 def check_int(argument: str, value: int, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{argument} must be at least {least}, got {value}")
-
-
-def check_number(argument: str, value: float, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, NUMBERS):
-        raise TypeError(f"{argument} must be a number, got {value!r}")
-    if not (math.isfinite(value) and least <= value <= most):
-        raise ValueError(f"{argument} must be finite and in [{least:g}, {most:g}], got {value!r}")
-
-
-def check_scalar(argument: str, value: float | Tensor | None, device: torch.device, applies: bool, where: str) -> None:
-    """A normalizer or upstream gradient: a number or a 0-d tensor on the device."""
-    if value is None:
-        return
-    if not applies:
-        raise ValueError(f"{argument} goes with {where} only; multiply the result instead")
-    check_factor(argument, value, device)
+    least = -(1 << 63) if least is None else least
+    if not least <= value < 1 << 63:
+        expected = f"at least {least}" if value < least else "below 2 ** 63"
+        raise ValueError(f"{argument} must be {expected}, got {value}")
 
 
 def check_factor(argument: str, value: float | Tensor | None, device: torch.device | None = None) -> None:
-    """Checks such a factor, on any device where none is given."""
+    """Checks a normalizer, a coefficient or an upstream gradient: a number or a 0-d tensor, on ``device`` if given."""
     if value is None:
         return
     if isinstance(value, Tensor):
@@ -248,7 +171,7 @@ def check_factor(argument: str, value: float | Tensor | None, device: torch.devi
                 f"requires_grad={value.requires_grad}"
             )
         return
-    check_number(argument, value, 0.0 if argument.startswith("normalizer") else -math.inf, math.inf)
+    number(None, argument, value, 0.0 if argument.startswith("normalizer") else -INFINITY)
     if argument == "upstream" and value == 0:
         raise ValueError("upstream must not be 0: nothing could undo that factor; leave it at None")
 
@@ -258,23 +181,27 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def exact(value: Any) -> Hashable:
-    """A key of a plain value or a tuple of some, by type too: True, 1, 1.0 and -1.0 are four, 0.0 and -0.0 are two, and
-    nan equals nan."""
-    if isinstance(value, tuple):
-        return type(value), *map(exact, value)
-    return type(value), value.hex() if isinstance(value, float) else value
-
-
 def number(
-    where: str, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
+    where: str | None, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
 ) -> float:
-    """A finite number in ``[least, most]``, or ``(least, most]`` where ``open_``, as a float."""
-    right = isinstance(value, NUMBERS) and not isinstance(value, bool) and least <= value <= most
-    if not right or (open_ and value == least) or not -INFINITY < value < INFINITY:
-        interval = f"{'(' if open_ or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
-        raise ValueError(f"{argument} of {where} must be a number in {interval}, got {value!r}")
-    return float(value)
+    """A finite number in ``[least, most]``, or ``(least, most]`` where ``open_``, as a float. ``where``: the function
+    whose argument it is, None for an option of calls."""
+    real = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    if real and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
+        return float(value)
+    named = argument if where is None else f"{argument} of {where}"
+    interval = f"{'(' if open_ or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
+    raise (ValueError if real else TypeError)(f"{named} must be a number in {interval}, got {value!r}")
+
+
+def positive(where: str | None, argument: str, value: Any) -> float:
+    """A finite number above 0, as a float."""
+    if "temperature" in argument and isinstance(value, NUMBERS) and value == 0:
+        named = argument if where is None else f"{argument} of {where}"
+        raise ValueError(
+            f"{named} must be positive, got {value!r}; for T = 0 train on the argmax as the target instead"
+        )
+    return number(where, argument, value, 0.0, open_=True)
 
 
 def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
@@ -284,10 +211,11 @@ def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool
     return number(where, argument, value, least, open_=open_)
 
 
-def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """The option ``value``, where it is one of those ``allowed``."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{argument} of {where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def choice(where: str | None, argument: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """The option ``value``, a string or None, where it is one of those ``allowed``; ``where`` as in ``number``."""
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        named = argument if where is None else f"{argument} of {where}"
+        raise ValueError(f"{named} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
 
 
@@ -302,23 +230,6 @@ def flag(argument: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {value!r}")
     return value
-
-
-def check_backend(name: str | None) -> None:
-    if name is not None and not (isinstance(name, str) and name in BACKENDS):
-        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
-
-
-def check_precision(precision: str | None) -> None:
-    if precision is not None and precision != "fp8":
-        raise ValueError(f'precision must be None (of the operands\' own dtype) or "fp8", got {precision!r}')
-
-
-def check_view_temperature(where: str, temperature: Any) -> None:
-    if temperature is not None and not (type(temperature) in (int, float) and 0 < temperature < INFINITY):
-        zero = isinstance(temperature, NUMBERS) and temperature == 0
-        remedy = "; for T = 0 train on the argmax as the target instead" if zero else ""
-        raise ValueError(f"temperature of {where} must be a positive number, got {temperature!r}{remedy}")
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.checks import choice
-from ..losses.distillation import entries, positive, squared, topk_divergence, topk_options
+from ..core.checks import choice, positive
+from ..losses.distillation import entries, squared, topk_divergence, topk_options
 
 WHERE = "losses.gathered_topk_kl"
 

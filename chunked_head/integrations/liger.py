@@ -38,7 +38,7 @@ class CrossEntropyOutput:
 OPTIONS: dict[str, Translation] = {  # in the order of Liger's signatures, and ours
     "ce_weight": renamed("class_weights", lambda name, value: checks.check_tensor(name, value, optional=True)),
     "ignore_index": same,
-    "lse_square_scale": renamed("z_loss", lambda name, value: checks.check_number(name, value, 0.0, float("inf"))),
+    "lse_square_scale": renamed("z_loss", lambda name, value: checks.number(None, name, value, 0.0)),
     "label_smoothing": same, "reduction": same, "softcap": same, "return_z_loss": switch(),
     "accum_dtype": renamed(
         "accumulate_dtype", lambda name, value: checks.check_dtype(name, torch.float32 if value is None else value)

@@ -209,7 +209,7 @@ class Losses:
         if isinstance(factor, Tensor):
             shared.check_factor("the coefficient of a loss", factor)
         else:
-            shared.check_number("the coefficient of a loss", factor, -shared.INFINITY, shared.INFINITY)
+            shared.number(None, "the coefficient of a loss", factor)
         return Losses(tuple((coefficient * factor, summand) for coefficient, summand in self.terms))
 
     __rmul__ = __mul__
@@ -303,25 +303,18 @@ def make(
 def check_summand(summand: Summand) -> None:
     where = f"losses.{summand.kind}"
     if summand.temperature is not None:
-        shared.check_view_temperature(where, summand.temperature)
+        shared.positive(where, "temperature", summand.temperature)
     if summand.reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:
         raise ValueError(f'normalizer of {where} goes with reduction="mean" only; multiply the loss instead')
-    if isinstance(summand.normalizer, Tensor):
+    if not isinstance(summand.normalizer, str):  # the name of a field
         shared.check_factor(f"normalizer of {where}", summand.normalizer)
-    elif summand.normalizer is not None and not isinstance(summand.normalizer, str):  # the name of a field
-        shared.number(where, "normalizer", summand.normalizer, 0.0)
     if summand.name is not None and not isinstance(summand.name, str):
         raise TypeError(f"name of {where} must be a string, got {summand.name!r}")
     weights = summand.token_weights
-    if weights is not None and not isinstance(weights, (str, Tensor)):
-        raise TypeError(f"token_weights of {where} must be a tensor or the name of a field, got {weights!r}")
-    if isinstance(weights, Tensor) and (weights.requires_grad or not weights.is_floating_point()):
-        raise ValueError(
-            f"token_weights of {where} must be floating-point and take no gradient, got {weights.dtype} with "
-            f"requires_grad={weights.requires_grad}; pass .float().detach()"
-        )
+    if weights is not None and not isinstance(weights, str):
+        shared.check_weights(f"token_weights of {where}", weights)
     if weights is not None and summand.unit != "token":
         raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import bound, choice, flag, number, refuse_unknown
+from ..core.checks import choice, flag, number, positive, refuse_unknown
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, once
 from .batch import Batch, Stats
 
@@ -223,14 +223,6 @@ def topk_options(
         "teacher_renormalize": renormalize,
         "teacher_temperature": temperature,
     }
-
-
-def positive(where: str, argument: str, value: Any) -> float:
-    value = bound(where, argument, value)
-    if not 0 < value < math.inf:
-        remedy = "; for T = 0 train on the teacher's argmax as the target" if "temperature" in argument else ""
-        raise ValueError(f"{argument} of {where} must be a positive number, got {value:g}{remedy}")
-    return value
 
 
 def squared(where: str, temperature: Any, t_squared: bool) -> float:

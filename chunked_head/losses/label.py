@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import flag, number
+from ..core.checks import check_shape, check_weights, flag, number
 from .base import Losses, make, once
 from .batch import Batch, Stats
 
@@ -36,7 +36,8 @@ def cross_entropy(
     if smoothing:
         known["needs"].add("mean_logit" if class_weights is None else "weighted_sum")
     if class_weights is not None:
-        _check_per_class(where, "class_weights", class_weights)
+        check_weights(f"class_weights of {where}", class_weights)
+        check_shape(f"class_weights of {where}", class_weights, class_weights.dim() == 1, "[vocab]")
         known |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight}
     return make("cross_entropy", _cross_entropy, summand, options, **known)
 
@@ -78,7 +79,8 @@ def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: An
     options: dict[str, Any] = {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3) or None}
     known: dict[str, Any] = {}
     if isinstance(alpha, Tensor):
-        _check_per_class("losses.focal", "alpha", alpha)
+        check_weights("alpha of losses.focal", alpha)
+        check_shape("alpha of losses.focal", alpha, alpha.dim() == 1, "[vocab]")
         known = {"tensors": {"alpha": alpha}}
     else:
         options["factor"] = 1.0 if alpha is None else number("losses.focal", "alpha", alpha, 0.0)
@@ -141,13 +143,3 @@ def entropy(**summand: Any) -> Losses:
 
 def _entropy(stats: Stats, batch: Batch) -> Tensor:
     return stats.entropy
-
-
-def _check_per_class(where: str, argument: str, weights: Any) -> None:
-    if not isinstance(weights, Tensor):
-        raise TypeError(f"{argument} of {where} must be a tensor [vocab], got {weights!r}")
-    if weights.dim() != 1 or not weights.is_floating_point() or weights.requires_grad:
-        raise ValueError(
-            f"{argument} of {where} must be a floating-point tensor [vocab] without gradient, got shape "
-            f"{tuple(weights.shape)}, {weights.dtype}, requires_grad={weights.requires_grad}"
-        )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.checks import check_backend
+from ..core.checks import BACKENDS, choice
 from ..core.stats import Demand, shift_left
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import merge_ranks
@@ -144,7 +144,7 @@ TORCH = Backend()
 
 def backend_of(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's default; never another one than was asked for."""
-    check_backend(name)
+    choice(None, "backend", name, BACKENDS)
     if name is None:
         # our kernels are the default of NVIDIA's GPUs, and of those of AMD's that they have been compiled for
         ours = device.type == "cuda" and has_triton() and (torch.version.hip is None or gpu_of(device) is not None)

@@ -404,7 +404,7 @@ def test_compiled(kept: bool) -> None:
 
 TOKENS = torch.zeros(8, dtype=torch.int64)
 REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "precision must be None": lambda h, w: linear_cross_entropy(h, w, TOKENS, precision="fp4"),
+    "precision must be one of None, 'fp8', got 'fp4'": lambda h, w: linear_cross_entropy(h, w, TOKENS, precision="fp4"),
     "bfloat16 or float16": lambda h, w: linear_cross_entropy(h.float(), w.float(), TOKENS, precision="fp8"),
     "top_k": lambda h, w: linear_logprobs(h, w, TOKENS, precision="fp8", top_k=2),
     "dense teacher": lambda h, w: linear_loss(
