@@ -22,9 +22,9 @@ class Forward(NamedTuple):
     differentiable: int  # how many of them, the first ones
     stats: RowStats | None
     grads: Gradients | None  # None where backward makes them
-    # True where backward reads what autograd has saved, though gradients wait for it. With ranks that hold other tokens
-    # an activation checkpoint computes the forward pass again, messages and all: on every rank or on none, whichever of
-    # them find their gradients waiting.
+    # True where backward reads the tensors that autograd has saved even if it has its gradients already. Under an
+    # activation checkpoint reading them runs the forward pass again, with its messages to ranks that hold other tokens:
+    # so either all ranks read them or none does.
     reads_saved: bool
     call: LocalCall  # without the teacher's tensors
     saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
@@ -48,7 +48,7 @@ class Forward(NamedTuple):
         assert expected is not None and given is not None and self.call.plan is not None
         factors, one_or_nan = expected.factors(given), expected.one_or_nan
         if buffer is not None and grads.weight is not None:
-            # it was promised, and only as promised can what has been added stay
+            # the caller promised it: where it is another, what the forward pass has added to the buffer is wrong
             one_or_nan = expected.one_or_nan_for(given)
             factors = *factors[:1], one_or_nan
         return grads.finish(self.call.backend, factors, one_or_nan, self.call.plan.sizes)
@@ -58,12 +58,12 @@ def forward_of(call: LocalCall, *operands: Any) -> Forward:
     """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits."""
     stats, grads = call.forward(*operands)
     objective, named, count = call.objective, stats.named(), len(operands)
-    # attributes, but for statistics that are outputs: these would hold the graph that holds them
+    # statistics that are outputs are saved by autograd: as attributes they would keep their own graph alive
     attributes, saved_stats = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
     names, saved = tuple(saved_stats), [*saved_stats.values()]
     outputs, lasting = objective.outputs(stats), call
     if objective.teacher is not None:
-        # autograd saves a teacher's tensors, and lets go of them
+        # autograd saves a teacher's tensors too, and frees them after backward
         saved += objective.teacher.tensors
         lasting = call.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
 
@@ -144,7 +144,7 @@ def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[An
 
 
 class OnlyOnce(torch.autograd.Function):
-    """A gradient that depends on the call's inputs in a way that is not differentiated: to try raises."""
+    """A gradient whose own derivative in the call's inputs is not computed: asking for it raises."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The objective of a call: factors, denominators and counts, settled before any logit and without waiting for the
-device; nothing else divides by anything."""
+"""The objective of a call: factors, denominators and counts, made before any logit and without waiting for the device.
+No other file divides by a denominator."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,7 +60,7 @@ def objective_of(tokens: Tokens) -> Objective:
     if len(counts) < 2 and left == [1.0]:
         table = factors[0].unsqueeze(0)
     else:
-        # counts in memory of each one's: a caller may add up those of ranks in place
+        # each count in memory of its own: a caller may add other ranks' to it in place
         numbers = spec.backend.put_numbers([*factors, *counts], [*left, *[1.0] * len(counts)])
         table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
     fields = fields_of(tokens, table, weights)

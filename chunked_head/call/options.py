@@ -25,7 +25,7 @@ from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_b
 from ..stores.quantised import QuantisedWeight
 
 Result = TypeVar("Result")
-# the Spec, by being in its key; numbers of the Spec, which is renewed for others; or nothing that outlives the call
+# what another value of an option means: "spec" another Spec, "numbers" the Spec renewed, "call" nothing for the Spec
 Decides = Literal["spec", "numbers", "call"]
 NO_LOSSES = Losses(())
 
@@ -37,7 +37,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class OptionsModule(nn.Module):
-    """A module whose options are its attributes, as those of what it stands for: one that is changed counts."""
+    """A module that has its options as attributes, as torch's losses have: later calls see a change of one."""
 
     names: tuple[str, ...]
 
@@ -154,8 +154,8 @@ def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = 
 class Call(Generic[Result]):
     """A call as it was made, of any public function: operands, the table of options, losses. Nothing is computed yet.
 
-    ``outputs``: names of the values that are returned for each token, whose upstream gradients come late; none for one
-    loss. ``result``: from what ran to what the function returns; for values per token it holds no tensor.
+    ``outputs``: names of the values that are returned for each token; empty where the call returns one loss.
+    ``result``: makes of an ``Outcome`` what the public function returns; for values per token it closes over no tensor.
     """
 
     function: str
@@ -192,7 +192,7 @@ class Call(Generic[Result]):
     batch: Mapping[str, Tensor] | None = None
     num_segments: int | None = None
     segments: Segments | None = None  # where the host knows them
-    shares_denominator: bool = False  # every loss has that of the first
+    shares_denominator: bool = False  # all losses have the denominator of the first
     # what is returned
     outputs: tuple[str, ...] = ()
     top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
@@ -260,8 +260,8 @@ class Call(Generic[Result]):
         return replace(self, **copies) if copies else self
 
     def check(self) -> torch.dtype:
-        """Raises what is wrong with operands and options, losses and fields apart; the dtype of the matmuls, or that of
-        the arithmetic on logits."""
+        """Raises what is wrong with operands and options (losses and fields are checked elsewhere). Returns the dtype
+        of the matmuls, or that of the arithmetic on logits."""
         dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
         dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
         check_options({name: getattr(self, name) for name in OPTIONS})

@@ -41,15 +41,15 @@ class Spec:
     backend: Backend
     structure: Structure | None  # None with a user's function, which must not outlive the call: ``structure_at``
     demand: Demand  # the statistics: what losses and metrics need, and what the function returns
-    names_fields: bool  # tensors of losses and of the head are fields too, by names of their own: ``named_weights``
+    names_fields: bool  # losses' token weights, or a temperature per token, became fields: ``named_weights``
     wanted: tuple[str, ...]  # names of fields that losses and metrics read
-    withheld: frozenset[str]  # names of the batch's other fields
+    withheld: frozenset[str]  # names of the fields in the batch that none of them reads
     known: Mapping[str, Field]  # kind and type of every field, by name
     autocast: bool  # autocast gives the dtype of the matmuls
     request: Request
-    late: bool  # upstream gradients are of each token, and come late
-    coupled: bool  # a loss needs all tokens' statistics for its values, and gradients wait for them
-    by_segments: bool  # the statistics of a segment's tokens, or a pair's, are all that it needs
+    late: bool  # each token has an upstream gradient of its own, which is known in backward only
+    coupled: bool  # a loss needs other tokens' statistics for a token's value, and gradients wait for them
+    by_segments: bool  # ... those of the token's segment or pair only
     kept_everywhere: bool  # every token that counts has a set of columns: no softmax is over the vocabulary
     columns: int  # K of teacher_ids, 0 without
     teacher_vocab: int | None  # of a dense teacher
@@ -89,8 +89,8 @@ def spec_of(call: Call[Any]) -> Spec:
 
 
 def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
-    """A key, equal for calls of one Spec but for their numbers, None where the Spec cannot be reused; and those
-    numbers: the head's, the losses' and the metrics'."""
+    """A key, which calls have in common whose Specs differ in numbers at most, None where no other call can use the
+    Spec; and these numbers: the head's, the losses' and the metrics'."""
     batch: Any = {} if call.batch is None else call.batch
     segments, terms, device = call.num_segments, call.losses.terms, call.device.type
     static, numbers = STATIC(call), (call.softcap, call.logit_scale, call.plain_temperature)
@@ -140,8 +140,8 @@ def metadata(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def of_field(name: str, value: Tensor, extra: Mapping[str, Field], call: Call[Any]) -> Hashable:
-    """``metadata`` of a field without the number of tokens, segments, pairs or kept ids: ``leading``. Of a
-    check that compares it with another field, or with these numbers, the result is in it."""
+    """``metadata`` of a field without its number of tokens, segments, pairs or kept ids, so that calls of other lengths
+    have it in common. Where a check compares this number with another field's, the result of that is in it instead."""
     batch: Any = call.batch
     leading, segments, shape = call.leading, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:

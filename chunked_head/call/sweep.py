@@ -100,7 +100,7 @@ def sweep(
         if len(span) == 1:
             store.add_gradients(rows, out, coefficients, grads)
             continue
-        for at in span:  # the next chunk's logits are in the place of each one's
+        for at in span:  # later chunks' logits have overwritten earlier ones': they are made again
             rows, out = filled(at)
             of_chunk = coefficients.at(slice(at.start - every.start, at.stop - every.start))
             store.add_gradients(rows, out, of_chunk, grads)
@@ -151,7 +151,7 @@ class LocalCall:
     begin: ClassVar[Callable[..., Work]]
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
-        """The call with other tensors for a dense teacher's."""
+        """The call with these tensors in place of its dense teacher's."""
         objective = self.objective
         if objective.teacher is None:
             return self
@@ -257,7 +257,7 @@ class HeadCall(LocalCall):
         return stats, grads
 
     def recomputing(self) -> "HeadCall":
-        """The call with a plan that makes gradients in backward: for the second one over a retained graph too."""
+        """The call with a plan that makes gradients in backward, which a second one over a retained graph needs too."""
         if self.plan.schedule == "recompute":
             return self
         plan = find_plan(

@@ -134,7 +134,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     targets, fields = lay_fields(spec, call, target, batch, leading)
     teacher, token_fields, scale = None, NO_FIELDS, fields.pop(TEMPERATURE, None)
     if fields:
-        own_rows, pairing = Field("row"), structure.pairing  # of what the preparation has made
+        own_rows, pairing = Field("row"), structure.pairing  # a field that was made here has a row for each token
         if structure.teacher is not None and pairing is not None:
             columns = pairing.columns if call.shard is None else call.columns
             teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)

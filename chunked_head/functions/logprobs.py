@@ -15,7 +15,7 @@ from ..parallel.dtensor import local_logits
 from ..parallel.groups import TokenParallel, VocabParallel
 from .fields import with_candidates
 
-FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # of what is returned on demand, in order
+FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # results that are returned on demand, in order
 
 
 class PerTokenOptions(Head, total=False):
@@ -95,10 +95,10 @@ def linear_logprobs(
         logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
         (-(advantages * logprobs) - 0.01 * entropy).mean().backward()
 
-    Any gradient flows back but those of argmax and top-K, which have none. Under
-    ``torch.no_grad()``, or where neither hidden states nor head need a gradient, a call is one matmul and keeps no
-    logits beyond a chunk. With gradients, logits are computed again in ``backward``, since the gradient of each token
-    comes late: four matmuls. A loss from ``chunked_head.losses`` in ``linear_loss`` needs three.
+    All results but argmax and top-K are differentiable. Under ``torch.no_grad()``, or where neither hidden states nor
+    head need a gradient, a call is one matmul and keeps no logits beyond a chunk. With gradients, logits are computed
+    again in ``backward``, where the upstream gradient of each token is known: four matmuls. A loss from
+    ``chunked_head.losses`` in ``linear_loss`` needs three.
 
     A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
     a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on as many ranks give the same
@@ -119,8 +119,8 @@ def linear_logprobs(
             ``kept_ids[t]``, -1 for none. They are indexed like the target, which is added where it is missing; a token
             without ids has the whole vocabulary. Of tokens with a set no logits are made but those of its ids. Not with
             mean_logit and top_k.
-        kept_everywhere: a promise that every token that counts has a set: then nothing is done over the vocabulary. On
-            the CPU it is found out; elsewhere a broken promise gives nan.
+        kept_everywhere: a promise that every token that counts has a set: then nothing is done over the vocabulary. A
+            broken promise raises on the CPU, and gives nan elsewhere.
         candidates, candidate_bias: as in ``linear_loss``.
         The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their
             target's place under ``shift``.
@@ -155,7 +155,7 @@ def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, 
     )
 
 
-# made here, all of them: a compiler cannot take the making of a type
+# all of them at import, since torch.compile cannot trace the making of a type
 CHOICES = itertools.product((False, True), repeat=len(FLAGS) + 1)
 RESULT_TYPES = {
     names: namedtuple("LogProbs", names) for names in [output_names(flags, top_k) for *flags, top_k in CHOICES]

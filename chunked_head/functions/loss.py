@@ -34,8 +34,8 @@ class LossOutput:
     ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on the device. Both are empty with ``reduction="none"``.
     With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how the call ran;
     None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph may run at other
-    lengths. ``streams``: of a call on several streams each one's own, its loss detached and without the stream's
-    weight; ``parts``, ``metrics`` and ``plan`` of such a call are theirs.
+    lengths. ``streams``: of a call on several streams one ``LossOutput`` for each, whose loss is detached and not
+    multiplied by the stream's weight; such a call has no ``parts``, ``metrics`` and ``plan`` but those of its streams.
     """
 
     loss: Tensor
@@ -94,22 +94,22 @@ def linear_loss(
             over, for all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a
             gradient. ``losses.FIELDS`` lists all.
         kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
-            is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
-        candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none, and one at least where a
-            token counts): the softmax is over them alone, and the target where it is none of them. Every token and
-            candidate costs a gathered row of the weight, also where all tokens share them: it is for small K.
-        candidate_bias: of their shape, added to their logits before any temperature, as ``-log q`` of sampled softmax
-            (Jean et al. 2015); 0 for a target that is none of them. It takes no gradient, and no softcap.
+            is done over the vocabulary. A broken promise raises on the CPU, and gives nan elsewhere.
+        candidates: ids [K] that all tokens share, or [..., K] for each target (-1 for none, and at least one id where a
+            token counts): the softmax is over these ids and the target only. Every token and candidate costs a gathered
+            row of the weight, also where all tokens share them: it is for small K.
+        candidate_bias: of the candidates' shape, added to their logits before any temperature, as ``-log q`` of sampled
+            softmax (Jean et al. 2015); 0 for a target that is no candidate. It takes no gradient, and excludes softcap.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
         segment_lengths: instead of both, the lengths of segments that lie one after the other in the flattened tokens:
             a list or an int tensor on the CPU that adds up to their number, prompts and padding included.
             ``batch["pairs"]`` is on the CPU then. Not with ``TokenParallel`` or ``sequence_sharded``.
         metrics: ``chunked_head.metrics``, of names that differ.
-        reduction: of summands that name none: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and without
-            metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
-            gradients come late: logits are computed again in ``backward``.
-        normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
-            summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
+        reduction: of summands without one of their own: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and
+            without metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
+            gradients are known in ``backward`` only, where logits are computed again.
+        normalizer: D of summands that are means and have none of their own: a number or a 0-d tensor on the device.
+            None: for each summand the number of tokens (segments, pairs) that count, or 1 where none does. 0 gives 0.
         temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
             two temperatures. A tensor [...] has one per token, indexed like the target; losses and metrics with a
             temperature of their own are refused beside it. It is read only where a token counts, and takes no gradient.
@@ -134,7 +134,7 @@ def linear_loss(
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
     and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments and pairs end, and
-    three matmuls are enough, but for losses of ``losses.custom`` and with ``skip_ignored``; ``out.plan`` tells.
+    three matmuls are enough, but for losses of ``losses.custom`` and with ``skip_ignored``; ``out.plan`` says so.
 
     Inside of ``torch.compile`` the call is an operator; docs/guides/options.md says what breaks the graph, and that a
     tensor multiplies a loss by ``Losses.times`` there.
@@ -226,7 +226,7 @@ def logits_loss(
 
         x = softcap * tanh(logit_scale * logits.float() / softcap) / temperature
 
-    and no other tensor of the logits' size than the gradient. Neither is there with ``inplace``:
+    without another tensor of the logits' size but the gradient, and with ``inplace`` without that:
 
         logits = model(tokens).logits
         out = logits_loss(logits, tokens, losses.cross_entropy() + 1e-4 * losses.z_loss(), shift=1, inplace=True)
@@ -246,7 +246,7 @@ def logits_loss(
             changes nothing, and their gradient is 0.
         parallel: as in ``linear_loss``. ``VocabParallel``: ``logits`` [..., vocab / ranks] are each rank's own columns
             for the same tokens (Megatron's output layer without its gather), ``teacher_logits`` likewise.
-            ``sequence_sharded`` and ``reduce_dhidden=False`` are refused, which are of hidden states. DTensors of
+            ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, are refused. DTensors of
             ``Shard(-1)`` or ``Replicate()`` need no ``parallel``. Ranks that were given different tokens get nan where
             targets differ; without targets nothing would show it.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
@@ -283,7 +283,7 @@ IN_GRAPH["logits_loss"] = in_graph_loss
 
 # ---- several streams of hidden states: which arguments go with which, and what comes back
 
-# one for all streams, or a list of one each; a list of anything else is the same for all
+# one value for all streams, or a list with one for each; of any other argument a list is one value for all
 EACH = ("temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 
@@ -296,7 +296,7 @@ def streams_of(
     stream_weights: Sequence[float | Tensor] | None,
     given: Mapping[str, Any],
 ) -> Streams[Any]:
-    """``make``, ``linear_loss``, called for each stream; ``given``: the call's other arguments."""
+    """The calls of ``make``, which is ``linear_loss``, for each stream. ``given``: the other arguments."""
     count = len(hidden)
     if not count:
         raise ValueError("hidden must be a tensor or a list of one tensor or more, got an empty list")
