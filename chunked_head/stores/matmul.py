@@ -13,6 +13,7 @@ from ..plan.sizes import cast_rows, slices
 # rows, and columns, of each thread from which on BLAS sums every product in one order
 FEW_ROWS, FEW_COLUMNS = 8, 16
 FEW_ELEMENTS = 1 << 18  # of a product of few rows that is made at a time
+GPU_ROWS, GPU_COLUMNS = 64, 1 << 14  # likewise of cuBLAS's, and columns that it makes at a time of fewer rows
 
 
 def project(
@@ -54,19 +55,33 @@ def project_biased(
     time.
 
     ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
-    times as exact; so ours does too. It chooses by the number of rows as well: logits that are computed again are the
-    same to the bit where their rows come as they came before.
+    times as exact; so ours does too. It chooses by the number of rows as well, so few have zeros behind them: logits
+    that are computed again are the same to the bit where their rows come as they came before.
     """
     if not hidden.is_cuda:
         project(hidden, weight, out)
         return bias
     fused = bias if bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype else None
     for part in slices(len(hidden), rows or max(1, len(hidden))):
-        if fused is None:
-            project(hidden[part], weight, out[part])
-        else:
-            torch.addmm(fused, hidden[part], weight.t(), out=out[part])
+        some, into = hidden[part], out[part]
+        missing = GPU_ROWS - len(some)
+        if missing <= 0:
+            biased_product(some, weight, fused, into)
+            continue
+        some = torch.nn.functional.pad(some, (0, 0, 0, missing))
+        for tile in equal_tiles(len(weight), GPU_COLUMNS):
+            product = out.new_empty(GPU_ROWS, len(weight[tile]))
+            biased_product(some, weight[tile], None if fused is None else fused[tile], product)
+            into[:, tile] = product[: len(into)]
     return bias if fused is None else None
+
+
+def biased_product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = hidden @ weight.T``, and a bias of the same dtype in the product itself."""
+    if bias is None:
+        project(hidden, weight, out)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=out)
 
 
 def add_dhidden(

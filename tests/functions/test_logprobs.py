@@ -116,6 +116,25 @@ def test_chunks_of_few_rows_change_nothing(threads: int, dtype: torch.dtype, voc
         torch.set_num_threads(before)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [331, 32000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_of_a_gpu_change_nothing(dtype: torch.dtype, vocab: int) -> None:
+    """cuBLAS sums few rows in another order."""
+    made = torch.Generator().manual_seed(2)
+    hidden = torch.randn(100, 128, generator=made).to("cuda", dtype)
+    weight = (torch.randn(vocab, 128, generator=made) * 10.0 / 128**0.5).to("cuda", dtype)
+    target, own = torch.randint(0, vocab, (100,), generator=made).cuda(), torch.randn(vocab).to("cuda", dtype)
+    for bias in (None, own):
+        options = {"bias": bias, "lse": True, "backend": "torch"}
+        with torch.no_grad():
+            whole = linear_logprobs(hidden, weight, target, **options)
+            for chunk in (1, 5, 16, 37, 64):
+                found = linear_logprobs(hidden, weight, target, chunk_tokens=chunk, **options)
+                torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=2e-7, atol=1e-6)
+                torch.testing.assert_close(found.lse, whole.lse, rtol=2e-7, atol=1e-6)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_temperature_per_token(place: Place, dtype: torch.dtype) -> None:
