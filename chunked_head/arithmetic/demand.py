@@ -9,7 +9,7 @@ from ..core.stats import Demand, Pairing, View
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 
-# by name of a loss's need: the statistic that its gradient goes to
+# for each statistic that a loss may ask for: the vector in which it is differentiated
 LEAVES = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"} | {
     name: name for name in ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap")
 }
@@ -24,7 +24,7 @@ class Structure:
     metrics: tuple[tuple[Metric, int], ...]
     views: tuple[View, ...]
     pairing: Pairing | None
-    leaves: frozenset[str]  # that a gradient is wanted to
+    leaves: frozenset[str]  # statistics in which losses are differentiated
     vocab: int
     temperature: float = 1.0  # of the first view; it goes into the head's scale and cap
     teacher: Teacher | None = None  # its temperature resolved: None for that of each token
@@ -34,7 +34,7 @@ class Structure:
     @functools.cached_property
     def split(self) -> tuple[tuple, tuple[float, ...]]:
         """A key, equal for structures that compile to the same code; and the arguments of that code: floats of the
-        options, ratios of softmaxes beyond the first, whose is 1, and the teacher's part of a mixture."""
+        options, ratios of softmaxes beyond the first (whose ratio is 1), and the teacher's part of a mixture."""
         numbers = [number for part, _ in (*self.summands, *self.metrics) for number in part.split[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])
@@ -67,7 +67,7 @@ class Structure:
 
     @functools.cached_property
     def plain_sums(self) -> bool:
-        """True where all values and metrics are sums over tokens, one of each."""
+        """True where each loss and metric is a sum over tokens of one number per token."""
         return set(self.widths) <= {1} and all(metric.reduce == "mean" for metric, _ in self.metrics)
 
 

@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
     rank_sums: RankSums | None = None  # where segments are summed over ranks
 
     def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
-        """The inputs with ``change`` of each tensor and of its dimension of tokens, None for none."""
+        """The inputs with ``change(tensor, dim)`` in place of each tensor; ``dim``: along which tokens are, or None."""
         along = {name: 0 if name in self.token_fields else None for name in self.fields}
         return self._replace(
             target=change(self.target, 0),
@@ -101,13 +101,13 @@ def evaluate(structure: Structure, leaves: Named, inputs: Inputs) -> Evaluation:
 
 
 def by_transform(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
-    """Gradients of the first that ``total`` returns, and the second: what a trace can hold."""
+    """Gradients of ``total``'s first result in the leaves, and its second result; by ``torch.func``, for traces."""
     grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(leaves)
     return grads, values
 
 
 def by_autograd(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
-    """``by_transform`` outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap each
+    """The same by autograd, outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap each
     tensor."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
@@ -220,7 +220,7 @@ def without_slope(leaves: Named, off: Tensor) -> Named:
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:
-    """The values that count: of tokens that do, of segments with such a token, of pairs of two such segments."""
+    """Mask of the units that count: tokens that do, segments with such a token, pairs of two such segments."""
     if unit == "token":
         return batch.mask
     counted = batch.segment_count() > 0
@@ -232,8 +232,7 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
-    """The values of segments or pairs in this rank's share: of a segment that lies on several ranks one adds the
-    value."""
+    """Mask of the segments or pairs that count and whose values are added to this rank's loss: each to one rank's."""
     counted = unit_mask(unit, batch)
     return counted if batch.rank_sums is None else counted & batch.rank_sums.mine(len(counted), counted.device)
 
@@ -319,7 +318,7 @@ def full_table(evaluations: list[Evaluation]) -> Tensor:
 def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tensor) -> list[Tensor]:
     """Sums over all chunks of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
 
-    Where an id was out of range metrics' sums are nan; what summands' are divided by is.
+    Where an id was out of range, sums of metrics are nan here, and those of summands by their denominators.
     """
     table = full_table(evaluations)
     sums = table.sum(1)

@@ -24,7 +24,7 @@ from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, eval
 
 
 def snapshot(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number as it is, of a tensor a copy: the caller may change it before backward comes."""
+    """A number as it is, a tensor as a copy, since the caller may change it before backward."""
     if isinstance(value, Tensor):
         return value.detach().to(device=like.device, dtype=like.dtype, copy=True)
     return float(value)
@@ -39,20 +39,20 @@ def times(value: Tensor, *factors: float | Tensor) -> Tensor:
 
 
 class Expected(NamedTuple):
-    """The upstream gradient that gradients were made for before it had come."""
+    """The upstream gradient for which the forward pass makes gradients, before backward brings it."""
 
     upstream: float | Tensor
     one_or_nan: Tensor
 
     def factors(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of the gradients that are left to apply, the second one 1 or nan."""
+        """Factors of these gradients once the upstream gradient is ``given``; the second one is 1 or nan."""
         ratio = given.to(self.one_or_nan.dtype)
         if isinstance(self.upstream, Tensor) or self.upstream != 1.0:
             ratio = torch.where(given == self.upstream, 1.0, ratio / self.upstream)
         return ratio, self.one_or_nan
 
     def one_or_nan_for(self, given: Tensor) -> Tensor:
-        """``one_or_nan`` for gradients that cannot be scaled: nan for another upstream gradient."""
+        """``one_or_nan`` for gradients that cannot be scaled: nan where ``given`` is not the expected upstream."""
         return torch.where(given == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
 
 
@@ -79,9 +79,9 @@ class Objective:
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        """Coefficients of the tokens ``rows`` of all, whose statistics have been made, where gradients are made along
-        with them. ``closed``: no other tokens belong to their segments. ``values``: what values depend on has been made
-        too; else it comes with the gradients, and ``outputs`` makes all values at once."""
+        """Coefficients of the tokens ``rows``, whose statistics are known; None where gradients are not made from these
+        alone. ``closed``: no other tokens belong to their segments. ``values``: the statistics that values need are
+        known too; those of a teacher may come with the gradients, and ``outputs`` then makes all values at once."""
 
     # from statistics of all tokens: values that the call returns, once all chunks have been visited
     outputs: ClassVar[Callable[..., tuple[Tensor, ...]]]
@@ -96,8 +96,8 @@ class LossObjective(Objective):
     inputs: Inputs  # of all tokens; factors at the expected upstream gradient
     coefficients: list[float | Tensor]  # of the summands, tensors 0-d
     backend: Backend | None  # whose kernels may do the arithmetic
-    # coefficients of the forward pass at its factors, by the first row of a chunk, for backward passes that would make
-    # them anew: a user's function may be another by then. None where they do make them
+    # coefficients that the forward pass has made, by the first row of their chunk, for backward: a user's function may
+    # do something else by then. None where backward computes them anew
     made: dict[int, Named] | None
 
     def evaluate(self, stats: RowStats, rows: slice, gradient: bool, table: Tensor | None = None) -> Evaluation:
@@ -138,7 +138,7 @@ class ScalarObjective(LossObjective):
             return None
         table = self.evaluations[0].table if self.evaluations else None
         evaluation = self.evaluate(stats, rows, gradient, table)
-        if evaluation.table is not table:  # else it has the chunk's values now
+        if evaluation.table is not table:  # else the first chunk's table holds these values too
             self.evaluations.append(evaluation)
         return Coefficients.of(evaluation.coefficients) if gradient else None
 
@@ -153,7 +153,7 @@ class ScalarObjective(LossObjective):
         return (total,)
 
     def settle(self) -> Tensor | None:
-        """Adds up the values of all chunks; the sum of losses, where one launch makes it too."""
+        """Adds up the values of all chunks. Returns the sum of losses where the same launch makes it, else None."""
         inverse, count, evaluations, total = self.inverse[0], len(self.inverse), self.evaluations, None
         if not evaluations:
             self.parts[:] = [one * 0.0 for one in self.inverse]

@@ -17,9 +17,8 @@ from ..kernels.common.cache import Cache
 
 LONGEST = 160  # letters of a value in an error
 
-# Kinds of calls that all ranks of a group are known to make alike. By the group itself: its name comes back, for other
-# ranks too, once torch.distributed has been shut down and begun again.
-# All ranks forget the same ones, since they ask for the same in the same order.
+# Hashes of calls that all ranks of a group have agreed on, by group: its name may be another group's once
+# torch.distributed was shut down and begun again. All ranks forget the same ones, since they ask in the same order.
 AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
 MOST_IDS = 1 << 24  # ids travel with statistics as floats, exact up to here
 LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
@@ -84,8 +83,8 @@ class TokenParallel(OfGroup):
 
 @dataclass(frozen=True)
 class VocabParallel(OfGroup):
-    """Ranks of ``group`` hold the head's rows in turn: ``weight`` (``bias``, a teacher's head) is each rank's own part,
-    and so are the columns of ``logits_loss``'s logits.
+    """Ranks of ``group`` each hold some of the head's rows, in the order of ranks: ``weight`` (``bias``, a teacher's
+    head) is this rank's part, and so are the columns of ``logits_loss``'s logits.
 
     Every rank gives the same targets, fields and options, and gets the same loss, metrics and per-token values, and
     the whole gradient of ``hidden``; that of ``weight`` is its part's.
@@ -97,8 +96,8 @@ class VocabParallel(OfGroup):
         sequence_sharded: hidden states are each rank's own part of the tokens, as many on every rank, in order of
             ranks; so are targets, fields and what comes back per token. Rows are gathered chunk by chunk and their
             gradients reduce-scattered.
-        reduce_dhidden: False leaves each rank its own part's share of ``hidden``'s gradient, for a graph that sums
-            them itself (Megatron's ``copy_to_tensor_model_parallel_region``).
+        reduce_dhidden: False: ``hidden``'s gradient is on each rank what its own rows add to it, for a graph that sums
+            these itself (Megatron's ``copy_to_tensor_model_parallel_region``).
         tokens: how the batch is spread over ranks that hold the same part of the vocabulary, or None.
     """
 
@@ -180,20 +179,20 @@ def process_group(group: Any, what: str) -> Any:
     return group
 
 
-def talks_always(device: torch.device) -> bool:
-    """True where the host reads messages without waiting for a device."""
+def agrees_each_time(device: torch.device) -> bool:
+    """True where ranks compare every call, not the first of its kind only: the host reads messages without waiting."""
     return device.type == "cpu"
 
 
 def agree(fields: dict[str, str], group: Any, device: torch.device, what: str) -> int:
-    """Raises on every rank where ``fields``, which must be written alike in every process, differ; their hash.
+    """Compares ``fields``, texts that every process writes alike, over ranks; raises on all of them where they differ.
 
-    A number of each rank, whatever the call is: on the CPU before every call, elsewhere, where the host has to wait for
-    it, before the first of its kind.
+    Returns the fields' hash, of which one message has each rank's: on the CPU before every call, elsewhere, where the
+    host has to wait for it, before the first of its kind.
     """
     key = int.from_bytes(hashlib.sha256(repr(sorted(fields.items())).encode()).digest()[:7], "big")
     agreed = AGREED.setdefault(group, Cache(4096))
-    if talks_always(device) or agreed.get(key) is None:
+    if agrees_each_time(device) or agreed.get(key) is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
         mine = torch.tensor([key], dtype=torch.int64, device=device)

@@ -14,8 +14,8 @@ SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_
 ADDED = ("target_logit", "weighted_sum")
 ARGMAX = {"top": "argmax", "teacher_top": "teacher_argmax"}
 ENTROPIES = {"start": "entropy", "start2": "entropy2"}
-# statistics on which all that is made of a row depends
-OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
+# statistics that become nan where ranks have different tokens: whatever is made of a row depends on one of them
+CHECKED = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
 
 
 class GatheredStats(NamedTuple):
@@ -80,7 +80,7 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
             ids = torch.where(pieces[top] == largest, pieces[argmax], torch.inf).amin(0)
             getattr(out, argmax).copy_(torch.where(ids.isinf(), pieces[argmax][0], ids))
     merge_lists(pieces, out)
-    for name in OF_TOKENS:
+    for name in CHECKED:
         value = getattr(out, name)
         if value is not None:
             value.add_(gathered.zero_or_nan)

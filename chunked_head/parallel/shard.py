@@ -15,7 +15,7 @@ from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
-# by what ranks know that they mean the same tokens: targets, where a call has any
+# what ranks compare to find out that they have the same tokens: targets, where a call has any
 CheckedBy = Literal["targets", "hidden", "nothing"]
 
 
@@ -46,7 +46,7 @@ class Shard:
 
     @property
     def traits(self) -> dict[str, int]:
-        """Fields of ``Sizes``."""
+        """Fields of ``Sizes``, by which ranks decide a plan."""
         ranks = self.parallel.ranks
         hidden_ranks = ranks if self.parallel.sequence_sharded else 1
         return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.rows)}
@@ -69,9 +69,9 @@ class Shard:
         return replace(self, kind=agree(split | fields, self.group, device, "VocabParallel"))
 
     def token_checks(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens] what has to be equal on all ranks, for ids ``target`` [tokens] of the vocabulary: the ids, moved by
-        the kind of call. A kind that one rank takes for another, both agreed on before, is found out as other tokens
-        are. Below 2^24, so that floats are exact."""
+        """[tokens] numbers that are equal on all ranks that make the same call: ids ``target`` [tokens] plus the hash
+        of the kind of call, modulo 2^24, up to which floats are exact. Ranks that make different calls, each of a kind
+        that was agreed on before, are found out like ranks with different tokens."""
         return ((target + self.kind % MOST_IDS) % MOST_IDS).to(dtype)
 
     def add_targets(self, target_logit: Tensor) -> None:

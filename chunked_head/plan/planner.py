@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
     plan: Plan
     least_rows: int  # of a chunk, or of a block in the recompute schedule
     chunk_tokens: int | None  # named by the caller
-    fits_budget: bool  # the named chunk too
+    fits_budget: bool  # a named chunk is refused where it is beyond the budget
 
     @property
     def is_hopeless(self) -> bool:
@@ -83,8 +83,8 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
 
 
 def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:
-    """A plan of equal chunks on every rank, made for the largest part of the vocabulary, ``most`` columns, for a rank
-    of ``sizes.vocab`` of them. The demand of ``sizes`` is of the whole vocabulary."""
+    """The plan of a rank that has ``sizes.vocab`` columns of a shared vocabulary, with the chunks of the rank that has
+    most of them, ``most``: all ranks have the same. The demand of ``sizes`` is of the whole vocabulary."""
     demand = sizes.demand
     plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, demand=demand.of_columns(most)), request)
     if isinstance(plan, str):
@@ -100,7 +100,7 @@ def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:
 
 
 def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
-    """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
+    """``rows`` as a multiple of ``ranks``: rounded down, or up where that would make more than ``most_chunks``."""
     fewer = rows // ranks * ranks
     if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
         return fewer
@@ -108,8 +108,8 @@ def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
 
 
 def default_budget(sizes: Sizes, ranks: int) -> int:
-    """Bytes that a call may take where its caller says nothing: those of a chunk of 2048 tokens where its logits
-    alone, in the operands' dtype and with those of a teacher that gives hidden states, are more than 640 MiB.
+    """Bytes that a call may take where its caller says nothing: 640 MiB, or those of a chunk of 2048 tokens where its
+    logits alone, in the operands' dtype and with those of a teacher that gives hidden states, are more.
 
     Of ranks that share a vocabulary each is to do with less as they grow in number, and chunks become larger. A token's
     hidden states are as long on any number of ranks, so from 16 on it stays.

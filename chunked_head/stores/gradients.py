@@ -28,14 +28,14 @@ class Scaling(Protocol):
 class GradientBuffer:
     """A buffer that the weight's gradient is added to.
 
-    What autograd gets for the weight: nothing, and hooks of the weight's accumulation fire for nothing as they do for
-    something. Megatron's hook asks for a gradient to be there, though it reads none of it: a parameter that has
-    ``grad_added_to_main_grad`` gets torch's zero that takes no memory.
+    Autograd gets None for the weight; hooks on its accumulation fire all the same. Megatron's hook wants a gradient to
+    be there, though it does not read it: a parameter that has ``grad_added_to_main_grad`` gets torch's zero that takes
+    no memory.
     """
 
     weight: Tensor
     buffer: Tensor  # [vocab, hidden]
-    attribute: str | None = None  # of the weight, where the buffer is one
+    attribute: str | None = None  # name of the weight's attribute that is the buffer
     fresh = False  # uninitialised: the first product is stored rather than added
 
     def check_there(self) -> None:
@@ -76,7 +76,7 @@ class Gradients:
         self.buffers = weight, bias
         # the first product is stored in the weight's gradient rather than added
         self.fresh = gradient_buffer is None or gradient_buffer.fresh
-        # what becomes of ``hidden`` where ranks share the vocabulary
+        # the messages that add up ``hidden`` over ranks that share the vocabulary
         self.over_ranks: SummedRows | ScatteredRows | None = None
         if padding:
             self.weight, self.bias = (None if one is None else one[:-padding] for one in self.buffers)

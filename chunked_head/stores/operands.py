@@ -26,7 +26,7 @@ class Head:
     softcap: float | None = None
     add_targets: Callable[[Tensor], None] | None = None  # over ranks that hold other columns: target logits, in place
     fp8: Quantised | None = None  # the weight in e4m3, of which logits but the target's are made
-    scaled: ClassVar[bool] = True  # by the rows' scale
+    scaled: ClassVar[bool] = True  # ``Rows.scale`` multiplies the logits too
 
     def columns(self, tile: slice) -> "Head":
         """The head of a slice of the vocabulary, sharing memory."""
@@ -41,7 +41,8 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """A dense teacher: its logits, or its hidden states and head; its temperature is in scale and cap, or its rows'."""
+    """A dense teacher: its logits, or its hidden states and head. Its temperature is in scale and cap, or it is that of
+    each token (``scaled``)."""
 
     logits: Tensor | None  # [tokens, vocabulary], raw
     hidden: Tensor | None  # [tokens, width]
@@ -49,7 +50,7 @@ class TeacherHead:
     bias: Tensor | None  # [vocabulary]
     logit_scale: float = 1.0
     softcap: float | None = None
-    scaled: bool = False  # by the rows' scale, as the student's
+    scaled: bool = False  # ``Rows.scale`` multiplies its logits, as the student's
     dtype: torch.dtype | None = None  # of the matmul, where autocast gives one; else that of hidden states and head
 
     @property
@@ -82,7 +83,7 @@ class TeacherHead:
 class Kept:
     """Sets of columns that rows keep: the softmax of such a row is over its set, and no matmul makes its logits.
 
-    A row's entries stand together; there are more of them than columns are kept.
+    A row's entries stand together; some of them stand for no column.
     """
 
     starts: Tensor  # [tokens] int64: where a row's entries begin
@@ -107,13 +108,13 @@ class Kept:
 
 
 class Sets(NamedTuple):
-    """Sets of ids as tokens keep them."""
+    """Sets of ids as the caller gives them, of which a backend makes ``Kept``."""
 
     ids: Tensor  # [n] int, -1 for none, contiguous; those behind the last offset are ``BEHIND``
     offsets: Tensor | None  # [tokens + 1] int64: where a token's ids begin; None where each has as many
     bias: Tensor | None  # [n] of their logits
     length: int  # of the dimension along which rows predict tokens
-    shift: int  # how far before them
+    shift: int  # how many positions a row stands before its target
     vocab: int
     everywhere: bool  # a row that counts and keeps no set is an error
 

@@ -20,13 +20,13 @@ class Store:
     Where statistics are known it calls ``add_gradients`` only. Where there is a dense teacher, ``pair_statistics``
     follows ``statistics``, unless ``Plan.teacher_last``: then these and the teacher's come with the gradients.
 
-    ``known_targets``: ``statistics`` leaves the target's logit of all ranks, where ranks share the vocabulary.
+    ``known_targets``: ``statistics`` writes the logit of every row's target, though another rank may have its column.
     """
 
     name = "logits"
     description = "logits"  # of what is kept
     bounds_rows = False  # its matmuls can stop at a number of rows that only the device knows
-    multiplies = True  # False: its logits are of rows of the weight that tokens name
+    multiplies = True  # False: its logits come from gathered rows of the weight, not from a matmul
     head: Head
     demand: Demand
     known_targets = False
@@ -120,8 +120,8 @@ class MatmulStore(Store):
                 put(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
-        """Coefficients of rows whose gradients of logits are in the range of their dtype, and the factor [] that was
-        taken out for it; None for 1."""
+        """Coefficients divided by a factor [] that brings gradients of logits into the range of their dtype, and this
+        factor; None for 1."""
         return coefficients, None
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:

@@ -1,4 +1,4 @@
-"""Stores of what our logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
+"""Stores of what our logits matmul writes: fp16 relative logits, or bf16 exponentials."""
 
 from collections.abc import Iterator
 
@@ -68,7 +68,7 @@ class RelativeStore(HalfStore):
         self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
-            # how many parts of a tile are there: 0 in each chunk before its tiles are made
+            # numbers of the parts of each tile that are finished: set to 0 before a chunk's tiles are made
             self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         two = len(demand.views) > 1
         self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)

@@ -1,4 +1,4 @@
-"""Stores in Triton kernels: fp32 logits that cuBLAS leaves, and gradients of blocks whose statistics are known."""
+"""Stores in Triton kernels: fp32 logits that cuBLAS makes, and gradients of blocks whose statistics are known."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -26,8 +26,8 @@ from .torch_store import transform_
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 FP16_LARGEST = 64.0
-# relative difference of probabilities of 16-bit logits that count as equal: a student like its teacher has differences
-# of roundings, whose signs are others in the sum over a row than in the gradient of its columns
+# relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, only
+# roundings differ, and their signs in the sum over a row would be others than in the gradient of its columns
 TIE = 2.0**-16
 # of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
 Parts = tuple[Tensor | None, Tensor | None]
@@ -162,7 +162,7 @@ class KernelStore(MatmulStore):
 
 
 class LogitsStore(KernelStore):
-    """fp32 logits that cuBLAS leaves; the gradient of 16-bit operands is written, 16-bit wide, over their bytes."""
+    """fp32 logits that cuBLAS makes; the gradient of 16-bit operands is written, 16-bit wide, over their bytes."""
 
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         super().__init__(head, plan, tiled)
@@ -308,7 +308,7 @@ class HalfStore(KernelStore):
 
 
 class GradStore(HalfStore):
-    """Gradients of logits whose statistics are known: the matmul leaves them, and no logits are stored."""
+    """Gradients of logits whose statistics are known: the matmul stores them in place of the logits."""
 
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan, tiled=True)
