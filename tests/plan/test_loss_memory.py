@@ -11,7 +11,7 @@ from tracking import MiB, Tracker, assert_predicted, no_host_synchronisation, pe
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.losses import Losses
-from chunked_head.stores import sets, torch_store
+from chunked_head.stores import matmul, sets, torch_store
 
 CHUNK = 32
 # the interpreter copies a kernel's arguments for itself
@@ -32,6 +32,7 @@ def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.
     # tiles much smaller than these small chunks, as they are beside real ones
     monkeypatch.setattr(torch_store, "TILE_ELEMENTS", 1024)
     monkeypatch.setattr(sets, "GATHERED", 1024)
+    monkeypatch.setattr(matmul, "GPU_COLUMNS", 16)
     inputs = inputs_of(case, torch.float16 if place.backend == "triton" else torch.float32, place.device)
     weight = inputs.weight[:, :16].contiguous()  # its gradient is smaller than a chunk's logits
     hidden = inputs.hidden[:, :16].contiguous().requires_grad_()
