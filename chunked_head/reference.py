@@ -167,7 +167,7 @@ class Coefficients(NamedTuple):
 
 @torch.enable_grad()
 def coefficients(mix: Mix, stats: Statistics, batch: Batch, factor: Tensor) -> tuple[dict[str, Tensor], Coefficients]:
-    """Values [chunk] of the losses, and the coefficients of ``sum_i factor_i`` times their sum.
+    """Values [chunk] of each loss, and the coefficients of ``sum_t factor_t sum_l c_l l_t``, c_l the mix's numbers.
 
     Autograd gives derivatives in the statistics. From there to the logits: ``dlogprob / dx_j = 1[j = y] - p_j``,
     ``dlse / dx_j = p_j``, ``dentropy / dx_j = -p_j (log p_j + entropy)``, ``dweighted_sum / dx_j = omega_j``.

@@ -1,4 +1,4 @@
-"""The tensors that travel with tokens and the dense teacher among them, checked."""
+"""Fields of a call's batch: which of them losses and metrics read, and checks of each, a dense teacher's too."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -54,9 +54,9 @@ def wanted_fields(
     extra: Mapping[str, Field],
     num_segments: int | None,
 ) -> tuple[list[str], dict[str, Field]]:
-    """Fields that the losses and metrics of a call read, all there; and the kinds of all fields, with those of
-    ``extra``, which losses brought along. A user's function may read any at any call, and is given all but those that
-    it has to declare: the tensors of a dense teacher, and fields of segments in a call that has none."""
+    """Names of the fields that losses and metrics read, all of them in the batch, else a ValueError; and the kinds of
+    all fields, with those of ``extra``, which losses bring along. A user's function may read any field, and is given
+    all but a dense teacher's tensors and, without ``num_segments``, fields of segments: these it has to declare."""
 
     def of_segments(field: str) -> bool:
         return field in SEGMENT_IDS or known[field].kind in ("segment", "pair")
@@ -188,7 +188,7 @@ def check_dense_teacher(
     batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype, autocast: bool
 ) -> int | None:
     """Rows of the teacher's vocabulary, None without one; its two matmul operands must fit each other, in their dtypes
-    too where autocast casts them not."""
+    too where autocast does not cast them."""
     if "teacher_logits" in wanted:
         return batch["teacher_logits"].shape[-1]
     if "teacher_hidden" not in wanted:

@@ -27,7 +27,7 @@ class Field(NamedTuple):
 
     ``token``: indexed like the target and moved with it by ``shift``; ``row``: indexed like the hidden states;
     ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used as it is; ``kept``: the sets of
-    ids that tokens' softmaxes are over, which no loss reads but the call.
+    ids that tokens' softmaxes are over, which the call reads and no loss does.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class Teacher(NamedTuple):
 
 
 class SummandOptions(TypedDict, total=False):
-    """Options of every loss; None is the call's.
+    """Options of every loss; None: that of the call.
 
     ``temperature`` divides the logits that the loss sees. ``token_weights``, a tensor of target's shape or the name of
     a token field of ``batch``, multiply each token's value and are no part of the denominator. ``normalizer``, a
@@ -142,7 +142,7 @@ class Part:
         return self.split[0] is not None
 
     def at(self, numbers: Iterator[Any]) -> Self:
-        """The part with the next of other numbers, which may be tensors []."""
+        """The part with its numbers taken from ``numbers``, which may be tensors []."""
         return replace(self, options={name: join_numbers(v, numbers) for name, v in self.options.items()})
 
     @functools.cached_property

@@ -3,14 +3,14 @@
 
 Three stores of the reused buffer, all with statistics from fp32 accumulators:
 
-- ``fast``: our matmul leaves bf16 exponentials relative to the target's logit; the gradients are plain products
-  with them, a factor per row and the target's terms apart (gradients of rank one besides the softmax, no cap).
-- ``relative``: it leaves fp16 logits relative to each strip's maximum, one pass turns them into any gradient (16-bit
+- ``fast``: our matmul writes bf16 exponentials relative to the target's logit. The gradients are plain products with
+  them, but for a factor per row and the target's terms: for losses of the target's log-probability and lse, no cap.
+- ``relative``: it writes fp16 logits relative to each strip's maximum, one pass turns them into any gradient (16-bit
   operands).
-- ``logits``: BLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
+- ``logits``: BLAS writes fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
 
 Where statistics are known before any gradient (the plan recomputes) the first two store no logits at all: the matmul
-leaves the gradient. A dense teacher's terms need a row of each at a time, and so the third.
+writes their gradient. With a dense teacher, whose terms need both rows of logits, the third is taken there.
 """
 
 import math

@@ -76,7 +76,7 @@ class TeacherTerms(NamedTuple):
     below: torch.Tensor | None
     beta: float | None
     tie: float | None  # relative difference of probabilities that count as equal
-    # where a gradient leaves its programs' parts of KL(q || p) and of q's entropy
+    # where the gradient's kernel writes each program's part of KL(q || p) and of q's entropy
     forward_kl: torch.Tensor | None = None  # [row_programs, rows] fp32
     teacher_entropy: torch.Tensor | None = None
 
@@ -104,7 +104,7 @@ def row_grad(
     teacher_terms: TeacherTerms | None,
     first_column: int,
     transform: Transform,
-    counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
+    counted: Counted = ALL_ROWS,  # rows behind the last that counts may be left unwritten
 ) -> None:
     rows, columns = dlogits.shape
     if stored.offset is not None:
