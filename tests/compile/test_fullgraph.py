@@ -30,14 +30,7 @@ from tiers import tier
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from chunked_head import (
-    ChunkedHead,
-    linear_cross_entropy,
-    linear_logprobs,
-    linear_loss,
-    losses,
-    metrics,
-)
+from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.compile.recipes import described, text_of
 
 pytestmark = pytest.mark.compiled
@@ -84,9 +77,7 @@ def test_reduced_overhead_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_dtype": torch.float32}, {"memory_budget": "300KiB"}, {"chunk_tokens": 8}],
-    ids=str,
+    "options", [{}, {"accumulate_dtype": torch.float32}, {"memory_budget": "300KiB"}, {"chunk_tokens": 8}], ids=str
 )
 def test_gradients_wait_as_outside(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """In fp32 in fp16 and where the caller names it, rounded once: the same bits with an upstream gradient of 0.37.

@@ -15,12 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import chunked_head.stores.store
-from chunked_head import (
-    linear_cross_entropy,
-    linear_logprobs,
-    linear_loss,
-    losses,
-)
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses
 
 SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,16 +6,7 @@ import pytest
 import torch
 from cases import PLACES, Place
 from chunked_head.kernels.common.tiles import PRODUCT_ROWS
-from loss_cases import (
-    LOSS_CASES,
-    LossCase,
-    LossInputs,
-    hold,
-    inputs_of,
-    loss_combinations,
-    run_ours,
-    run_reference,
-)
+from loss_cases import LOSS_CASES, LossCase, LossInputs, hold, inputs_of, loss_combinations, run_ours, run_reference
 from oracle import reference
 from tiers import crossed, tier
 from torch import Tensor

@@ -10,7 +10,7 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from tiers import crossed
-from tiny_models import LazyLogits
+from tiny_models import LazyLogits, pair
 from torch import Tensor
 
 from chunked_head import patch_model
@@ -93,8 +93,7 @@ def operate(x: Any, how: str, value: float) -> Any:
 
 @pytest.fixture
 def both() -> tuple[Any, Tensor, Any]:
-    plain = tiny_models.llama()
-    patched = patch_model(copy.deepcopy(plain), when="training")
+    plain, patched = pair(when="training")
     ids = tiny_models.tokens()["input_ids"]
     return patched(input_ids=ids).logits, plain(input_ids=ids).logits, patched.chunked_head
 
@@ -134,8 +133,7 @@ HOW: dict[str, dict[str, Any]] = {
 @crossed(name=TAILS, kind=HOW)
 def test_cross_entropy(name: str, kind: str) -> None:
     how = HOW[kind]
-    plain = tiny_models.llama()
-    patched = patch_model(copy.deepcopy(plain), when="training", strict=True)
+    plain, patched = pair(when="training", strict=True)
     ids = tiny_models.tokens()["input_ids"]
     found = []
     for model in (plain, patched):
@@ -201,8 +199,7 @@ IDS = torch.arange(22).view(2, 11, 1) * 3
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.filterwarnings("ignore:chunked_head")
 def test_statistics_of_rows(name: str) -> None:
-    plain = tiny_models.llama()
-    patched = patch_model(copy.deepcopy(plain), when="training", strict=True)
+    plain, patched = pair(when="training", strict=True)
     ids = tiny_models.tokens()["input_ids"]
     found = []
     for model in (plain, patched):

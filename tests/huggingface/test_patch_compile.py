@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from tiers import first_of
-from tiny_models import step, tokens, transformers
+from tiny_models import pair, step, tokens, transformers
 from torch import nn
 
 from chunked_head import losses, metrics, patch_model
@@ -48,8 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_one_graph(make: Callable[[], Any], options: str) -> None:
-    plain = make()
-    patched = patch_model(copy.deepcopy(plain), **OPTIONS[options])
+    plain, patched = pair(make, **OPTIONS[options])
     theirs = step(patch_model(plain, loss=OPTIONS[options]["loss"]) if options == "loss" else plain)
     compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -182,8 +181,7 @@ def test_ids_that_are_filled_in_a_graph_are_refused() -> None:
 
 
 def test_logits_used_in_a_graph_are_computed() -> None:
-    plain = tiny_models.llama()
-    model = patch_model(copy.deepcopy(plain))
+    plain, model = pair()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def both(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,11 +90,7 @@ def load(model: Any, output: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [
-        (optimise, "head's weight has been"),
-        (load, "head's weight"),
-        (scribble, "hidden states have been"),
-    ],
+    [(optimise, "head's weight has been"), (load, "head's weight"), (scribble, "hidden states have been")],
 )
 @pytest.mark.parametrize("read", READ.values(), ids=READ)
 def test_logits_of_another_time_are_refused(read: Any, change: Any, what: str) -> None:

@@ -67,10 +67,7 @@ def test_forwards_that_accelerate_hangs_on_modules(make: Any, how: str, first: s
         assert type(same()) is torch.Tensor
 
 
-OUTPUTS = {
-    "tuple": lambda loss, logits: (loss, logits),
-    "dict": lambda loss, logits: {"loss": loss, "logits": logits},
-}
+OUTPUTS = {"tuple": lambda loss, logits: (loss, logits), "dict": lambda loss, logits: {"loss": loss, "logits": logits}}
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)

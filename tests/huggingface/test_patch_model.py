@@ -10,7 +10,7 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from tiers import crossed
-from tiny_models import LazyLogits, assert_same, step, tokens, transformers
+from tiny_models import LazyLogits, assert_same, pair, step, tokens, transformers
 from tracking import no_host_synchronisation
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
@@ -28,8 +28,7 @@ def no_warnings() -> Any:
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("more", [{}, {"num_items_in_batch": torch.tensor(7)}, {"return_dict": False}], ids=str)
 def test_a_step(make: Callable[[], Any], more: dict[str, Any]) -> None:
-    plain = make()
-    patched = patch_model(copy.deepcopy(plain))
+    plain, patched = pair(make)
     theirs, ours = step(plain, scale=0.37, **more), step(patched, scale=0.37, **more)
     assert_same(ours, theirs)
     assert patched.chunked_head.fused == 1 and patched.chunked_head.materialised == 0
@@ -96,8 +95,7 @@ def test_evaluation_with_labels_is_fused() -> None:
 
 
 def test_reading_logits_computes_them_and_says_so_once() -> None:
-    plain = tiny_models.llama()
-    model = patch_model(copy.deepcopy(plain))
+    plain, model = pair()
     logits = model(**tokens()).logits
     with pytest.warns(
         UserWarning, match=r"LlamaForCausalLM's logits are computed after all, for softmax at test_patch"
@@ -129,8 +127,7 @@ def test_no_logits_where_none_are_wanted() -> None:
 @pytest.mark.parametrize("when", ["labels", "always"])
 def test_arguments_given_by_position(when: str) -> None:
     """Labels are labels, and keys and values of tokens before are such."""
-    plain = tiny_models.llama()
-    model = patch_model(copy.deepcopy(plain), when=when, strict=True)
+    plain, model = pair(when=when, strict=True)
     ids, labels = tokens().values()
     for number in (1, 2):
         ours, theirs = (one(ids, None, None, None, None, labels) for one in (model, plain))
@@ -141,8 +138,7 @@ def test_arguments_given_by_position(when: str) -> None:
 
 
 def test_autocast() -> None:
-    plain = tiny_models.llama()
-    model = patch_model(copy.deepcopy(plain))
+    plain, model = pair()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs, ours = plain(**tokens()), model(**tokens())
     assert ours.logits.dtype == theirs.logits.dtype
@@ -266,8 +262,7 @@ SPELLINGS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_log_probabilities_outside_of_the_forward(spelling: str, make: Callable[[], Any]) -> None:
-    plain = make()
-    model = patch_model(copy.deepcopy(plain), when="training", strict=True)
+    plain, model = pair(make, when="training", strict=True)
     ids, found = tokens()["input_ids"], []
     for one in (plain, model):
         value = SPELLINGS[spelling](one(input_ids=ids[:, :-1]).logits, ids[:, 1:])

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from tiny_models import transformers
+from tiny_models import pair, transformers
 
 from chunked_head import metrics, patch_model
 from chunked_head.integrations.huggingface import log_metrics
@@ -83,8 +83,7 @@ def trained(model: Any, tmp_path: Path, arguments: dict[str, Any], own: dict[str
 @pytest.mark.filterwarnings("ignore:chunked_head.*for __iter__|.*computed after all|.*is not fused:UserWarning")
 def test_trainer(case: str, tmp_path: Path) -> None:
     arguments, own, fused = CASES[case]
-    plain = tiny_models.llama()
-    model = patch_model(copy.deepcopy(plain))
+    plain, model = pair()
     theirs = trained(plain, tmp_path, arguments, own)[1]
     ours = trained(model, tmp_path, arguments, own)[1]
     assert len(ours) == len(theirs) >= 7
@@ -101,8 +100,7 @@ def test_trainer(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["a loss outside", "label smoothing"])
 def test_losses_outside_are_fused_where_asked_for(case: str, tmp_path: Path) -> None:
     arguments, own, _ = CASES[case]
-    plain = tiny_models.gemma2()
-    model = patch_model(copy.deepcopy(plain), when="training", strict=True)
+    plain, model = pair(tiny_models.gemma2, when="training", strict=True)
     theirs = trained(plain, tmp_path, arguments, own)[1]
     ours = trained(model, tmp_path, arguments, own)[1]
     assert model.chunked_head.fused == 6

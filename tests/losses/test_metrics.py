@@ -123,10 +123,7 @@ PER_TOKEN: dict[str, tuple[Callable[..., Metric], Callable[[Data, int], float]]]
     "logprob": (metrics.logprob, lambda d, t: d.logprob()[t].item()),
     "advantage": (metrics.advantage, a),
     "ratio": (metrics.ratio, old_ratio),
-    "ratio_reference": (
-        lambda **o: metrics.ratio("reference", **o),
-        lambda d, t: old_ratio(d, t, "ref_logprobs"),
-    ),
+    "ratio_reference": (lambda **o: metrics.ratio("reference", **o), lambda d, t: old_ratio(d, t, "ref_logprobs")),
     "ratio_rollout": (lambda **o: metrics.ratio("rollout", **o), lambda d, t: old_ratio(d, t, "rollout_logprobs")),
     "kl_old": (metrics.kl_old, lambda d, t: k3(log_ratio(d, t))),
     "kl_old_k1": (lambda **o: metrics.kl_old("k1", **o), lambda d, t: -log_ratio(d, t)),
