@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GPU, PLACES, TRITON, Place
+from budget import assert_outcome
+from cases import GPU, PLACES, TRITON, Case, Place, run_ours, run_reference
 from tiers import crossed
 from torch import Tensor
 
@@ -55,17 +56,13 @@ def test_on_other_gpus(place: Place, schedule: str) -> None:
 
 @pytest.mark.parametrize("place", OURS)
 def test_run_to_run(place: Place) -> None:
-    hidden, weight, target = operands(place, torch.bfloat16)
-    target[: len(target) * 3 // 5] = 7  # a token of many
-
-    def run() -> list[Tensor]:
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy(h, w, target, chunk_tokens=64, backend=place.backend, deterministic=True)
-        loss.backward()
-        return [loss.detach(), h.grad, w.grad]
-
-    for first, second in zip(run(), run(), strict=True):
-        assert torch.equal(first, second)
+    """The same bits twice, and within the budget."""
+    inputs = Case("", (150 if place.device == "cuda" else 70,), 64, 300).inputs(torch.bfloat16, place.device)
+    inputs.target[: len(inputs.target) * 3 // 5] = 7  # a token of many
+    first, second = (run_ours(inputs, place, chunk_tokens=64, deterministic=True) for _ in range(2))
+    assert all(torch.equal(*both) for both in zip(first[:3], second[:3], strict=True))
+    truth, eager = (run_reference(inputs, dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert_outcome(first, eager, truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import chunked_head
 from chunked_head import losses, metrics
 from chunked_head.losses import Losses
-from chunked_head.metrics import Metric
+from chunked_head.metrics import Metric, MetricValue
 
 IGNORED = -100
 CLASS_WEIGHTS = "class weights of the vocabulary"
@@ -61,15 +61,21 @@ OPEN = {
     2001014: "jsd in fp32 over one id: eager's gradient is exactly 0, ours what 150 roundings add up to, 8e-7",
 }
 INFINITE_WHERE_SURE = ("unlikelihood", "orpo", "topk_kl")  # of a token of probability 1, as with one vocabulary row
-# every metric, and the fields that it reads
-METRICS: list[tuple[Callable[[], Metric], tuple[str, ...]]] = [
-    (metrics.accuracy, ()), (metrics.perplexity, ()), (metrics.entropy, ()), (lambda: metrics.lse("max"), ()),
-    (metrics.mean_logit, ()), (metrics.logprob, ()), (metrics.top_probability, ()), (metrics.ratio, POLICY),
-    (metrics.effective_sample_size, POLICY), (metrics.kl_old, POLICY), (metrics.advantage, POLICY),
-    (metrics.kl_reference, ("ref_logprobs",)), (metrics.clip_fraction, POLICY),
-    (lambda: metrics.clip_fraction(level="segment"), (*POLICY, "segments")),
-    (lambda: metrics.perplexity("segment"), ("segments",)),
-    (lambda: metrics.kl_old(level="segment"), (*POLICY, "segments")),
+# every metric, and options of which a call has some
+WEIGHTED: list[dict[str, Any]] = [{}, {"weighting": "segment"}, {"weighting": "document"}]
+REDUCED: list[dict[str, Any]] = [*WEIGHTED, {"reduce": "max"}, {"reduce": "min"}]
+SEGMENTS: list[dict[str, Any]] = [{"level": "segment"} | each for each in ({}, {"reduce": "max"}, {"reduce": "min"})]
+ESTIMATORS: list[dict[str, Any]] = [{"estimator": each} for each in ("k1", "abs", "k2", "k3")]
+AGAINST: list[dict[str, Any]] = [{"against": "rollout"}, {"against": "reference"}]
+SIDES: list[dict[str, Any]] = [{"side": side} for side in ("unsigned", "signed", "low", "high")]
+METRICS: list[tuple[Callable[..., Metric], list[dict[str, Any]]]] = [
+    (metrics.accuracy, WEIGHTED), (metrics.perplexity, WEIGHTED[:2]), (metrics.entropy, REDUCED),
+    (metrics.lse, REDUCED), (metrics.mean_logit, REDUCED), (metrics.logprob, REDUCED),
+    (metrics.top_probability, REDUCED), (metrics.advantage, REDUCED), (metrics.ratio, REDUCED + AGAINST + SEGMENTS),
+    (metrics.effective_sample_size, [{}, {"normalized": True}, *AGAINST, *SEGMENTS[:1]]),
+    (metrics.kl_old, [*ESTIMATORS, *REDUCED, *SEGMENTS, *(SEGMENTS[0] | each for each in ESTIMATORS)]),
+    (metrics.kl_reference, [*ESTIMATORS, {"bias_correction": True}, *REDUCED]),
+    (metrics.clip_fraction, [*SIDES, *(SEGMENTS[0] | each for each in SIDES)]),
 ]  # fmt: skip
 ROWS = ("teacher_logits", "teacher_hidden", *TOPK)
 WHOLE = ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias")
@@ -79,10 +85,11 @@ REFUSALS = ("two softmaxes", "smooths over", "different temperatures", "skip_ign
 
 
 class Drawn(NamedTuple):
-    """What a call gave: values by name, and gradients of its operands: hidden (or logits), weight, bias."""
+    """What a call gave: values by name, gradients of its operands: hidden (or logits), weight, bias; and metrics."""
 
     values: dict[str, Tensor]
     grads: list[Tensor]
+    metrics: Mapping[str, MetricValue] = {}
 
 
 class Call:
@@ -213,6 +220,7 @@ class Call:
             "old_logprobs": self.disturbed(own), "ref_logprobs": self.disturbed(own),
             "rollout_logprobs": self.disturbed(own), "advantages": self.real(*lead),
             "segments": torch.randint(-1, self.num_segments - 1, lead, generator=self.made),  # the last one is empty
+            "documents": torch.randint(-1, self.num_segments, lead, generator=torch.Generator().manual_seed(self.seed)),
             "pairs": torch.randint(0, self.num_segments, (3, 2), generator=self.made),
             "segment_labels": self.some(self.num_segments, share=0.5), "kl_baseline": torch.tensor(0.2),
             "teacher_logits": 2 * self.real(*lead, taught), "teacher_hidden": self.real(*lead, 4),
@@ -360,8 +368,10 @@ class Call:
 
     def linear_loss(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
         terms, names = self.draw_losses(4)
-        measured = self.draw.sample(METRICS, self.pick(range(5)))
-        names |= {name for _, fields in measured for name in fields}
+        measured: list[Metric] = []
+        for number, (make, options) in enumerate(self.draw.sample(METRICS, self.pick(range(5)))):
+            measured.append(make(**self.pick(options), name=f"metric-{number}"))
+            names |= {*measured[-1].fields, *measured[-1].optional_fields}
         given: dict[str, Any] = {"reduction": self.pick(["mean", "sum"]), "temperature": self.temperature}
         if given["reduction"] == "mean":
             given["normalizer"] = self.pick([None, 4.0, 0.0])
@@ -376,14 +386,13 @@ class Call:
         on_logits = self.function == "logits_loss"
         if on_logits:
             self.accumulate = False
-        segments = self.num_segments if names & {"segments"} else None
+        segments = self.num_segments if names & {"segments", "documents"} else None
 
         def ours() -> Drawn:
             leaves = self.leaves(self.dtype, ours=True)
             weight = leaves[1]
             common = given | self.head | self.options() | {
-                "batch": self.batch(names, self.dtype, ours=True), "num_segments": segments,
-                "metrics": [make() for make, _ in measured],
+                "batch": self.batch(names, self.dtype, ours=True), "num_segments": segments, "metrics": measured,
             }  # fmt: skip
             if each:
                 common["temperature"] = self.nonsense(given["temperature"], ~self.counts).to(self.device)
@@ -406,9 +415,7 @@ class Call:
                 value = checkpoint(run, *leaves, use_reentrant=False) if again else run(*leaves)
                 out = replace(found[-1], loss=value)
             values = {"loss": out.loss.detach()} | {f"part {name}": value for name, value in out.parts.items()}
-            finite = {f"metric {n}": m.value for n, m in out.metrics.items() if self.counts.any()}
-            assert all(torch.isfinite(value) for value in finite.values()), f"metrics {finite}"
-            return Drawn(values, self.taken(out.loss * self.declared(foretold), leaves))
+            return Drawn(values, self.taken(out.loss * self.declared(foretold), leaves), out.metrics)
 
         def moved(value: Any) -> Any:
             return value.to(self.device) if isinstance(value, Tensor) else value
@@ -424,12 +431,19 @@ class Call:
                     None,
                 )
                 weight = weight[: self.vocab]
-            loss, parts = reference.linear_loss(
-                hidden, weight, self.targets(ours=False), terms, batch=self.batch(names, dtype, ours=False),
-                num_segments=segments, bias=bias, **{n: moved(v) for n, v in given.items()}, **self.head,
-            )  # fmt: skip
+            common = {n: moved(v) for n, v in given.items()} | self.head | {
+                "batch": self.batch(names, dtype, ours=False), "num_segments": segments, "bias": bias,
+            }  # fmt: skip
+            loss, parts = reference.linear_loss(hidden, weight, self.targets(ours=False), terms, **common)
             values = {"loss": loss.detach()} | {f"part {name}": value.detach() for name, value in parts.items()}
-            return Drawn(values, self.taken_plain(loss * self.declared(foretold), leaves))
+            grads, plain = self.taken_plain(loss * self.declared(foretold), leaves), {}
+            if dtype == torch.float64:  # by our own torch operations, which test_metrics.py holds to formulas
+                common |= {"metrics": measured, "backend": "torch"}
+                with torch.no_grad():
+                    total = self.sum_of(terms)
+                    out = chunked_head.linear_loss(hidden, weight, self.targets(ours=False), total, **common)
+                plain = out.metrics
+            return Drawn(values, grads, plain)
 
         return ours, theirs
 
@@ -640,6 +654,14 @@ class Call:
         size = 1.0 + sum(float(v.abs().max()) for v in truth.values.values() if v.numel())
         for name, value in truth.values.items():
             compare(found.values[name], eager.values[name], value, torch.float32, size, f"{what}, {name}")
+        assert found.metrics.keys() == truth.metrics.keys(), what
+        for name, metric in truth.metrics.items():
+            mine, true = found.metrics[name].value.cpu().double(), metric.value.double()
+            known = (
+                self.dtype.itemsize > 2
+            )  # which ids are the likeliest, and what is clipped, is another among 16 bits
+            close = torch.allclose(mine, true, rtol=2e-4, atol=1e-4) if known else not mine.isnan()
+            assert close, f"{what}, {name}: {mine}, should be {true}"
         assert len(found.grads) == len(truth.grads), what
         for i, grad in enumerate(truth.grads):
             compare(found.grads[i], eager.grads[i], grad, self.dtype, 0.05, f"{what}, gradient {i}")

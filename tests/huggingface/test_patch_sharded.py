@@ -3,7 +3,6 @@ the plain."""
 
 import json
 import os
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -172,22 +171,15 @@ def work(rank: int, folder: str, port: int, layouts: tuple[str, ...] = (*LAYOUTS
         warnings.filterwarnings("error", message="chunked_head")
     for layout in layouts:
         for patched in ("never", "before", "after") if layout != "others" else ():
-            found[f"{layout} {patched}"] = outcome(losses_of, layout, patched, rank)
+            found[f"{layout} {patched}"] = ranks.outcome(losses_of, layout, patched, rank)
     if "others" in layouts:
         for layout in ("fsdp2-root", "fsdp2-own", "fsdp1"):
-            found[f"outside {layout}"] = outcome(outside, layout)
-        found["late"] = outcome(late)
+            found[f"outside {layout}"] = ranks.outcome(outside, layout)
+        found["late"] = ranks.outcome(late)
         for patched in (False, True):
-            found[f"tp {patched}"] = outcome(tensor_parallel, f"{folder}/model", patched)
+            found[f"tp {patched}"] = ranks.outcome(tensor_parallel, f"{folder}/model", patched)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def outcome(function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return function(*args)
-    except Exception:
-        return traceback.format_exc()
 
 
 @pytest.fixture(scope="module")
