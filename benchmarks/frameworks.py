@@ -105,7 +105,7 @@ def trainer(batch: Batch, ours: bool) -> tuple[Any, Run]:
 
 
 def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
-    """SFT, DPO and GRPO: their losses of a batch, TRL's functions of the head in place or ours."""
+    """The loss of a batch by one of TRL's trainers, with TRL's functions of the head or ours."""
     import trl as package
     from datasets import Dataset
 
@@ -121,14 +121,18 @@ def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
     if kind == "DPO":
         rows, more = {"prompt": "a", "chosen": "a", "rejected": "a"}, {"ref_model": batch.model(1)}
         inputs = {"input_ids": ids, "attention_mask": mask, "completion_mask": completion}
-    if kind == "GRPO":
-        rows, more = {"prompt": "a"}, {"reward_funcs": lambda completions, **rest: [0.0] * len(completions)}
-        config = {"num_generations": SEQUENCES, "max_completion_length": half, "beta": 0.0}
+    if kind in ("GRPO", "Distillation"):
+        rows, config = {"prompt": "a"}, {"max_completion_length": half}
         inputs = {
             "prompt_ids": ids[:, :half], "prompt_mask": mask[:, :half], "completion_ids": ids[:, half:],
-            "completion_mask": mask[:, half:], "advantages": torch.linspace(-1, 2, SEQUENCES, device=batch.device),
-            "num_items_in_batch": mask[:, half:].sum().float(),
+            "completion_mask": mask[:, half:], "num_items_in_batch": mask[:, half:].sum().float(),
         }  # fmt: skip
+    if kind == "Distillation":
+        more = {"teacher_model": batch.model(1)}
+    if kind == "GRPO":
+        more = {"reward_funcs": lambda completions, **rest: [0.0] * len(completions)}
+        config |= {"num_generations": SEQUENCES, "beta": 0.0}
+        inputs["advantages"] = torch.linspace(-1, 2, SEQUENCES, device=batch.device)
     arguments = getattr(package, f"{kind}Config")(**batch.settings(), **config)
     made = getattr(package, f"{kind}Trainer")(
         model, args=arguments, train_dataset=Dataset.from_list([rows] * SEQUENCES), processing_class=tokenizer(), **more
@@ -216,6 +220,7 @@ TRAINERS: dict[str, Callable[[Batch, bool], tuple[Any, Run]]] = {
     "TRL SFT": lambda batch, ours: trl(batch, ours, "SFT"),
     "TRL DPO": lambda batch, ours: trl(batch, ours, "DPO"),
     "TRL GRPO": lambda batch, ours: trl(batch, ours, "GRPO"),
+    "TRL distillation": lambda batch, ours: trl(batch, ours, "Distillation"),
 }
 
 
