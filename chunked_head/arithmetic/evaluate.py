@@ -107,8 +107,8 @@ def by_transform(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
 
 
 def by_autograd(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
-    """The same by autograd, outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap each
-    tensor."""
+    """``by_transform`` by autograd, outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap
+    each tensor."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
         loss, values = total(leaves)

@@ -18,7 +18,7 @@ from ..losses.base import FIELDS, Losses
 from ..metrics import Metric
 from ..parallel.dtensor import PLAIN, local
 from ..parallel.groups import TokenParallel, VocabParallel
-from ..parallel.shard import CheckedBy, Shard
+from ..parallel.shard import Shard
 from ..plan.segments import Segments
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_buffer_of
@@ -224,9 +224,8 @@ class Call(Generic[Result]):
     def shard(self) -> Shard | None:
         """This rank's part of the vocabulary."""
         assert isinstance(self.parallel, VocabParallel)
-        checked_by: CheckedBy = "nothing" if self.weight is None else "hidden"
         vocab, rows = self.parallel.split(self.local_vocab, self.vocab_size)
-        return Shard(self.parallel, vocab, rows, checked_by if self.target is None else "targets")
+        return Shard(self.parallel, vocab, rows, compares_hidden=self.target is None and self.weight is not None)
 
     @functools.cached_property
     def vocab(self) -> int:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
-from ..core.checks import check_int, choice
+from ..core.checks import check_int, choice, flag
 from ..kernels.common.cache import Cache
 
 LONGEST = 160  # letters of a value in an error
@@ -76,8 +76,7 @@ class TokenParallel(OfGroup):
     average: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.average, bool):
-            raise TypeError(f"average of TokenParallel must be True or False, got {self.average!r}")
+        flag("average of TokenParallel", self.average)
         object.__setattr__(self, "group", process_group(self.group, "TokenParallel"))
 
 
@@ -108,9 +107,8 @@ class VocabParallel(OfGroup):
     tokens: TokenParallel | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequence_sharded", "reduce_dhidden"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} of VocabParallel must be True or False, got {getattr(self, name)!r}")
+        flag("sequence_sharded of VocabParallel", self.sequence_sharded)
+        flag("reduce_dhidden of VocabParallel", self.reduce_dhidden)
         if self.sequence_sharded and not self.reduce_dhidden:
             raise ValueError("sequence_sharded=True reduces the gradient of hidden; leave reduce_dhidden=True")
         if self.tokens is not None and not isinstance(self.tokens, TokenParallel):

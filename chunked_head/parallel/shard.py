@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -15,8 +15,6 @@ from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
-# what ranks compare to find out that they have the same tokens: targets, where a call has any
-CheckedBy = Literal["targets", "hidden", "nothing"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +24,7 @@ class Shard:
     parallel: VocabParallel
     vocab: int  # ids on all ranks
     rows: tuple[int, ...]  # ids on each rank
-    checked_by: CheckedBy = "targets"
+    compares_hidden: bool = False  # ranks compare hidden states to find out that their tokens are the same, not targets
     kind: int = 0  # of call, a hash of what ranks have agreed on
 
     @property
@@ -96,21 +94,19 @@ class Shard:
         of the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
         out of each other's tokens, and get nan.
         """
-        for ids in (stats.argmax, stats.teacher_argmax):
+        for ids in (stats.argmax, stats.teacher_argmax, stats.top_k_ids):
             if ids is not None:
                 ids.add_(self.here.start)
-        if stats.top_k_ids is not None:
-            stats.top_k_ids.add_(self.here.start)
         if stats.column_logits is not None:
             assert columns is not None
             stats.column_logits.masked_fill_(columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
-        tokens = hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
+        tokens = hidden.sum(1, dtype=dtype) if self.compares_hidden else token_checks
         local = pack(stats, names, tokens)
         gathered = local.new_empty(self.parallel.ranks, *local.shape)
         distributed.all_gather_into_tensor(gathered.view(-1, local.shape[1]), local, group=self.group)
         same = gathered[:, -1] == tokens
-        if self.checked_by == "hidden":
+        if self.compares_hidden:
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
             size = torch.linalg.vector_norm(hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
