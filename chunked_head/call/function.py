@@ -129,17 +129,19 @@ class Loss(torch.autograd.Function):
 NOTHING = contextlib.nullcontext()
 
 
-def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context for kernels: the tensors' GPU is the current one, and autocast, which the plan has dealt with, is off."""
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context for kernels, which are launched on the current GPU: the tensors' own is the current one."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    cast = torch.is_autocast_enabled(device.type)
-    if not elsewhere and not cast:
-        return NOTHING
+    return torch.cuda.device(device) if elsewhere else NOTHING
+
+
+def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """``on_device`` with autocast, which the plan has dealt with, off."""
+    if not torch.is_autocast_enabled(device.type):
+        return on_device(device)
     stack = contextlib.ExitStack()
-    if elsewhere:
-        stack.enter_context(torch.cuda.device(device))
-    if cast:
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+    stack.enter_context(on_device(device))
+    stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
 
 

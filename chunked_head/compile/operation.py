@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.function import Grads, kernel_context
+from ..call.function import Grads, kernel_context, on_device
 from ..call.logits_call import LogitsCall
 from ..call.options import DEFAULTS, Call, Head
 from ..call.run import prepared, run
@@ -82,7 +82,9 @@ def execute(
 ) -> Result:
     """The result of the call that a public function's arguments make, at once and differentiable."""
     call = function(*args, **kwargs)
-    return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
+    one = call if isinstance(call, Call) else call.calls[0]
+    with on_device(one.device):
+        return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
 
 
 def spelled_out(signature: inspect.Signature) -> inspect.Signature:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..call.function import on_device
 from ..core import checks
 from ..parallel.dtensor import part
 from ..stores import backend_of
@@ -32,4 +33,5 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
     chosen.check(own.device, own.dtype, "weight")
     if missing := e4m3_missing(chosen.traits(own.device), own.device):
         raise ValueError(missing)
-    return QuantisedWeight(chosen.quantised(own.contiguous()), own, version_of(own), trained)
+    with on_device(own.device):
+        return QuantisedWeight(chosen.quantised(own.contiguous()), own, version_of(own), trained)

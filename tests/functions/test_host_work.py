@@ -1,6 +1,7 @@
 """A call at small sizes takes as long as the host needs: how many operators it launches beside kernels."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tracking import unwatched
 from triton.runtime.interpreter import GridExecutor
 
-from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, quantise
 from chunked_head.arithmetic import objective
+from chunked_head.call import function, spec
 from chunked_head.call import run as call
-from chunked_head.call import spec
+from chunked_head.compile import operation
+from chunked_head.functions import quantise as functions_quantise
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -90,6 +93,63 @@ def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     made_by_the_test = {"zeros", "ones", "gt", "copy_"}
     names = [name for name in launches.names if name not in made_by_the_test]
     assert len(names) <= MOST[call], (len(names), names)
+
+
+def streams(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> None:
+    rows, targets = hidden.chunk(2), target.chunk(2)
+    linear_loss(rows, weight, targets, losses.cross_entropy(), backend=backend).loss.backward()
+
+
+def on_logits(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> None:
+    logits_loss(weight, target.repeat(2)[: len(weight)] % 32, losses.cross_entropy(), backend=backend).loss.backward()
+
+
+def in_e4m3(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> None:
+    head = quantise(weight, backend=backend)
+    options = {"precision": "fp8", "fp8_weight": head, "backend": backend}
+    linear_cross_entropy(hidden, weight, target, **options).backward()
+
+
+EVERYWHERE: list[Call] = [*MOST, streams, on_logits, in_e4m3]
+
+
+def operands(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(rows, 32, generator=made).bfloat16().to(device) for rows in (64, 96))
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, 96, (64,), generator=made).to(device)
+
+
+@pytest.mark.parametrize("call", EVERYWHERE, ids=lambda call: call.__name__)
+def test_kernels_are_launched_on_the_gpu_of_the_tensors(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be another than the current one, as where a model lies on several."""
+    inside, original = [0], GridExecutor.__call__
+
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        assert inside[0], "a kernel goes to the current GPU"
+        original(*args, **kwargs)
+
+    for module in (function, operation, functions_quantise):
+        monkeypatch.setattr(module, "on_device", entered)
+    monkeypatch.setattr(GridExecutor, "__call__", watched)
+    call(*operands("cpu"), "triton")
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("call", EVERYWHERE, ids=lambda call: call.__name__)
+def test_another_gpu_than_the_current_one(call: Call) -> None:
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        for _ in range(3):  # the third from a recording
+            hidden, weight, target = operands(device)
+            call(hidden, weight, target, "triton")
+        found.append([grad.cpu() for grad in (hidden.grad, weight.grad) if grad is not None])
+    assert torch.cuda.current_device() == 0 and all(map(torch.equal, *found))
 
 
 def loss_of(tokens: int, vocab: int = 40, loss: Any = None, **options: Any) -> Tensor:
