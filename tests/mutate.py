@@ -94,7 +94,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: slope of a second temperature", EVALUATE, 'g = r * grads["logprob" + suffix]', 'g = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),
     ("swapped: the mixture's share in its gradient", EVALUATE, "g = (1.0 - structure.pairing.beta) * r", "g = structure.pairing.beta * r", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: mean logit", EVALUATE, "(ratio / structure.vocab)", "(1 / structure.vocab)", LINEAR + " -k test_loss"),
-    ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "without_slope(wanted, inputs.factors[i] == 0)", "wanted", GRADIENTS + " -k normalizer_of_zero"),
+    ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "torch.where(off, leaf.detach(), leaf) for", "leaf for", GRADIENTS + " -k normalizer_of_zero"),
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
     ("mean: a normalizer of 0", "chunked_head/call/objectives.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
     ("shift: off by one", "chunked_head/core/stats.py", "values.shape[dim] - kept, kept))", "values.shape[dim] - kept - 1, kept))", CROSS + " -k shift"),

@@ -18,7 +18,6 @@ written from a trace of ``values_of`` (``vectors.py``).
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from .vectors import VectorKernel  # imports Triton
 
 Named = dict[str, Tensor]
-Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
 Arithmetic = tuple["VectorKernel", tuple[str, ...]]  # a kernel, and names of the coefficients that it makes, in order
 KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
@@ -83,97 +81,65 @@ class Evaluation(NamedTuple):
 
     coefficients: Named
     table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric
-    apart: list[Tensor]  # values of summands and metrics whose unit is a segment or a pair
+    apart: list[Tensor]  # values of summands [units] and metrics [c, units] whose unit is a segment or a pair
 
 
 def evaluate(structure: Structure, leaves: Named, inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the values of losses and metrics.
 
-    It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here,
-    and ``torch.func`` refuses to run under hooks, which another thread does not have.
+    It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here.
     """
-    compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
-    # compiled autograd would compile the gradient of the vectors, from which ``torch.func`` keeps it
-    differentiate, run = (by_transform, in_own_thread) if compiled_autograd else (by_autograd, without_hooks)
-    coefficients, rows, apart = run(functools.partial(values_of, structure, leaves, inputs, differentiate))
+    coefficients, rows, apart = without_hooks(functools.partial(values_of, structure, leaves, inputs))
     table = torch.stack(rows) if rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
     return Evaluation(coefficients, table, apart)
 
 
-def by_transform(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
-    """Gradients of ``total``'s first result in the leaves, and its second result; by ``torch.func``, for traces."""
-    grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(leaves)
-    return grads, values
-
-
-def by_autograd(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
-    """``by_transform`` by autograd, outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap
-    each tensor."""
-    with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
-        loss, values = total(leaves)
-    if loss.requires_grad:
-        found = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
-    else:
-        found = tuple([torch.zeros_like(value) for value in leaves.values()])
-    return dict(zip(leaves, found, strict=True)), [value.detach() for value in values]
-
-
-def values_of(
-    structure: Structure,
-    leaves: Named,
-    inputs: Inputs,
-    differentiate: Callable[[Total, Named], tuple[Named, list[Tensor]]] = by_transform,
-) -> tuple[Named, list[Tensor], list[Tensor]]:
+def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Named, list[Tensor], list[Tensor]]:
     """The fields of an ``Evaluation``, with a tensor [n] for each row of the table."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.rank_sums, inputs.withheld)
     leaves = masked(leaves, batch.mask)
-    wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
-    rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
-    dtype = leaves["lse"].dtype
-
-    def weighted_values(i: int, wanted: Named) -> Tensor:
-        """``m * w * l`` of a summand, one per unit."""
-        summand, view = structure.summands[i]
-        values = summand.values(stats_at(structure, summand, view, {**wanted, **rest}), batch, inputs.tensors[i])
-        if summand.unit != "token":
-            return torch.where(share_mask(summand.unit, batch), values, 0)
-        name = summand.token_weights
-        assert name is None or isinstance(name, str)
-        if (weight := inputs.fields.get("token_weights" if name is None else name)) is not None:
-            values = values * weight.to(dtype)
-        return torch.where(batch.mask, values, 0)
-
-    def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
-        values, loss = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
-        for i in range(len(structure.summands)):
-            values.append(weighted_values(i, without_slope(wanted, inputs.factors[i] == 0)))
-            loss = loss + (values[i] * inputs.factors[i]).sum()
-        return loss, values
-
+    dtype, wanted = leaves["lse"].dtype, structure.leaves if structure.summands else ()
+    sloped = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items() if name in wanted}
+    rows, apart, loss = list[Tensor](), list[Tensor](), inputs.factors.new_zeros(())
+    for i, (summand, view) in enumerate(structure.summands):
+        with torch.set_grad_enabled(bool(sloped)):
+            seen = leaves
+            if sloped:
+                off = inputs.factors[i] == 0  # a factor of 0 takes an infinite slope out by selection
+                seen = leaves | {name: torch.where(off, leaf.detach(), leaf) for name, leaf in sloped.items()}
+            values = summand.values(stats_at(structure, summand, view, seen), batch, inputs.tensors[i])
+            if summand.unit == "token":
+                name = summand.token_weights
+                assert name is None or isinstance(name, str)
+                if (weight := inputs.fields.get("token_weights" if name is None else name)) is not None:
+                    values = values * weight.to(dtype)
+                values = torch.where(batch.mask, values, 0)
+            else:
+                values = torch.where(share_mask(summand.unit, batch), values, 0)
+            if sloped:
+                loss = loss + (values * inputs.factors[i]).sum()
+        (rows if summand.unit == "token" else apart).append(values.detach())
     coefficients: Named = {}
-    if wanted and structure.summands:
-        grads, values = differentiate(total, wanted)
+    if sloped:
+        grads = tuple([torch.zeros_like(leaf) for leaf in sloped.values()])
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, tuple(sloped.values()), allow_unused=True, materialize_grads=True)
         # again by selection: a loss may have had an infinite slope where a token does not count
-        coefficients = coefficients_of(structure, masked(grads, batch.mask), leaves)
-    else:
-        values = [weighted_values(i, wanted) for i in range(len(structure.summands))]
-    rows: list[Tensor] = []
-    apart: list[Tensor] = []
-    for (summand, _), value in zip(structure.summands, values, strict=True):
-        (rows if summand.unit == "token" else apart).append(value)
-    seen: dict[tuple[int, bool], Stats] = {}
+        found = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
+        coefficients = coefficients_of(structure, found, leaves)
+    known: dict[tuple[int, bool], Stats] = {}
     for metric, view in structure.metrics:
         at = view, metric.reads_target
-        if at not in seen:
-            seen[at] = stats_at(structure, metric, view, leaves)
-        value = metric.values(seen[at], batch)
-        if metric.unit != "token":
-            apart.append(selected(metric, value, share_mask(metric.unit, batch)))
-            continue
-        weights = inputs.metric_weights.get(metric.weighting)
-        columns = value.unbind(1) if value.dim() == 2 else (value,)
-        rows += [selected(metric, column, batch.mask, weights) for column in columns]
+        if at not in known:
+            known[at] = stats_at(structure, metric, view, leaves)
+        value = metric.values(known[at], batch)
+        columns = [value, value.square()] if metric.components == 2 else [value]
+        if metric.unit == "token":
+            weights = inputs.metric_weights.get(metric.weighting)
+            rows += [selected(metric, column, batch.mask, weights) for column in columns]
+        else:
+            mask = share_mask(metric.unit, batch)
+            apart.append(torch.stack([selected(metric, column, mask) for column in columns]))
     return coefficients, [row.to(dtype) for row in rows], apart
 
 
@@ -191,11 +157,12 @@ def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Na
         values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
     if "argmax" in leaves:
         values["argmax"] = leaves["argmax"].to(torch.int64)
-        values["top_logprob"] = logprob_of(leaves["top"] * ratio, leaves, suffix).detach()
+        top = leaves["top"] * ratio
+        values["top_logprob"] = ((top - leaves["start" + suffix]) + leaves["rest" + suffix]).detach()
     if "column_logits" in leaves:
-        logprobs = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
+        x = (leaves["column_logits"] * ratio).t()
         # the value without the rounding of lse, with its gradient
-        values["topk_logprobs"] = (logprobs + (lse.detach() - lse)).t()
+        values["topk_logprobs"] = ((x - leaves["start" + suffix]) + leaves["rest" + suffix] + (lse.detach() - lse)).t()
     if structure.pairing is not None and structure.pairing.view == view:
         values.update({name: leaves[name] for name in DENSE if name in leaves})
         if "teacher_argmax" in leaves:
@@ -203,20 +170,10 @@ def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Na
     return Stats(values)
 
 
-def logprob_of(x: Tensor, leaves: Named, suffix: str) -> Tensor:
-    """Log-probabilities of some logits [..., n] of each token, without the rounding of lse."""
-    return (x - leaves["start" + suffix]) + leaves["rest" + suffix]
-
-
 def masked(named: Named, mask: Tensor) -> Named:
     """Vectors [n] or [n, c] with 0 where a token does not count: by selection, so that what stands there has no part in
     anything."""
     return {n: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for n, value in named.items()}
-
-
-def without_slope(leaves: Named, off: Tensor) -> Named:
-    """Equal values with no gradient where ``off`` []: a factor of 0 takes an infinite slope out by selection."""
-    return {name: torch.where(off, leaf.detach(), leaf) for name, leaf in leaves.items()}
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:
@@ -327,16 +284,16 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
     if structure.plain_sums:
         return list(sums.unbind(0))
     # a chunk's own segments are those that count in it
-    apart = (torch.cat(of_chunks) for of_chunks in zip(*[e.apart for e in evaluations], strict=True))
+    apart = (torch.cat(of_chunks, -1) for of_chunks in zip(*[e.apart for e in evaluations], strict=True))
     row, found = 0, []
     reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
     for reduce, width in zip(reductions, structure.widths, strict=True):
-        values = next(apart).t() if width == 0 else table[row : row + width]
+        values = next(apart) if width == 0 else table[row : row + width]
         if reduce != "mean":
             total = extremum(values, reduce)
         else:
             total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
-        found.append(total.squeeze(0) if width == 1 else total)
+        found.append(total.squeeze())
         row += width
     return found
 
@@ -397,7 +354,6 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
             add("alpha" + suffix, -g * leaves["kl_mixture"])
             add("tau", g)
         for name, half in (("tvd", 0.5), ("overlap", -0.5)):
-            if name not in grads:
-                continue
-            add("theta", half * r * grads[name])
+            if name in grads:
+                add("theta", half * r * grads[name])
     return total

@@ -9,7 +9,6 @@ have) has no kernel.
 import itertools
 import linecache
 import math
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,29 +33,19 @@ ARITHMETIC = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
     "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "abs": "tl.abs({0})",
     "exp": "functions.exp({0})", "expm1": "functions.expm1({0})", "log": "functions.log({0})",
-    "log1p": "functions.log1p({0})", "sqrt": "tl.sqrt_rn({0})", "sigmoid": "functions.sigmoid({0})",
-    "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
-    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
-    "clamp_min": "tl.where({0} < {1}, {1}, {0})", "clamp_max": "tl.where({0} > {1}, {1}, {0})",
-    "pow": "functions.power({0}, {1})", "sigmoid_backward": "{0} * ((1.0 - {1}) * {1})",
-    "relu": "tl.where({0} < 0, 0, {0})",
+    "log1p": "functions.log1p({0})", "sigmoid": "functions.sigmoid({0})", "pow": "functions.power({0}, {1})",
+    "sigmoid_backward": "{0} * ((1.0 - {1}) * {1})",
 }  # fmt: skip
 COMPARED = {
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
     "ge": "{0} >= {1}", "isnan": "{0} != {0}", "logical_not": "{0} == 0", "bitwise_not": "{0} == 0",
 }  # fmt: skip
-LOGICAL = {
-    "logical_and": "{0} & {1}", "bitwise_and": "{0} & {1}", "logical_or": "{0} | {1}",
-    "bitwise_or": "{0} | {1}",
-}  # fmt: skip
+LOGICAL = {"logical_and": "{0} & {1}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}"}
 # the same numbers in another shape or dtype
-SAME = {
-    "detach", "alias", "clone", "expand", "view", "_unsafe_view", "unsqueeze", "squeeze",
-    "_to_copy", "lift_fresh_copy",
-}  # fmt: skip
+SAME = {"detach", "alias", "clone", "expand", "view", "_to_copy", "lift_fresh_copy"}
 FILLED = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
 FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the number
-POWERS = {0: "1.0 + 0.0 * {0}", 1: "{0}", 2: "{0} * {0}"}
+POWERS = {1: "{0}", 2: "{0} * {0}"}
 COUNT = itertools.count()
 
 
@@ -125,7 +114,7 @@ def trace(
         counts.append(len(of_chunk))
         return [*of_chunk, *of_all]
 
-    traced = make_fx(torch.func.functionalize(in_a_row), tracing_mode="fake")(samples)
+    traced = make_fx(in_a_row, tracing_mode="fake")(samples)
     return traced, counts[-1]
 
 
@@ -179,8 +168,6 @@ class Writer:
     def value(self, node: fx.Node) -> str:
         if node.op != "call_function":
             raise NoKernelError(node.op)
-        if node.target is operator.getitem:
-            return self.cast(self.part(*node.args), node.meta["val"].dtype)  # type: ignore[arg-type]
         operation, dtype = name_of(node), node.meta["val"].dtype
         if node.meta["val"].dim() > 1 or dtype not in NAMES:
             raise NoKernelError(str(node))
@@ -209,25 +196,12 @@ class Writer:
         if operation in ARITHMETIC:
             return self.computed(ARITHMETIC[operation], node.args, dtype)
         if operation in COMPARED:
-            common = torch.int64
-            if any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors) or any(
-                isinstance(arg, float) for arg in node.args
-            ):
-                common = torch.float32
-            return self.computed(COMPARED[operation], node.args, common)
+            floats = any(isinstance(arg, float) for arg in node.args)
+            floats = floats or any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors)
+            return self.computed(COMPARED[operation], node.args, torch.float32 if floats else torch.int64)
         if operation in LOGICAL:
             return self.computed(LOGICAL[operation], node.args, torch.bool)
         raise NoKernelError(str(operation))
-
-    def part(self, unbound: fx.Node, i: int) -> fx.Node:
-        """The tensor [rows] that was stacked as column ``i``."""
-        stack: Any = unbound.args[0]
-        if name_of(unbound) != "unbind" or name_of(stack) != "stack":
-            raise NoKernelError(str(unbound))
-        dims = *unbound.args[1:], *stack.args[1:]
-        if len(dims) != 2 or not {1, -1}.issuperset(dims):
-            raise NoKernelError(str(unbound))
-        return stack.args[0][i]
 
     def row(self, vector: fx.Node, dim: int, i: int) -> str:
         """A number of an input that has no tokens."""

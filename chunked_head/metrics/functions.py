@@ -6,7 +6,6 @@ A metric of your own is a ``Metric(...)``.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..core.checks import bound, choice, flag, number, refuse_unknown
@@ -153,7 +152,7 @@ def effective_sample_size(
     flag(f"normalized of metrics.{kind}", normalized)
     finish = "effective_sample_fraction" if normalized else "effective_sample_size"
     known = _of_ratios(kind, against, level, ratio_clamp)
-    return make(kind, _ratio_powers, common, name=finish, finish=finish, **known)
+    return make(kind, _ratio, common, name=finish, finish=finish, **known)
 
 
 def _of_ratios(kind: str, against: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
@@ -170,11 +169,6 @@ def _log_ratio(stats: Any, batch: Any, other: str, level: str) -> Tensor:
 
 def _ratio(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None) -> Tensor:
     return clamped(_log_ratio(stats, batch, other, level), ratio_clamp).exp()
-
-
-def _ratio_powers(stats: Any, batch: Any, **options: Any) -> Tensor:
-    values = _ratio(stats, batch, **options)
-    return torch.stack([values, values.square()], dim=-1)
 
 
 @once

@@ -35,7 +35,7 @@ class MetricOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Metric(Part):
-    """``function(stats, batch, **options)`` gives values per unit, [n] or, with several components, [n, c]."""
+    """``function(stats, batch, **options)`` gives values per unit, [n]."""
 
     unit: Literal["token", "segment"] = "token"
     reduce: Reduce = "mean"
@@ -68,7 +68,7 @@ class Metric(Part):
 
     @property
     def components(self) -> int:
-        """Numbers per unit."""
+        """Numbers per unit: the value, and its square for an effective sample size."""
         return 2 if self.finish in ("effective_sample_size", "effective_sample_fraction") else 1
 
     @property
@@ -145,21 +145,20 @@ def weights_in(counts: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Terms of a sum: ``values`` [n] or [n, c] of some units where ``mask`` [n], 0 elsewhere; or of an extremum, with
-    infinities elsewhere. fp32 at least, without gradient.
+    """Terms of a sum: ``values`` [n] of some units where ``mask`` [n], 0 elsewhere; or of an extremum, with infinities
+    elsewhere. fp32 at least, without gradient.
 
     ``weights`` [n] are those of ``weights_in`` where the metric's weighting asks for them.
     """
     values = values.detach()
     if values.dtype != torch.float64:
         values = values.float()
-    wide = (-1,) + (1,) * (values.dim() - 1)
     if metric.reduce != "mean":
-        return torch.where(mask.view(wide), values, -INFINITY if metric.reduce == "max" else INFINITY)
+        return torch.where(mask, values, -INFINITY if metric.reduce == "max" else INFINITY)
     if weights is not None:
         mask = mask & (weights > 0)
-        values = values * weights.view(wide)
-    return torch.where(mask.view(wide), values, 0.0)
+        values = values * weights
+    return torch.where(mask, values, 0.0)
 
 
 def merge(a: MetricValue, b: MetricValue) -> MetricValue:

@@ -64,10 +64,10 @@ def test_what_has_a_kernel(place: Place) -> None:
 
     ids = torch.arange(40, device=device) - 3
     run(lambda x: x.clamp(-1.0, 0.5).exp() - torch.expm1(x) + x.abs().log1p(), x)
-    run(lambda x: torch.minimum(x, -x) + torch.maximum(x, x * 0.5) + x.sign() + x.sigmoid(), x)
+    run(lambda x: x.sign() + x.sigmoid(), x)
     run(lambda x, n: torch.where((n > 3) & ~(n == 9) | x.isnan(), x * n, 1.0 / (n.abs() + 1)), x, ids)
     factor = torch.tensor(3.0, device=device)
-    run(lambda x, s: (x * s - s).relu() + x.abs().sqrt() + (x.abs() + 1) ** 0.7 + x**2, x, factor)
+    run(lambda x, s: (x * s - s) + (x.abs() + 1) ** 0.7 + x**2, x, factor)
     run(lambda n: (n.clamp(min=0) - 2 * n).float(), ids)
 
     def refused(function: Any, *inputs: Tensor) -> None:
