@@ -106,8 +106,8 @@ def sweep(
             store.add_gradients(rows, out, of_chunk, grads)
     if grads is not None:
         store.finish(grads)
-        if grads.over_ranks is not None and grads.hidden is not None:
-            grads.over_ranks.wait(grads.hidden)
+        if grads.over_ranks is not None:
+            grads.over_ranks.wait()
     return stats, grads
 
 

@@ -133,7 +133,7 @@ class SummedRows:
         """Starts the sum over ranks of rows ``at``."""
         self.works.append(distributed.all_reduce(hidden[at], group=self.group, async_op=True))
 
-    def wait(self, hidden: Tensor) -> None:
+    def wait(self) -> None:
         for work in self.works:
             work.wait()
         self.works.clear()
@@ -157,7 +157,7 @@ class ScatteredRows:
 
     def done(self, hidden: Tensor, at: slice) -> None:
         assert self.buffer is not None
-        self.wait(hidden)
+        self.wait()
         local = hidden[at.start // self.ranks : at.stop // self.ranks]
         by_rank = self.buffer[: at.stop - at.start].view(len(local), self.ranks, -1).transpose(0, 1)
         # a copy even of one row for each rank, which lies as it should: the next products write the buffer meanwhile
@@ -167,7 +167,7 @@ class ScatteredRows:
         )
         self.last = work, by_rank
 
-    def wait(self, hidden: Tensor) -> None:
+    def wait(self) -> None:
         if self.last is not None:
             self.last[0].wait()
             self.last = None
@@ -181,7 +181,7 @@ def interleaved(local: Tensor, group: Any) -> Tensor:
     gathered = as_bytes.new_empty(ranks * len(sent), *sent.shape[1:])
     distributed.all_gather_into_tensor(gathered, as_bytes, group=group)
     ordered = gathered.view(ranks, len(sent), *sent.shape[1:]).transpose(0, 1).reshape(gathered.shape)
-    return ordered.view(sent.dtype) if sent.dtype == torch.bool else ordered
+    return ordered.view(sent.dtype)
 
 
 class GatheredRows:

@@ -34,13 +34,14 @@ class Shard:
     @functools.cached_property
     def here(self) -> slice:
         """Ids of this rank."""
-        first = sum(self.rows[: self.parallel.rank])
-        return slice(first, first + self.columns)
+        rank = self.parallel.rank
+        first = sum(self.rows[:rank])
+        return slice(first, first + self.rows[rank])
 
     @property
     def columns(self) -> int:
         """Number of ids on this rank."""
-        return self.rows[self.parallel.rank]
+        return self.here.stop - self.here.start
 
     @property
     def traits(self) -> dict[str, int]:
