@@ -191,7 +191,7 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 def share_mask(unit: str, batch: Batch) -> Tensor:
     """Mask of the segments or pairs that count and whose values are added to this rank's loss: each to one rank's."""
     counted = unit_mask(unit, batch)
-    return counted if batch.rank_sums is None else counted & batch.rank_sums.mine(len(counted), counted.device)
+    return counted if batch.rank_sums is None else counted & batch.rank_sums.own_share(len(counted), counted.device)
 
 
 def arithmetic_of(

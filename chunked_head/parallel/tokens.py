@@ -28,14 +28,10 @@ class AddOverRanks(torch.autograd.Function):
     """A sum over ranks, of which each differentiates its own share of the loss: the gradient is a sum over them too."""
 
     @staticmethod
-    def forward(values: Tensor, group: Any) -> Tensor:
-        total = values.clone()
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, values.clone()
         distributed.all_reduce(total, group=group)
         return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.group = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -54,9 +50,9 @@ class RankSums:
         """Sums over all ranks [num_segments] where ``local`` are this rank's."""
         return AddOverRanks.apply(local, self.parallel.group)
 
-    def mine(self, number: int, device: torch.device) -> Tensor:
-        """[number] bool: the segments or pairs that this rank adds to its share; ranks take turns. Values of
-        segments are the same on all ranks, whichever has their tokens."""
+    def own_share(self, number: int, device: torch.device) -> Tensor:
+        """[number] bool: the segments or pairs whose values this rank adds to its share of the loss; ranks take turns,
+        since all of them have the values of all segments."""
         return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
 
 
