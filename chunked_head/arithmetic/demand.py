@@ -98,7 +98,13 @@ def structure_of(
     def softmax_of(part: Summand | Metric) -> tuple[float, int | None]:
         """The temperature of the softmax that a part sees, and the number of ids where it is not over all."""
         if isinstance(part, Metric) and part.needs & set(DENSE):
-            part = dense_loss(part, dense)
+            named = f"metrics.{part.kind}"
+            if not dense:
+                one = "add one, such as 0.0 * losses.tvd()"
+                raise ValueError(f"{named} is of a dense teacher, and no loss of the call has one; {one}")
+            if part.temperature is not None:
+                raise ValueError(f"{named} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature")
+            part = dense[0]
         limited = fewer and isinstance(part, Summand) and part.teacher is not None
         return part.temperature or temperature, teacher_vocab if limited else None
 
@@ -151,20 +157,6 @@ def structure_of(
         field_bytes=sum(sizes[field.type] for field in fields.values() if field == Field("token", field.type)),
     )
     return structure, demand
-
-
-def dense_loss(metric: Metric, dense: Sequence[Summand]) -> Summand:
-    """The loss whose dense teacher and softmaxes a metric sees."""
-    if not dense:
-        raise ValueError(
-            f"metrics.{metric.kind} is of a dense teacher, and no loss of the call has one; add one, such as 0.0 * "
-            "losses.tvd()"
-        )
-    if metric.temperature is not None:
-        raise ValueError(
-            f"metrics.{metric.kind} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature"
-        )
-    return dense[0]
 
 
 def pair_up(

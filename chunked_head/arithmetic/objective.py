@@ -94,23 +94,23 @@ class LossObjective(Objective):
     """A sum of losses."""
 
     inputs: Inputs  # of all tokens; factors at the expected upstream gradient
-    coefficients: list[float | Tensor]  # of the summands, tensors 0-d
+    loss_coefficients: list[float | Tensor]  # of the summands, tensors 0-d
     backend: Backend | None  # whose kernels may do the arithmetic
     # coefficients that the forward pass has made, by the first row of their chunk, for backward: a user's function may
     # do something else by then. None where backward computes them anew
-    made: dict[int, Named] | None
+    forward_coefficients: dict[int, Named] | None
 
     def evaluate(self, stats: RowStats, rows: slice, gradient: bool, table: Tensor | None = None) -> Evaluation:
         """Values of some tokens, and where ``gradient`` coefficients; ``table``: of earlier chunks."""
-        structure = self.structure if gradient or self.made is not None else self.structure.values_only
+        structure = self.structure if gradient or self.forward_coefficients is not None else self.structure.values_only
         evaluation = evaluate_rows(structure, stats, self.inputs, rows, self.backend, table)
-        if self.made is not None:
-            self.made[rows.start] = evaluation.coefficients
+        if self.forward_coefficients is not None:
+            self.forward_coefficients[rows.start] = evaluation.coefficients
         return evaluation
 
     def coefficients_at_once(self, stats: RowStats) -> Named:
-        """Coefficients of all tokens at the expected upstream gradient: the chunks' in ``made``, or made here."""
-        chunks = [chunk for _, chunk in sorted((self.made or {}).items())]
+        """Coefficients of all tokens at the expected upstream gradient: the forward pass's, or made here."""
+        chunks = [chunk for _, chunk in sorted((self.forward_coefficients or {}).items())]
         if not chunks:
             chunks = [self.evaluate(stats, slice(0, len(self.target)), gradient=True).coefficients]
         return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
@@ -145,37 +145,29 @@ class ScalarObjective(LossObjective):
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         if not self.evaluations and (self.target.shape[0] or (self.coupled and self.exchanges)):
             self.evaluations.append(self.evaluate(stats, slice(0, len(self.target)), gradient=False))
-        total = self.settle()
-        if total is None:
-            # memory of its own, which a caller may write to
-            first, *others = map(torch.mul, self.parts, self.coefficients)
-            total = sum(others, first)
-        return (total,)
-
-    def settle(self) -> Tensor | None:
-        """Adds up the values of all chunks. Returns the sum of losses where the same launch makes it, else None."""
         inverse, count, evaluations, total = self.inverse[0], len(self.inverse), self.evaluations, None
+        alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
+        plain = [c for c in self.loss_coefficients if type(c) is float]
         if not evaluations:
             self.parts[:] = [one * 0.0 for one in self.inverse]
             self.found[:] = self.of_nothing(self.structure.metrics)
-            return None
-        alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
-        plain = [c for c in self.coefficients if type(c) is float]
-        if self.backend is not None and alike and self.structure.plain_sums and len(plain) == count:
+        elif self.backend is not None and alike and self.structure.plain_sums and len(plain) == count:
+            # one launch, which makes the sum of losses too
             total, sums = self.backend.sum_rows(full_table(evaluations), inverse, self.one_or_nan, plain)
             each = list(sums.unbind())
-            self.parts[:] = each[:count]
+            self.parts[:], self.found[:] = each[:count], each[count:]
         else:
             each = totals(self.structure, evaluations, self.one_or_nan)
-            self.parts[:] = map(self.quotient, each[:count], self.inverse)
-        self.found[:] = each[count:]
+            shares = list(map(torch.mul, each[:count], self.inverse))
+            if self.normalized:  # by selection: a normalizer of 0 gives 0 at any total
+                shares = [torch.where(d == 0, d, share) for d, share in zip(self.inverse, shares, strict=True)]
+            self.parts[:], self.found[:] = shares, each[count:]
         evaluations.clear()
-        return total
-
-    def quotient(self, total: Tensor, inverse: Tensor) -> Tensor:
-        """``total / D``. By selection: a normalizer of 0 gives 0 at any total."""
-        share = total * inverse
-        return torch.where(inverse == 0, inverse, share) if self.normalized else share
+        if total is None:
+            # memory of its own, which a caller may write to
+            first, *others = map(torch.mul, self.parts, self.loss_coefficients)
+            total = sum(others, first)
+        return (total,)
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
@@ -212,7 +204,7 @@ class TokenObjective(LossObjective):
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         table = self.evaluate(stats, slice(0, len(self.target)), gradient=False).table
-        first, *others = map(times, table, self.coefficients)
+        first, *others = map(times, table, self.loss_coefficients)
         return (sum(others, first) * self.one_or_nan,)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:

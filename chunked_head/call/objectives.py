@@ -65,9 +65,9 @@ def objective_of(tokens: Tokens) -> Objective:
         table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
     fields = fields_of(tokens, table, weights)
     if rank_sums is not None and spec.coupled:
-        fields["made"] = {}
+        fields["forward_coefficients"] = {}
     return ScalarObjective(
-        **fields, coefficients=coefficients, inverse=inverse, normalized=normalized,
+        **fields, loss_coefficients=coefficients, inverse=inverse, normalized=normalized,
         expected=Expected(declared, one_or_nan), exchanges=rank_sums is not None, coupled=spec.coupled, counts=counts,
         backend=None if spec.coupled and tokens.groups is None else spec.backend,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def of_each_token(tokens: Tokens) -> Objective:
             agreed_batch(tokens)
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.losses.terms]
         fields = fields_of(tokens, torch.stack([times(tokens.one_or_nan, c) for c in coefficients]), {})
-        return TokenObjective(**fields, coefficients=coefficients, backend=spec.backend)
+        return TokenObjective(**fields, loss_coefficients=coefficients, backend=spec.backend)
     fields, views, pairing, names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
     if fields["structure"].views != views:  # there are some that no loss asks for
         fields["structure"] = replace(fields["structure"], views=views)
@@ -122,7 +122,7 @@ def fields_of(
         tokens.target, tokens.fields, tokens.call.num_segments, factors, tensors, metric_weights or {},
         tokens.token_fields, tokens.spec.withheld, tokens.rank_sums,
     )  # fmt: skip
-    fields["made"] = None if structure.builtin or not torch.is_grad_enabled() else {}
+    fields["forward_coefficients"] = None if structure.builtin or not torch.is_grad_enabled() else {}
     return fields
 
 

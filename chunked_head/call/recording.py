@@ -49,7 +49,8 @@ def is_recordable(plan: Plan, objective: Objective) -> bool:
         and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.skips or sizes.coupled)
         and not (sizes.by_segments or sizes.ranks > 1 or sizes.fp8)
         and objective.teacher is None and objective.kept is None and objective.columns is None
-        and objective.structure.builtin and not objective.exchanges and getattr(objective, "made", None) is None
+        and objective.structure.builtin and not objective.exchanges
+        and getattr(objective, "forward_coefficients", None) is None
     )  # fmt: skip
 
 
