@@ -1,6 +1,5 @@
 """Log-probabilities for a loss of the caller's own: values, gradients, and that they are the same in every call."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -56,32 +55,40 @@ def test_largest(place: Place, softcap: float | None, logit_scale: float, temper
     assert not found.top_k_logprobs.requires_grad and found.top_k_ids.dtype == torch.int64
 
 
-@crossed(place=PLACES, vocab=(1, 2, 3, 7, 17, 65), dtype=Turn((torch.bfloat16, torch.float16, torch.float32)))
-def test_tiny_vocabularies_fed_back(place: Place, dtype: torch.dtype, vocab: int) -> None:
+@crossed(
+    place=PLACES, vocab=(1, 2, 3, 7, 17, 65, 131), spread=(2.0, 20.0, 60.0, 300.0, 3000.0),
+    asked=[{}, {"entropy": True}, {"top_k": 1}, {"log_sum_sq_probs": True, "chunk_tokens": 1}],
+    dtype=Turn((torch.bfloat16, torch.float16, torch.float32)), tokens=Turn((3, 70, 1, 20)),
+    temperature=Turn((0.6, 1.7)),
+)  # fmt: skip
+def test_fed_back(
+    place: Place, vocab: int, spread: float, asked: dict[str, Any], dtype: torch.dtype, tokens: int, temperature: float
+) -> None:
     """No path, temperature or number of tokens rounds a logit by more than fp32 does: against float64, and given back
     a ratio of 1. Logits beyond 60 nats may differ by some ulp of theirs."""
     made = torch.Generator().manual_seed(7)
-    every = itertools.product((0.5, 1.0, 1.7), (2.0, 1000.0), (1, 3, 70))
-    for temperature, spread, tokens in every if place.device == "cuda" else [(0.5, 1000.0, 3), (1.7, 2.0, 5)]:
-        hidden = torch.randn(tokens, HIDDEN, generator=made).to(place.device, dtype)
-        weight = (torch.randn(vocab, HIDDEN, generator=made) * spread / HIDDEN**0.5).to(place.device, dtype)
-        target = torch.randint(0, vocab, (tokens,), generator=made).to(place.device)
-        x = hidden.double() @ weight.double().t() / temperature
-        exact = x.log_softmax(-1).gather(1, target[:, None])[:, 0]
-        largest = float(x.abs().max())
-        ulps = 4 * torch.finfo(torch.float32).eps * largest * (largest > 60.0)
-        common: dict[str, Any] = {"temperature": temperature, "backend": place.backend}
-        batch = {"advantages": torch.ones(tokens, device=place.device)}
-        for asked in ({}, {"entropy": True}, {"top_k": 1}, {"log_sum_sq_probs": True, "chunk_tokens": 1}):
-            with torch.no_grad():
-                old = linear_logprobs(hidden, weight, target, **asked, **common)
-            batch["old_logprobs"] = old[0] if asked else old
-            assert (batch["old_logprobs"] - exact).abs().max() <= 1e-5 + 2 * ulps
-            for loss in (losses.grpo(), losses.grpo() + 0.1 * losses.entropy() + 1e-3 * losses.z_loss()):
-                given = [t.detach().requires_grad_() for t in (hidden, weight)]
-                measured = [metrics.clip_fraction(clip_low=1e-5 + ulps, clip_high=1e-5 + ulps)]
-                out = linear_loss(*given, target, loss, batch=batch, metrics=measured, **common)
-                assert out.metrics["clip_fraction"].value == 0.0
+    hidden = torch.randn(tokens, HIDDEN, generator=made).to(place.device, dtype)
+    weight = (torch.randn(vocab, HIDDEN, generator=made) * spread / HIDDEN**0.5).to(place.device, dtype)
+    target = torch.randint(0, vocab, (tokens,), generator=made).to(place.device)
+    x = hidden.double() @ weight.double().t() / temperature
+    exact = x.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    largest = float(x.abs().max())
+    ulps = 4 * torch.finfo(torch.float32).eps * largest * (largest > 60.0)
+    with torch.no_grad():
+        old = linear_logprobs(hidden, weight, target, temperature=temperature, backend=place.backend, **asked)
+    batch = {"old_logprobs": old[0] if asked else old, "advantages": torch.ones(tokens, device=place.device)}
+    assert (batch["old_logprobs"] - exact).abs().max() <= 1e-5 + 2 * ulps
+    bounds = {"clip_low": 1e-5 + ulps, "clip_high": 1e-5 + ulps}
+    of_call, own = {"temperature": temperature}, {"temperature": temperature}
+    for loss, call, measured in (
+        (losses.grpo(), of_call, {}),
+        (losses.grpo() + 0.1 * losses.entropy() + 1e-3 * losses.z_loss(), of_call, {}),
+        (losses.grpo(**own) + losses.cross_entropy(), {}, own),
+    ):
+        given = [t.detach().requires_grad_() for t in (hidden, weight)]
+        asked_too = [metrics.clip_fraction(**bounds, **measured)]
+        out = linear_loss(*given, target, loss, batch=batch, metrics=asked_too, backend=place.backend, **call)
+        assert out.metrics["clip_fraction"].value == 0.0
 
 
 @pytest.mark.parametrize("top_k", [0, 34, True, 1.5])
