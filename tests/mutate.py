@@ -65,7 +65,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sign: total variation's gradient", TORCH, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
     ("swapped: logarithms of a mixture", TORCH, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
     ("mask: an ignored token in a mean", BACKEND, "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
-    ("mask: a mask that is not read", BACKEND, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
+    ("mask: a mask that is not read", BACKEND, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", "tests/functions/test_targets.py"),
     # e4m3 operands
     ("scale: lengths of e4m3 rows", "kernels/statistics/quantise.py", "scale * tl.sqrt_rn(", "scale * 1.0 * (", "tests/kernels/test_quantised.py"),
     ("scale: rows of e4m3 hidden states", "kernels/common/blocks.py", "other=0.0) * tl.load(scale_ptr)", "other=0.0) * 1.0", "tests/kernels/test_quantised.py"),

@@ -264,8 +264,11 @@ def test_inplace_is_seen_by_whoever_saved_the_logits(place: Place) -> None:
         logits_loss(x, target, losses.cross_entropy(), inplace=True, backend=place.backend).loss for _ in range(2)
     )
     first.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        second.backward()
+    third = logits_loss(x, target, losses.cross_entropy(), backend=place.backend).loss
+    x.mul_(2.0)
+    for loss in (second, third):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_inplace_refuses_what_must_keep_its_value() -> None:
@@ -283,23 +286,6 @@ def test_inplace_refuses_what_must_keep_its_value() -> None:
     logits_loss(nothing, target.new_zeros(2, 0), losses.cross_entropy(), inplace=True).loss.backward()
     with torch.no_grad():  # nothing is written without a backward
         assert logits_loss(leaf[:4] * 1.0, target, losses.cross_entropy(), inplace=True).loss > 0
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_logits_changed_before_backward(place: Place) -> None:
-    x = made_logits(21, 131, device=place.device).requires_grad_() * 1.0
-    loss = logits_loss(x, made_target(131, 21, device=place.device), losses.cross_entropy(), backend=place.backend).loss
-    x.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_no_second_derivatives() -> None:
-    x = made_logits(5, 9).requires_grad_()
-    loss = logits_loss(x, made_target(9, 5), losses.cross_entropy()).loss
-    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        grad.sum().backward()
 
 
 # ---- wrong calls

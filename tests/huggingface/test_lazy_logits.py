@@ -130,22 +130,28 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+def compared(value_of: Operation) -> Any:
+    """The patched model, after holding values of its logits and the gradients of all parameters to the plain one's."""
+    found, models = [], pair(when="training", strict=True)
+    for model in models:
+        value = value_of(model(input_ids=tiny_models.tokens()["input_ids"]).logits)
+        (value * torch.linspace(0.3, 1, value.numel()).view(value.shape)).sum().backward()
+        found.append([value.detach(), *(p.grad for p in model.parameters())])
+    for theirs, ours in zip(*found, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+    return models[1]
+
+
 @crossed(name=TAILS, kind=HOW)
 def test_cross_entropy(name: str, kind: str) -> None:
-    how = HOW[kind]
-    plain, patched = pair(when="training", strict=True)
-    ids = tiny_models.tokens()["input_ids"]
-    found = []
-    for model in (plain, patched):
-        logits = LAZY[name](model(input_ids=ids).logits)
-        logits = logits.reshape(-1, logits.shape[-1])
-        target = (torch.arange(logits.shape[0]) * 3 + 7) % 40
+    def loss_of(logits: Any) -> Any:
+        logits = LAZY[name](logits)
+        logits, how = logits.reshape(-1, logits.shape[-1]), HOW[kind]
         options = how | ({"weight": how["weight"][: logits.shape[-1]]} if "weight" in how else {})
-        loss = F.cross_entropy(logits, target, **options)
-        (loss * torch.linspace(0.3, 1, loss.numel()).view(loss.shape)).sum().backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for ours, theirs in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+        return F.cross_entropy(logits, (torch.arange(logits.shape[0]) * 3 + 7) % 40, **options)
+
+    compared(loss_of)
 
 
 def test_what_is_written_reaches_no_view(both: tuple[Any, Tensor, Any]) -> None:
@@ -199,19 +205,9 @@ IDS = torch.arange(22).view(2, 11, 1) * 3
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.filterwarnings("ignore:chunked_head")
 def test_statistics_of_rows(name: str) -> None:
-    plain, patched = pair(when="training", strict=True)
-    ids = tiny_models.tokens()["input_ids"]
-    found = []
-    for model in (plain, patched):
-        value = MEANS[name](model(input_ids=ids).logits)
-        (value * torch.linspace(0.3, 1, value.numel()).view(value.shape)).sum().backward()
-        found.append([value.detach(), *(p.grad for p in model.parameters())])
-    for ours, theirs in zip(found[1], found[0], strict=True):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
-    # what was computed of all rows serves each of them; a mean without a cap takes no pass
+    """What was computed of all rows serves each of them; a mean without a cap takes no pass."""
     passes = {"TRL's log-probabilities": 1, "of one after the other": 2, "capped": 1}.get(name, 0)
-    assert patched.chunked_head.fused == passes
+    assert compared(MEANS[name]).chunked_head.fused == passes
 
 
 def test_always_lazy_but_in_generation() -> None:

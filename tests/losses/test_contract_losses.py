@@ -97,26 +97,6 @@ def test_a_losss_normalizer_is_an_error_where_it_would_not_be_used(loss: Losses)
         linear_loss(hidden, weight, target, loss, reduction="sum")
 
 
-@pytest.mark.parametrize(
-    "field", ["mask", "segments", "advantages", "segment_labels"], ids=lambda name: f"normalizer-{name}"
-)
-def test_a_normalizer_names_a_constant_field(field: str) -> None:
-    hidden, weight, target = operands()
-    batch = segment_fields(target) | {"mask": target > 2}
-    with pytest.raises(ValueError, match=f"normalizer.*{field}"):
-        linear_loss(
-            hidden, weight, target, losses.cross_entropy(normalizer=field), batch={field: batch[field]},
-            num_segments=SEGMENTS,
-        )  # fmt: skip
-
-
-def test_the_mask_is_no_weight() -> None:
-    hidden, weight, target = operands()
-    loss = losses.cross_entropy(token_weights="mask")
-    with pytest.raises(ValueError, match="the mask applies by itself"):
-        linear_loss(hidden, weight, target, loss, batch={"mask": target > 3})
-
-
 def test_parts_add_up_and_reduce_themselves() -> None:
     hidden, weight, target = operands()
     tokens = target.numel()
@@ -217,6 +197,16 @@ WRONG: dict[str, Wrong] = {
         ValueError, "segments", losses.custom(by_documents, scope="segment", unit="segment"), {"documents": some_ids}
     ),
     "unit-pairs": (ValueError, "pairs", losses.custom(by_pairs, scope="segment", unit="pair"), {"segments": some_ids}),
+    "mask-as-weights": (
+        ValueError, "the mask applies by itself", losses.cross_entropy(token_weights="mask"), {"mask": some_ids > 1}
+    ),
+    **{
+        f"normalizer-{name}": (
+            ValueError, f"normalizer.*{name}", losses.cross_entropy(normalizer=name), {name: field}
+        )
+        for name, field in (("mask", some_ids > 1), ("segments", some_ids), ("advantages", ADVANTAGES),
+                            ("segment_labels", LABELS))
+    },
     "labels-column": (
         ValueError, "segment_labels", losses.kto(reference_free=True),
         {"segments": some_ids, "segment_labels": LABELS[:, None]},
