@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PLACES, Place
 from tracking import NoProducts
 
 from chunked_head import (
@@ -87,6 +86,8 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("upstream-zero", ValueError, "upstream must not be 0", {"upstream": 0}),
     ("backend", ValueError, "backend must be one of None, 'triton', 'torch', got 'cuda'", {"backend": "cuda"}),
     ("target-range", IndexError, r"target must be in \[0, 11\) .* got 11 for row 0.* one rank's rows .* parallel=VocabParallel", {"target": torch.full((4, 6), 11)}),
+    ("weight-device", ValueError, "weight is on meta, hidden on cpu; move one of them", {"weight": torch.randn(11, 8, device="meta")}),
+    ("triton-float64", ValueError, r"(float64|CUDA device).*use backend='torch'", {"hidden": torch.randn(4, 6, 8).double(), "weight": torch.randn(11, 8).double(), "backend": "triton"}),
     ("target-negative", IndexError, "got -1 for row 0, leading dimensions flattened; mask it with ignore_index$", {"target": torch.full((4, 6), -1)}),
 ]  # fmt: skip
 
@@ -95,18 +96,6 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
 def test_wrong_argument(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
     with NoProducts(), pytest.raises(error, match=message):
         call(**changes)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_device_mismatch(place: Place) -> None:
-    meta = torch.randn(11, 8, device="meta")
-    with pytest.raises(ValueError, match="weight is on meta, hidden on cpu; move one of them"):
-        call(weight=meta)
-
-
-def test_triton_takes_no_float64() -> None:
-    with pytest.raises(ValueError, match=r"(float64|CUDA device).*use backend='torch'"):
-        call(hidden=torch.randn(4, 6, 8).double(), weight=torch.randn(11, 8).double(), backend="triton")
 
 
 def test_plan_arguments() -> None:
@@ -361,16 +350,11 @@ def test_positive_log_probabilities(field: str) -> None:
     assert linear_loss(**call).loss.isfinite()
 
 
-def test_hidden_states_in_the_place_of_logits() -> None:
-    target = torch.full((4, 6), 9)
-    with pytest.raises(
-        IndexError, match=r"in \[0, 8\).* got 9 .* these are hidden states, pass them to linear_loss with"
-    ):
-        logits_loss(HIDDEN, target, losses.cross_entropy())
-    with pytest.raises(
-        IndexError, match=r"in \[0, 8\).* got 9 .* these are hidden states, pass them to linear_loss with"
-    ):
-        logits_logprobs(HIDDEN, target)
+@pytest.mark.parametrize("function", [logits_loss, logits_logprobs])
+def test_hidden_states_in_the_place_of_logits(function: Callable[..., Any]) -> None:
+    loss = [losses.cross_entropy()] if function is logits_loss else []
+    with pytest.raises(IndexError, match=r"in \[0, 8\).* got 9 .* these are hidden states, pass them to linear_loss"):
+        function(HIDDEN, torch.full((4, 6), 9), *loss)
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
@@ -396,40 +380,35 @@ def test_transforms(transform: str) -> None:
 
 # ---- options, when they are given
 
-
-@pytest.mark.parametrize("make", [
+MAKES: list[Callable[..., Any]] = [
     lambda **options: ChunkedHead(8, 11, **options),
-    lambda **options: ChunkedHead.from_linear(torch.nn.Linear(8, 11), **options),
-    patch_trl,
-])  # fmt: skip
+    lambda **options: ChunkedHead.from_linear(torch.nn.Linear(8, 11), **options), patch_trl,
+    CrossEntropyLoss, LigerFusedLinearCrossEntropyLoss,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "makes", "message"),
     [
-        ({"memory_budget": "lots"}, ValueError, "memory_budget must be bytes or a size"),
-        ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be a positive int"),
-        ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be None or a torch.dtype"),
-        ({"deterministic": "yes"}, TypeError, "deterministic must be True or False"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+        ({"memory_budget": "lots"}, MAKES[:3], "memory_budget must be bytes or a size"),
+        ({"chunk_tokens": 0}, MAKES[:3], "chunk_tokens must be a positive int"),
+        ({"accumulate_dtype": "float32"}, MAKES[:3], "accumulate_dtype must be None or a torch.dtype"),
+        ({"deterministic": "yes"}, MAKES[:3], "deterministic must be True or False"),
+        ({"backend": "cuda"}, MAKES[:3], "backend must be one of"),
+        ({"reduction": "avg"}, [MAKES[0], *MAKES[3:]], "reduction must be one of"),
+        ({"label_smoothing": 2.0}, [MAKES[0], *MAKES[3:]], "label_smoothing must be a number in"),
+        ({"ignore_index": "x"}, [MAKES[0], *MAKES[3:]], "ignore_index must be an int"),
+        ({"softcap": -1.0}, [MAKES[0], *MAKES[3:]], "softcap must be a number in"),
     ],
     ids=str,
 )
-def test_options_when_given(
-    make: Callable[..., Any], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        make(**options)
+def test_options_when_given(options: dict[str, Any], makes: list[Callable[..., Any]], message: str) -> None:
+    for make in makes:
+        with pytest.raises((TypeError, ValueError), match=message):
+            make(**options)
 
 
-def test_options_of_modules_when_given() -> None:
-    for options, message in (
-        ({"reduction": "avg"}, "reduction must be one of"),
-        ({"label_smoothing": 2.0}, "label_smoothing must be a number in"),
-        ({"ignore_index": "x"}, "ignore_index must be an int"),
-        ({"softcap": -1.0}, "softcap must be a number in"),
-    ):
-        for make in (lambda **given: ChunkedHead(8, 11, **given), CrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
-            with pytest.raises((TypeError, ValueError), match=message):
-                make(**options)
-    ChunkedHead(8, 11, backend="triton", accumulate_into="main_grad")  # what there may be later
+def test_options_of_what_there_may_be_later() -> None:
+    ChunkedHead(8, 11, backend="triton", accumulate_into="main_grad")
     with torch.device("meta"):
         ChunkedHead(8, 11, memory_budget="1GiB")
