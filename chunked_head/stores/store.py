@@ -118,6 +118,7 @@ class MatmulStore(Store):
                 self.add_dweight(dlogits, rows, dweight, first and grads.fresh, gain)
             if dbias is not None:
                 put(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
+            del dlogits  # gone before the next tile's are made
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
         """Coefficients divided by a factor [] that brings gradients of logits into the range of their dtype, and this

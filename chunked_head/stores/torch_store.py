@@ -1,7 +1,6 @@
 """Logits in fp32 (fp64 for fp64 operands), their statistics and gradients in torch operations, for every device.
 
-Elementwise work goes by tiles of rows, about a mebibyte each: a tile stays in the processor's cache through all
-operations on it, and temporaries are no larger.
+Elementwise work goes by blocks of rows, a mebibyte or so each, so that temporaries are small.
 """
 
 import math
@@ -10,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats, View
+from ..core.stats import Coefficients, Demand, RowStats, View
 from ..kernels.common.tiles import LOG_FLOOR
-from ..plan.plans import Plan, cast_buffers
+from ..plan.plans import cast_buffers
 from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .matmul import project, project_biased
@@ -21,13 +20,13 @@ from .quantised import Quantised, empty_quantised, quantise_
 from .store import MatmulStore
 
 TILE_ELEMENTS = 1 << 18
-BYTES_PER_ROW = 24  # temporaries of the gradient of a row of logits
 
 
 class TorchStore(MatmulStore):
     """Logits in fp32, in fp64 for fp64 operands."""
 
-    teacher: Tensor  # [rows, columns] a dense teacher's logits of the same rows
+    logits: Tensor  # [rows, columns]
+    teacher: Tensor | None  # [rows, columns] a dense teacher's of the same rows
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
@@ -38,16 +37,6 @@ class TorchStore(MatmulStore):
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
         yield from super().tile_buffers(sizes, rows, columns)
         yield from scratch_buffers(sizes, rows, columns, LOOP, LOOP)
-
-    def __init__(self, head: Head, plan: Plan, tiled: bool):
-        super().__init__(head, plan, tiled)
-        self.buffer = self.new_buffer(self.columns)
-        if self.demand.pairing is not None:
-            self.teacher_buffer = self.new_buffer(min(self.columns, self.demand.pairing.columns))
-
-    def new_buffer(self, columns: int) -> Tensor:
-        weight = self.head.weight
-        return torch.empty(self.rows * columns, dtype=wide_dtype(weight), device=weight.device)
 
     @staticmethod
     def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
@@ -62,288 +51,232 @@ class TorchStore(MatmulStore):
     def fill(self, rows: Rows, out: RowStats) -> None:
         assert rows.source is not None
         self.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
-        self.logits = self.logits_of(rows, slice(0, self.vocab))
-        if self.demand.pairing is not None:
-            self.teacher = self.teacher_logits(rows, slice(0, self.demand.pairing.columns))
+        self.multiply(rows, slice(0, self.vocab))
 
-    def logits_of(self, rows: Rows, tile: slice) -> Tensor:
-        head = self.head if tile.stop - tile.start == self.vocab else self.head.columns(tile)
-        if head.fp8 is not None:
-            return self.fp8_logits(rows, tile.start, head, head.fp8)
-        return self.projected(rows, rows.hidden, head.weight, head.bias, head, self.buffer)
-
-    def fp8_logits(self, rows: Rows, first: int, head: Head, weight: Quantised) -> Tensor:
-        """Logits of e4m3 operands, multiplied in fp32, the targets' of their own dtype."""
-        logits = self.buffer[: len(rows.hidden) * len(head.weight)].view(len(rows.hidden), len(head.weight))
-        hidden = empty_quantised(len(logits), rows.hidden.shape[1], logits.device, each_row=True)
-        quantise_(hidden, rows.hidden)
-        project(hidden.values.float(), weight.values, logits)
-        logits.mul_(hidden.scale[:, None] * weight.scale)
-        transform_(logits, head.bias, head, rows.scale)
-        column = rows.target - first
-        (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < logits.shape[1]))
-        column, scale = column[here], None if rows.scale is None else rows.scale[here]
-        exact = (rows.hidden[here].float() * head.weight[column].float()).sum(1, keepdim=True)
-        exact = exact if head.bias is None else exact + head.bias[column, None]
-        transform_(exact, None, head, scale)
-        logits[here, column] = exact[:, 0]
-        return logits
-
-    def teacher_logits(self, rows: Rows, tile: slice) -> Tensor:
-        teacher = rows.teacher
-        assert teacher is not None
-        bias = None if teacher.bias is None else teacher.bias[tile]
-        if teacher.logits is None:
-            assert teacher.hidden is not None and teacher.weight is not None
-            return self.projected(rows, teacher.hidden, teacher.weight[tile], bias, teacher, self.teacher_buffer)
-        given = teacher.logits[:, tile]
-        logits = self.teacher_buffer[: given.numel()].view(given.shape).copy_(given)
-        transform_(logits, bias, teacher, rows.scale)
-        return logits
+    def multiply(self, rows: Rows, tile: slice) -> None:
+        """Makes the logits of a slice of the vocabulary, and a teacher's of the same rows."""
+        self.logits, self.teacher = rows.hidden.new_empty(0), None  # the last ones are gone before these are made
+        head, pairing = self.head.columns(tile), self.demand.pairing
+        if head.fp8 is None:
+            self.logits = self.projected(rows, rows.hidden, head.weight, head.bias, head)
+        else:
+            self.logits = fp8_logits(rows, tile.start, head, head.fp8)
+        if pairing is not None and tile.start < pairing.columns:
+            self.teacher = self.teacher_logits(rows, slice(tile.start, min(tile.stop, pairing.columns)))
 
     def projected(
-        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head | TeacherHead, buffer: Tensor
+        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head | TeacherHead
     ) -> Tensor:
-        """Logits of a student or a teacher, in the first elements of the buffer."""
-        count, columns = len(hidden), len(weight)
-        logits = buffer[: count * columns].view(count, columns)
-        at_once = self.plan.chunk_tokens if columns == self.vocab else None  # as the forward pass has made them
+        """Logits of a student or a teacher."""
+        logits = hidden.new_empty(len(hidden), len(weight), dtype=wide_dtype(self.head.weight))
+        at_once = self.plan.chunk_tokens if len(weight) == self.vocab else None  # as the forward pass has made them
         transform_(logits, project_biased(hidden, weight, bias, logits, at_once), head, rows.scale)
         return logits
 
-    def statistics(self, rows: Rows, out: RowStats) -> None:
-        for block in row_blocks(self.logits):
-            self.block_stats(self.logits[block], rows.target[block], out.at(block))
-            if self.demand.pairing is not None:
-                normalize_teacher(self.teacher[block], out.at(block))
-        if out.column_logits is not None:
-            assert rows.columns is not None
-            out.column_logits.copy_(self.logits.gather(1, rows.columns.clamp(min=0)))
-        if out.top_k_ids is not None and out.top_k_logits is not None:
-            torch.topk(self.logits, out.top_k_ids.shape[1], out=(out.top_k_logits, out.top_k_ids))
+    def teacher_logits(self, rows: Rows, columns: slice) -> Tensor:
+        teacher = rows.teacher
+        assert teacher is not None
+        bias = None if teacher.bias is None else teacher.bias[columns]
+        if teacher.logits is None:
+            assert teacher.hidden is not None and teacher.weight is not None
+            return self.projected(rows, teacher.hidden, teacher.weight[columns], bias, teacher)
+        logits = teacher.logits[:, columns].to(wide_dtype(self.head.weight), copy=True)
+        transform_(logits, bias, teacher, rows.scale)
+        return logits
 
-    def block_stats(self, x: Tensor, target: Tensor, out: RowStats) -> None:
-        here = target < x.shape[1]  # all of them, but where the vocabulary's other columns are elsewhere
-        picked = x.gather(1, torch.where(here, target, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
+    def blocks(self, rows: Rows) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Some rows at a time, their logits and a teacher's."""
+        for at in row_blocks(self.logits):
+            yield at, self.logits[at], None if self.teacher is None else self.teacher[at]
+
+    def statistics(self, rows: Rows, out: RowStats) -> None:
+        for at, x, y in self.blocks(rows):
+            self.block_stats(x, y, rows.at(at), out.at(at))
+
+    def block_stats(self, x: Tensor, y: Tensor | None, rows: Rows, out: RowStats) -> None:
+        here = rows.target < x.shape[1]  # all of them, but where the vocabulary's other columns are elsewhere
+        picked = x.gather(1, torch.where(here, rows.target, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
         out.target_logit.copy_(torch.where(here, picked, 0.0))
-        row_max = x.amax(1)
-        if out.top is not None and out.argmax is not None:
-            out.top.copy_(row_max)
-            out.argmax.copy_(x.argmax(1))
         for suffix, view in zip(("", "2"), self.demand.views, strict=False):
-            softmax_stats(x, target, row_max, view, suffix, out)
+            softmax_stats(x[:, : view.columns], rows.target, view, suffix, out)
         omega = self.head.class_weights
         if out.weighted_sum is not None:
             # selection, so that a logit of -inf with weight 0 does not become nan
             weighted = x if omega is None else (x * omega).masked_fill_(omega == 0, 0.0)
             out.weighted_sum.copy_(weighted.sum(1))
+        if out.top is not None and out.argmax is not None:
+            out.top.copy_(x.amax(1))
+            out.argmax.copy_(x.argmax(1))
+        if out.column_logits is not None:
+            assert rows.columns is not None
+            out.column_logits.copy_(x.gather(1, rows.columns.clamp(min=0)))
+        if out.top_k_ids is not None and out.top_k_logits is not None:
+            torch.topk(x, out.top_k_ids.shape[1], out=(out.top_k_logits, out.top_k_ids))
+        if y is not None:
+            top = y.amax(1)
+            start = torch.where(top == -torch.inf, 0.0, top)
+            rest = -(y - start[:, None]).exp_().sum(1).log()
+            found = {"start": start, "rest": rest, "top": top, "argmax": y.argmax(1)}
+            put_stats(out, {"teacher_" + name: value for name, value in found.items()})
 
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        for block in row_blocks(self.logits):
-            self.block_pair_stats(self.logits[block], self.teacher[block], out.at(block))
+        for at, x, y in self.blocks(rows):
+            assert y is not None
+            self.block_pair_stats(x, y, out.at(at))
 
     def block_pair_stats(self, x: Tensor, y: Tensor, out: RowStats) -> None:
         pairing = self.demand.pairing
         assert pairing is not None
-        wanted = {name: into for name in PAIR_STATS if (into := getattr(out, name)) is not None}
         start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
-        log_p = logprobs_(x[:, : pairing.columns] * self.demand.views[pairing.view].ratio, start, rest)
-        log_q = logprobs_(y.clone(), out.teacher_start, out.teacher_rest)
+        log_p = logprobs(x[:, : pairing.columns] * self.demand.views[pairing.view].ratio, start, rest)
+        log_q = logprobs(y, out.teacher_start, out.teacher_rest)
         p, q = log_p.exp(), log_q.exp()
-        # a probability of 0 has no part in a sum, whatever its logarithm
-        if "forward_kl" in wanted:
-            wanted["forward_kl"].copy_(torch.where(q > 0, q * (log_q - log_p), 0.0).sum(1))
-        if "reverse_kl" in wanted:
-            terms = torch.where(p > 0, p * (log_p - log_q.clamp(min=LOG_FLOOR)), 0.0)
-            wanted["reverse_kl"].copy_(terms.sum(1))
-        if "teacher_entropy" in wanted:
-            wanted["teacher_entropy"].copy_(-torch.where(q > 0, q * log_q, 0.0).sum(1))
+        found = {
+            "forward_kl": expected(q, log_q - log_p),
+            "reverse_kl": expected(p, log_p - log_q.clamp(min=LOG_FLOOR)),
+            "teacher_entropy": -expected(q, log_q),
+            "tvd": (p - q).abs().sum(1) / 2,
+            "below": part_below(p, q).sum(1),
+            "overlap": torch.minimum(p, q).sum(1),
+        }
         if pairing.beta is not None:
             log_m = log_mixture(log_q, log_p, pairing.beta)
-            kl = torch.where(p > 0, p * (log_p - log_m), 0.0).sum(1)
-            q_to_mixture = torch.where(q > 0, q * (log_q - log_m), 0.0).sum(1)
-            wanted["kl_mixture"].copy_(kl)
-            wanted["jsd"].copy_(pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl)
-        if "tvd" in wanted:
-            wanted["tvd"].copy_((p - q).abs().sum(1) / 2)
-        if "overlap" in wanted:
-            wanted["overlap"].copy_(torch.minimum(p, q).sum(1))
-        if "below" in wanted:
-            wanted["below"].copy_(part_below(p, q).sum(1))
+            found["kl_mixture"] = expected(p, log_p - log_m)
+            found["jsd"] = pairing.beta * expected(q, log_q - log_m) + (1.0 - pairing.beta) * found["kl_mixture"]
+        put_stats(out, found)
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient of the raw logits of a tile, in place of the logits: of the chunk filled last, or made here."""
-        pairing, teacher = self.demand.pairing, None
-        logits = self.logits_of(rows, tile) if self.tiled else self.logits
-        if pairing is not None and tile.start < pairing.columns:
-            columns = slice(tile.start, min(tile.stop, pairing.columns))
-            teacher = self.teacher_logits(rows, columns) if self.tiled else self.teacher
-        return self.differentiate_(logits, tile, rows, stats, coefficients, teacher)
+        if self.tiled:
+            self.multiply(rows, tile)
+        for at, x, y in self.blocks(rows):
+            self.differentiate_(x, y, tile.start, rows.at(at), stats.at(at), coefficients.at(at))
+        return self.logits
 
     def differentiate_(
-        self, logits: Tensor, tile: slice, rows: Rows, stats: RowStats, c: Coefficients, teacher: Tensor | None
-    ) -> Tensor:
-        head = self.head if tile.stop - tile.start == self.vocab else self.head.columns(tile)
-        single = []
+        self, x: Tensor, y: Tensor | None, first: int, rows: Rows, stats: RowStats, c: Coefficients
+    ) -> None:
+        """Turns rows of logits, the columns from ``first`` on, into their gradient."""
+        head, views, columns, counts = self.head, self.demand.views, x.shape[1], (rows.target >= 0).unsqueeze(1)
+        log_p = [logprobs(x, stats.start, stats.rest)]
+        if stats.start2 is not None:
+            log_p.append(logprobs(x * views[1].ratio, stats.start2, stats.rest2))
+            log_p[1][:, max(0, (views[1].columns or self.vocab) - first) :] = -torch.inf
+        grad = torch.zeros_like(x)
+        for logs, alpha, eta in zip(log_p, (c.alpha, c.alpha2), (c.eta, c.eta2), strict=False):
+            if alpha is not None:
+                grad += softmax_term(logs, alpha[:, None], None if eta is None else eta[:, None])
+        if c.kappa is not None:
+            omega = 1.0 if head.class_weights is None else head.class_weights[first : first + columns]
+            grad -= c.kappa[:, None] * omega
+        pairing = self.demand.pairing
+        if y is not None and pairing is not None:
+            count, log_q = y.shape[1], logprobs(y, stats.teacher_start, stats.teacher_rest)
+            grad[:, :count] += teacher_terms(log_p[pairing.view][:, :count], log_q, c, pairing.beta, stats.below)
+            # selection: where a row does not count its teacher may be nan
+            grad.masked_fill_(~counts, 0.0)
+        x.copy_(grad.mul_(slope(x, head, rows.scale)))
         # the target's column, and the columns of each row, from their exact logits: a tile rounds
-        if c.beta is not None:
-            single.append((rows.target.unsqueeze(1), -c.beta.unsqueeze(1), stats.target_logit.unsqueeze(1)))
+        single = [] if c.beta is None else [(rows.target, -c.beta, stats.target_logit)]
         if c.columns is not None:
             assert rows.columns is not None and stats.column_logits is not None
             single.append((rows.columns, c.columns, stats.column_logits))
-        added = [
-            ((ids - tile.start).clamp(0, tile.stop - tile.start - 1), values.mul(slope(exact, head, rows.scale)),
-             (ids >= tile.start) & (ids < tile.stop) & (rows.target >= 0).unsqueeze(1))
-            for ids, values, exact in single
-        ]  # fmt: skip
-        for block in row_blocks(logits):
-            scale = None if rows.scale is None else rows.scale[block]
-            y = None if teacher is None else teacher[block]
-            self.block_gradient_(logits[block], y, head, scale, tile.start, stats.at(block), c.at(block))
-            if y is not None:
-                # selection: where a row does not count its teacher may be nan
-                logits[block].masked_fill_((rows.target[block] < 0)[:, None], 0.0)
-        for index, values, here in added:
-            logits.scatter_add_(1, index, torch.where(here, values, 0.0))
-        return logits
-
-    def block_gradient_(
-        self, x: Tensor, y: Tensor | None, head: Head, scale: Tensor | None, first: int, stats: RowStats,
-        c: Coefficients,
-    ) -> None:  # fmt: skip
-        """Turns rows of logits, and of the teacher's, into the gradient but for terms of single columns."""
-        bend = slope(x, head, scale)
-        pairing = self.demand.pairing
-        second = None
-        if stats.lse2 is not None:
-            second = logprobs_(x * self.demand.views[1].ratio, stats.start2, stats.rest2)
-            limit = self.demand.views[1].columns
-            if limit is not None:
-                second[:, max(0, limit - first) :] = -torch.inf
-        logprobs_(x, stats.start, stats.rest)
-        with_teacher = y is not None and pairing is not None and pairing.view == 0
-        log_p = x.clone() if c.eta is not None or with_teacher else x
-        if c.alpha is None:
-            x.zero_()
-        elif c.eta is None:
-            x.exp_().mul_(c.alpha[:, None])
-        else:
-            p = x.exp_()
-            factor = c.alpha[:, None] + c.eta[:, None] * log_p
-            x.mul_(torch.where(p > 0, factor, 0.0))
-        if second is not None and c.alpha2 is not None:
-            p2 = second.exp()
-            if c.eta2 is None:
-                x.add_(p2.mul_(c.alpha2[:, None]))
-            else:
-                x.add_(torch.where(p2 > 0, p2 * (c.alpha2[:, None] + c.eta2[:, None] * second), 0.0))
-        if c.kappa is not None:
-            kappa = c.kappa[:, None]
-            x.sub_(kappa if head.class_weights is None else kappa * head.class_weights)
-        if y is not None and pairing is not None:
-            count = y.shape[1]
-            log_q = logprobs_(y.clone(), stats.teacher_start, stats.teacher_rest)
-            lp = (log_p if pairing.view == 0 else second)[:, :count]  # type: ignore[index]
-            x[:, :count].add_(teacher_terms(lp, log_q, c, pairing.beta, stats.below))
-        if isinstance(bend, Tensor) or bend != 1.0:
-            x.mul_(bend)
+        for ids, values, exact in single:
+            ids, values, exact = (each.view(len(x), -1) for each in (ids - first, values, exact))
+            here = (ids >= 0) & (ids < columns) & counts
+            added = torch.where(here, values * slope(exact, head, rows.scale), 0.0)
+            x.scatter_add_(1, ids.clamp(0, columns - 1), added)
 
 
 class GivenView(TorchStore):
-    """A view of logits that exist already, a tile of rows at a time, in the place of what a matmul makes."""
-
-    tiled = True
+    """A view of logits that exist already."""
 
     def __init__(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
-        self.head, self.demand, self.gradient_of, logits = head, demand, gradient, rows.hidden
-        self.vocab = logits.shape[1]
-        block, dtype = min(len(logits), block_rows(self.vocab)), wide_dtype(logits)
-        self.buffer = logits.new_empty(block * self.vocab, dtype=dtype)
-        if demand.pairing is not None:
-            self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=dtype)
+        self.head, self.demand, self.gradient_of, self.vocab = head, demand, gradient, rows.hidden.shape[1]
 
-    def logits_of(self, rows: Rows, tile: slice) -> Tensor:
-        logits = self.buffer[: rows.hidden.numel()].view(rows.hidden.shape).copy_(rows.hidden)
-        transform_(logits, None, self.head, rows.scale)
-        return logits
-
-    def read(self, rows: Rows) -> None:
-        self.logits = self.logits_of(rows, slice(0, self.vocab))
-        if self.demand.pairing is not None:
-            self.teacher = self.teacher_logits(rows, slice(0, self.demand.pairing.columns))
-
-    def statistics(self, rows: Rows, out: RowStats) -> None:
-        for block in row_blocks(rows.hidden):
-            self.read(rows.at(block))
-            super().statistics(rows.at(block), out.at(block))
-
-    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        for block in row_blocks(rows.hidden):
-            self.read(rows.at(block))
-            super().pair_statistics(rows.at(block), out.at(block))
+    def blocks(self, rows: Rows) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        pairing = self.demand.pairing
+        for at in row_blocks(rows.hidden):
+            some = rows.at(at)
+            logits = some.hidden.to(wide_dtype(some.hidden), copy=True)
+            transform_(logits, None, self.head, some.scale)
+            yield at, logits, None if pairing is None else self.teacher_logits(some, slice(0, pairing.columns))
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         assert self.gradient_of is not None
-        for block in row_blocks(rows.hidden):
-            grad = self.gradient(rows.at(block), slice(0, self.vocab), stats.at(block), coefficients.at(block))
+        for at, x, y in self.blocks(rows):
+            self.differentiate_(x, y, 0, rows.at(at), stats.at(at), coefficients.at(at))
             # selection: where a row does not count its logits may be nan
-            self.gradient_of[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)
+            self.gradient_of[at] = x.masked_fill_((rows.target[at] < 0)[:, None], 0.0)
 
 
 def scratch_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Elementwise tiles of the largest statistic and gradient, while no tile of the weight is cast; and the
-    values of several chunks, which are copied to be summed."""
-    demand, pairing, cast = (
-        sizes.demand,
-        sizes.demand.pairing,
-        sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP)),
-    )
-    tile = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
+    """Blocks of the largest statistic and gradient, while no tile of the weight is cast; and the values of several
+    chunks, which are copied to be summed."""
+    pairs, wide = sizes.demand.pairing is not None, any(sizes.demand.entropy) or len(sizes.demand.views) > 1
+    cast = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
+    block = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
     if first == SWEEP:
-        tiles = 7.25 if pairing else 4.25 if any(demand.entropy) else 1
-        yield Buffer("tiles of statistics", (max(0, int(tiles * tile) - cast),), BYTE, SWEEP, SWEEP)
+        count = 8 if pairs else 4 if wide else 2
+        yield Buffer("blocks of statistics", (max(0, count * block - cast),), BYTE, SWEEP, SWEEP)
         if rows < sizes.tokens and not sizes.late_upstream:
-            yield Buffer("values of all chunks", (sizes.tokens, demand.values), sizes.wide, HIDDEN, HIDDEN)
+            yield Buffer("values of all chunks", (sizes.tokens, sizes.demand.values), sizes.wide, HIDDEN, HIDDEN)
     if last == LOOP:
-        tiles = 3.25 * any(demand.entropy) + 2 * (len(demand.views) > 1)
-        if pairing:
-            tiles += 6 if pairing.beta is None else 9.25
-        yield Buffer("tiles of gradients", (max(0, int(tiles * tile) - cast),), BYTE, LOOP, LOOP)
-        yield Buffer("numbers of rows", (rows, BYTES_PER_ROW), BYTE, LOOP, LOOP)
+        count = 10 if pairs else 5 if wide else 3
+        yield Buffer("blocks of gradients", (max(0, count * block - cast),), BYTE, LOOP, LOOP)
 
 
-def softmax_stats(x: Tensor, target: Tensor, row_max: Tensor, view: View, suffix: str, out: RowStats) -> None:
-    """Statistics of one softmax of rows ``x``, into the fields of that suffix."""
-    if view.columns is not None:
-        x = x[:, : view.columns]
-        row_max = x.amax(1)
-    top = torch.where(row_max == -torch.inf, 0.0, row_max)
-    entropy = getattr(out, "entropy" + suffix)
-    z = x - top[:, None]
-    if view.ratio != 1.0:
-        z.mul_(view.ratio)
-    e = z.exp() if entropy is not None else z.exp_()
+def put_stats(out: RowStats, found: dict[str, Tensor], suffix: str = "") -> None:
+    """Writes those statistics that ``out`` has room for."""
+    for name, value in found.items():
+        into = getattr(out, name + suffix)
+        if into is not None:
+            into.copy_(value)
+
+
+def fp8_logits(rows: Rows, first: int, head: Head, weight: Quantised) -> Tensor:
+    """Logits of e4m3 operands, multiplied in fp32, the targets' of their own dtype; of columns from ``first`` on."""
+    hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
+    quantise_(hidden, rows.hidden)
+    logits = hidden.scale.new_empty(len(rows.hidden), len(head.weight))
+    project(hidden.values.float(), weight.values, logits)
+    logits.mul_(hidden.scale[:, None] * weight.scale)
+    transform_(logits, head.bias, head, rows.scale)
+    column = rows.target - first
+    (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < logits.shape[1]))
+    column, scale = column[here], None if rows.scale is None else rows.scale[here]
+    exact = (rows.hidden[here].float() * head.weight[column].float()).sum(1, keepdim=True)
+    exact = exact if head.bias is None else exact + head.bias[column, None]
+    transform_(exact, None, head, scale)
+    logits[here, column] = exact[:, 0]
+    return logits
+
+
+def softmax_stats(x: Tensor, target: Tensor, view: View, suffix: str, out: RowStats) -> None:
+    """Statistics of one softmax over rows ``x``, into the fields of that suffix."""
+    top = x.amax(1)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    z = (x - top[:, None]).mul_(view.ratio)
+    e = z.exp()
     total = e.sum(1)
     log_sum = total.log()
-    getattr(out, "lse" + suffix).copy_(top * view.ratio + log_sum)
-    getattr(out, "start" + suffix).copy_(top * view.ratio)
-    getattr(out, "rest" + suffix).copy_(-log_sum)
     # not target_logit - lse, which has lost what lies below an ulp of the logits
-    logprob = (out.target_logit - top) * view.ratio - log_sum
-    getattr(out, "logprob" + suffix).copy_(torch.where(target >= 0, logprob, 0.0))
-    if entropy is not None:
-        entropy.copy_(log_sum - torch.where(e > 0, e * z, 0.0).sum(1) / total)
+    logprob = torch.where(target >= 0, (out.target_logit - top) * view.ratio - log_sum, 0.0)
+    start = top * view.ratio
+    put_stats(out, {"lse": start + log_sum, "start": start, "rest": -log_sum, "logprob": logprob}, suffix)
+    if getattr(out, "entropy" + suffix) is not None:
+        put_stats(out, {"entropy": log_sum - expected(e, z) / total}, suffix)
 
 
-def normalize_teacher(y: Tensor, out: RowStats) -> None:
-    """Statistics of a teacher's logits by themselves."""
-    assert out.teacher_start is not None and out.teacher_rest is not None
-    top = y.amax(1)
-    if out.teacher_top is not None and out.teacher_argmax is not None:
-        out.teacher_top.copy_(top)
-        out.teacher_argmax.copy_(y.argmax(1))
-    out.teacher_start.copy_(torch.where(top == -torch.inf, 0.0, top))
-    out.teacher_rest.copy_(-(y - out.teacher_start[:, None]).exp_().sum(1).log())
+def expected(p: Tensor, values: Tensor) -> Tensor:
+    """``sum p * values`` of each row; a probability of 0 has no part in it, whatever its value."""
+    return torch.where(p > 0, p * values, 0.0).sum(1)
+
+
+def softmax_term(log_p: Tensor, alpha: Tensor, eta: Tensor | None) -> Tensor:
+    """``p (alpha + eta log p)``, 0 where p is."""
+    p = log_p.exp()
+    return p.mul_(alpha) if eta is None else torch.where(p > 0, p * (alpha + eta * log_p), 0.0)
 
 
 def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | None, below: Tensor | None) -> Tensor:
@@ -375,10 +308,9 @@ def log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
 
 
-def logprobs_(x: Tensor, start: Tensor | None, rest: Tensor | None) -> Tensor:
-    """Logits to log-probabilities, in place."""
+def logprobs(x: Tensor, start: Tensor | None, rest: Tensor | None) -> Tensor:
     assert start is not None and rest is not None
-    return x.sub_(start[:, None]).add_(rest[:, None])
+    return (x - start[:, None]).add_(rest[:, None])
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
@@ -386,37 +318,25 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Slices of rows that make a tile of the cache's size."""
-    return slices(logits.shape[0], block_rows(logits.shape[1]))
-
-
-def block_rows(columns: int) -> int:
-    return max(1, TILE_ELEMENTS // max(1, columns))
+    """Slices of rows that make a block of some elements."""
+    return slices(logits.shape[0], max(1, TILE_ELEMENTS // max(1, logits.shape[1])))
 
 
 def transform_(x: Tensor, bias: Tensor | None, head: Head | TeacherHead, scale: Tensor | None) -> None:
-    """Bias, scale and cap in place, and at last the rows' ``scale``, tile by tile."""
-    scale = scale if head.scaled else None
-    if bias is None and head.softcap is None and head.logit_scale == 1.0 and scale is None:
-        return
-    for rows in row_blocks(x):
-        part = x[rows]
-        if bias is not None:
-            part.add_(bias)
-        if head.softcap is not None:
-            part.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap)
-        elif head.logit_scale != 1.0:
-            part.mul_(head.logit_scale)
-        if scale is not None:
-            part.mul_(scale[rows, None])
+    """Bias, scale and cap in place, and at last the rows' ``scale``."""
+    if bias is not None:
+        x.add_(bias)
+    if head.softcap is not None:
+        x.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap)
+    elif head.logit_scale != 1.0:
+        x.mul_(head.logit_scale)
+    if scale is not None and head.scaled:
+        x.mul_(scale[:, None])
 
 
 def slope(x: Tensor, head: Head, scale: Tensor | None) -> Tensor | float:
     """d x / d raw logit, from the transformed logit; ``scale``: of the rows."""
-    if scale is not None:
-        scale = scale.view(-1, *[1] * (x.dim() - 1))
+    each: Tensor | float = 1.0 if scale is None else scale.view(-1, *[1] * (x.dim() - 1))
     if head.softcap is None:
-        return head.logit_scale if scale is None else head.logit_scale * scale
-    capped = x / head.softcap if scale is None else x / (head.softcap * scale)
-    bend = capped.square_().neg_().add_(1.0).mul_(head.logit_scale)
-    return bend if scale is None else bend.mul_(scale)
+        return head.logit_scale * each
+    return (x / (head.softcap * each)).square_().neg_().add_(1.0).mul_(head.logit_scale * each)
