@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks import command, measure
 from chunked_head import linear_cross_entropy, patch_model
 
-PLAIN, OURS = "plain", "ours"
+PLAIN, OURS, LOSSES = "plain", "ours", "losses"
 # https://huggingface.co/Qwen/Qwen3-0.6B, config.json, with 8 of its 28 layers
 QWEN = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
@@ -80,32 +80,32 @@ def tokenizer() -> Any:
                                    pad_token="a")  # fmt: skip
 
 
-def loop(batch: Batch, ours: bool) -> tuple[Any, Run]:
+def loop(batch: Batch, way: str) -> tuple[Any, Run]:
     model = batch.model()
     ids = batch.ids(model)
 
     def run() -> Tensor:
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        if ours:
+        if way == OURS:
             return linear_cross_entropy(hidden, model.lm_head.weight, ids, shift=1)
         return F.cross_entropy(model.lm_head(hidden)[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
     return model, run
 
 
-def trainer(batch: Batch, ours: bool) -> tuple[Any, Run]:
+def trainer(batch: Batch, way: str) -> tuple[Any, Run]:
     from transformers import Trainer, TrainingArguments
 
     model = batch.model()
     ids = batch.ids(model)
-    if ours:
+    if way == OURS:
         patch_model(model, logits=None)
     made = Trainer(model, TrainingArguments(**batch.settings()))
     return model, lambda: made.compute_loss(model, {"input_ids": ids, "labels": ids}, num_items_in_batch=ids.numel())
 
 
-def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
-    """The loss of a batch by one of TRL's trainers, with TRL's functions of the head or ours."""
+def trl(batch: Batch, way: str, kind: str) -> tuple[Any, Run]:
+    """The loss of a batch by one of TRL's trainers, with TRL's functions of the head or ours, or ours foreseen too."""
     import trl as package
     from datasets import Dataset
 
@@ -140,45 +140,47 @@ def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
     made.current_gradient_accumulation_steps = 1
 
     def run() -> Tensor:
-        with trl_head() if ours else contextlib.nullcontext():
+        with trl_head(way):
             return made.compute_loss(model, inputs)
 
     return model, run
 
 
 @functools.cache
-def trl_places() -> list[tuple[Any, str, Any]]:
-    """TRL's modules, a name in each, and what ``patch_trl`` puts there."""
-    from chunked_head.integrations.trl import TRL, seams
+def trl_places(way: str) -> list[tuple[Any, str, Any]]:
+    """TRL's modules and classes, a name in each, and what ``patch_trl`` puts there."""
+    from chunked_head.integrations.trl import FORESEE, seams
 
-    found, ours = TRL.found(), seams({})
-    return [
-        (sys.modules[path], place[1], ours(place, theirs))
-        for place, theirs in found.items()
-        for path in (place[0], *TRL.bound)
-        if hasattr(sys.modules.get(path), place[1])
-    ]
+    found = []
+    for framework, ours in seams({}, tuple(FORESEE) if way == LOSSES else ()):
+        for place, theirs in framework.found().items():
+            *outer, name = place[1].split(".")
+            for path in (place[0], *framework.bound):
+                owner = functools.reduce(getattr, outer, sys.modules.get(path))
+                if hasattr(owner, name):
+                    found.append((owner, name, ours(place, theirs)))
+    return found
 
 
 @contextlib.contextmanager
-def trl_head() -> Iterator[None]:
+def trl_head(way: str) -> Iterator[None]:
     """``patch_trl`` without its checks, for the length of a ``with`` block: in microseconds."""
-    places = trl_places()
-    theirs = [getattr(module, name) for module, name, _ in places]
-    for module, name, seam in places:
-        setattr(module, name, seam)
+    places = [] if way == PLAIN else trl_places(way)
+    theirs = [getattr(owner, name) for owner, name, _ in places]
+    for owner, name, ours in places:
+        setattr(owner, name, ours)
     try:
         yield
     finally:
-        for (module, name, _), function in zip(places, theirs, strict=True):
-            setattr(module, name, function)
+        for (owner, name, _), function in zip(places, theirs, strict=True):
+            setattr(owner, name, function)
 
 
-def lightning(batch: Batch, ours: bool) -> tuple[Any, Run]:
+def lightning(batch: Batch, way: str) -> tuple[Any, Run]:
     """A fit of some steps, with an optimizer that changes nothing."""
     import pytorch_lightning
 
-    model, step = loop(batch, ours)
+    model, step = loop(batch, way)
 
     class Module(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
@@ -213,14 +215,12 @@ def lightning(batch: Batch, ours: bool) -> tuple[Any, Run]:
     return model, run
 
 
-TRAINERS: dict[str, Callable[[Batch, bool], tuple[Any, Run]]] = {
+TRL_KINDS = {"SFT": "SFT", "DPO": "DPO", "GRPO": "GRPO", "distillation": "Distillation"}
+TRAINERS: dict[str, Callable[[Batch, str], tuple[Any, Run]]] = {
     "plain loop": loop,
     "Lightning": lightning,
     "Trainer": trainer,
-    "TRL SFT": lambda batch, ours: trl(batch, ours, "SFT"),
-    "TRL DPO": lambda batch, ours: trl(batch, ours, "DPO"),
-    "TRL GRPO": lambda batch, ours: trl(batch, ours, "GRPO"),
-    "TRL distillation": lambda batch, ours: trl(batch, ours, "Distillation"),
+    **{f"TRL {name}": functools.partial(trl, kind=kind) for name, kind in TRL_KINDS.items()},
 }
 
 
@@ -274,8 +274,9 @@ def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
 
 
 def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
-    """A row: both ways' loss, norm of all gradients, time of a step, and on a GPU its peak."""
-    steps = {way: TrainerStep(*TRAINERS[name](batch, way == OURS)) for way in (PLAIN, OURS)}
+    """A row: each way's loss, norm of all gradients, time of a step, and on a GPU its peak."""
+    ways = (PLAIN, OURS, LOSSES) if name in ("TRL SFT", "TRL GRPO", "TRL distillation") else (PLAIN, OURS)
+    steps = {way: TrainerStep(*TRAINERS[name](batch, way)) for way in ways}
     row: dict[str, Any] = {"trainer": name, "tokens": batch.tokens, "ways": {way: {} for way in steps}}
     for way, step in steps.items():
         row["ways"][way] = once(step, batch.device)

@@ -1,6 +1,5 @@
 """A training framework as a record: the versions that were tested, and the names in it that ours replace. A computation
-in the place of a module's own, inside of the module's hooks. Options of another library's function as one table: this
-library's option for each, or the reason of a refusal."""
+in the place of a module's own, inside of the module's hooks."""
 
 import contextlib
 import importlib
@@ -14,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ..call.options import CHECKS, OptionsModule, check_options
-from ..core.checks import flag, nearest
+from ..call.options import CHECKS
+from ..core.checks import nearest
 
 Place = tuple[str, str]  # a framework's module, and a name in it, dotted for a method
 REPLACED: dict[Place, tuple[Any, Any]] = {}  # theirs and ours
@@ -80,19 +79,22 @@ class Framework:
 
     def give_back(self) -> None:
         """Puts the framework's functions back; raises where somebody has replaced ours since."""
-        for path, name in REPLACED.keys() & self.uses.keys():
-            theirs, ours = REPLACED[path, name]
-            found = getattr(importlib.import_module(path), name)
+        for place in REPLACED.keys() & self.uses.keys():
+            (theirs, ours), found = REPLACED[place], looked_up(place)
             if found is not ours:
-                raise RuntimeError(f"{path}.{name} is {found!r}, not what chunked_head put there; undo that first")
-            self.put((path, name), theirs)
-            del REPLACED[path, name]
+                name = ".".join(place)
+                raise RuntimeError(f"{name} is {found!r}, not what chunked_head put there; undo that first")
+            self.put(place, theirs)
+            del REPLACED[place]
 
     def put(self, place: Place, value: Any) -> None:
+        *outer, name = place[1].split(".")
         for path in (place[0], *self.bound):
-            module = sys.modules.get(path)
-            if module is not None and hasattr(module, place[1]):
-                setattr(module, place[1], value)
+            owner = sys.modules.get(path)
+            for each in outer:
+                owner = getattr(owner, each, None)
+            if hasattr(owner, name):
+                setattr(owner, name, value)
 
     @contextlib.contextmanager
     def replaced(self, ours: Callable[[Place, Any], Any]) -> Iterator[None]:
@@ -173,66 +175,3 @@ def check_named(options: Mapping[str, Any], known: Collection[str], note: str = 
             names = ", ".join(sorted(known))
             raise TypeError(f"unknown option {name!r}; options are {names}{note}{nearest(name, set(known))}")
         CHECKS[name](value)
-
-
-# an option's name and value to ours; raises for a value that is wrong or refused
-Translation = Callable[[str, Any], dict[str, Any]]
-
-
-def translated(table: Mapping[str, Translation], given: Mapping[str, Any]) -> dict[str, Any]:
-    """This library's options for those of ``given`` that the table has."""
-    found: dict[str, Any] = {}
-    for name, translate in table.items():
-        if name in given:
-            found |= translate(name, given[name])
-    return found
-
-
-def init_of(function: Callable[..., Any], table: Mapping[str, Translation]) -> Any:
-    """``__init__`` of an ``OptionsModule`` of a function's options, those and in the order of the table."""
-    taken = inspect.signature(function).parameters
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.Signature([itself, *(taken[name] for name in table)])
-
-    def init(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        module = bound.arguments.pop("self")
-        super(OptionsModule, module).__init__()
-        translated(table, bound.arguments)
-        module.keep(bound.arguments)
-
-    init.__signature__ = signature  # type: ignore[attr-defined]
-    return init
-
-
-def same(name: str, value: Any) -> dict[str, Any]:
-    """An option of this library's name and meaning."""
-    check_options({name: value})
-    return {name: value}
-
-
-def renamed(ours: str, check: Callable[[str, Any], Any]) -> Translation:
-    """An option of this library's meaning, checked by its name in the other library."""
-
-    def translate(name: str, value: Any) -> dict[str, Any]:
-        check(name, value)
-        return {ours: value}
-
-    return translate
-
-
-def switch(**on: Any) -> Translation:
-    """A bool, and our options where it is True."""
-    return lambda name, value: on if flag(name, value) else {}
-
-
-def only(*allowed: Any, reason: str) -> Translation:
-    """Values that need nothing of this library; any other is refused."""
-
-    def refuse(name: str, value: Any) -> dict[str, Any]:
-        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-            raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}: {reason}")
-        return {}
-
-    return refuse

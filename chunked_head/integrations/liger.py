@@ -18,7 +18,7 @@ from ..call.options import OptionsModule
 from ..core import checks
 from ..functions.logprobs import linear_logprobs
 from ..functions.loss import linear_loss
-from .frameworks import Translation, init_of, only, renamed, same, switch, translated
+from .cut_cross_entropy import Translation, init_of, only, renamed, same, switch, translated
 
 
 @dataclass

@@ -12,25 +12,40 @@ Ours take their place:
 Values are TRL's, but for logits that ours does not round to 16 bits: statistics come from fp32 sums. What TRL decides
 before the seam stays as it is: which scale and cap a model's config names (``check_fused_head`` compares values), that
 a sharded head is gathered.
+
+TRL computes its loss from these statistics, so that gradients wait for it: four matmuls. ``patch_trl(losses=("sft",))``
+foresees the trainer's loss from its config and batch, and makes gradients along with the statistics: three. TRL's loss
+stays as it is. Backward compares its gradient with the foreseen one, and makes another from the logits, again.
 """
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..call.options import Execution
+from .. import losses as mixes
+from .. import metrics
+from ..call.options import Call, Execution, call_of
+from ..call.run import run as run_call
+from ..call.spec import spec_of
 from ..functions.divergence import linear_divergence
 from ..functions.logprobs import linear_logprobs
+from ..losses.base import Losses
 from .frameworks import Framework, Place, check_named
 
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]
+Run = Callable[[Tensor, Tensor, Tensor | None], Any]
+STEP: ContextVar[tuple[str, Any, Any] | None] = ContextVar("step", default=None)  # a trainer's kind, itself, its batch
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class LogProbSeam:
 
     options: Execution  # of each call
     returned: int = len(OUTPUTS)  # TRL 1.14's, which takes no ``outputs``, returns the first two
+    losses: Collection[str] = ()  # trainers whose loss is foreseen
 
     def apply(
         self,
@@ -59,15 +75,17 @@ class LogProbSeam:
             raise ValueError(f"outputs must be among {', '.join(map(repr, OUTPUTS))}, got {unknown[0]!r}")
 
         outputs = outputs if self.returned == len(OUTPUTS) else OUTPUTS[: self.returned]
+        entropy, top1 = "entropy" in outputs, "is_top1" in outputs
+        head: dict[str, Any] = {
+            "temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": logit_scale, **self.options
+        }  # fmt: skip
 
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
             averaged, capped = "mean_logits" in outputs, final_logit_softcapping is not None
             found = linear_logprobs(
-                hidden, weight, targets, bias=bias,
-                entropy="entropy" in outputs, log_sum_sq_probs="log_sum_sq_probs" in outputs,
-                mean_logit=averaged and capped, argmax="is_top1" in outputs, temperature=temperature,
-                softcap=final_logit_softcapping, logit_scale=logit_scale, **self.options,
+                hidden, weight, targets, bias=bias, entropy=entropy, log_sum_sq_probs="log_sum_sq_probs" in outputs,
+                mean_logit=averaged and capped, argmax=top1, **head,
             )  # fmt: skip
             logprobs = found if isinstance(found, Tensor) else found.logprobs
             squares, mean = (getattr(found, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
@@ -75,10 +93,21 @@ class LogProbSeam:
                 mean = mean_logits(hidden, weight, bias) * (logit_scale / temperature)
             return (
                 logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
-                None if mean is None else mean.detach(), found.argmax == targets if "is_top1" in outputs else None,
+                None if mean is None else mean.detach(), found.argmax == targets if top1 else None,
             )  # fmt: skip
 
-        return where_gathered(run, hidden, weight, bias)[: self.returned]
+        def at_once(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Outputs]:
+            weight, bias = operands(hidden, weight, bias)
+            assert foreseen is not None
+            measured = [metrics.entropy()] * entropy + [metrics.accuracy()] * top1
+            total, expected, stats = one_pass(hidden, weight, bias, targets, *foreseen, measured, head)
+            found = stats["logprob"].clone(), stats["entropy"].clone() if entropy else None, None, None
+            return total, -expected["beta"], (*found, stats["argmax"] == targets if top1 else None)
+
+        plain = {"log_sum_sq_probs", "mean_logits"}.isdisjoint(outputs)
+        foreseen = loss_of_step(self.losses, len(targets)) if plain else None
+        found = inner_graph(run, hidden, weight, bias, foreseen and at_once)
+        return found[: self.returned]
 
 
 @dataclass(frozen=True)
@@ -86,6 +115,7 @@ class DivergenceSeam:
     """Stands for TRL's ``ChunkedDivergenceFunction``."""
 
     options: Execution  # of each call
+    losses: Collection[str] = ()  # trainers whose loss is foreseen
 
     def apply(
         self,
@@ -104,26 +134,47 @@ class DivergenceSeam:
     ) -> Outputs:
         """The divergence, differentiable, and the student's entropy, without gradient, each [N]: forward KL for a
         ``beta`` of 0, reverse for 1, else the JSD."""
+        head: dict[str, Any] = {
+            "temperature": temperature, "softcap": student_final_logit_softcapping, "logit_scale": student_logit_scale,
+            **self.options,
+        }  # fmt: skip
+        scaled: dict[str, Any] = {
+            "teacher_logit_scale": teacher_logit_scale,
+            "teacher_softcap": teacher_final_logit_softcapping,
+        }
 
-        def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
-            weight, bias = operands(hidden, weight, bias)
+        def teacher() -> dict[str, Any]:
             rows = teacher_hidden.detach()
             if torch.is_autocast_enabled(rows.device.type):
                 rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+            found = {"teacher_hidden": rows, "teacher_weight": teacher_weight.detach().to(rows.dtype)}
+            return found if teacher_bias is None else found | {"teacher_bias": teacher_bias.detach().to(rows.dtype)}
+
+        def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
+            weight, bias = operands(hidden, weight, bias)
             with gathered(teacher_weight, teacher_bias):
-                vocabulary, offsets = (None if t is None else t.detach().to(rows.dtype) for t in teacher)
                 found = linear_divergence(
-                    hidden, weight, bias=bias, divergence="jsd", beta=beta, entropy=True, teacher_hidden=rows,
-                    teacher_weight=vocabulary, teacher_bias=offsets, teacher_logit_scale=teacher_logit_scale,
-                    teacher_softcap=teacher_final_logit_softcapping, temperature=temperature,
-                    softcap=student_final_logit_softcapping, logit_scale=student_logit_scale, **self.options,
-                )  # fmt: skip
-                assert isinstance(found, tuple)
+                    hidden, weight, bias=bias, divergence="jsd", beta=beta, entropy=True, **teacher(), **scaled, **head
+                )
+            assert isinstance(found, tuple)
             return found.divergence, found.entropy.detach()
 
-        teacher = (teacher_weight, teacher_bias)
+        def at_once(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Outputs]:
+            weight, bias = operands(hidden, weight, bias)
+            assert foreseen is not None
+            loss = mixes.jsd(beta, **scaled)
+            ((_, summand),) = loss.terms
+            (name,) = summand.needs
+            with gathered(teacher_weight, teacher_bias):
+                fields = foreseen[1] | teacher()
+                total, _, stats = one_pass(hidden, weight, bias, None, loss, fields, [metrics.entropy()], head)
+            return total, fields["mask"].to(total.dtype), (stats[name].clone(), stats["entropy"].clone())
+
+        foreseen = loss_of_step(self.losses, len(student_hidden))
         with gathered(student_weight, student_bias):
-            return where_gathered(run, student_hidden, student_weight, student_bias)
+            divergence, entropy = inner_graph(run, student_hidden, student_weight, student_bias, foreseen and at_once)
+        assert entropy is not None
+        return divergence, entropy.detach()
 
 
 @torch.no_grad()
@@ -151,25 +202,56 @@ def gathered(*parameters: Tensor | None) -> Any:
     return maybe_gather_lm_head_ctx(*parameters)
 
 
-def where_gathered(
-    run: Callable[[Tensor, Tensor, Tensor | None], Outputs], hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> Outputs:
-    """``run(hidden, weight, bias)``, whose backward gathers a weight again that ZeRO-3 shards in between."""
-    if not hasattr(weight, "ds_id") or not torch.is_grad_enabled():
+def one_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    loss: Losses,
+    fields: dict[str, Tensor],
+    measured: list[metrics.Metric],
+    options: dict[str, Any],
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The sum of a loss over all tokens, whose gradients exist; its coefficients [N] and the statistics [N]."""
+    given: Any = {"bias": bias, **options}
+    call: Call[Any] = call_of(
+        "linear_loss", hidden, weight, target, given, temperature=given.pop("temperature"), losses=loss,
+        metrics=tuple(measured), batch=fields, reduction="sum", result=tuple,
+    )  # fmt: skip
+    ran = run_call(call, spec_of(call))
+    with torch.no_grad():
+        return ran.outputs[0], ran.objective.coefficients_at_once(ran.stats), ran.stats.named()
+
+
+def inner_graph(run: Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, at_once: Run | None) -> Outputs:
+    """``run(hidden, weight, bias)``. Its backward gathers a weight again that ZeRO-3 shards in between, or has the
+    gradients of a loss that was foreseen: ``at_once`` gives that loss, its derivatives [N], and what ``run`` gives."""
+    if not torch.is_grad_enabled() or (at_once is None and not hasattr(weight, "ds_id")):
         return run(hidden, weight, bias)
-    return Regathered.apply(hidden, weight, bias, run)
+    return InnerGraph.apply(hidden, weight, bias, run, at_once)
 
 
-class Regathered(torch.autograd.Function):
+class InnerGraph(torch.autograd.Function):
     """A graph within the graph: its backward runs with the parameters gathered."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[..., Outputs]) -> Outputs:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: Run, at_once: Run | None
+    ) -> Outputs:
+        kind, ctx.foreseen = hidden.device.type, None
+        ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.set_materialize_grads(False)
         with torch.enable_grad():
             rows = hidden.detach().requires_grad_(hidden.requires_grad)
-            made = run(rows, weight, bias)
-        ctx.set_materialize_grads(False)
-        ctx.operands, ctx.made = (rows, weight, bias), made
+            if at_once is None:
+                made = run(rows, weight, bias)
+            else:
+                total, expected, made = at_once(rows, weight, bias)
+                ctx.foreseen = total, expected
+        ctx.operands, ctx.made, ctx.run = (rows, weight, bias), made, run
+        if at_once is not None:
+            ctx.mark_non_differentiable(*[value for value in made[2:] if value is not None])
+            return made
         outputs = tuple(None if value is None else value.detach() for value in made)
         fixed = [out for out, value in zip(outputs, made, strict=True) if value is not None and not value.requires_grad]
         ctx.mark_non_differentiable(*fixed)
@@ -178,13 +260,121 @@ class Regathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         _, weight, bias = ctx.operands
+        made, given = ctx.made, upstream
         wanted = [operand for operand in ctx.operands if operand is not None and operand.requires_grad]
-        given = [(made, grad) for made, grad in zip(ctx.made, upstream, strict=True) if grad is not None]
-        made, grads_of_made = zip(*given, strict=True)
         with gathered(weight, bias):
-            found = iter(torch.autograd.grad(made, wanted, grads_of_made, allow_unused=True))
-        grads = [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
-        return *grads, None
+            if ctx.foreseen is not None:
+                factor = factor_of(ctx.foreseen[1], upstream)
+                if factor is not None:
+                    made, given = ctx.foreseen[:1], (factor,)
+                else:
+                    with torch.enable_grad(), ctx.autocast:
+                        made = ctx.run(*ctx.operands)
+            pairs = [(value, grad) for value, grad in zip(made, given, strict=True) if grad is not None]
+            made, given = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(made, wanted, given, allow_unused=True))
+        return *[next(found) if needed else None for needed in ctx.needs_input_grad[:3]], None, None
+
+
+def factor_of(foreseen: Tensor, upstream: Outputs) -> Tensor | None:
+    """[] factor by which the first output's upstream gradient is the foreseen one; None where it is another one."""
+    given, *others = upstream
+    if given is not None and all(other is None for other in others):
+        total = foreseen.square().sum()
+        factor = torch.where(total > 0, (given * foreseen).sum() / total, 1.0)
+        scaled = factor * foreseen
+        if torch.allclose(given, scaled, 1e-5, 1e-6 * float(scaled.abs().max())):
+            return factor
+    warnings.warn(
+        "TRL's loss has another gradient than patch_trl(losses=...) foresaw from its config. It is computed from the "
+        "logits, again: leave this trainer out of losses, where it takes longer than without",
+        stacklevel=2,
+    )
+    return None
+
+
+Foreseen = tuple[Losses, dict[str, Tensor]]  # a loss and its fields, "mask" among them: the rows of the head
+
+
+def sft_loss(trainer: Any, inputs: Any) -> Foreseen:
+    labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+    return mixes.cross_entropy(token_scaling=trainer.args.loss_type == "dft"), {"mask": labels != -100}
+
+
+def grpo_loss(trainer: Any, inputs: Any) -> Foreseen | None:
+    args, kind, rows = trainer.args, trainer.loss_type, inputs["completion_mask"] != 0
+    known = (
+        kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo") and trainer.importance_sampling_level == "token"
+    )
+    filtered = trainer.top_entropy_quantile < 1.0 or trainer.off_policy_mask_threshold is not None
+    bounds = trainer.epsilon_low > 1.0 or (kind == "cispo" and trainer.epsilon_high < 1.0)  # not ours
+    if not known or filtered or bounds or trainer._entropy_bonus_enabled:
+        return None
+    weights = rows * inputs.get("tool_mask", rows).float()
+    if kind in ("grpo", "sapo"):
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1.0)
+    advantages = inputs["advantages"].view(len(rows), -1)
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        advantages = advantages * inputs["importance_sampling_ratio"]
+    fields = {"mask": rows, "token_weights": weights, "advantages": advantages.expand_as(weights)}
+    options: dict[str, Any] = {"token_weights": "token_weights", "ratio_clamp": None}
+    if kind == "cispo":
+        loss = mixes.cispo(trainer.epsilon_high, bounds="raw", **options)
+    elif kind == "sapo":
+        loss = mixes.sapo(args.sapo_temperature_pos, args.sapo_temperature_neg, **options)
+    else:
+        loss = mixes.grpo(trainer.epsilon_low, trainer.epsilon_high, args.delta, **options)
+    if trainer.beta:
+        corrected = args.use_bias_correction_kl
+        loss += trainer.beta * mixes.kl_to_reference("k3", corrected, log_ratio_clamp=None, **options)
+        fields["ref_logprobs"] = inputs["ref_per_token_logps"]
+    if inputs.get("old_per_token_logps") is not None:
+        fields["old_logprobs"] = inputs["old_per_token_logps"]
+    prompt = inputs["prompt_ids"].shape[1] - 1  # rows in front, where TRL makes all of them
+    return loss, {name: F.pad(value, (prompt, 0)) for name, value in fields.items()}
+
+
+def distillation_loss(trainer: Any, inputs: Any) -> Foreseen:
+    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    return mixes.jsd(trainer.beta), {"mask": mask != 0}
+
+
+FORESEE: dict[str, Callable[[Any, Any], Foreseen | None]] = {
+    "SFT": sft_loss, "GRPO": grpo_loss, "Distillation": distillation_loss
+}  # fmt: skip
+
+
+def loss_of_step(kinds: Collection[str], tokens: int) -> Foreseen | None:
+    """The loss of the trainer's step that runs, with fields [tokens]; None where it is not asked for or not known."""
+    step = STEP.get()
+    if step is None or step[0] not in kinds or not tokens or torch.compiler.is_compiling():
+        return None
+    try:
+        found = FORESEE[step[0]](*step[1:])
+    except (AttributeError, KeyError):  # another version's
+        return None
+    if found is None:
+        return None
+    loss, fields = found
+    mask = fields["mask"].flatten()
+    if len(mask) == tokens:
+        return loss, {name: value.flatten() for name, value in fields.items()}
+    at = mask.nonzero().squeeze(1)
+    return (loss, {name: value.flatten()[at] for name, value in fields.items()}) if len(at) == tokens else None
+
+
+def with_step(kind: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A trainer's ``compute_loss``, whose head finds the step's batch in ``STEP``."""
+
+    @functools.wraps(theirs)
+    def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        before = STEP.set((kind, trainer, inputs) if torch.is_grad_enabled() else None)
+        try:
+            return theirs(trainer, model, inputs, *args, **kwargs)
+        finally:
+            STEP.reset(before)
+
+    return compute_loss
 
 
 # parameters of ours, which are TRL's; TRL 1.14 has another name for the first one and lacks the last one
@@ -199,24 +389,39 @@ TRL = Framework(
     },
     bound=tuple(f"trl.trainer.{kind}_trainer" for kind in ("dpo", "kto", "grpo", "distillation")),
 )  # fmt: skip
+STEPS = {
+    kind: Framework(
+        "trl", TRL.tested, {(f"trl.trainer.{kind.lower()}_trainer", f"{kind}Trainer.compute_loss"): "model, inputs, *"}
+    )
+    for kind in FORESEE
+}
 
 
-def seams(options: Execution) -> Callable[[Place, Any], Any]:
+def seams(options: Execution, losses: Collection[str] = ()) -> list[tuple[Framework, Callable[[Place, Any], Any]]]:
     """The replacement of each of TRL's functions."""
     check_named(options, OPTIONS)
+    if isinstance(losses, str) or not set(losses) <= set(FORESEE):
+        raise ValueError(f"losses must be a tuple of {', '.join(map(repr, FORESEE))}, got {losses!r}")
 
     def ours(place: Place, theirs: Any) -> Any:
         if place[1] == "ChunkedDivergenceFunction":
-            return DivergenceSeam(options)
-        return LogProbSeam(options, len(OUTPUTS) if "outputs" in inspect.signature(theirs.forward).parameters else 2)
+            return DivergenceSeam(options, losses)
+        outputs = "outputs" in inspect.signature(theirs.forward).parameters
+        return LogProbSeam(options, len(OUTPUTS) if outputs else 2, losses)
 
-    return ours
+    of_steps = [(STEPS[kind], lambda place, theirs, kind=kind: with_step(kind, theirs)) for kind in losses]
+    return [(TRL, ours), *of_steps]
 
 
-def patch_trl(**options: Unpack[Execution]) -> None:
+def patch_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> None:
     """Puts this library's head behind TRL's losses, for models and trainers made before the call too.
 
     Args:
+        losses: trainers whose gradients are made along with log-probabilities or divergences, in three matmuls instead
+            of four, and for distillation four instead of six: among ``"SFT"`` (nll, dft), ``"GRPO"`` (all but vespo,
+            luspo and sequences' ratios) and ``"Distillation"``. TRL computes loss and metrics as ever. Their loss
+            is foreseen from config and batch, and where TRL's has another gradient, that one is computed, with a
+            warning.
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
             call, as in ``linear_logprobs``. A second ``patch_trl`` puts its options in their place.
 
@@ -228,7 +433,8 @@ def patch_trl(**options: Unpack[Execution]) -> None:
     Raises:
         TypeError, ValueError: for an option that is wrong by itself. ImportError: TRL is not installed.
     """
-    TRL.replace(seams(options))
+    for framework, ours in seams(options, losses):
+        framework.replace(ours)
 
 
 def unpatch_trl() -> None:
@@ -237,13 +443,16 @@ def unpatch_trl() -> None:
     Raises:
         RuntimeError: somebody has replaced ours since.
     """
-    TRL.give_back()
+    for framework in (TRL, *STEPS.values()):
+        framework.give_back()
 
 
 @contextlib.contextmanager
-def patched_trl(**options: Unpack[Execution]) -> Iterator[None]:
+def patched_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> Iterator[None]:
     """``patch_trl(**options)`` for the length of a ``with`` block; what stood there before stands there after it."""
-    with TRL.replaced(seams(options)):
+    with contextlib.ExitStack() as stack:
+        for framework, ours in seams(options, losses):
+            stack.enter_context(framework.replaced(ours))
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from chunked_head.integrations import llamafactory, megatron, ms_swift, trl, verl
-from chunked_head.integrations.frameworks import REPLACED, Framework
+from chunked_head.integrations.frameworks import REPLACED, Framework, looked_up
 
 HERE = "chunked_head.integrations"
 TRL_LOGPROBS = """
@@ -29,6 +29,10 @@ class ChunkedDivergenceFunction:
     def forward(ctx, student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta,
                 temperature=1.0, student_logit_scale=1.0, student_final_logit_softcapping=None, teacher_logit_scale=1.0,
                 teacher_final_logit_softcapping=None): ...
+"""
+TRL_SFT = """
+class SFTTrainer:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None): ...
 """
 VERL_FUNCTION = """
 class LinearCrossEntropy(torch.autograd.Function):
@@ -86,17 +90,13 @@ class Seam:
 def taken(framework: Framework, switch_on: Callable[[], Any]) -> set[str]:
     """Where something of ours stands, in the framework's modules themselves."""
     assert not REPLACED.keys() & framework.uses.keys()
-    before = {place: vars(sys.modules[place[0]])[place[1]] for place in framework.uses if there(place)}
+    before = {place: looked_up(place) for place in framework.uses}
     switch_on()
-    found = {place[0] for place, theirs in before.items() if vars(sys.modules[place[0]])[place[1]] is not theirs}
+    found = {place[0] for place, theirs in before.items() if looked_up(place) is not theirs}
     assert found == {path for path, _ in REPLACED.keys() & framework.uses.keys()}
     framework.give_back()
-    assert all(vars(sys.modules[place[0]])[place[1]] is theirs for place, theirs in before.items())
+    assert all(looked_up(place) is theirs for place, theirs in before.items())
     return found
-
-
-def there(place: tuple[str, str]) -> bool:
-    return place[0] in sys.modules and place[1] in vars(sys.modules[place[0]])
 
 
 def of_llamafactory() -> set[str]:
@@ -161,7 +161,11 @@ def of_swift() -> set[str]:
     return {"swift.callbacks.mapping", "swift.callbacks.base"}
 
 
-UTILS, KERNELS = "trl.trainer.utils", "trl.kernels.chunked_divergence"
+def of_trl_losses() -> set[str]:
+    return taken(trl.STEPS["SFT"], lambda: trl.STEPS["SFT"].replace(lambda place, theirs: trl.with_step("SFT", theirs)))
+
+
+UTILS, KERNELS, SFT = "trl.trainer.utils", "trl.kernels.chunked_divergence", "trl.trainer.sft_trainer"
 SEAMS = [
     Seam(
         "trl", "1.17.0", {UTILS: TRL_LOGPROBS, KERNELS: TRL_DIVERGENCE}, lambda: taken(trl.TRL, trl.patch_trl),
@@ -172,6 +176,10 @@ SEAMS = [
         "trl", "1.14.2",
         {UTILS: TRL_LOGPROBS.replace("ctx, hidden", "ctx, last_hidden").replace(", outputs=()", "")},
         lambda: taken(trl.TRL, trl.patch_trl), [(UTILS, "class _Chunked", "class _Tiled")],
+    ),
+    Seam(
+        "trl", "1.18.0", {SFT: TRL_SFT}, of_trl_losses,
+        [(SFT, "class SFT", "class Supervised"), (SFT, "model, inputs", "inputs, model"), (SFT, "", "")],
     ),
     Seam(
         "verl", "0.10.0",

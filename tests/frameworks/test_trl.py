@@ -17,10 +17,11 @@ import tiny
 from datasets import Dataset, disable_progress_bars, enable_progress_bars
 from peft import LoraConfig
 from tiers import tier
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import utils
 
 from chunked_head import losses, metrics, patch_model
+from chunked_head.integrations import trl as integration
 from chunked_head.integrations.trl import DivergenceSeam, LogProbSeam, patched_trl
 
 FUSED = hasattr(utils, "add_fused_lm_head")
@@ -114,6 +115,115 @@ def test_examples(name: str, options: list[str], logged: set[str], seam: type, c
     assert len(calls) == used
     assert len(theirs) == 3 and logged <= set().union(*theirs)
     assert ours[-1] != ours[0] and all(any(step.get(name) for step in theirs) for name in logged)
+    assert_alike(ours, theirs)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> Iterator[list[Any]]:
+    """The losses that were foreseen; the trainers' gradients were theirs."""
+    found: list[Any] = []
+
+    def counted(*args: Any, real: Any = integration.one_pass) -> Any:
+        found.append(args[4])
+        return real(*args)
+
+    monkeypatch.setattr(integration, "one_pass", counted)
+    yield found
+    assert not [one for one in recwarn if "another gradient" in str(one.message)]
+
+
+@needs_fused
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("trl_sft", "SFT", []),
+        ("trl_grpo", "GRPO", ["--entropy-bonus", "0"]),
+        *(("trl_distillation", "Distillation", ["--beta", beta]) for beta in ("0.0", "0.3", "1.0")),
+    ],
+)
+def test_foreseen_losses(
+    name: str, kind: str, options: list[str], monkeypatch: pytest.MonkeyPatch, passes: list[Any]
+) -> None:
+    example = importlib.import_module(name)
+    theirs = example.main(["--cpu", *options, "--plain"])
+    assert not passes
+    monkeypatch.setattr(example, "patched_trl", functools.partial(patched_trl, losses=(kind,)))
+    ours = example.main(["--cpu", *options])
+    assert len(passes) == 3
+    assert_alike(ours, theirs)
+
+
+GRPO: list[tuple[dict[str, Any], dict[str, Any], bool]] = [  # of the trainer, of its config, whether it is foreseen
+    *(({"loss_type": kind}, {}, True) for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo")),
+    ({"loss_type": "cispo", "epsilon_high": 1.05}, {}, True),
+    ({"beta": 0.3}, {"delta": 1.3}, True),
+    ({"beta": 0.3}, {"use_bias_correction_kl": True}, True),
+    ({"loss_type": "vespo"}, {}, False),
+    ({"loss_type": "cispo", "epsilon_high": 0.9}, {}, False),
+    ({"importance_sampling_level": "sequence"}, {}, False),
+    ({"_entropy_bonus_enabled": True}, {}, False),
+]
+
+
+@needs_fused
+@pytest.mark.parametrize("older", [True, False], ids=["old", "on policy"])
+@pytest.mark.parametrize("tools", [True, False], ids=["tools", "all"])
+@pytest.mark.parametrize(("traits", "config", "foreseen"), GRPO, ids=lambda value: str(value)[:40])
+def test_foreseen_grpo(
+    traits: dict[str, Any],
+    config: dict[str, Any],
+    foreseen: bool,
+    tools: bool,
+    older: bool,
+    tmp_path: Path,
+    passes: list[Any],
+) -> None:
+    """TRL's loss of one batch and its gradients, by TRL's head and by ours."""
+    tokenizer = tiny.tokenizer()
+    args = tiny.settings(tiny.arguments("", ["--cpu"]), str(tmp_path)) | {"num_generations": 4}
+    trainer = GRPOTrainer(
+        tiny.model(len(tokenizer)), lambda completions, **rest: [0.0] * len(completions), GRPOConfig(**args),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 4), processing_class=tokenizer,
+    )  # fmt: skip
+    for name, value in traits.items():
+        setattr(trainer, name, value)
+    for name, value in config.items():
+        setattr(trainer.args, name, value)
+    trainer.current_gradient_accumulation_steps = 1
+    random = torch.Generator().manual_seed(1)
+    mask = (torch.arange(7) < torch.tensor([7, 4, 1, 5])[:, None]).long()
+    inputs: dict[str, Any] = {
+        "prompt_ids": torch.randint(0, 250, (4, 3), generator=random), "completion_mask": mask,
+        "prompt_mask": torch.ones(4, 3, dtype=torch.int64), "num_items_in_batch": mask.sum().float(),
+        "completion_ids": torch.randint(0, 250, (4, 7), generator=random),
+        "advantages": torch.tensor([1.5, -0.5, 0.0, -1.0]),
+    }  # fmt: skip
+    ids, every = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
+    with torch.no_grad():
+        now = trainer._get_per_token_logps_and_entropies(trainer.model, ids, every, 7)[0]
+    inputs["ref_per_token_logps"] = now + 0.2 * torch.randn(4, 7, generator=random)
+    if older:
+        inputs["old_per_token_logps"] = now + 0.2 * torch.randn(4, 7, generator=random)
+    if tools:
+        inputs["tool_mask"] = torch.randint(0, 2, (4, 7), generator=random)
+    found = []
+    for head in (contextlib.nullcontext(), patched_trl(losses=("GRPO",))):
+        with head:
+            loss = trainer.compute_loss(trainer.model, inputs)
+            found.append((loss, *torch.autograd.grad(loss, [*trainer.model.parameters()], allow_unused=True)))
+    assert len(passes) == foreseen
+    for mine, true in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-6)
+
+
+@needs_fused
+def test_a_loss_that_was_not_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient is TRL's all the same."""
+    _, theirs = trained(tmp_path, None)
+    real = integration.sft_loss
+    monkeypatch.setitem(integration.FORESEE, "SFT", lambda *step: (losses.focal(), real(*step)[1]))
+    with patched_trl(losses=("SFT",)), pytest.warns(UserWarning, match="TRL's loss has another gradient"):
+        _, ours = trained(tmp_path, None)
     assert_alike(ours, theirs)
 
 

@@ -4,10 +4,12 @@ which `make test-frameworks` has too, has the first of them alone, with two outp
 import contextlib
 from collections.abc import Iterator
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiers import crossed
 from torch import Tensor
 
@@ -25,6 +27,7 @@ except ImportError:  # before TRL 1.15
 from chunked_head.integrations import frameworks
 from chunked_head.integrations.trl import (
     OUTPUTS,
+    STEP,
     DivergenceSeam,
     LogProbSeam,
     check_fused_head,
@@ -42,7 +45,7 @@ needs_fused = pytest.mark.skipif(not FUSED, reason="TRL 1.14 has no fused head")
 
 def log_probs(**options: Any) -> LogProbSeam:
     """Ours, as ``patch_trl`` makes it for the version that is here."""
-    return seams(options)(("trl.trainer.utils", "_ChunkedLogProbFunction"), THEIRS[0])
+    return seams(options)[0][1](("trl.trainer.utils", "_ChunkedLogProbFunction"), THEIRS[0])
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +112,7 @@ def test_the_function_of_trl_1_14() -> None:
         @staticmethod
         def forward(ctx: Any, last_hidden: Any, weight: Any, bias: Any, targets: Any, temperature: Any) -> None: ...
 
-    older = seams({})(("trl.trainer.utils", "_ChunkedLogProbFunction"), Older)
+    older = seams({})[0][1](("trl.trainer.utils", "_ChunkedLogProbFunction"), Older)
     more = TARGETS, 0.7, 32, 3.0, 1.4
     found, grads = outcome(older, operands(), *more)
     theirs, expected = outcome(LogProbSeam({}), operands(), *more, ("log_probs", "entropy"))
@@ -153,6 +156,35 @@ def test_divergence(beta: float, head: tuple) -> None:
         ours = outcome(DivergenceSeam({}), operands(), *teacher, beta, *head)
         theirs = outcome(THEIRS[1], operands(), *teacher, beta, *head)
     assert_same(ours, theirs, 0.03, 0.03)
+
+
+@crossed(autocast=[False, True], every=[True, False], kind=["nll", "dft"])
+def test_foreseen_log_probs(kind: str, every: bool, autocast: bool) -> None:
+    """The gradient that was foreseen, up to a factor, is that of three matmuls; any other one is made, with a
+    warning."""
+    counts = torch.arange(2 * TOKENS) % 2 == 0 if not every else torch.ones(TOKENS, dtype=torch.bool)
+    labels = torch.zeros(len(counts), dtype=torch.int64).masked_fill(~counts, -100)
+    trainer = SimpleNamespace(args=SimpleNamespace(loss_type=kind))
+    leaves, upstream = operands(), torch.linspace(-1, 1, TOKENS)
+
+    def grads(seam: Any, weigh: Any) -> tuple[Any, ...]:
+        before = STEP.set(("SFT", trainer, {"labels": F.pad(labels, (1, 0))[None]}))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = seam.apply(*leaves, TARGETS, 0.7, 32, None, 1.3, ("log_probs", "entropy", "is_top1"))
+        STEP.reset(before)
+        return found, torch.autograd.grad(weigh(found), leaves)
+
+    def mean(found: Any) -> Tensor:
+        return 0.3 * (found[0] * (found[0].exp().detach() if kind == "dft" else 1.0)).mean()
+
+    both = LogProbSeam({}, losses=("SFT",)), LogProbSeam({}, losses=())
+    ours, theirs = (grads(seam, mean) for seam in both)
+    assert_same(ours, theirs, *((0.02, 0.02) if autocast else ()))
+    others: list[Any] = [lambda found: (found[0] * upstream).sum(), lambda found: mean(found) + found[1].mean()]
+    for other in others:
+        with pytest.warns(UserWarning, match="another gradient than patch_trl"):
+            ours = grads(both[0], other)
+        assert_same(ours, grads(both[1], other), *((0.02, 0.02) if autocast else ()))
 
 
 @pytest.mark.gpu
