@@ -247,22 +247,17 @@ def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
     return shifted
 
 
-def shift_right(values: Tensor, shift: int, dim: int = -1) -> Tensor:
-    """``values[..., t - shift]`` at t along ``dim``, 0 where there is none; differentiable."""
-    if shift == 0:
-        return values
-    length = values.shape[dim]
-    kept = values.narrow(dim, 0, max(0, length - shift))
-    shape = list(values.shape)
-    shape[dim] = min(shift, length)
-    return torch.cat([values.new_zeros(shape), kept], dim)
-
-
 def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
-    """Values [rows, ...] of rows of hidden states at the places of the targets that those predict [*leading, ...]."""
+    """Values [rows, ...] of rows of hidden states at the places of the targets that those predict [*leading, ...], 0 at
+    others; differentiable."""
     if len(leading) == 1 and not shift:
         return values
-    return shift_right(values.reshape((*leading, *values.shape[1:])), shift, len(leading) - 1)
+    values = values.reshape((*leading, *values.shape[1:]))
+    if not shift:
+        return values
+    dim, missing = len(leading) - 1, min(shift, leading[-1])
+    behind = (0, 0) * (values.dim() - len(leading))
+    return torch.nn.functional.pad(values.narrow(dim, 0, leading[-1] - missing), (*behind, missing, 0))
 
 
 def all_at_targets(values: Sequence[Tensor], leading: Sequence[int], shift: int) -> tuple[Tensor, ...]:

@@ -203,36 +203,31 @@ class Losses:
     terms: tuple[tuple[float | Tensor, Summand], ...]
 
     def __add__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        return Losses(self.terms + as_losses(other, "a summand").terms) if is_summand(other) else NotImplemented
+        return Losses(self.terms + as_losses(other, "a summand").terms)
 
-    def __mul__(self, factor: float | Tensor) -> "Losses":
+    def times(self, factor: float | Tensor) -> "Losses":
+        """``self * factor``. Inside of ``torch.compile`` the way to multiply by a tensor: there ``*`` with a tensor is
+        taken for a product of tensors, and raises."""
         if isinstance(factor, Tensor):
             shared.check_factor("the coefficient of a loss", factor)
         else:
             shared.number(None, "the coefficient of a loss", factor)
         return Losses(tuple((coefficient * factor, summand) for coefficient, summand in self.terms))
 
-    __rmul__ = __mul__
-
-    def times(self, factor: float | Tensor) -> "Losses":
-        """``self * factor``. Inside of ``torch.compile`` the way to multiply by a tensor: there ``*`` with a tensor is
-        taken for a product of tensors, and raises."""
-        return self.__mul__(factor)
+    __mul__ = __rmul__ = times
 
     def __radd__(self, other: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""
-        if callable(other):
-            return as_losses(other, "a summand") + self
-        return self if other == 0 else NotImplemented
+        return self if isinstance(other, int) and other == 0 else as_losses(other, "a summand") + self
 
     def __neg__(self) -> "Losses":
         return self * -1.0
 
     def __sub__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        return self + -as_losses(other, "a summand") if is_summand(other) else NotImplemented
+        return self + -as_losses(other, "a summand")
 
     def __rsub__(self, other: "Callable[..., Tensor]") -> "Losses":
-        return as_losses(other, "a summand") + -self if callable(other) else NotImplemented
+        return as_losses(other, "a summand") + -self
 
     def __truediv__(self, divisor: float) -> "Losses":
         return self * (1.0 / divisor)
@@ -258,10 +253,6 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
             "values is taken as well"
         )
     return TAKERS[0](loss)
-
-
-def is_summand(other: Any) -> bool:
-    return isinstance(other, Losses) or callable(other)
 
 
 Given = ParamSpec("Given")
@@ -293,15 +284,8 @@ def make(
 ) -> Losses:
     """A sum of one loss; ``given`` are the user's ``SummandOptions``, ``known`` further fields of ``Summand``. Where
     they don't fit, an error that names the loss."""
-    if given:
-        shared.refuse_unknown("losses", kind, given, SUMMAND)
-    summand = Summand(kind, function, options or {}, frozenset(needs), **known, **given)
-    check_summand(summand)
-    return Losses(((1.0, summand),))
-
-
-def check_summand(summand: Summand) -> None:
-    where = f"losses.{summand.kind}"
+    shared.refuse_unknown("losses", kind, given, SUMMAND)
+    summand, where = Summand(kind, function, options or {}, frozenset(needs), **known, **given), f"losses.{kind}"
     if summand.temperature is not None:
         shared.positive(where, "temperature", summand.temperature)
     if summand.reduction not in (None, "mean", "sum"):
@@ -317,6 +301,7 @@ def check_summand(summand: Summand) -> None:
         shared.check_weights(f"token_weights of {where}", weights)
     if weights is not None and summand.unit != "token":
         raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")
+    return Losses(((1.0, summand),))
 
 
 def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:

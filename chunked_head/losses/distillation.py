@@ -270,7 +270,14 @@ def topk_divergence(
     some = counts.any(-1)
     s = torch.where(counts, student, NONE)
     t = torch.where(counts, teacher.detach(), NONE)
-    t = at_temperature(t, teacher_temperature, teacher_renormalize)
+    if teacher_renormalize or teacher_temperature != 1:
+        tempered = t / teacher_temperature
+        total = tempered.logsumexp(-1, keepdim=True)
+        if not teacher_renormalize:  # over K and the rest as one outcome, -inf where nothing is left
+            left = -torch.expm1(t.logsumexp(-1, keepdim=True))
+            log_left = torch.where(left > 0, left, 0.0).log()
+            total = torch.logaddexp(total, log_left / teacher_temperature)
+        t = tempered - total
     bounded = s.clamp(min=NONE)  # an id that the student excludes has p * log p = 0
     if normalize == "topk":
         total = bounded.logsumexp(-1, keepdim=True)
@@ -286,19 +293,6 @@ def topk_divergence(
     elif normalize == "vocab" and divergence == "jsd":
         value = value - (1 - beta) * math.log(1 - beta) * rest(bounded)[0]  # there m = (1 - beta) * p
     return torch.where(some, value, 0.0)
-
-
-def at_temperature(t: Tensor, temperature: float, renormalize: bool) -> Tensor:
-    """The teacher's log-probabilities at another temperature, normalised over K or over K and the rest."""
-    tempered = t if temperature == 1 else t / temperature
-    total = tempered.logsumexp(-1, keepdim=True)
-    if renormalize:
-        return tempered - total
-    if temperature == 1:
-        return t
-    left = -torch.expm1(t.logsumexp(-1, keepdim=True))
-    log_left = torch.where(left > 0, left, 0.0).log()  # -inf where nothing is left
-    return tempered - torch.logaddexp(total, log_left / temperature)
 
 
 def rest(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:

@@ -224,11 +224,19 @@ def make_policy(
     unit: str | None = None,  # None: a loss of tokens that knows no segments
 ) -> Losses:
     """The loss with its rollout weights taken out of ``policy``."""
-    summand, rollout = policy, None
-    if policy:
-        refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
-        summand = {name: value for name, value in policy.items() if not name.startswith("rollout")}
-        rollout = _rollout(f"losses.{kind}", **{name: policy[name] for name in policy.keys() - summand.keys()})
+    where, summand, rollout = f"losses.{kind}", dict(policy), None
+    refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
+    mode, level = summand.pop("rollout", None), summand.pop("rollout_level", "token")
+    most, least = summand.pop("rollout_max", None), summand.pop("rollout_min", None)
+    choice(where, "rollout", mode, (None, "truncate", "mask"))
+    choice(where, "rollout_level", level, ("token", "segment"))
+    if mode is not None:
+        least = number(where, "rollout_min", 0.0 if least is None else least, 0.0)
+        default = 2.0 if mode == "truncate" else 3.0
+        most = number(where, "rollout_max", default if most is None else most, least, 1e30)
+        rollout = Rollout(mode, level, most, least)
+    elif most is not None or least is not None or level != "token":
+        raise ValueError(f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate"')
     segments = unit is not None or (rollout is not None and rollout.level == "segment")
     fields = ("advantages", *["segments"] * segments, *["rollout_logprobs"] * (rollout is not None))
     # REINFORCE has no ratio: old log-probabilities are part of its rollout weights only
@@ -237,26 +245,6 @@ def make_policy(
         kind, function, summand, {**options, "rollout": rollout}, fields=fields, optional_fields=optional,
         scope="segment" if segments else "token", unit=unit or "token",
     )  # fmt: skip
-
-
-def _rollout(
-    where: str,
-    rollout: str | None = None,
-    rollout_level: str = "token",
-    rollout_max: float | None = None,
-    rollout_min: float | None = None,
-) -> Rollout | None:
-    if rollout is None:
-        if rollout_max is not None or rollout_min is not None or rollout_level != "token":
-            raise ValueError(f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate"')
-        return None
-    choice(where, "rollout", rollout, ("truncate", "mask"))
-    choice(where, "rollout_level", rollout_level, ("token", "segment"))
-    if rollout_max is None:
-        rollout_max = 2.0 if rollout == "truncate" else 3.0
-    least = 0.0 if rollout_min is None else number(where, "rollout_min", rollout_min, 0.0)
-    most = number(where, "rollout_max", rollout_max, least, 1e30)
-    return Rollout(rollout, rollout_level, most, least)
 
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -310,17 +298,6 @@ def kl_to_reference(
     return make("kl_to_reference", estimated_kl, summand, options, fields=fields, optional_fields=optional, scope=scope)
 
 
-def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
-    """Values within [-bound, bound]; outside, found before any gradient is, ``d`` has no part in it: its slope may be
-    infinite."""
-    if bound is None:
-        return kl_estimate(d, estimator)
-    value = kl_estimate(d.detach(), estimator)
-    outside = ~(value.abs() <= bound) & ~d.isnan()
-    value = torch.where(value.isnan(), bound, value)  # the difference of two infinities
-    return torch.where(outside, clamped(value, bound), kl_estimate(torch.where(outside, 0.0, d), estimator))
-
-
 def estimated_kl(
     stats: Stats,
     batch: Batch,
@@ -332,8 +309,17 @@ def estimated_kl(
     level: str = "token",
 ) -> Tensor:
     d = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
-    values = clamped_estimate(d, estimator.removesuffix("+"), kl_clamp)
-    if estimator.endswith("+"):
+    replaced, estimator = estimator.endswith("+"), estimator.removesuffix("+")
+    if kl_clamp is None:
+        values = kl_estimate(d, estimator)
+    else:
+        # outside, found before any gradient is, d has no part in the value: its slope may be infinite
+        value = kl_estimate(d.detach(), estimator)
+        outside = ~(value.abs() <= kl_clamp) & ~d.isnan()
+        value = torch.where(value.isnan(), kl_clamp, value)  # the difference of two infinities
+        inside = kl_estimate(torch.where(outside, 0.0, d), estimator)
+        values = torch.where(outside, clamped(value, kl_clamp), inside)
+    if replaced:
         k2 = kl_estimate(d, "k2")
         return values.detach() + (k2 - k2.detach())
     if bias_correction:

@@ -31,8 +31,13 @@ def orpo(beta: float = 0.1, **summand: Any) -> Losses:
 
 
 def _orpo(stats: Stats, batch: Batch, beta: float) -> Tensor:
-    odds = log_odds(batch.segment_mean(stats.logprob))
-    chosen, rejected = of_pairs(odds, batch)
+    a = batch.segment_mean(stats.logprob)
+    # a probability that rounds to 1 has infinite odds: value and gradient are those of the nearest number below 1,
+    # finite and large, so that a rejected segment of probability 1 is still pushed down
+    eps = torch.finfo(a.dtype).eps
+    a = torch.where(a > -eps, a - (a + eps).detach(), a)
+    # log1p(-exp(a)) would be more exact far below 0, by less than the rounding of a itself
+    chosen, rejected = of_pairs(a - torch.log(-torch.expm1(a)), batch)
     return -beta * F.logsigmoid(chosen - rejected)
 
 
@@ -102,18 +107,6 @@ def of_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The chosen and the rejected segments' ``values``, each [P]."""
     pairs = batch["pairs"]
     return values[pairs[:, 0]], values[pairs[:, 1]]
-
-
-def log_odds(a: Tensor) -> Tensor:
-    """``a - log(1 - exp(a))`` of log-probabilities ``a <= 0``.
-
-    A probability that rounds to 1 has infinite odds: its value is that of the nearest number below 1, and its gradient
-    the one there, which is large and finite, so that a rejected segment of probability 1 is still pushed down.
-    """
-    eps = torch.finfo(a.dtype).eps
-    a = torch.where(a > -eps, a - (a + eps).detach(), a)
-    # log1p(-exp(a)) would be more exact far below 0, by less than the rounding of a itself
-    return a - torch.log(-torch.expm1(a))
 
 
 DPO_VARIANTS = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import number
+from ..core.checks import check_factor, choice, number
 
 
 def token_mean(total: float | Tensor) -> dict[str, Any]:
@@ -40,8 +40,7 @@ def sequence_mean(
     a sequence. ``D`` is ``num_sequences`` if given: the sequences of the whole step. Else those of this call: with
     ``empty="counted"`` all, "excluded" leaves out those without a token that counts, counted on the device.
     """
-    if empty not in ("counted", "excluded"):
-        raise ValueError(f"empty of weights.sequence_mean must be 'counted' or 'excluded', got {empty!r}")
+    choice("weights.sequence_mean", "empty", empty, ("counted", "excluded"))
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.dim():
         got = f"{mask.dim()}-d {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
         raise TypeError(
@@ -120,8 +119,7 @@ def _wide(like: Tensor) -> torch.dtype:
 
 def _count(where: str, argument: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
-        if value.dim() != 0:
-            raise ValueError(f"{argument} of weights.{where} must be a number or 0-d tensor, got {tuple(value.shape)}")
-        return value
-    number(f"weights.{where}", argument, value, 0.0)
+        check_factor(f"{argument} of weights.{where}", value)
+    else:
+        number(f"weights.{where}", argument, value, 0.0)
     return value

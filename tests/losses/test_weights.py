@@ -112,7 +112,7 @@ def test_no_wait_for_the_device() -> None:
     [
         (lambda: weights.token_mean(-1), ValueError, "total of weights.token_mean"),
         (lambda: weights.token_mean(torch.ones(1)), ValueError, "total of weights.token_mean"),
-        (lambda: weights.sequence_sum("4"), ValueError, "num_sequences of weights.sequence_sum"),
+        (lambda: weights.sequence_sum("4"), TypeError, "num_sequences of weights.sequence_sum"),
         (lambda: weights.dr_grpo(4, -1), ValueError, "max_completion_length of weights.dr_grpo"),
         (lambda: weights.sequence_mean(torch.ones(2, 3)), TypeError, "mask of weights.sequence_mean"),
         (lambda: weights.sequence_mean(torch.ones(2).bool(), empty="kept"), ValueError, "empty of weights"),
