@@ -10,7 +10,7 @@ from benchmarks import losses, measure, parallel_peers, providers, shapes
 from benchmarks.accuracy import relative_error
 from benchmarks.shapes import Operands, Shape
 from chunked_head import VocabParallel
-from chunked_head.parallel.groups import chunked
+from chunked_head.parallel.groups import part_sizes
 from chunked_head.plan.sizes import DEFAULT_BUDGET
 
 SHAPE = Shape(8192, 4096, 128256)
@@ -65,7 +65,7 @@ class Bench:
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, names: Sequence[str]) -> None:
         self.shape, self.device = shape, device
         self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
-        self.rows = chunked(shape.vocab, self.ranks)
+        self.rows = part_sizes(shape.vocab, self.ranks)
         self.full: Operands | None = shapes.make_operands(shape, dtype, device)
         self.batch = self._batch(self.full) if {"one-gpu-grpo", "grpo"} & set(names) else {}
         part = self.full.weight.detach().split(self.rows)[self.rank].clone().requires_grad_()

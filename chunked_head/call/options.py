@@ -16,7 +16,7 @@ from ..core import checks
 from ..core.checks import PACKAGE, flag, nearest
 from ..losses.base import FIELDS, Losses
 from ..metrics import Metric
-from ..parallel.dtensor import PLAIN, local
+from ..parallel.dtensor import PLAIN_TYPES, local_operands
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import Shard
 from ..plan.segments import Segments
@@ -340,9 +340,9 @@ def call_of(
         known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
         hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, known)
         raise TypeError(f"{function} has no option {first!r}{hint}")
-    if not PLAIN.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
+    if not PLAIN_TYPES.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
         options = options.copy()
-        hidden, weight, target, options["bias"], options["vocab_size"], options["parallel"] = local(
+        hidden, weight, target, options["bias"], options["vocab_size"], options["parallel"] = local_operands(
             hidden, weight, target, options.get("bias"), options.get("vocab_size"), options.get("parallel")
         )
     if not isinstance(weight, Tensor):

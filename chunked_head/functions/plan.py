@@ -18,7 +18,7 @@ from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
-from ..parallel.groups import chunked
+from ..parallel.groups import part_sizes
 from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..stores import backend_of
@@ -100,7 +100,7 @@ def plan(
     }  # fmt: skip
     check_options(options)
     measured = as_metrics(metrics)
-    parts = chunked(vocab, ranks)
+    parts = part_sizes(vocab, ranks)
     if 0 in parts:
         raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
     got = f"; got tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"

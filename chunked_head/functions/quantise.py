@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..call.function import on_device
 from ..core import checks
-from ..parallel.dtensor import part
+from ..parallel.dtensor import local_part
 from ..stores import backend_of
 from ..stores.quantised import QuantisedWeight, e4m3_missing, version_of
 
@@ -21,7 +21,7 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
     and on one that takes a gradient after any optimizer's step. What goes unnoticed: changes through ``weight.data``,
     by a replayed CUDA graph, and of inference tensors. Of a DTensor it is this rank's part.
     """
-    own = part(weight)
+    own = local_part(weight)
     checks.check_tensor("weight", own, optional=False)
     own, trained = own.detach(), own.requires_grad
     checks.refuse({

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from ..core.checks import is_dtensor
-from .groups import TokenParallel, VocabParallel, chunked
+from .groups import TokenParallel, VocabParallel, part_sizes
 
 Parallel = VocabParallel | TokenParallel | None
 Target = TypeVar("Target", Tensor, Tensor | None)
-PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))  # operands that are no DTensor and on their way nowhere
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # of operands that need no ``local_operands``
 
 
-def local(
+def local_operands(
     hidden: Tensor,
     weight: Tensor,
     target: Target,
@@ -26,8 +26,6 @@ def local(
     A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is complete.
     Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
     """
-    if PLAIN.issuperset((type(hidden), type(weight), type(target), type(bias))):
-        return hidden, weight, target, bias, vocab_size, parallel
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
@@ -35,13 +33,15 @@ def local(
         mesh = vocabulary_mesh("weight", given, 0, WEIGHT_REMEDY)
         if mesh is not None:
             hidden, target, sharded = local_tokens(hidden, target, mesh)
-            rows = chunked(weight.shape[0], mesh.size())
+            rows = part_sizes(weight.shape[0], mesh.size())
             parallel = VocabParallel(mesh, rows, sequence_sharded=sharded, tokens=parallel)
             vocab_size = weight.shape[0] if vocab_size is None else vocab_size
         if bias is not None and getattr(bias, "placements", None) != given.placements:
             raise ValueError(f"bias must be split as weight is, by placements {list(given.placements)}")
     why = "weight is whole on every rank; pass hidden.to_local() for this rank's tokens, or"
-    return complete("hidden", hidden, why), part(weight), part(target), part(bias), vocab_size, parallel
+    hidden = complete("hidden", hidden, why)
+    weight, target, bias = (local_part(each) for each in (weight, target, bias))
+    return hidden, weight, target, bias, vocab_size, parallel
 
 
 class Arrived(torch.autograd.Function):
@@ -56,7 +56,7 @@ class Arrived(torch.autograd.Function):
         return gradient
 
 
-def part(tensor: Any) -> Any:
+def local_part(tensor: Any) -> Any:
     """This rank's part of a DTensor, or a plain tensor, of which no part is still on its way
     (``redistribute(async_op=True)`` and the like)."""
     if is_dtensor(tensor):
@@ -69,7 +69,7 @@ def part(tensor: Any) -> Any:
 def local_logits(
     logits: Tensor, target: Target, vocab_size: int | None, parallel: Parallel, inplace: bool
 ) -> tuple[Tensor, Target, int | None, Parallel]:
-    """Logits and targets as plain tensors, differentiable, with what the placements say; as ``local``.
+    """Logits and targets as plain tensors, differentiable, with what the placements say; as ``local_operands``.
 
     Logits of ``Shard(-1)`` (the output of ``ColwiseParallel`` without a gather) are split over the vocabulary, those of
     ``Replicate()`` are whole.
@@ -84,17 +84,17 @@ def local_logits(
             raise ValueError("logits are a DTensor, whose placements say how they are split; leave parallel=None")
         mesh = vocabulary_mesh("logits", logits, logits.dim() - 1, LOGITS_REMEDY)
         if mesh is not None:
-            parallel = VocabParallel(mesh, chunked(logits.shape[-1], mesh.size()), tokens=parallel)
+            parallel = VocabParallel(mesh, part_sizes(logits.shape[-1], mesh.size()), tokens=parallel)
             vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
         target = complete("target", target)
-    return part(logits), part(target), vocab_size, parallel
+    return local_part(logits), local_part(target), vocab_size, parallel
 
 
 def complete(name: str, tensor: Any, why: str = "every rank needs all of it; pass") -> Any:
     """A tensor that every rank has all of; ValueError for other placements."""
     if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
         raise ValueError(f"{name} has the placements {list(tensor.placements)}, and {why} {name}.full_tensor()")
-    return part(tensor)
+    return local_part(tensor)
 
 
 WEIGHT_REMEDY = (

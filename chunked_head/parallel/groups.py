@@ -128,8 +128,8 @@ class VocabParallel(OfGroup):
         columns of logits; raises what one rank can see to be wrong, before any message."""
         if self.rows is not None:
             sizes = self.rows
-        elif vocab_size is not None and rows == chunked(vocab_size, self.ranks)[self.rank]:
-            sizes = chunked(vocab_size, self.ranks)
+        elif vocab_size is not None and rows == part_sizes(vocab_size, self.ranks)[self.rank]:
+            sizes = part_sizes(vocab_size, self.ranks)
         else:
             sizes = (rows,) * self.ranks
         if sizes[self.rank] != rows:
@@ -152,7 +152,7 @@ class VocabParallel(OfGroup):
         return vocab, true
 
 
-def chunked(vocab: int, ranks: int) -> tuple[int, ...]:
+def part_sizes(vocab: int, ranks: int) -> tuple[int, ...]:
     """Rows of ``torch.chunk``'s pieces: equal, the last ones smaller or empty."""
     step = math.ceil(vocab / ranks)
     return tuple(max(0, min(step, vocab - rank * step)) for rank in range(ranks))

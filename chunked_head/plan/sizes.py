@@ -21,7 +21,7 @@ from ..kernels.common.tiles import PRODUCT_ROWS
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
 BYTE = torch.uint8
-PLAIN = Demand()
+LEAST_DEMAND = Demand()
 # rows of a teacher's logits at a time, where no statistic waits for all of a chunk's: the weight is read again for each
 # so many, which is half as long as its product takes; a multiple of the rows that other products read at a time
 TEACHER_ROWS = 6 * PRODUCT_ROWS
@@ -94,7 +94,7 @@ class Sizes:
     coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
     by_segments: bool = False  # it depends on those of its segment only: chunks end where segments do
     # statistics
-    demand: Demand = PLAIN
+    demand: Demand = LEAST_DEMAND
     deterministic: bool = False  # a token's numbers do not depend on the other tokens, nor on their number
     # a dense teacher
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
