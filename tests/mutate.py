@@ -98,10 +98,10 @@ MUTATIONS = [Mutation(*row) for row in (
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
     ("mean: a normalizer of 0", "chunked_head/call/objectives.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
     ("shift: off by one", "chunked_head/core/stats.py", "values.shape[dim] - kept, kept))", "values.shape[dim] - kept - 1, kept))", CROSS + " -k shift"),
-    ("shift: temperatures that stay behind", "chunked_head/call/tokens.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
-    ("scale: temperatures of tokens", "chunked_head/call/tokens.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
+    ("shift: temperatures that stay behind", "chunked_head/call/tokens.py", 'if kind.kind == "token" and dims:', 'if kind.kind == "token" and dims and field != TEMPERATURE:', LOGPROBS + " -k temperature"),
+    ("scale: temperatures of tokens", "chunked_head/call/tokens.py", "torch.where(nowhere, 1.0, 1.0 / value)", "torch.where(nowhere, 1.0, value)", LOGPROBS + " -k temperature"),
     ("range: an id too many", "chunked_head/call/tokens.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
-    ("buffer: a promise that is broken", "chunked_head/call/function.py", "one_or_nan = expected.one_or_nan_for(given)", "one_or_nan = expected.one_or_nan", BUFFER),
+    ("buffer: a promise that is broken", "chunked_head/call/run.py", "one_or_nan = expected.one_or_nan_for(given)", "one_or_nan = expected.one_or_nan", BUFFER),
     ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "self.fresh = gradient_buffer is None or gradient_buffer.fresh", "self.fresh = True", BUFFER),
     # losses
     ("bound: clip_high", "chunked_head/losses/policy.py", '1.0 + bound(where, "clip_high", clip_high)', '1.0 + bound(where, "clip_high", clip_low)', FORMULAS),

@@ -1,25 +1,23 @@
 """Fields of a call's batch: which of them losses and metrics read, and checks of each, a dense teacher's too."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.checks import check_device, check_shape, check_tensor, nearest, refuse
 from ..core.checks import name as name_of
-from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand, Teacher
+from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Summand, Teacher
 from ..metrics import Metric
 from ..stores.operands import TeacherHead
+from .options import Call
 
 TEMPERATURE = "temperature of each token"  # an argument of the call, brought into the order of rows as fields are
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
-# what to do with fields that other libraries have
-INSTEAD = {
-    "teacher_offsets": "; a top-K teacher has K ids for every token: pad teacher_ids and teacher_logprobs to [..., K], "
-    "log-probabilities with -inf"
-}
 SEGMENT_IDS = ("segments", "documents")
+SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}
 OF_UNIT = {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}  # fields that values per unit need
 NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # options that may name a field
 TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
@@ -47,31 +45,21 @@ def named_by(part: Summand | Metric) -> dict[str, Field]:
     return {name: kind for name, kind in named.items() if isinstance(name, str)}
 
 
-def wanted_fields(
-    losses: Losses,
-    metrics: Iterable[Metric],
-    batch: Mapping[str, Tensor],
-    extra: Mapping[str, Field],
-    num_segments: int | None,
-) -> tuple[list[str], dict[str, Field]]:
+def wanted_fields(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
     """Names of the fields that losses and metrics read, all of them in the batch, else a ValueError; and the kinds of
-    all fields, with those of ``extra``, which losses bring along. A user's function may read any field, and is given
-    all but a dense teacher's tensors and, without ``num_segments``, fields of segments: these it has to declare."""
-
-    def of_segments(field: str) -> bool:
-        return field in SEGMENT_IDS or known[field].kind in ("segment", "pair")
-
-    summands, segments = [summand for _, summand in losses.terms], num_segments is not None
-    parts = [("loss", s) for s in summands] + [("metric", m) for m in metrics]
-    known = kinds_of(part for _, part in parts) | dict(extra)
-    unknown = sorted(set(batch) - set(known), key=str)
-    if unknown:
-        known.pop(TEMPERATURE, None)
-        meant = INSTEAD.get(unknown[0]) or nearest(unknown[0], known)
+    all fields. A user's function may read any field, and is given all but a dense teacher's tensors and, without
+    ``num_segments``, fields of segments: these it has to declare."""
+    batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
+    parts = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
+    known = kinds_of(part for _, part in parts)
+    if unknown := sorted(set(batch) - set(known) - {TEMPERATURE}, key=str):
         raise ValueError(
-            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares{meant}; known are "
-            f"{', '.join(sorted(known))}; drop it, or declare it by losses.custom(fields=...)"
+            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares"
+            f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "
+            "losses.custom(fields=...)"
         )
+    known[TEMPERATURE] = Field("token")
+    of_segments = {*SEGMENT_IDS, *[field for field, kind in known.items() if kind.kind in ("segment", "pair")]}
     wanted = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for what, part in parts:
         read = [*part.fields, *named_by(part)]
@@ -87,49 +75,58 @@ def wanted_fields(
                 remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
                 raise ValueError(f"{option}={name!r} of {part.label} must name a {right.kind} field; {remedy}")
         if isinstance(part, Summand) and part.teacher is not None:
-            check_teacher(part, batch)
+            logits, rest = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
+            refuse({
+                f"batch has teacher_logits and {', '.join(rest[:1])}; loss {part.label} takes one of them, "
+                "teacher_logits or teacher_hidden with teacher_weight": logits and rest,
+                f"loss {part.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with "
+                "batch['teacher_weight']": not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
+            })  # fmt: skip
         if not part.builtin:
-            wanted += [field for field in batch if field not in TEACHER_FIELDS and (segments or not of_segments(field))]
+            withheld = {*TEACHER_FIELDS, *(of_segments if call.num_segments is None else ())}
+            wanted += [field for field in batch if field not in withheld]
     return list(dict.fromkeys(wanted)), known
 
 
-def check_fields(
-    batch: Mapping[str, Tensor],
-    wanted: list[str],
-    known: Mapping[str, Field],
-    leading: tuple[int, ...],
-    device: torch.device,
-    num_segments: int | None,
-) -> None:
+def check_fields(call: Call[Any], wanted: Sequence[str], known: Mapping[str, Field]) -> None:
     """Raises what is wrong with each field, then with those that must agree."""
+    batch: Any = call.batch or {}
     for field in wanted:
-        check_field(field, batch, known[field], leading, device, num_segments)
-    if set(KEPT_FIELDS) & set(wanted):
-        check_kept(batch, leading)
-    ids = batch["teacher_ids"] if "teacher_ids" in wanted else None
-    for field in ("teacher_logprobs", "teacher_mask"):
-        if field in wanted and ids is not None:
-            same = batch[field].shape == ids.shape
-            check_shape(f"batch[{field!r}]", batch[field], same, f"{tuple(ids.shape)}, that of teacher_ids", "")
+        check_field(call, field, known[field])
+    if alone := [field for field in KEPT_FIELDS if field in wanted and "kept_ids" not in wanted]:
+        raise ValueError(f"batch[{alone[0]!r}] goes with batch['kept_ids'], which is missing")
+    if "kept_offsets" in wanted:
+        ids, offsets, count = batch["kept_ids"], batch["kept_offsets"], math.prod(call.leading) + 1
+        check_shape("batch['kept_ids']", ids, ids.dim() == 1, "[n] beside kept_offsets", "")
+        right = tuple(offsets.shape) == (count,)
+        check_shape("batch['kept_offsets']", offsets, right, f"({count},), one more than there are tokens", "")
+        if offsets.dtype != torch.int64:
+            raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(offsets.dtype)}; cast it")
+    elif "kept_ids" in wanted:
+        ids = batch["kept_ids"]
+        right = ids.dim() > 0 and tuple(ids.shape[:-1]) == call.leading
+        expected = f"{call.leading}, the target's, and one more dimension, -1 for no id, without kept_offsets"
+        check_shape("batch['kept_ids']", ids, right, expected, "")
+    for field, of in SHAPED_AS.items():
+        if field in wanted and of in wanted:
+            shape = batch[of].shape
+            right, expected = batch[field].shape == shape, f"{tuple(shape)}, that of {of}"
+            check_shape(f"batch[{field!r}]", batch[field], right, expected, "")
 
 
-def check_field(
-    field: str,
-    batch: Mapping[str, Tensor],
-    kind: Field,
-    leading: tuple[int, ...],
-    device: torch.device,
-    num_segments: int | None,
-) -> None:
-    where, value = f"batch[{field!r}]", batch[field]
+def check_field(call: Call[Any], field: str, kind: Field) -> None:
+    batch: Any = call.batch
+    where, value, leading, segments = f"batch[{field!r}]", batch[field], call.leading, call.num_segments
+    if field == TEMPERATURE or (field == "token_weights" and call.function == "linear_cross_entropy"):
+        where = field.partition(" ")[0]  # an argument
     check_tensor(where, value, optional=False)
-    check_device(where, value, device, "the target's rows")
+    check_device(where, value, call.device, "the target's rows")
     if value.requires_grad:
         raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
     words, right_type = TYPES[kind.type]
     if not right_type(value):
         raise TypeError(f"{where} must be {words}, got {name_of(value.dtype)}; cast it")
-    if num_segments is None and (kind.kind == "segment" or field in SEGMENT_IDS):
+    if segments is None and (kind.kind == "segment" or field in SEGMENT_IDS):
         raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
     if field in KEPT_FIELDS:
         return
@@ -137,12 +134,12 @@ def check_field(
     first, of = {
         "token": (leading, "that of the target"),
         "row": (leading, "that of the target"),
-        "segment": ((num_segments,), "one per segment"),
+        "segment": ((segments,), "one per segment"),
         "pair": (tuple((pairs if isinstance(pairs, Tensor) else value).shape[:1]), "one per pair"),
     }.get(kind.kind, ((), "a constant"))
     right = len(shape) == len(first) + kind.trailing and shape[: len(first)] == first
     if field == "kl_baseline":
-        right, of = shape in ((), (1,), (num_segments,)), f"(1,) or ({num_segments},), one per segment"
+        right, of = shape in ((), (1,), (segments,)), f"(1,) or ({segments},), one per segment"
     elif field == "pairs":
         right, of = right and shape[1] == 2, "segment ids of chosen and rejected, [pairs, 2]"
     expected = ", ".join([*map(str, first), *["..."] * kind.trailing])
@@ -151,64 +148,40 @@ def check_field(
         raise ValueError(f"{where} must not be empty along its last dimension, got {shape}")
 
 
-def check_kept(batch: Mapping[str, Tensor], leading: tuple[int, ...]) -> None:
-    """The sets that tokens keep: ids [n] with offsets [tokens + 1], or ids [..., K]."""
-    ids, offsets, bias = (batch.get(name) for name in KEPT_FIELDS)
-    count = math.prod(leading) + 1
-    if ids is None:
-        first = "candidate_bias" if offsets is None else "kept_offsets"
-        raise ValueError(f"batch[{first!r}] goes with batch['kept_ids'], which is missing")
-    if offsets is None:
-        right = ids.dim() == len(leading) + 1 and tuple(ids.shape[:-1]) == leading
-        expected = f"{leading}, the target's, and one more dimension, -1 where there is no id, without kept_offsets"
-        check_shape("batch['kept_ids']", ids, right, expected, "")
-    else:
-        check_shape("batch['kept_ids']", ids, ids.dim() == 1, "[n] beside kept_offsets", "")
-        right = tuple(offsets.shape) == (count,)
-        check_shape("batch['kept_offsets']", offsets, right, f"({count},), one more than there are tokens", "")
-        if offsets.dtype != torch.int64:
-            raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(offsets.dtype)}; cast it")
-    if bias is not None:
-        same = bias.shape == ids.shape
-        check_shape("batch['candidate_bias']", bias, same, f"{tuple(ids.shape)}, that of kept_ids", "")
-
-
-def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
-    """Raises where there is not exactly one dense teacher."""
-    logits, rest = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
-    refuse({
-        f"batch has teacher_logits and {', '.join(rest[:1])}; loss {summand.label} takes one of them, teacher_logits "
-        "or teacher_hidden with teacher_weight": logits and rest,
-        f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with batch['teacher_weight']":
-            not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
-    })  # fmt: skip
-
-
-def check_dense_teacher(
-    batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype, autocast: bool
-) -> int | None:
-    """Rows of the teacher's vocabulary, None without one; its two matmul operands must fit each other, in their dtypes
-    too where autocast does not cast them."""
+def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
+    """Ids of the teacher's vocabulary, None without one; its two matmul operands must fit each other, in their dtypes
+    too where autocast does not cast them, and ranks must split it as they split the student's."""
+    batch: Any = call.batch
     if "teacher_logits" in wanted:
-        return batch["teacher_logits"].shape[-1]
-    if "teacher_hidden" not in wanted:
+        rows = batch["teacher_logits"].shape[-1]
+    elif "teacher_hidden" not in wanted:
         return None
-    hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
-    right = weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and 0 not in weight.shape
-    expected = f"[vocabulary, {hidden.shape[-1]}], the width of teacher_hidden"
-    check_shape("batch['teacher_weight']", weight, right, expected, "")
-    for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype and not autocast:
-            raise TypeError(
-                f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}; cast one "
-                f"of them or run under torch.autocast({hidden.device.type!r})"
-            )
-    if bias is not None:
-        rows = (weight.shape[0],)
-        check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == rows, f"{rows}", "")
-    if (hidden.dtype == torch.float64) != (dtype == torch.float64):
-        raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
-    return weight.shape[0]
+    else:
+        hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
+        rows = weight.shape[0]
+        right = weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and 0 not in weight.shape
+        expected = f"[vocabulary, {hidden.shape[-1]}], the width of teacher_hidden"
+        check_shape("batch['teacher_weight']", weight, right, expected, "")
+        for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
+            if tensor is not None and tensor.dtype != hidden.dtype and not autocast:
+                raise TypeError(
+                    f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}; cast "
+                    f"one of them or run under torch.autocast({hidden.device.type!r})"
+                )
+        if bias is not None:
+            check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == (rows,), f"({rows},)", "")
+        if (hidden.dtype == torch.float64) != (dtype == torch.float64):
+            raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
+    if call.shard is None:
+        return rows
+    refuse({
+        "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
+        "sequence_sharded=True needs; give teacher_hidden and teacher_weight":
+            call.sequence_sharded and "teacher_logits" in batch,
+        f"the teacher has {rows} rows of its vocabulary on this rank and the student {call.local_vocab}: VocabParallel "
+        "takes a teacher of the same vocabulary, split as the student is": rows != call.local_vocab,
+    })  # fmt: skip
+    return call.vocab
 
 
 def make_teacher(

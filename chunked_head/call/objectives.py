@@ -14,7 +14,7 @@ from ..arithmetic.objective import Expected, Objective, ScalarObjective, StatsOb
 from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
-from ..parallel.groups import agree
+from ..parallel.groups import TokenParallel, agree
 from ..parallel.tokens import RankSums, add_up
 from ..stores.operands import Kept
 from .tokens import Tokens
@@ -25,12 +25,15 @@ WITHOUT_GRADIENT = ("argmax", "top_k_logprobs", "top_k_ids")  # of values per to
 
 def objective_of(tokens: Tokens) -> Objective:
     """The sum of losses as one number, or for each token, or statistics of each token."""
-    call, spec, structure = tokens.call, tokens.spec, tokens.structure
+    call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.tokens
+    if parallel is not None:
+        # ranks that hold different tokens are not about to make different calls of them, or all of them raise
+        agree(call_fields(tokens) | {"vocab": str(call.vocab)}, parallel.group, call.device, "TokenParallel")
     if call.outputs:
         return of_each_token(tokens)
-    if call.tokens is not None:
-        tokens = with_global_counts(tokens)
-    terms, one_or_nan, rank_sums = tokens.losses.terms, tokens.one_or_nan, tokens.rank_sums
+    if parallel is not None:
+        tokens = with_global_counts(tokens, parallel)
+    terms, one_or_nan, rank_sums = tokens.call.losses.terms, tokens.one_or_nan, tokens.rank_sums
     coefficients = [c if type(c) is float else snapshot(c, one_or_nan) for c, _ in terms]
     if rank_sums is not None and rank_sums.parallel.average:
         coefficients = [c * rank_sums.parallel.ranks for c in coefficients]
@@ -77,16 +80,14 @@ def of_each_token(tokens: Tokens) -> Objective:
     """The weighted sum of losses for each token, or the statistics that the call returns."""
     call, spec = tokens.call, tokens.spec
     if call.outputs == ("values",):
-        if call.tokens is not None:
-            agreed_batch(tokens)
-        coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.losses.terms]
+        coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.call.losses.terms]
         fields = fields_of(tokens, torch.stack([times(tokens.one_or_nan, c) for c in coefficients]), {})
         return TokenObjective(**fields, loss_coefficients=coefficients, backend=spec.backend)
     fields, views, pairing, names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
     if fields["structure"].views != views:  # there are some that no loss asks for
         fields["structure"] = replace(fields["structure"], views=views)
     if pairing is not None:
-        ((_, summand),) = tokens.losses.terms
+        ((_, summand),) = tokens.call.losses.terms
         (statistic,) = summand.needs
         found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
         names = tuple([found_in[name] for name in names])
@@ -102,7 +103,7 @@ def fields_of(
     class_weights = None
     if structure.weighted is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
-        given = tokens.losses.terms[structure.weighted][1].tensors["class_weights"]
+        given = tokens.call.losses.terms[structure.weighted][1].tensors["class_weights"]
         class_weights = given.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_only and columns is not None and len(columns):
         kept = Kept.columns_of(columns)
@@ -116,7 +117,7 @@ def fields_of(
     # copies, likewise
     tensors = [
         {name: value.to(factors.dtype, copy=True) for name, value in summand.tensors.items()}
-        for _, summand in tokens.losses.terms
+        for _, summand in tokens.call.losses.terms
     ]
     fields["inputs"] = Inputs(
         tokens.target, tokens.fields, tokens.call.num_segments, factors, tensors, metric_weights or {},
@@ -148,9 +149,7 @@ def default_inverse(summand: Summand, tokens: Tokens) -> Tensor:
 
 def count_units(unit: str, tokens: Tokens) -> Tensor:
     """The number of units that count, in the statistics' dtype."""
-    if unit not in tokens.unit_counts:
-        tokens.unit_counts[unit] = unit_mask(unit, tokens.batch).sum().to(tokens.one_or_nan.dtype)
-    return tokens.unit_counts[unit]
+    return unit_mask(unit, tokens.batch).sum().to(tokens.one_or_nan.dtype)
 
 
 def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -171,32 +170,23 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
     return weights, counts
 
 
-def agreed_batch(tokens: Tokens) -> None:
-    """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
-    parallel = tokens.call.tokens
-    assert parallel is not None
-    fields = call_fields(tokens) | {"vocab": str(tokens.call.vocab)}
-    agree(fields, parallel.group, tokens.call.device, "TokenParallel")
-
-
-def with_global_counts(tokens: Tokens) -> Tokens:
+def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
     """The tokens with the counts of all ranks, and nan on every rank where an id is out of range on one."""
-    parallel = tokens.call.tokens
-    assert parallel is not None
-    agreed_batch(tokens)
     batch = tokens.batch
     ids = [name for name in IDS if name in batch]
-    counted = [summand for _, summand in tokens.losses.terms if summand.unit == "token" and summand.counted is not None]
+    summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
+    counted = [summand for summand in summands if summand.counted is not None]
     local = [tokens.counted, tokens.one_or_nan]
     local += [batch.segment_count(name) for name in ids]
     local += [local_total(summand, tokens) for summand in counted]
     number, one_or_nan, *others = add_up(local, parallel.group)
     rest = iter(others)
     totals = {name: next(rest) for name in ids}, {summand: next(rest) for summand in counted}
-    rank_sums = RankSums(parallel, *totals)
     one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
     inverse = one_or_nan / number.clamp(min=1.0)
-    return replace(tokens, counted=number, one_or_nan=one_or_nan, inverse=inverse, rank_sums=rank_sums)
+    return replace(
+        tokens, counted=number, one_or_nan=one_or_nan, inverse=inverse, rank_sums=RankSums(parallel, *totals)
+    )
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:
@@ -211,19 +201,14 @@ def shown(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 
-def kind_of(value: float | Tensor | str | None) -> str:
-    """The kind of an option, not its number: another number at every step would be a new kind of call each time."""
-    if isinstance(value, str):
-        return value
-    return type(value).__name__ if value is None or isinstance(value, Tensor) else "number"
-
-
 def call_fields(tokens: Tokens) -> dict[str, str]:
     """Values that ranks which share a call must have in common, as text by name."""
     call, batch = tokens.call, tokens.batch
     found = {"function": call.function}
-    found |= {name: kind_of(getattr(call, name)) for name in ("reduction", "normalizer", "upstream")}
-    for coefficient, summand in tokens.losses.terms:
+    for name in ("reduction", "normalizer", "upstream"):
+        value = getattr(call, name)  # another number at every step is no other kind of call
+        found[name] = "number" if isinstance(value, int | float) else shown(value)
+    for coefficient, summand in tokens.call.losses.terms:
         factor = coefficient if isinstance(coefficient, int | float) else "tensor"
         traits = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
         traits |= {"coefficient": factor, **summand.options}

@@ -5,9 +5,9 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +58,14 @@ def check_skip_ignored(skip_ignored: bool | str) -> None:
         raise ValueError(f'skip_ignored must be True, False or "wait", got {skip_ignored!r}')
 
 
-def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
-    if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
-        raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
+def kind(argument: str, described: str, *types: type) -> Callable[[Any], None]:
+    """The check of a value of one of these types, or None."""
 
+    def check(value: Any) -> None:
+        if value is not None and not isinstance(value, types):
+            raise TypeError(f"{argument} must be {described} or None, got {type(value).__name__}")
 
-def check_fp8_weight(fp8_weight: QuantisedWeight | None) -> None:
-    if fp8_weight is not None and not isinstance(fp8_weight, QuantisedWeight):
-        raise TypeError(f"fp8_weight must be what chunked_head.quantise made, or None, got {type(fp8_weight).__name__}")
+    return check
 
 
 def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], Any]:
@@ -178,9 +178,13 @@ class Call(Generic[Result]):
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
     precision: str | None = option(choice("precision", None, "fp8"))
-    fp8_weight: QuantisedWeight | None = option(check_fp8_weight, decides="call")  # noqa: RUF009
+    fp8_weight: QuantisedWeight | None = option(  # noqa: RUF009
+        kind("fp8_weight", "what chunked_head.quantise made", QuantisedWeight), decides="call"
+    )
     backend: str | None = option(choice("backend", *checks.BACKENDS))
-    parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
+    parallel: VocabParallel | TokenParallel | None = option(  # noqa: RUF009
+        kind("parallel", "a VocabParallel, a TokenParallel", VocabParallel, TokenParallel)
+    )
     inplace: bool = option(functools.partial(flag, "inplace"), False)
     # the loss
     reduction: str = option(choice("reduction", "mean", "sum", "none"), "mean")
@@ -203,6 +207,11 @@ class Call(Generic[Result]):
         rows, weight, parallel = self.rows, self.weight, self.parallel
         if not isinstance(rows, Tensor):
             checks.check_tensor("logits" if weight is None else "hidden", rows, optional=False)
+        if self.batch is not None and not isinstance(self.batch, Mapping):
+            raise TypeError(
+                "batch must be a mapping of names to tensors, such as {'advantages': advantages}, or None, got "
+                f"{type(self.batch).__name__}"
+            )
         shape = rows.shape[::-1] if weight is None else weight.shape
         self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # the target's shape; of all operands
         self.local_vocab = shape[0] if shape else 0  # rows on this rank, padding included
@@ -249,15 +258,6 @@ class Call(Generic[Result]):
     def sequence_sharded(self) -> bool:
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
-    def in_memory(self) -> Self:
-        """The call with the values of all operands in memory: lazily negated ones copied, differentiably."""
-        operands = {"rows": self.rows, "weight": self.weight, "bias": self.bias, "target": self.target}
-        operands["temperature"] = self.temperatures
-        copies: dict[str, Any] = {
-            name: value.resolve_neg() for name, value in operands.items() if value is not None and value.is_neg()
-        }
-        return replace(self, **copies) if copies else self
-
     def check(self) -> torch.dtype:
         """Raises what is wrong with operands and options (losses and fields are checked elsewhere). Returns the dtype
         of the matmuls, or that of the arithmetic on logits."""
@@ -266,52 +266,41 @@ class Call(Generic[Result]):
         check_options({name: getattr(self, name) for name in OPTIONS})
         if self.shift and not self.leading:
             raise ValueError(f"shift={self.shift} needs a target with a dimension to shift along, got a 0-d target")
-        if (temperatures := self.temperatures) is not None:
-            same = tuple(temperatures.shape) == self.leading
-            checks.check_shape(
-                "temperature", temperatures, same, f"{self.leading}, the target's", "nothing is broadcast"
-            )
-            checks.check_device("temperature", temperatures, self.device, "the other operands")
         if self.shard is None and self.vocab > self.local_vocab:
             there = "logits have {} columns" if self.weight is None else "weight has {} rows"
             raise ValueError(f"vocab_size is {self.vocab}, and {there.format(self.local_vocab)}")
         if self.weight is not None:
             self.gradient_buffer  # noqa: B018  (raises what is wrong with it)
-        if self.shard is not None:
-            self.check_ranks(self.shard.parallel)
-        if self.outputs and self.tokens is not None:
-            self.check_unreduced(self.tokens)
+        self.check_ranks()
         return dtype
 
-    def check_ranks(self, parallel: VocabParallel) -> None:
-        """Raises where options do not go with ranks that share the vocabulary."""
-        sharded, logits = parallel.sequence_sharded, self.weight is None
-        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.rows.requires_grad
+    def check_ranks(self) -> None:
+        """Raises where options do not go with ranks that share the vocabulary, or hold other tokens."""
+        logits, ranks, tokens = self.weight is None, 1 if self.shard is None else self.shard.parallel.ranks, self.tokens
+        reduces = self.shard is None or self.shard.parallel.reduce_dhidden
+        sharded, summed = self.sequence_sharded, reduces and torch.is_grad_enabled() and self.rows.requires_grad
         checks.refuse({
             "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
             "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss": logits and sharded,
             "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True":
-                logits and not parallel.reduce_dhidden,
+                logits and not reduces,
             "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels that "
             "are shifted already, see chunked_head.parallel.shift_targets": sharded and self.shift,
-            "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one rank's "
-            "and more of another's; leave it False": sharded and self.skip_ignored,
+            "skip_ignored does not go with sequence_sharded=True, whose ranks would each have another number of tokens "
+            "that count": sharded and self.skip_ignored,
             "sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions":
                 sharded and not self.leading,
             # two shares have one sum, the order of more is torch.distributed's
-            "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
-            f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
-            "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False":
-                self.deterministic and summed and parallel.ranks > 2,
-        })  # fmt: skip
-
-    def check_unreduced(self, tokens: TokenParallel) -> None:
-        """Raises where values per token have nothing that ranks with other tokens would add to or multiply."""
-        checks.refuse({
+            "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: the order in "
+            f"which torch.distributed adds up {ranks} shares of it depends on where a row stands in the message; use "
+            "fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False":
+                self.deterministic and summed and ranks > 2,
             f"{self.function} has values per token, which need nothing of other ranks' tokens: TokenParallel has no "
-            "effect on them; leave it out of parallel (tokens=None in VocabParallel)": self.reduction != "none",
+            "effect on them; leave it out of parallel (tokens=None in VocabParallel)":
+                self.outputs and tokens is not None and self.reduction != "none",
             'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per token: '
-            "multiply yours by the number of ranks, and leave average=False": tokens.average,
+            "multiply yours by the number of ranks, and leave average=False":
+                self.outputs and tokens is not None and tokens.average,
         })  # fmt: skip
 
 

@@ -24,20 +24,18 @@ from ..stores.operands import Head
 # of a ``HeadCall``, rows of hidden states and a head
 Sweep = Callable[[Any, Tensor, Head], tuple[RowStats, Gradients | None]]
 ALIGNED = 16  # bytes
+NOT_YET = object()  # in the place of a recording
 FEW_TOKENS = 8192  # of more torch sorts the targets; and the device takes longer than the host
 
 
 @dataclass(eq=False)
 class Recorded:
-    """A sweep that has been met: at first without a recording, then with the one that was made, or None for ever."""
+    """A sweep that has been met."""
 
     plan: Plan  # alive as long as its number is in the key
-    met: int = 1
-    steps: Any = None  # ``kernels.common.recording.Recording``
-    stats: tuple[str, ...] = ()  # names of the first results; behind them
-    table: bool = False  # values of losses and metrics
-    hidden_grad: bool = False
-    weight_grad: bool = False
+    # ``kernels.common.recording.Recording``; NOT_YET after the first sweep, None where there can be none
+    steps: Any = NOT_YET
+    stats: tuple[str, ...] = ()  # names of the first results; behind them values of losses and metrics, and gradients
 
 
 def is_recordable(plan: Plan, objective: Objective) -> bool:
@@ -82,29 +80,20 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
         recordings[key] = Recorded(plan)
         return sweep(call, given, head)
     there = [tensor for tensor in inputs if tensor is not None]
-    if found.steps is not None:
-        results = found.steps.run(there)
+    if found.steps is not NOT_YET:
+        results = None if found.steps is None else found.steps.run(there)
         return sweep(call, given, head) if results is None else results_of(call, found, results)
-    if found.met > 1:
-        return sweep(call, given, head)
-    found.met = 2
+    found.steps = None
     assert call.backend.recording is not None
     with call.backend.recording(there) as recorder:
         stats, grads = sweep(call, given, head)
-    made = Recorded(plan, 2, None, tuple(stats.named()))
-    results = [*stats.named().values()]
-    if isinstance(objective, ScalarObjective):
-        made.table = True
-        results += [evaluation.table for evaluation in objective.evaluations]
-    if grads is not None:
-        made.hidden_grad, made.weight_grad = grads.hidden is not None, grads.weight is not None
-        results += [each for each in (grads.hidden, grads.weight) if each is not None]
-    # several where torch has done the losses' arithmetic
-    once = not made.table or len(objective.evaluations) == 1
-    # the statistics of one loss are for backward only, those of values per token are what a call returns
-    sharing = len(made.stats) if made.table else 0
-    made.steps = recorder.finish(results, sharing) if once else None
-    recordings[key] = made
+    named, scalar = stats.named(), isinstance(objective, ScalarObjective)
+    tables = [evaluation.table for evaluation in objective.evaluations] if scalar else []
+    made = [] if grads is None else [each for each in (grads.hidden, grads.weight) if each is not None]
+    if len(tables) == scalar:  # several where torch has done the losses' arithmetic
+        # the statistics of one loss are for backward only, those of values per token are what a call returns
+        steps = recorder.finish([*named.values(), *tables, *made], len(named) if tables else 0)
+        recordings[key] = Recorded(plan, steps, tuple(named))
     return stats, grads
 
 
@@ -112,10 +101,10 @@ def results_of(call: Any, found: Recorded, results: list[Tensor]) -> tuple[RowSt
     """Results of a recording as those of a sweep."""
     left = iter(results)
     stats = RowStats.of({name: next(left) for name in found.stats})
-    if found.table:
-        assert isinstance(call.objective, ScalarObjective)
+    if isinstance(call.objective, ScalarObjective):
         call.objective.evaluations.append(Evaluation({}, next(left), []))
     if call.plan.schedule != "forward":
         return stats, None
-    hidden, weight = (next(left) if there else None for there in (found.hidden_grad, found.weight_grad))
+    sizes = call.plan.sizes
+    hidden, weight = (next(left) if there else None for there in (sizes.hidden_grad, sizes.weight_grad))
     return stats, Gradients(hidden, weight, None, call.gradient_buffer)

@@ -1,31 +1,35 @@
-"""The run of a call: its tokens, its plan, its objective, in this order for every public function."""
+"""The run of a call: its tokens, its plan, its objective, in this order for every public function; and the
+autograd.Function of all, with gradients made in forward and handed over in backward, or made in backward."""
 
+import contextlib
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arithmetic.objective import Objective
+from ..arithmetic.objective import ScalarObjective
 from ..core.checks import refuse
 from ..core.private import in_backward
-from ..core.stats import all_at_targets
+from ..core.stats import RowStats, all_at_targets
 from ..plan.planner import make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Request, Sizes
+from ..stores.gradients import Gradients
 from ..stores.operands import TeacherHead
-from .function import Forward, Loss, forward_of
 from .logits_call import LogitsCall, logits_call
 from .objectives import call_fields, objective_of
 from .options import Call
 from .recording import is_recordable
 from .spec import Spec
-from .sweep import HeadCall
+from .sweep import HeadCall, LocalCall
 from .tokens import Tokens, in_order, tokens_of
 
 Wanted = tuple[bool, bool, bool]  # whether gradients of hidden states, weight and bias are made
+Grads = tuple[Tensor | None, ...]  # of the operands
 
 
 class Outcome(NamedTuple):
@@ -40,8 +44,8 @@ class Outcome(NamedTuple):
 
 def run(call: Call[Any], spec: Spec) -> Outcome:
     """Runs the call at once, differentiable."""
-    again, found = in_backward(), list[Forward]()
-    tokens, made, operands = prepared(tokens_of(call, spec), None, again)
+    found = list[Forward]()
+    tokens, made, operands = prepared(tokens_of(call, spec))
     outputs = Loss.apply(functools.partial(forward_of, made), found, *operands)
     if call.outputs:
         if tokens.packing is not None:
@@ -53,18 +57,31 @@ def run(call: Call[Any], spec: Spec) -> Outcome:
 
 
 def prepared(
-    tokens: Tokens, wanted: Wanted | None = None, again: bool = False
+    tokens: Tokens, wanted: Wanted | None = None
 ) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Tensor | None, ...]]:
     """The tokens in the order in which they run, the call on them, and its operands: hidden states [tokens,
-    hidden], weight and bias, or logits. ``wanted``: other gradients than autograd asks for here."""
-    call = tokens.call
+    hidden], weight and bias, or logits. ``wanted``: other gradients than autograd asks for here and now."""
+    call, spec = tokens.call, tokens.spec
     if call.weight is None:
         logits, on_logits = logits_call(tokens, objective_of(tokens))
         return tokens, on_logits, (logits,)
-    tokens, rows, plan, spans = planned(tokens, wanted or wanted_of(call), again)
+    tokens, rows, plan, spans = planned(tokens, wanted or wanted_of(call), wanted is None and in_backward())
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
     objective = objective_of(tokens)
-    return tokens, head_call(tokens, rows, plan, spans, objective), (rows, call.weight, call.bias)
+    temperature, shard = tokens.structure.temperature, call.shard
+    if shard is not None:
+        fields = call_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
+        shard = shard.agreed_on(fields | plan.in_common, rows.device)
+    alone = shard is None and tokens.packing is None
+    records = alone and spec.backend.recording and is_recordable(plan, objective)
+    on_hidden = HeadCall(
+        plan=plan, backend=spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
+        softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,
+        gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer, spans=spans,
+        request=spec.request, packing=tokens.packing, recordings=spec.recordings if records else None,
+        fp8_weight=None if call.fp8_weight is None else call.fp8_weight.of(call.weight),
+    )  # fmt: skip
+    return tokens, on_hidden, (rows, call.weight, call.bias)
 
 
 def wanted_of(call: Call[Any]) -> Wanted:
@@ -75,12 +92,12 @@ def wanted_of(call: Call[Any]) -> Wanted:
     return call.rows.requires_grad, call.weight.requires_grad, call.bias is not None and call.bias.requires_grad
 
 
-def planned(tokens: Tokens, wanted: Wanted, again: bool = False) -> tuple[Tokens, Tensor, Plan, Spans | None]:
+def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor, Plan, Spans | None]:
     """The tokens in the order in which they run, hidden states [tokens, hidden] as given, the plan, and spans of rows
     whose gradients wait for each other only. ``again``: inside of a backward."""
     call, spec, groups = tokens.call, tokens.spec, tokens.groups
     assert call.weight is not None
-    asked, buffer_dtype = spec.request, None
+    asked, weight, buffer_dtype = spec.request, call.weight, None
     if groups is not None:
         tokens = in_order(tokens, groups)
     count, packing, rows = len(tokens.target), tokens.packing, call.rows
@@ -90,19 +107,17 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool = False) -> tuple[Tokens
     copied = rows.numel() > 0 and (packing is not None or rows.data_ptr() != call.rows.data_ptr())
     if call.accumulate_into is not None and call.gradient_buffer is not None:
         buffer_dtype = call.gradient_buffer.buffer.dtype
-    where: dict[str, Any] = {
-        "again": again, "copied": copied, "plain_rows": rows.stride(1) == 1 or rows.shape[1] == 1,
-        "buffer_dtype": buffer_dtype, "fp8_given": call.fp8_weight is not None,
-        "skips": packing is not None and packing.count is not None,
-    }  # fmt: skip
-    weight = call.weight
-    kind = count, wanted, tuple(where.values()), weight.is_contiguous(), weight.data_ptr() & 15
+    skips, plain = packing is not None and packing.count is not None, rows.stride(1) == 1 or rows.shape[1] == 1
+    kind = count, wanted, again, copied, buffer_dtype, skips, plain, weight.is_contiguous(), weight.data_ptr() & 15
     lasts = tokens.teacher is None  # else its tensors decide too
 
     def plan_of(by_segments: bool) -> Plan:
         plan = spec.plans.get((kind, by_segments)) if lasts else None
         if plan is None:
-            sizes = sizes_of(call, spec, count, wanted, by_segments=by_segments, teacher=tokens.teacher, **where)
+            sizes = sizes_of(
+                call, spec, count, wanted, tokens.teacher, plain, late_upstream=again or bool(call.outputs),
+                by_segments=by_segments, copied=copied, buffer_dtype=buffer_dtype, skips=skips,
+            )  # fmt: skip
             check_own_matmuls(tokens, sizes)
             # computed again in backward, a call recomputes whatever its request was made for
             plan = make_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
@@ -123,43 +138,29 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool = False) -> tuple[Tokens
 
 
 def sizes_of(
-    call: Call[Any],
-    spec: Spec,
-    tokens: int,
-    wanted: Wanted,
-    *,
-    by_segments: bool = False,
-    again: bool = False,
-    copied: bool = False,
-    plain_rows: bool = True,
-    buffer_dtype: torch.dtype | None = None,
-    fp8_given: bool = False,
-    skips: bool = False,
-    teacher: TeacherHead | None = None,
+    call: Call[Any], spec: Spec, tokens: int, wanted: Wanted, teacher: TeacherHead | None, plain_rows: bool = True,
     **traits: Any,
-) -> Sizes:
-    """The sizes that a plan for so many tokens is made from. ``by_segments``: chunks end where segments do. ``again``:
-    inside of a backward. ``copied``: hidden states that no view flattens, or in another order. ``plain_rows``: columns
-    of hidden states are contiguous. ``skips``: matmuls stop at a number of rows that only the device knows.
-    ``traits``: of the device and of ranks, other than the call's."""
+) -> Sizes:  # fmt: skip
+    """The sizes that a plan for so many tokens is made from. ``plain_rows``: columns of hidden states are contiguous.
+    ``traits``: fields of ``Sizes``, in place of what follows from call, device and ranks."""
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
     plain, columns = plain_rows and call.softcap is None and not wanted[2], traits.pop("columns", call.columns)
     store: Any = backend.sets_store
-    if not spec.kept_everywhere:
+    if not (call.kept_everywhere or spec.demand.columns_only):  # else no softmax is over the vocabulary
         store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), plain, teacher)
+    fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
+    known: dict[str, Any] = {
+        "late_upstream": bool(call.outputs), "coupled": spec.coupled and not traits.get("by_segments"), "fp8": fp8,
+        "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
+        "teacher_cast": teacher is not None and teacher.casts,
+        "teacher_made": teacher is not None and (teacher.logits is None or not backend.reads_teacher),
+    }  # fmt: skip
     return Sizes(
-        tokens, weight.shape[1], columns, spec.dtype, call.rows.dtype, weight.dtype, store,
-        weight.shape[0] - columns, *wanted,
-        bias_dtype=None if bias is None else bias.dtype, buffer_dtype=buffer_dtype, late_upstream=spec.late or again,
-        coupled=spec.coupled and not by_segments, by_segments=by_segments, demand=spec.demand,
-        deterministic=call.deterministic,
-        teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
-        teacher_cast=teacher is not None and teacher.casts,
-        teacher_made=teacher is not None and (teacher.logits is None or not backend.reads_teacher),
-        copied=copied, skips=skips,
-        fp8=None if call.precision is None or not store.multiplies else "given" if fp8_given else "made", **traits,
+        tokens, weight.shape[1], columns, spec.dtype, call.rows.dtype, weight.dtype, store, weight.shape[0] - columns,
+        *wanted, bias_dtype=None if bias is None else bias.dtype, demand=spec.demand, deterministic=call.deterministic,
+        **(known | traits),
     )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
         return
     bounded, fixed, device = sizes.store.bounds_rows, sizes.deterministic, tokens.call.device
     what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
-    summed = [summand.label for _, summand in tokens.losses.terms if summand.scope == "segment"]
+    summed = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
     summed += [metric.label for metric, _ in tokens.structure.segment_metrics]
     refuse({
         f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not run "
@@ -188,18 +189,143 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     })  # fmt: skip
 
 
-def head_call(tokens: Tokens, rows: Tensor, plan: Plan, spans: Spans | None, objective: Objective) -> HeadCall:
-    """The call that ``planned`` has planned, with its objective and all that its ranks have agreed on."""
-    call, temperature, shard = tokens.call, tokens.structure.temperature, tokens.call.shard
-    if shard is not None:
-        fields = call_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
-        shard = shard.agreed_on(fields | plan.in_common, rows.device)
-    spec, alone = tokens.spec, shard is None and tokens.packing is None
-    records = alone and spec.backend.recording and is_recordable(plan, objective)
-    return HeadCall(
-        plan=plan, backend=spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
-        softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,
-        gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer, spans=spans,
-        request=spec.request, packing=tokens.packing, recordings=spec.recordings if records else None,
-        fp8_weight=None if call.fp8_weight is None or call.weight is None else call.fp8_weight.of(call.weight),
-    )  # fmt: skip
+class Forward(NamedTuple):
+    """Results of a forward pass, and what its backward needs."""
+
+    outputs: tuple[Tensor, ...]
+    differentiable: int  # how many of them, the first ones
+    stats: RowStats | None
+    grads: Gradients | None  # None where backward makes them
+    # True where backward reads the tensors that autograd has saved even if it has its gradients already. Under an
+    # activation checkpoint reading them runs the forward pass again, with its messages to ranks that hold other tokens:
+    # so either all ranks read them or none does.
+    reads_saved: bool
+    call: LocalCall  # without the teacher's tensors
+    saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
+    # the call and its statistics, from operands and ``saved``
+    later: Callable[[Sequence[Tensor]], tuple[LocalCall, RowStats]]
+    inplace: bool = False  # backward overwrites the first operand with its gradient
+
+    @property
+    def any_grad(self) -> bool:
+        sizes = None if self.call.plan is None else self.call.plan.sizes
+        return sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
+
+    def gradients(self, grads: Gradients | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
+        """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from ``saved``."""
+        buffer, expected, given = self.call.gradient_buffer, self.call.objective.expected, upstream[0]
+        if buffer is not None:
+            buffer.check_there()
+        if grads is None:
+            call, stats = self.later(saved)
+            return call.late_gradients(saved, stats, upstream)
+        assert expected is not None and given is not None and self.call.plan is not None
+        factors, one_or_nan = expected.factors(given), expected.one_or_nan
+        if buffer is not None and grads.weight is not None:
+            # the caller promised it: where it is another, what the forward pass has added to the buffer is wrong
+            one_or_nan = expected.one_or_nan_for(given)
+            factors = *factors[:1], one_or_nan
+        return grads.finish(self.call.backend, factors, one_or_nan, self.call.plan.sizes)
+
+
+def forward_of(call: LocalCall, *operands: Any) -> Forward:
+    """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits."""
+    stats, grads = call.forward(*operands)
+    objective, named, count = call.objective, stats.named(), len(operands)
+    # statistics that are outputs are saved by autograd: as attributes they would keep their own graph alive
+    attributes, saved_stats = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
+    names, saved = tuple(saved_stats), [*saved_stats.values()]
+    outputs, lasting = objective.outputs(stats), call
+    if objective.teacher is not None:
+        # autograd saves a teacher's tensors too, and frees them after backward
+        saved += objective.teacher.tensors
+        lasting = call.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
+
+    def later(saved: Sequence[Tensor]) -> tuple[LocalCall, RowStats]:
+        vectors = saved[count:]
+        found = RowStats.of({**attributes, **dict(zip(names, vectors, strict=False))})
+        return lasting.with_teacher(vectors[len(names) :]), found
+
+    differentiable, exchanges = objective.differentiable, objective.exchanges
+    return Forward(outputs, differentiable, stats, grads, exchanges, lasting, saved, later, call.inplace)
+
+
+class Loss(torch.autograd.Function):
+    """Outputs of ``run(*operands)``, a ``Forward`` that ``found`` receives. Operands: hidden states [tokens, hidden],
+    weight [vocab, hidden] and bias [vocab] or None; logits; or a weight, a bias and several streams of hidden states.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], found: list[Any], *operands: Tensor | None) -> tuple[Tensor, ...]:
+        first = operands[0]
+        assert first is not None
+        with kernel_context(first.device):
+            made = run(*operands)
+        found.append(made)
+        ctx.operands, outputs = len(operands), made.outputs
+        if made.any_grad:
+            # inputs are saved for a recomputing or a repeated backward: autograd checks that they have not changed
+            ctx.save_for_backward(*operands, *made.saved)
+            # gradients are attributes: saved tensors would be cloned on their way out
+            ctx.made, ctx.grads = made._replace(outputs=(), stats=None, grads=None, saved=()), made.grads
+            ctx.overwritten = False
+        ctx.mark_non_differentiable(*outputs[made.differentiable :])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Grads:
+        upstream = tuple([given if given is None else given.resolve_neg() for given in upstream])
+        there = [given for given in upstream if given is not None]
+        if not there:
+            return (None,) * (2 + ctx.operands)
+        if ctx.overwritten:
+            raise RuntimeError(
+                "a second backward through a loss with inplace=True: the first has written the gradient over the "
+                "logits; use inplace=False to retain the graph"
+            )
+        made, grads, ctx.grads, graph = ctx.made, ctx.grads, None, torch.is_grad_enabled()
+        # once: an activation checkpoint gives them no second time
+        saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or made.reads_saved or graph else ()
+        with torch.no_grad(), kernel_context(there[0].device):
+            ctx.overwritten = made.inplace
+            found = made.gradients(grads, saved, upstream)
+            if made.inplace:
+                # kernels write unseen: a node that saved the logits must not take these for them
+                torch.autograd.graph.increment_version(saved[0])
+        if graph:
+            # a graph of gradients is made (create_graph), in which constants would silently drop a gradient penalty
+            inputs = [each for each in saved[: ctx.operands] if each is not None and each.requires_grad]
+            found = tuple([None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in found])
+        return None, None, *found
+
+
+NOTHING = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context for kernels, which are launched on the current GPU: the tensors' own is the current one."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else NOTHING
+
+
+def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """``on_device`` with autocast, which the plan has dealt with, off."""
+    if not torch.is_autocast_enabled(device.type):
+        return on_device(device)
+    stack = contextlib.ExitStack()
+    stack.enter_context(on_device(device))
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
+
+
+class OnlyOnce(torch.autograd.Function):
+    """A gradient whose own derivative in the call's inputs is not computed: asking for it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("chunked_head computes no second derivatives; use the full logits for a gradient penalty")

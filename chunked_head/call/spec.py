@@ -28,7 +28,7 @@ from .options import STATIC, Call, check_options
 TENSORS = frozenset((Tensor, nn.Parameter))  # whose metadata say all there is to check; a subclass's may not
 # types of options that are equal where they mean the same
 PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
-FOR_EACH = frozenset([name for name, field in FIELDS.items() if field.kind in ("token", "row")])
+FOR_EACH = frozenset([TEMPERATURE, *[name for name, field in FIELDS.items() if field.kind in ("token", "row")]])
 MOST_SPECS, MOST_PLANS, MOST_RECORDINGS = 512, 256, 64
 
 
@@ -41,19 +41,16 @@ class Spec:
     backend: Backend
     structure: Structure | None  # None with a user's function, which must not outlive the call: ``structure_at``
     demand: Demand  # the statistics: what losses and metrics need, and what the function returns
-    names_fields: bool  # losses' token weights, or a temperature per token, became fields: ``named_weights``
     wanted: tuple[str, ...]  # names of fields that losses and metrics read
-    withheld: frozenset[str]  # names of the fields in the batch that none of them reads
     known: Mapping[str, Field]  # kind and type of every field, by name
-    autocast: bool  # autocast gives the dtype of the matmuls
     request: Request
-    late: bool  # each token has an upstream gradient of its own, which is known in backward only
     coupled: bool  # a loss needs other tokens' statistics for a token's value, and gradients wait for them
     by_segments: bool  # ... those of the token's segment or pair only
-    kept_everywhere: bool  # every token that counts has a set of columns: no softmax is over the vocabulary
     columns: int  # K of teacher_ids, 0 without
     teacher_vocab: int | None  # of a dense teacher
-    numbers: tuple[Any, ...]  # of the head, losses and metrics, that the structure is made at
+    numbers: tuple[Any, ...] = ()  # of the head, losses and metrics, that the structure is made at
+    withheld: frozenset[str] = frozenset()  # names of the fields in the batch that no loss or metric reads
+    autocast: bool = False  # autocast gives the dtype of the matmuls
     plans: Cache[Hashable, Plan] = field(
         default_factory=lambda: Cache(MOST_PLANS)
     )  # by sizes; shared by Specs of other numbers
@@ -67,18 +64,30 @@ SPECS: Cache[Hashable, Spec] = Cache(MOST_SPECS)
 def spec_of(call: Call[Any]) -> Spec:
     """The Spec of a call; raises what is wrong with the call before any work."""
     refuse_transforms()
+    if call.temperatures is not None or [one for _, one in call.losses.terms if isinstance(one.token_weights, Tensor)]:
+        name_tensors(call)
     key, numbers = key_of(call)
     spec = None if key is None else SPECS.get(key)
     if spec is None:
         spec = build(call, numbers)
     elif spec.numbers != numbers:
-        spec = renumbered(spec, call, numbers)
+        # of another call of the same key: nothing else is checked or made anew
+        check_options({"softcap": call.softcap, "logit_scale": call.logit_scale, "temperature": call.temperature})
+        structure, demand = structure_at(call, spec.wanted, spec.columns, spec.teacher_vocab)
+        spec = replace(spec, structure=spec.structure and bare(structure), demand=demand, numbers=numbers)
     else:
         key = None
     if key is not None:
         SPECS[key] = spec
-    if call.normalizer is not None or call.upstream is not None:
-        check_factors(call)
+    if call.normalizer is not None or call.upstream is not None:  # which may be others at every call
+        checks.refuse({
+            'normalizer goes with reduction="mean" only; multiply the result instead':
+                call.normalizer is not None and call.reduction != "mean",
+            'upstream goes with reduction="mean" or "sum" only; multiply the result instead':
+                call.upstream is not None and call.reduction == "none",
+        })  # fmt: skip
+        checks.check_factor("normalizer", call.normalizer, call.device)
+        checks.check_factor("upstream", call.upstream, call.device)
     if call.fp8_weight is not None and call.weight is not None:
         call.fp8_weight.of(call.weight)
     if call.tokens is not None:
@@ -88,6 +97,21 @@ def spec_of(call: Call[Any]) -> Spec:
     return spec
 
 
+def name_tensors(call: Call[Any]) -> None:
+    """Makes token weights that a loss holds itself, and a temperature per token, fields of names of their own."""
+    batch, terms = dict(call.batch or {}), []
+    for coefficient, summand in call.losses.terms:
+        if isinstance(summand.token_weights, Tensor):
+            name = f"token_weights of {summand.label}"
+            batch[name], summand = summand.token_weights, replace(summand, token_weights=name)
+        terms.append((coefficient, summand))
+    if call.temperatures is not None:
+        if "temperature" in batch:
+            raise ValueError("temperature is an argument of the call and no field of batch; pass temperature=")
+        batch[TEMPERATURE] = call.temperatures
+    call.losses, call.batch = Losses(tuple(terms)), batch
+
+
 def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     """A key, which calls have in common whose Specs differ in numbers at most, None where no other call can use the
     Spec; and these numbers: the head's, the losses' and the metrics'."""
@@ -95,10 +119,10 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     segments, terms, device = call.num_segments, call.losses.terms, call.device.type
     static, numbers = STATIC(call), (call.softcap, call.logit_scale, call.plain_temperature)
     kinds = tuple(map(type, (*static, *numbers)))
-    for_each, shared = (call.rows, call.target, call.temperatures), (call.weight, call.bias)
+    for_each, shared = (call.rows, call.target), (call.weight, call.bias)
     operands = [one for one in (*for_each, *shared) if one is not None]
     if (
-        not (isinstance(batch, Mapping) and PLAIN.issuperset(kinds) and type(call.shift) is int)
+        not (PLAIN.issuperset(kinds) and type(call.shift) is int)
         or not (segments is None or (type(segments) is int and segments > 0))
         or device == "meta"
         or not TENSORS.issuperset(map(type, (*operands, *batch.values())))
@@ -107,15 +131,15 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     leading, given = call.leading, call.plain_temperature
     dims, summands = len(leading), [summand for _, summand in terms]
     parts = [*summands, *call.metrics]
-    extra = {name: kind for summand in summands for name, kind in summand.extra_fields.items()}
+    extra = {name: kind for one in summands for name, kind in one.extra_fields.items()}
+    extra |= {one.token_weights: Field("token") for one in summands if isinstance(one.token_weights, str)}
     tensors = [tensor for summand in summands for tensor in summand.tensors.values()]
-    weights = [one.token_weights if isinstance(one.token_weights, Tensor) else None for one in summands]
     # a tensor that has a number for each token: equal for calls of other lengths
     lengthless = [
         one if one is None else (
             one.shape[dims:] if one.shape[:dims] == leading else (one.shape,),
             one.dtype, one.device, one.layout, one.requires_grad,
-        ) for one in (*for_each, *[batch[name] for name in batch if name in FOR_EACH], *weights)
+        ) for one in (*for_each, *[batch[name] for name in batch if name in FOR_EACH])
     ]  # fmt: skip
     # for each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax
     found = [given, *[given if part.temperature is None else part.temperature for part in parts]]
@@ -163,97 +187,59 @@ def parts_of(call: Call[Any]) -> list[Summand | Metric]:
     return [*[summand for _, summand in call.losses.terms], *call.metrics]
 
 
-def check_factors(call: Call[Any]) -> None:
-    """Raises what is wrong with the denominator or the upstream gradient, which may be another at every call."""
-    mean, reduced = call.reduction == "mean", call.reduction != "none"
-    checks.refuse({
-        'normalizer goes with reduction="mean" only; multiply the result instead':
-            call.normalizer is not None and not mean,
-        'upstream goes with reduction="mean" or "sum" only; multiply the result instead':
-            call.upstream is not None and not reduced,
-    })  # fmt: skip
-    checks.check_factor("normalizer", call.normalizer, call.device)
-    checks.check_factor("upstream", call.upstream, call.device)
-
-
 def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
     """Checks everything that can be known before a tensor is looked into."""
-    dtype = call.check()
+    dtype, batch = call.check(), call.batch or {}
     check_losses(call)
-    check_factors(call)
     backend = backend_of(call.backend, call.device)
     backend.check(call.device, dtype, "logits" if call.weight is None else "hidden")
-    losses, batch, extra = named_weights(call)
-    wanted, known = wanted_fields(losses, call.metrics, batch, extra, call.num_segments)
+    wanted, known = wanted_fields(call)
     reads = [part for part in parts_of(call) if part.reads_target]
     if call.target is None and reads:
         raise ValueError(f"target is None, and {reads[0].label} reads it; pass token ids")
     if call.num_segments is not None:
         checks.check_int("num_segments", call.num_segments, 1)
-    check_fields(batch, wanted, known, call.leading, call.device, call.num_segments)
+    check_fields(call, wanted, known)
     autocast = torch.is_autocast_enabled(call.device.type) and dtype != torch.float64
-    teacher_vocab = check_dense_teacher(batch, wanted, dtype, autocast)  # as the student's operands
-    if teacher_vocab is not None:
-        teacher_vocab = check_shared_teacher(call, batch, teacher_vocab)
+    teacher_vocab = check_dense_teacher(call, wanted, dtype, autocast)  # as the student's operands
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     if call.outputs and call.outputs != ("values",):
         most, top_k = call.vocab if call.shard is None else min(call.shard.rows), call.top_k
         checks.refuse({
             "target is None, and log-probabilities are those of targets; pass token ids":
-                call.target is None and not losses.terms,
+                call.target is None and not call.losses.terms,
             f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}":
                 top_k is not None and not 1 <= top_k <= most,
         })  # fmt: skip
-    spec = decided(call, losses, dtype, backend, wanted, known, autocast, columns, teacher_vocab, numbers)
+    spec = decided(call, dtype, backend, wanted, known, columns, teacher_vocab)
     check_fp8(call, spec)
-    if call.kept_everywhere and "kept_ids" not in wanted:
-        raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
-    if "kept_ids" in wanted:
-        check_sets(call, spec.demand, "candidate_bias" in wanted)
-    return replace(spec, names_fields=bool(extra), withheld=frozenset(batch) - set(wanted))
+    check_sets(call, spec.demand, wanted)
+    return replace(spec, withheld=frozenset(batch) - set(wanted), autocast=autocast, numbers=numbers)
 
 
 def decided(
-    call: Call[Any],
-    losses: Losses,
-    dtype: torch.dtype,
-    backend: Backend,
-    wanted: Sequence[str],
-    known: Mapping[str, Field],
-    autocast: bool,
-    columns: int,
-    teacher_vocab: int | None,
-    numbers: tuple[Any, ...] = (),
-) -> Spec:
+    call: Call[Any], dtype: torch.dtype, backend: Backend, wanted: Sequence[str], known: Mapping[str, Field],
+    columns: int, teacher_vocab: int | None,
+) -> Spec:  # fmt: skip
     """Every decision that does not look at tensors: of a call that has been checked, or of ``plan()``."""
-    parts = parts_of(call)
-    structure, demand = structure_at(call, losses, wanted, columns, teacher_vocab)
-    request = Request(call.memory_budget, call.chunk_tokens, call.accumulate_dtype)
-    on_hidden = call.weight is not None and not call.skip_ignored
-    scopes = [summand.scope for _, summand in call.losses.terms]
-    waits = "segment" in scopes and not call.outputs
-    separable = all(summand.separable for _, summand in call.losses.terms)
+    structure, demand = structure_at(call, wanted, columns, teacher_vocab)
+    summands = [summand for _, summand in call.losses.terms]
+    waits = not call.outputs and "segment" in [summand.scope for summand in summands]
+    separable = call.weight is not None and not call.skip_ignored and all(one.separable for one in summands)
     return Spec(
         dtype, torch.promote_types(dtype, torch.float32), backend,
-        bare(structure) if all(part.builtin for part in parts) else None, demand, False, tuple(wanted), frozenset(),
-        known, autocast, request, bool(call.outputs), waits, waits and separable and on_hidden,
-        call.kept_everywhere or demand.columns_only, columns, teacher_vocab,
-        numbers,
+        bare(structure) if all(part.builtin for part in parts_of(call)) else None, demand, tuple(wanted), known,
+        Request(call.memory_budget, call.chunk_tokens, call.accumulate_dtype), waits, waits and separable, columns,
+        teacher_vocab,
     )  # fmt: skip
 
 
-def renumbered(spec: Spec, call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
-    """The Spec of a call of the same key with other numbers; nothing else is checked or made anew."""
-    check_options({"softcap": call.softcap, "logit_scale": call.logit_scale, "temperature": call.temperature})
-    structure, demand = structure_at(call, named_weights(call)[0], spec.wanted, spec.columns, spec.teacher_vocab)
-    return replace(spec, structure=spec.structure and bare(structure), demand=demand, numbers=numbers)
-
-
 def structure_at(
-    call: Call[Any], losses: Losses, wanted: Sequence[str], columns: int, teacher_vocab: int | None
+    call: Call[Any], wanted: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Structure, Demand]:
-    """Losses and metrics at the call's numbers, and the statistics of the call. ``losses``: of ``named_weights``."""
-    structure, demand = structure_of(losses, call.metrics, call.plain_temperature, call.vocab, columns, teacher_vocab)
+    """Losses and metrics at the call's numbers, and the statistics of the call."""
+    given = call.losses, call.metrics, call.plain_temperature, call.vocab, columns, teacher_vocab
+    structure, demand = structure_of(*given)
     if call.outputs and call.outputs != ("values",):
         demand = demand_of(demand, call.outputs, call.top_k)
     if call.weight is None or call.sequence_sharded:
@@ -280,44 +266,25 @@ def demand_of(needed: Demand, outputs: Sequence[str], top_k: int | None) -> Dema
 def check_losses(call: Call[Any]) -> None:
     """Raises what is wrong with losses and metrics, given the call's other options."""
     device, unreduced = call.device, call.reduction == "none"
-    errors: dict[str, Any] = {
-        "metrics go with one loss of the call, which reduction='none' does not have; leave them out":
-            unreduced and call.metrics
-    }  # fmt: skip
+    alone = "metrics go with one loss of the call, which reduction='none' does not have; leave them out"
+    checks.refuse({alone: unreduced and call.metrics})
     for coefficient, summand in call.losses.terms:
-        label, normalizer = summand.label, summand.normalizer
-        errors |= {
+        label, normalizer, reduction = summand.label, summand.normalizer, summand.reduction
+        checks.refuse({
             f'reduction="none" is for losses of tokens, and {label} puts a segment\'s tokens together; use "mean" or '
             '"sum"': unreduced and summand.scope != "token",
             f'{label} names a reduction or normalizer of its own beside reduction="none"':
-                unreduced and (summand.reduction is not None or normalizer is not None),
+                unreduced and (reduction is not None or normalizer is not None),
             # of any other device it is copied from there
             f"the coefficient of {label}, or the stream's weight, is on the meta device, where it has no value; move "
             f"it to {device}": isinstance(coefficient, Tensor) and coefficient.device.type == "meta",
             f'normalizer of {label} goes with reduction="mean" only; multiply the result instead':
-                normalizer is not None and (summand.reduction or call.reduction) != "mean",
-        }  # fmt: skip
-    checks.refuse(errors)
-    for _, summand in call.losses.terms:
-        if isinstance(summand.normalizer, Tensor):
-            checks.check_factor(f"normalizer of {summand.label}", summand.normalizer, device)
+                normalizer is not None and (reduction or call.reduction) != "mean",
+        })  # fmt: skip
+        if isinstance(normalizer, Tensor):
+            checks.check_factor(f"normalizer of {label}", normalizer, device)
         for name, tensor in summand.tensors.items():
-            checks.check_weights(f"{name} of {summand.label}", tensor, (call.vocab,), device)
-
-
-def check_shared_teacher(call: Call[Any], batch: Mapping[str, Tensor], rows: int) -> int:
-    """Ids of the teacher's vocabulary, of which ``rows`` are on this rank; ValueError where it is split otherwise."""
-    if call.shard is None:
-        return rows
-    checks.refuse({
-        "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
-        "sequence_sharded=True needs; give teacher_hidden and teacher_weight":
-            call.sequence_sharded and "teacher_logits" in batch,
-        f"the teacher has {rows} rows of its vocabulary on this rank and the student {call.local_vocab}: VocabParallel "
-        "takes a teacher of the same vocabulary, split as the student is; of two the ids on a rank would be others":
-            rows != call.local_vocab,
-    })  # fmt: skip
-    return call.vocab
+            checks.check_weights(f"{name} of {label}", tensor, (call.vocab,), device)
 
 
 def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
@@ -338,8 +305,12 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
     })  # fmt: skip
 
 
-def check_sets(call: Call[Any], demand: Demand, biased: bool) -> None:
+def check_sets(call: Call[Any], demand: Demand, wanted: Sequence[str]) -> None:
     """Raises for calls whose tokens cannot keep sets of columns."""
+    if "kept_ids" not in wanted:
+        missing = "kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing"
+        checks.refuse({missing: call.kept_everywhere})
+        return
     of_all = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
     checks.refuse({
         of_all.format("the mean logit, or label smoothing"): demand.weighted_sum,
@@ -347,41 +318,14 @@ def check_sets(call: Call[Any], demand: Demand, biased: bool) -> None:
         of_all.format("top_k"): demand.top_k,
         of_all.format("a dense teacher"): demand.pairing is not None,
         "candidate_bias does not go with softcap, whose slope is that of logits without it":
-            biased and call.softcap is not None,
+            "candidate_bias" in wanted and call.softcap is not None,
         "target is None, and kept_ids or candidates are sets that targets belong to; pass token ids":
             call.target is None,
         "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary: a "
-        "set's sum would depend on which rank has which of its ids; use deterministic=False, or the whole head":
-            call.shard is not None and call.deterministic,
-        "batch['kept_ids'] does not go with sequence_sharded=True, whose ranks hold hidden states of their own tokens "
-        "alone; gather hidden states and sets beforehand": call.sequence_sharded,
+        "set's sum would depend on which rank has which of its ids": call.shard is not None and call.deterministic,
+        "batch['kept_ids'] does not go with sequence_sharded=True; gather hidden states and sets beforehand":
+            call.sequence_sharded,
     })  # fmt: skip
-
-
-def named_weights(call: Call[Any]) -> tuple[Losses, dict[str, Any], dict[str, Field]]:
-    """The losses, the batch and its fields: token weights that a loss holds itself, and a temperature per token, are
-    fields of names of their own."""
-    losses, batch = call.losses, call.batch
-    if batch is not None and not isinstance(batch, Mapping):
-        raise TypeError(
-            "batch must be a mapping of names to tensors, such as {'advantages': advantages}, or None, got "
-            f"{type(batch).__name__}"
-        )
-    fields = dict(batch or {})
-    extra: dict[str, Field] = {}
-    terms = []
-    for coefficient, summand in losses.terms:
-        if isinstance(summand.token_weights, Tensor):
-            key = f"token_weights of {summand.label}"
-            fields[key], extra[key] = summand.token_weights, Field("token")
-            summand = replace(summand, token_weights=key)
-        terms.append((coefficient, summand))
-    losses = Losses(tuple(terms)) if extra else losses
-    if TEMPERATURE in fields or (call.temperatures is not None and "temperature" in fields):
-        raise ValueError("temperature is an argument of the call and no field of batch; pass temperature=")
-    if call.temperatures is not None:
-        fields[TEMPERATURE], extra[TEMPERATURE] = call.temperatures, Field("token")
-    return losses, fields, extra
 
 
 def bare(structure: Structure) -> Structure:

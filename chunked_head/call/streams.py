@@ -1,5 +1,6 @@
 """Calls on several streams of hidden states: one after the other, with one accumulator for the weight's gradient."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +10,11 @@ import torch
 from torch import Tensor
 
 from ..core.checks import name
-from ..core.private import in_backward
 from ..losses.base import Losses
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
-from .function import Forward, Grads, Loss, forward_of
 from .options import Call, Result
-from .run import Outcome, prepared, wanted_of
+from .run import Forward, Grads, Loss, Outcome, forward_of, prepared, wanted_of
 from .spec import spec_of
 from .sweep import HeadCall, LocalCall
 from .tokens import tokens_of
@@ -35,10 +34,6 @@ class StreamsBuffer(GradientBuffer):
         object.__setattr__(self, "buffer", self.buffer.new_empty(self.weight.shape))
         self.buffer[call.plan.sizes.vocab :].zero_()  # rows that stand for no id
         self.fresh = True
-
-    def added(self, tokens: int) -> None:
-        """Notes that a stream of so many tokens has added its gradient."""
-        self.fresh &= tokens == 0
 
     def handed_over(self) -> None:
         """None: the backward of all streams returns the gradient, once."""
@@ -62,17 +57,13 @@ class Streams(Generic[Result]):
         asked, buffer = with_one_buffer(self.calls)
         specs = [spec_of(call) for call in asked]  # before any work on tensors
         given = [tokens_of(call, spec) for call, spec in zip(asked, specs, strict=True)]
-        found = [prepared(tokens, again=in_backward()) for tokens in given]
+        found = [prepared(tokens) for tokens in given]
         calls: list[Any] = [call for _, call, _ in found]  # ``HeadCall`` each
         if any(call.plan.schedule == "recompute" for call in calls):
             # what one stream's gradients wait for, all of them do: sums of both kinds would not be scaled alike
             calls = [call if call.plan.schedule == "loss only" else call.recomputing() for call in calls]
         made: list[StreamsForward] = []
-
-        def forward(weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> StreamsForward:
-            return forward_of_streams(calls, buffer, weight, bias, hidden)
-
-        one = given[0].call
+        one, forward = given[0].call, functools.partial(forward_of_streams, calls, buffer)
         (total,) = Loss.apply(forward, made, one.weight, one.bias, *(operands[0] for *_, operands in found))
         outcomes = []
         for (tokens, _, _), call, losses, ran in zip(found, calls, self.losses, made[0].each, strict=True):
@@ -136,21 +127,21 @@ class StreamsForward(NamedTuple):
                 operands = [saved[2 + i], *saved[:2], *saved[slice(*self.saved_ends[i : i + 2])]]
                 found.append(one.gradients(None, operands, upstream))
                 if buffer is not None:
-                    buffer.added(len(one.call.objective.target))
+                    buffer.fresh &= not len(one.call.objective.target)
         of_hidden, of_weight, of_bias = zip(*found, strict=True)
+        biases, d_bias = [one for one in of_bias if one is not None], None
+        if biases:  # rounded once more
+            dtype = biases[0].dtype
+            d_bias = torch.stack(biases).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
         if buffer is None:
             d_weight = next((one for one in of_weight if one is not None), None)
         else:
             d_weight = finished(buffer, self.each, upstream, late)
-        return d_weight, sum_of_biases(of_bias), *of_hidden
+        return d_weight, d_bias, *of_hidden
 
 
 def forward_of_streams(
-    calls: Sequence[HeadCall],
-    buffer: StreamsBuffer | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    hidden: Sequence[Tensor],
+    calls: Sequence[HeadCall], buffer: StreamsBuffer | None, weight: Tensor, bias: Tensor | None, *hidden: Tensor
 ) -> StreamsForward:
     """The forward pass of one stream after the other."""
     late = any(call.plan.schedule == "recompute" for call in calls)
@@ -161,9 +152,8 @@ def forward_of_streams(
         one = forward_of(call, rows, weight, bias)
         made.append(one)
         if buffer is not None and one.grads is not None:
-            buffer.added(len(call.objective.target))
-            # finished once, for all streams
-            one.grads.without_weight()
+            buffer.fresh &= not len(call.objective.target)
+            one.grads.without_weight()  # finished once, for all streams
     first, *others = (one.outputs[0] for one in made)
     saved = [tensor for one in made for tensor in one.saved]
     ends = [*itertools.accumulate((len(one.saved) for one in made), initial=2 + len(made))]
@@ -172,15 +162,6 @@ def forward_of_streams(
     grads = None if late else [one.grads for one in made]
     each = [one._replace(outputs=(), grads=None, saved=()) for one in made]
     return StreamsForward(each, buffer, grads, (sum(others, first),), saved, ends, any_grad, reads)
-
-
-def sum_of_biases(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of the streams' gradients of the bias, rounded once more."""
-    there = [part for part in parts if part is not None]
-    if len(there) < 2:
-        return there[0] if there else None
-    dtype = there[0].dtype
-    return torch.stack(there).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def finished(buffer: StreamsBuffer, made: Sequence[Forward], upstream: Grads, late: bool) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..arithmetic.demand import Structure
 from ..core.stats import shift_left
-from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field, Losses
+from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.batch import Batch
 from ..losses.distillation import PADDING, entries
 from ..parallel.merge import interleaved
@@ -20,20 +20,14 @@ from ..parallel.shard import Shard
 from ..parallel.tokens import RankSums
 from ..plan.segments import Group, groups_of
 from ..plan.sizes import slices
-from ..stores import Backend, Targets
+from ..stores import Targets
 from ..stores.operands import Kept, Sets, TeacherHead
 from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
 from .options import Call
-from .spec import Spec, named_weights, structure_at
+from .spec import Spec, structure_at
 
 NO_FIELDS: frozenset[str] = frozenset()
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-# what an error proposes where a target lies beyond the vocabulary: for hidden states, for logits
-BEYOND = (
-    "where weight has one rank's rows of the vocabulary, pass parallel=VocabParallel(group)",
-    "where these are hidden states, pass them to linear_loss with the head's weight; where they have one rank's "
-    "columns of the vocabulary, pass parallel=VocabParallel(group)",
-)
 LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, may be rounded so far
 
 
@@ -81,7 +75,6 @@ class Tokens:
 
     call: Call[Any]
     spec: Spec
-    losses: Losses
     structure: Structure
     target: Tensor  # [tokens] int64, -1 where a token does not count
     counted: Tensor  # [] of the statistics' dtype: how many do, on all ranks where ``rank_sums`` is there
@@ -96,38 +89,29 @@ class Tokens:
     groups: tuple[Group, ...] | None = None  # of rows whose gradients wait for each other only
     rank_sums: RankSums | None = None  # where ranks hold different tokens
 
-    @property
-    def backend(self) -> Backend:
-        return self.spec.backend
-
     @functools.cached_property
     def batch(self) -> Batch:
         """The fields of all tokens."""
         return Batch(self.fields, self.target, self.call.num_segments, self.call.vocab, self.rank_sums)
 
-    @functools.cached_property
-    def unit_counts(self) -> dict[str, Tensor]:
-        """Numbers of units that count, in the statistics' dtype: of tokens, and of units that were asked for."""
-        return {"token": self.counted}
-
 
 def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     """Lays fields in the order of rows; the first work on tensors, whose ids are checked on the way."""
-    losses, batch, structure = call.losses, dict(call.batch or {}), spec.structure
-    if spec.names_fields:
-        losses, batch, _ = named_weights(call)
+    batch, structure = call.batch or {}, spec.structure
     if structure is None:
-        structure, _ = structure_at(call, losses, spec.wanted, spec.columns, spec.teacher_vocab)
+        structure, _ = structure_at(call, spec.wanted, spec.columns, spec.teacher_vocab)
         if call.target is not None:  # which a user's function may read in some calls only
             parts: dict[str, Any] = {
                 name: tuple([(replace(part, reads_target=True), view) for part, view in getattr(structure, name)])
                 for name in ("summands", "metrics", "segment_metrics")
             }
             structure = replace(structure, **parts)
-    operands = (call.rows, call.weight, call.bias, call.target, call.temperatures, *batch.values())
-    if [one for one in operands if one is not None and one.is_neg()]:
-        # kernels read memory, which a lazy negation (``z.conj().imag``) has not reached
-        call, batch = call.in_memory(), {name: value.resolve_neg() for name, value in batch.items()}
+    operands = {"weight": call.weight, "bias": call.bias, "target": call.target, **batch}
+    for name, one in {"logits" if call.weight is None else "hidden": call.rows, **operands}.items():
+        if one is not None and one.is_neg():
+            raise ValueError(
+                f"{name} is negated lazily, as z.conj().imag is, and kernels read memory; pass {name}.resolve_neg()"
+            )
     target, leading = call.target, call.leading
     if call.shard is not None and call.sequence_sharded:
         target, batch, leading = of_all_ranks(call.shard, call, spec, batch)
@@ -140,7 +124,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
             teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
         token_fields = frozenset([name for name in fields if spec.known.get(name, own_rows).kind in ("token", "row")])
-    tokens = Tokens(call, spec, losses, structure, *targets, fields, token_fields, teacher, scale)
+    tokens = Tokens(call, spec, structure, *targets, fields, token_fields, teacher, scale)
     if "kept_ids" in spec.wanted and len(tokens.target):
         tokens = replace(tokens, kept=sets_of(tokens, batch, leading, call.kept_everywhere))
     if call.weight is not None and call.skip_ignored:
@@ -168,7 +152,7 @@ def lay_fields(
     if looks and targets.one_or_nan.isnan():
         refuse_target(call, target, mask, ignore_index)
     target = targets.target
-    wrongs: list[Tensor] = []
+    wrongs: list[Tensor] = []  # [] bool each: whether ids are out of range, where nothing has raised
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
     numbers = [field for field in read if known[field] == Field("token") and field != TEMPERATURE]
@@ -186,20 +170,15 @@ def lay_fields(
     for field in others:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = rows_of_field(call, spec, field, value, ignored, leading)
-            wrongs += [] if wrong is None else [wrong]
+            value = rows_of_field(call, spec, field, value, ignored, leading, wrongs)
         elif field == "pairs":
-            value, wrong = in_range(field, value.to(torch.int64), call.num_segments or 0, None)
-            wrongs.append(wrong)
+            value = in_range(field, value.to(torch.int64), call.num_segments or 0, None, wrongs)
         elif field not in TEACHER_FIELDS:
             # a copy: backward may read it, and would not notice that the caller had changed it
             value = value.to(dtype if kind.type == "float" else value.dtype, copy=True)
         fields[field] = value
     if "teacher_ids" in fields:
-        fields["teacher_ids"], wrong = clean_ids(fields, target, call.vocab)
-        if "teacher_logprobs" in fields:
-            fields["teacher_entries"] = distinct(fields["teacher_logprobs"], fields["teacher_ids"])
-        wrongs.append(wrong)
+        fields |= columns_of_teacher(fields, target, call.vocab, wrongs)
     for wrong in wrongs:
         targets.one_or_nan.masked_fill_(wrong, torch.nan)
         targets.inverse.masked_fill_(wrong, torch.nan)
@@ -207,71 +186,65 @@ def lay_fields(
 
 
 def rows_of_field(
-    call: Call[Any], spec: Spec, field: str, value: Tensor, ignored: Tensor, leading: tuple[int, ...]
-) -> tuple[Tensor, Tensor | None]:
+    call: Call[Any], spec: Spec, field: str, value: Tensor, ignored: Tensor, leading: tuple[int, ...],
+    wrongs: list[Tensor],
+) -> Tensor:  # fmt: skip
     """A field of tokens [tokens, ...], in the order of the hidden states' rows, 0 (ids -1) where ``ignored``."""
-    kind = spec.known[field]
-    dims = len(leading)
-    if kind.kind == "token":
-        fill = -1 if kind.type == "int" else 0
-        value = shift_left(value, call.shift, fill, dims - 1) if dims else value
+    kind, dims = spec.known[field], len(leading)
+    if kind.kind == "token" and dims:
+        value = shift_left(value, call.shift, -1 if kind.type == "int" else 0, dims - 1)
     value = value.reshape(-1, *value.shape[dims:])
     if field in ("teacher_logits", "teacher_hidden"):
         if value.stride(1) != 1 and value.shape[1] != 1:
             raise ValueError(f"batch[{field!r}] must be contiguous along its last dimension; pass .contiguous()")
-        return value, None
+        return value
     nowhere = ignored.reshape(-1, *[1] * (value.dim() - 1))
     if kind.type == "bool":
-        return value & ~nowhere, None
+        return value & ~nowhere
     if kind.type == "int":
         value = value.to(torch.int64).masked_fill(nowhere, -1)
-        return in_range(field, value, call.num_segments or 0, -1) if field in SEGMENT_IDS else (value, None)
+        return in_range(field, value, call.num_segments or 0, -1, wrongs) if field in SEGMENT_IDS else value
     value = value.to(spec.statistics_dtype).masked_fill(nowhere, 0.0)
-    if field == TEMPERATURE:
-        return inverse_temperature(value, ~ignored.view(value.shape))
-    return value, None
-
-
-def inverse_temperature(temperature: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """1 / temperature [tokens], 1 where a token does not count; a ValueError on the CPU where one is not positive,
-    elsewhere whether one is not."""
-    wrong = counts & ~((temperature > 0) & (temperature < torch.inf))
+    if field != TEMPERATURE:
+        return value
+    wrong = ~nowhere & ~((value > 0) & (value < torch.inf))
     if reading_is_free(wrong) and wrong.any():
-        raise ValueError(f"temperature must be positive and finite, got {float(temperature[wrong][0]):g} for a token")
-    return torch.where(counts, 1.0 / temperature, 1.0), wrong.any()
+        raise ValueError(f"temperature must be positive and finite, got {float(value[wrong][0]):g} for a token")
+    wrongs.append(wrong.any())
+    return torch.where(nowhere, 1.0, 1.0 / value)  # what logits are multiplied by
 
 
-def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Tensor, Tensor]:
-    """Ids in [0, number), or the one that means none; an IndexError on the CPU, elsewhere whether there is another."""
+def in_range(field: str, ids: Tensor, number: int, none: int | None, wrongs: list[Tensor]) -> Tensor:
+    """Ids in [0, number), or the one that means none; an IndexError on the CPU, elsewhere a note where there is
+    another."""
     wrong = (ids < 0) | (ids >= number)
     if none is not None:
         wrong &= ids != none
     if reading_is_free(ids) and wrong.any():
-        raise IndexError(
-            f"batch[{field!r}] must be in [0, {number})"
-            + (f" or {none} for none" if none is not None else "")
-            + f", got {int(ids[wrong][0])}"
-        )
-    return torch.where(wrong, -1, ids), wrong.any()
+        or_none = "" if none is None else f" or {none} for none"
+        raise IndexError(f"batch[{field!r}] must be in [0, {number}){or_none}, got {int(ids[wrong][0])}")
+    wrongs.append(wrong.any())
+    return torch.where(wrong, -1, ids)
 
 
-def clean_ids(fields: Mapping[str, Tensor], target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """The teacher's K ids per token, -1 for those that stand for none, whatever id they hold."""
-    ids = fields["teacher_ids"]
+def columns_of_teacher(
+    fields: Mapping[str, Tensor], target: Tensor, vocab: int, wrongs: list[Tensor]
+) -> dict[str, Tensor]:
+    """The teacher's K ids per token, -1 for those that stand for none, whatever id they hold; and which entries count,
+    where log-probabilities say."""
+    ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     valid = (target >= 0)[:, None]
-    if "teacher_logprobs" in fields:
-        valid = valid & ~(fields["teacher_logprobs"] <= PADDING)  # nan counts: an error should show
+    if logprobs is not None:
+        valid = valid & ~(logprobs <= PADDING)  # nan counts: an error should show
     if "teacher_mask" in fields:
         valid = valid & fields["teacher_mask"]
-    cleaned, wrong = in_range("teacher_ids", torch.where(valid, ids, -1), vocab, -1)
-    return cleaned.contiguous(), wrong
-
-
-def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """True for entries that count [tokens, K]: found once, because every one is compared with every other."""
-    step = max(1, (1 << 24) // max(1, ids.shape[1] ** 2))
-    blocks = slices(len(ids), step)
-    return torch.cat([entries(logprobs[at], ids[at], ids[at] >= 0) for at in blocks]) if len(ids) else ids >= 0
+    ids = in_range("teacher_ids", torch.where(valid, ids, -1), vocab, -1, wrongs).contiguous()
+    if logprobs is None:
+        return {"teacher_ids": ids}
+    # found once, because every entry is compared with every other
+    blocks = slices(len(ids), max(1, (1 << 24) // max(1, ids.shape[1] ** 2)))
+    each = [entries(logprobs[at], ids[at], ids[at] >= 0) for at in blocks]
+    return {"teacher_ids": ids, "teacher_entries": torch.cat(each) if each else ids >= 0}
 
 
 def refuse_target(call: Call[Any], target: Tensor, mask: Tensor | None, ignore_index: int) -> NoReturn:
@@ -282,11 +255,13 @@ def refuse_target(call: Call[Any], target: Tensor, mask: Tensor | None, ignore_i
     if mask is not None:
         wrong &= shift_left(mask, shift, 0).reshape(-1)
     first = int(wrong.nonzero()[0])
-    beyond = BEYOND[call.weight is None] if call.shard is None and paired[first] >= vocab else ""
-    remedies = ["mask it with ignore_index", beyond]
+    beyond = ""
+    if call.shard is None and paired[first] >= vocab:
+        beyond = "; if ranks share the vocabulary, pass parallel=VocabParallel(group)"
+        beyond += ", or these are hidden states: pass them to linear_loss" if call.weight is None else ""
     raise IndexError(
         f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
-        f"{int(paired[first])} for row {first}, leading dimensions flattened; {'; '.join(filter(None, remedies))}"
+        f"{int(paired[first])} for row {first}, leading dimensions flattened; mask it with ignore_index{beyond}"
     )
 
 
@@ -296,21 +271,19 @@ def reading_is_free(tensor: Tensor) -> bool:
 
 
 def of_all_ranks(
-    shard: Shard, call: Call[Any], spec: Spec, batch: dict[str, Tensor]
-) -> tuple[Tensor | None, dict[str, Tensor], tuple[int, ...]]:
+    shard: Shard, call: Call[Any], spec: Spec, batch: Mapping[str, Tensor]
+) -> tuple[Tensor | None, Mapping[str, Tensor], tuple[int, ...]]:
     """Targets and fields of every rank's tokens, where each has hidden states of its own; and their leading shape."""
-    dims = len(call.leading)
+    dims, count = len(call.leading), math.prod(call.leading)
     per_token = [name for name in spec.wanted if spec.known[name].kind in ("token", "row")]
     local = {name: batch[name].flatten(0, dims - 1) for name in per_token}
     if call.target is not None:
         local["target"] = call.target.reshape(-1)
-    count = math.prod(call.leading)
     fields = {"tokens": str(count), "batch": str(sorted(local))}
     fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in local.items()}
     shard.agreed_on(fields, call.device)
     gathered = {name: interleaved(value, shard.group) for name, value in local.items()}
-    target = gathered.pop("target", None)
-    return target, {**batch, **gathered}, (count * shard.parallel.ranks,)
+    return gathered.pop("target", None), {**batch, **gathered}, (count * shard.parallel.ranks,)
 
 
 def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
@@ -318,10 +291,8 @@ def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
     ranges = [rows for group in groups for rows in group]
     if all(one.start < next.start for one, next in itertools.pairwise(ranges)):
         return tokens
-    order = torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges]).to(
-        tokens.call.device, non_blocking=True
-    )
-    return packed(tokens, Packing(order, None, len(order)))
+    order = torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges])
+    return packed(tokens, Packing(order.to(tokens.call.device, non_blocking=True), None, len(order)))
 
 
 def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...], everywhere: bool) -> Kept:
@@ -337,44 +308,38 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     kept = Kept(starts, ends, rows, columns, everywhere, None if given is None else given.new_zeros(len(rows)))
     length, of = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
     sets = Sets(ids, of, given, length, tokens.call.shift, vocab, everywhere)
-    tokens.backend.kept_sets(kept, sets, target, (tokens.one_or_nan, tokens.inverse))
+    tokens.spec.backend.kept_sets(kept, sets, target, (tokens.one_or_nan, tokens.inverse))
     if not reading_is_free(target):
         return kept
     missing = int(((target >= 0) & ~kept.has).sum())
     if tokens.one_or_nan.isnan():
-        refuse_sets(ids, offsets, vocab, missing if everywhere else 0)
+        if offsets is not None and (offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any()):
+            raise ValueError(
+                f"batch['kept_offsets'] must rise from 0 to {len(ids)}, the number of kept_ids, got {offsets.tolist()}"
+            )
+        if missing and everywhere:
+            raise ValueError(
+                f"kept_everywhere=True and candidates say that every token keeps ids, and {missing} tokens that count "
+                "keep none; give them some, or leave kept_everywhere False: then their softmax is over the vocabulary"
+            )
+        in_range("kept_ids", ids, vocab, -1, [])
     return replace(kept, everywhere=everywhere or not missing)
-
-
-def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -> None:
-    if offsets is not None and (offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any()):
-        raise ValueError(
-            f"batch['kept_offsets'] must rise from 0 to {len(ids)}, the number of kept_ids, got {offsets.tolist()}"
-        )
-    if missing:
-        raise ValueError(
-            f"kept_everywhere=True and candidates say that every token keeps ids, and {missing} tokens that count keep "
-            "none; give them some, or leave kept_everywhere False: then their softmax is over the vocabulary"
-        )
-    in_range("kept_ids", ids, vocab, -1)
 
 
 def packed(tokens: Tokens, packing: Packing) -> Tokens:
     """The call with its tokens in another order."""
-    teacher, kept = tokens.teacher, tokens.kept
-    own = tokens.token_fields
-    fields = {name: packing.pack(value) if name in own else value for name, value in tokens.fields.items()}
+    teacher, kept, scale, own = tokens.teacher, tokens.kept, tokens.scale, tokens.token_fields
     if teacher is not None and teacher.logits is not None and packing.count is not None:
         raise ValueError(
             "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
             'teacher_hidden and teacher_weight, or skip_ignored="wait"'
         )
-    teacher = None if teacher is None else teacher.rows(packing.order)
-    scale = None if tokens.scale is None else packing.pack(tokens.scale)
     if kept is not None:
         starts, ends = packing.pack(kept.starts), packing.pack(kept.ends)
         kept = replace(kept, starts=starts, ends=ends, rows=packing.places(kept.rows))
     return replace(
-        tokens, target=packing.pack(tokens.target), fields=fields, teacher=teacher,
-        scale=scale, kept=kept, packing=packing,
+        tokens, target=packing.pack(tokens.target), kept=kept, packing=packing,
+        fields={name: packing.pack(value) if name in own else value for name, value in tokens.fields.items()},
+        teacher=None if teacher is None else teacher.rows(packing.order),
+        scale=None if scale is None else packing.pack(scale),
     )  # fmt: skip

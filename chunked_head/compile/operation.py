@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.function import Grads, kernel_context, on_device
 from ..call.logits_call import LogitsCall
 from ..call.options import DEFAULTS, Call, Head
-from ..call.run import prepared, run
+from ..call.run import Grads, kernel_context, on_device, prepared, run
 from ..call.spec import Spec, spec_of
 from ..call.streams import Streams
 from ..call.sweep import HeadCall

@@ -121,11 +121,8 @@ def with_weights(
 ) -> Call[Tensor]:
     """The call, of hidden states or of logits, with weights of classes and tokens."""
     if token_weights is not None:
-        checks.check_weights("token_weights", token_weights, call.leading, call.device)
         call.batch = {"token_weights": token_weights}
     if class_weights is not None:
-        argument = "weight" if call.function == "CrossEntropyLoss" else "class_weights"
-        checks.check_weights(argument, class_weights, (call.vocab,), call.device)
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
         call.losses = loss + z_term(z_loss)
     return call

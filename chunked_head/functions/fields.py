@@ -26,8 +26,6 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
     checks.check_tensor("candidate_bias", candidate_bias, optional=True)
     if candidates.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
-    if batch is not None and not isinstance(batch, Mapping):
-        return call  # which raises what is wrong with it
     if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
     given = candidates.shape
@@ -49,8 +47,6 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
 def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> Call[Any]:
     """The call with the field ``segments``, their number, and what the host knows of them."""
     batch: Any = call.batch
-    if batch is not None and not isinstance(batch, Mapping):
-        return call  # which raises what is wrong with it
     lengths, tokens = numbers(segment_lengths), math.prod(call.leading)
     if call.num_segments is not None or "segments" in (batch or {}):
         raise ValueError("segment_lengths say which tokens are a segment: leave out num_segments and batch['segments']")

@@ -194,7 +194,7 @@ def loss_output(ran: Outcome) -> LossOutput:
     if not isinstance(objective, ScalarObjective):
         return LossOutput(value, {}, {}, plan)
     with torch.no_grad():
-        parts = dict(zip([s.label for _, s in ran.tokens.losses.terms], objective.parts, strict=True))
+        parts = dict(zip([s.label for _, s in ran.tokens.call.losses.terms], objective.parts, strict=True))
         values = objective.metric_values(ran.stats)
     return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.tokens.call.metrics}, plan)
 

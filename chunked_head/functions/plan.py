@@ -154,10 +154,10 @@ def plan(
     if of_ids is not None and not teacher_k:
         raise ValueError(f"{of_ids} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
     fields, autocast = [field for part in read for field in part.fields], {hidden_dtype, weight_dtype} != {dtype}
-    spec = decided(call, terms, dtype, chosen, fields, kinds_of(read), autocast, teacher_k, teacher_vocab)
+    spec = decided(call, dtype, chosen, fields, kinds_of(read), teacher_k, teacher_vocab)
     check_fp8(call, spec, absent)
     if sequence_sharded:
-        spec = replace(spec, demand=spec.demand._replace(columns_only=False), kept_everywhere=False)
+        spec = replace(spec, demand=spec.demand._replace(columns_only=False))
     teacher, pairing = None, spec.demand.pairing
     if pairing is not None:
         rows, logits = None, made(0, dtype=torch.float32)
@@ -170,8 +170,8 @@ def plan(
         nvidia = absent.name.startswith("sm_")
         traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
     sizes = sizes_of(
-        call, spec, tokens, (hidden_grad, weight_grad, learns_bias), by_segments=segment_lengths and spec.by_segments,
-        copied=skip_ignored, buffer_dtype=added_to, skips=skip_ignored, teacher=teacher, **traits,
+        call, spec, tokens, (hidden_grad, weight_grad, learns_bias), teacher, copied=skip_ignored, skips=skip_ignored,
+        by_segments=segment_lengths and spec.by_segments, buffer_dtype=added_to, **traits,
     )  # fmt: skip
     return make_plan(sizes, spec.request)
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..call.function import on_device
+from ..call.run import on_device
 from ..core import checks
 from ..parallel.dtensor import local_part
 from ..stores import backend_of

@@ -297,7 +297,7 @@ def test_wrong_calls_of_the_module() -> None:
         module(x, torch.rand(4, 11))
     with pytest.raises(ValueError, match=r"target must have shape \(4,\), the leading shape of logits"):
         module(x, torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"weight must have shape \(12,\)"):
+    with pytest.raises(ValueError, match=r"class_weights of cross_entropy must have shape \(12,\)"):
         module(torch.randn(4, 12), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(TypeError, match="input must be a"):
         module([1.0], torch.zeros(4, dtype=torch.int64))

@@ -169,15 +169,13 @@ class Call:
         return tensor.to(self.dtype).to(self.device, dtype)
 
     def laid(self, tensor: Tensor, step: int = 2) -> Tensor:
-        """The same numbers, perhaps elsewhere in memory: every other element, or a part of each row, of more; behind an
-        element; or as what torch negates lazily, whose memory has the other sign."""
+        """The same numbers, perhaps elsewhere in memory: every other element, or a part of each row, of more, or
+        behind an element."""
         if not self.strided or tensor.dim() == 0:
             return tensor
         if self.seed % 3 == 0:
             flat = torch.full((tensor.numel() + 1,), 7, dtype=tensor.dtype, device=tensor.device)
             return flat[1:].view(tensor.shape).copy_(tensor)
-        if self.seed % 3 == 1 and tensor.dtype != torch.bool and not self.accumulate:  # which takes a leaf
-            return torch._neg_view(-tensor)
         width = tensor.shape[-1]
         wide = torch.full((*tensor.shape[:-1], 2 * width), 7, dtype=tensor.dtype, device=tensor.device)
         part = wide[..., ::2] if step == 2 else wide[..., :width]
