@@ -55,7 +55,7 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("bias-shape", ValueError, r"bias must have shape \(11,\)", {"bias": torch.randn(8)}),
     ("bias-dtype", TypeError, "bias must have the dtype of hidden", {"bias": torch.randn(11, dtype=HALF)}),
     ("class-weights-shape", ValueError, r"class_weights of cross_entropy must have shape \(11,\)", {"class_weights": torch.rand(4)}),
-    ("class-weights-grad", ValueError, "class_weights .* without gradient", {"class_weights": torch.rand(11, requires_grad=True)}),
+    ("class-weights-grad", ValueError, "class_weights .* takes no gradient", {"class_weights": torch.rand(11, requires_grad=True)}),
     ("token-weights-shape", ValueError, r"token_weights must have shape \(4, 6\)", {"token_weights": torch.rand(4, 1)}),
     ("token-weights-grad", ValueError, "token_weights takes no gradient", {"token_weights": torch.rand(4, 6, requires_grad=True)}),
     ("token-weights-int", TypeError, "token_weights must be floating-point", {"token_weights": torch.ones(4, 6, dtype=torch.int64)}),

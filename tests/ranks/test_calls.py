@@ -421,7 +421,7 @@ SAID = {
     "smoothing": DIFFERENT + "losses.cross_entropy: label_smoothing is None on rank 0 and 0.1 on rank 1",
     "metrics": "metrics.lse: reduce is missing on rank 0 and 'mean' on rank 1",
     "loss": "losses.z_loss: coefficient is 0.5 on rank 0 and 1.5 on rank 1",
-    "reduction": "reduction is mean on rank 0 and sum on rank 1",
+    "reduction": "reduction is 'mean' on rank 0 and 'sum' on rank 1",
     "shard": "rows of VocabParallel is [40, 20] on rank 0 and [30, 10] on rank 1",
     "hidden's gradient": "sizes.hidden_grad is True on rank 0 and False on rank 1",
     "statistics": "sizes.demand.entropy is (False,) on rank 0 and (True,) on rank 1",
