@@ -353,7 +353,9 @@ def test_positive_log_probabilities(field: str) -> None:
 @pytest.mark.parametrize("function", [logits_loss, logits_logprobs])
 def test_hidden_states_in_the_place_of_logits(function: Callable[..., Any]) -> None:
     loss = [losses.cross_entropy()] if function is logits_loss else []
-    with pytest.raises(IndexError, match=r"in \[0, 8\).* got 9 .* or these are hidden states: pass them to linear_loss"):
+    with pytest.raises(
+        IndexError, match=r"in \[0, 8\).* got 9 .* or these are hidden states: pass them to linear_loss"
+    ):
         function(HIDDEN, torch.full((4, 6), 9), *loss)
 
 
