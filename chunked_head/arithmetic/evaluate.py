@@ -31,7 +31,7 @@ from ..kernels.common.memory import empty
 from ..losses.base import DENSE, Summand
 from ..losses.batch import Batch, Stats
 from ..metrics import Metric
-from ..metrics.values import selected
+from ..metrics.values import OF_NOTHING, selected
 from ..parallel.tokens import RankSums
 from ..stores import Backend
 from .demand import SUFFIX, Structure
@@ -281,8 +281,6 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan
-    if structure.plain_sums:
-        return list(sums.unbind(0))
     # a chunk's own segments are those that count in it
     apart = (torch.cat(of_chunks, -1) for of_chunks in zip(*[e.apart for e in evaluations], strict=True))
     row, found = 0, []
@@ -290,19 +288,13 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
     for reduce, width in zip(reductions, structure.widths, strict=True):
         values = next(apart) if width == 0 else table[row : row + width]
         if reduce != "mean":
-            total = extremum(values, reduce)
+            values = torch.nn.functional.pad(values, (0, 1), value=OF_NOTHING[reduce])  # there may be none
+            total = values.amax(-1) if reduce == "max" else values.amin(-1)
         else:
             total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
         found.append(total.squeeze())
         row += width
     return found
-
-
-def extremum(values: Tensor, reduce: str) -> Tensor:
-    """The extremum of [..., n] along n, infinite where there is nothing."""
-    if values.shape[-1] == 0:
-        return values.new_full(values.shape[:-1], -torch.inf if reduce == "max" else torch.inf)
-    return values.amax(-1) if reduce == "max" else values.amin(-1)
 
 
 def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:

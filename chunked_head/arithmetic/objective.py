@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
 from ..metrics import Metric, MetricValue
+from ..metrics.values import OF_NOTHING
 from ..parallel.tokens import metrics_of_all_ranks
 from ..stores import Backend
 from ..stores.operands import Kept, TeacherHead
@@ -188,9 +189,9 @@ class ScalarObjective(LossObjective):
 
     def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
         """Totals of the metrics of a call without tokens."""
-        like, totals = self.one_or_nan, {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
         shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
-        return [like.new_full(shape, totals[metric.reduce]) for shape, (metric, _) in zip(shapes, metrics, strict=True)]
+        nothing = [OF_NOTHING[metric.reduce] for metric, _ in metrics]
+        return [self.one_or_nan.new_full(*each) for each in zip(shapes, nothing, strict=True)]
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream

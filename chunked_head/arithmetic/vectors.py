@@ -185,7 +185,13 @@ class Writer:
             chosen = [self.cast(part, dtype) for part in parts]
             return self.named(f"tl.where({self.cast(condition, torch.bool)}, {chosen[0]}, {chosen[1]})")
         if operation == "clamp":
-            return self.clamp(node, dtype)
+            bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
+            x = self.cast(node.args[0], dtype)
+            for side, beyond in ("min", "<"), ("max", ">"):  # a nan is neither: it stays, as it does in PyTorch
+                if bounds.get(side) is not None:
+                    bound = self.cast(bounds[side], dtype)
+                    x = self.named(f"tl.where({x} {beyond} {bound}, {bound}, {x})")
+            return x
         if operation == "pow" and node.args[1] in POWERS:
             return self.computed(POWERS[node.args[1]], node.args[:1], dtype)  # type: ignore[index]
         if node.kwargs or len(node.args) > 2:  # a factor or a way of rounding, which the tables know nothing of
@@ -211,18 +217,6 @@ class Writer:
 
     def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
         return self.named(template.format(*[self.cast(arg, dtype) for arg in args]))
-
-    def clamp(self, node: fx.Node, dtype: torch.dtype) -> str:
-        bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
-        value = self.cast(node.args[0], dtype)
-        # a nan is neither: it stays, as it does in PyTorch
-        if bounds.get("min") is not None:
-            low = self.cast(bounds["min"], dtype)
-            value = self.named(f"tl.where({value} < {low}, {low}, {value})")
-        if bounds.get("max") is not None:
-            high = self.cast(bounds["max"], dtype)
-            value = self.named(f"tl.where({value} > {high}, {high}, {value})")
-        return value
 
     def constant(self, number: Any, dtype: torch.dtype) -> str:
         if isinstance(number, fx.Node):

@@ -83,7 +83,7 @@ def grpo(
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both")
     if dual_clip is not None:
         clip["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, open_=True)
-    options = {**clip, "ratio_clamp": checked_clamp("losses.grpo", ratio_clamp)}
+    options = {**clip, "ratio_clamp": ratio_clamp}
     return make_policy("grpo", _grpo, options, policy)
 
 
@@ -115,7 +115,7 @@ def cispo(
     else:
         high = bound("losses.cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
         low = None if clip_low is None else number("losses.cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
-    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("losses.cispo", ratio_clamp)}
+    options = {"low": low, "high": high, "ratio_clamp": ratio_clamp}
     return make_policy("cispo", _cispo, options, policy)
 
 
@@ -138,7 +138,7 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
     options = {
         "tau_pos": number("losses.sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
         "tau_neg": number("losses.sapo", "tau_neg", tau_neg, 0.0, 1e6, open_=True),
-        "ratio_clamp": checked_clamp("losses.sapo", ratio_clamp),
+        "ratio_clamp": ratio_clamp,
     }
     return make_policy("sapo", _sapo, options, policy)
 
@@ -237,6 +237,8 @@ def make_policy(
         rollout = Rollout(mode, level, most, least)
     elif most is not None or least is not None or level != "token":
         raise ValueError(f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate"')
+    if "ratio_clamp" in options:
+        options["ratio_clamp"] = checked_clamp(where, options["ratio_clamp"])
     segments = unit is not None or (rollout is not None and rollout.level == "segment")
     fields = ("advantages", *["segments"] * segments, *["rollout_logprobs"] * (rollout is not None))
     # REINFORCE has no ratio: old log-probabilities are part of its rollout weights only

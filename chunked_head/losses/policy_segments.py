@@ -9,16 +9,7 @@ from torch import Tensor
 from ..core.checks import bound, choice, number
 from .base import Losses, once
 from .batch import Batch, Stats, clamped
-from .policy import (
-    Rollout,
-    checked_clamp,
-    checked_clip,
-    clipped_ratio,
-    make_policy,
-    rollout_weights,
-    token_log_ratio,
-    weighted,
-)
+from .policy import Rollout, checked_clip, clipped_ratio, make_policy, rollout_weights, token_log_ratio, weighted
 
 
 @once
@@ -46,7 +37,7 @@ def gspo(
         **checked_clip("losses.gspo", clip_low, clip_high, delta),
         "weighting": choice("losses.gspo", "weighting", weighting, ("segment", "token")),
         "level": choice("losses.gspo", "level", level, ("segment", "token")),
-        "ratio_clamp": checked_clamp("losses.gspo", ratio_clamp),
+        "ratio_clamp": ratio_clamp,
     }
     return make_policy("gspo", _gspo, options, policy, unit=weighting)
 
@@ -87,7 +78,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | Non
     options = {
         "clip_low": bound("losses.gmpo", "clip_low", clip_low),
         "clip_high": bound("losses.gmpo", "clip_high", clip_high),
-        "ratio_clamp": checked_clamp("losses.gmpo", ratio_clamp),
+        "ratio_clamp": ratio_clamp,
     }
     return make_policy("gmpo", _gmpo, options, policy, unit="segment")
 
@@ -124,7 +115,7 @@ def rloo(
     ``PolicyOptions``.
     """
     clip = checked_clip("losses.rloo", clip_low, clip_high, delta)
-    options = {**clip, "ratio_clamp": checked_clamp("losses.rloo", ratio_clamp)}
+    options = {**clip, "ratio_clamp": ratio_clamp}
     return make_policy("rloo", _rloo, options, policy, unit="segment")
 
 

@@ -18,17 +18,7 @@ from .functions import (
     ratio,
     top_probability,
 )
-from .values import (
-    Finish,
-    Metric,
-    MetricOptions,
-    MetricValue,
-    Reduce,
-    Weighting,
-    all_reduce,
-    combine,
-    merge,
-)
+from .values import Finish, Metric, MetricOptions, MetricValue, Reduce, Weighting, all_reduce, combine, merge
 
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",

@@ -16,6 +16,7 @@ from ..losses.base import Part
 
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
+OF_NOTHING = {"mean": 0.0, "max": -INFINITY, "min": INFINITY}  # the sum, or the extremum, of no values
 Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction"]
 
 
@@ -153,12 +154,10 @@ def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | Non
     values = values.detach()
     if values.dtype != torch.float64:
         values = values.float()
-    if metric.reduce != "mean":
-        return torch.where(mask, values, -INFINITY if metric.reduce == "max" else INFINITY)
     if weights is not None:
         mask = mask & (weights > 0)
         values = values * weights
-    return torch.where(mask, values, 0.0)
+    return torch.where(mask, values, OF_NOTHING[metric.reduce])
 
 
 def merge(a: MetricValue, b: MetricValue) -> MetricValue:
