@@ -265,8 +265,8 @@ def gpus() -> str:
     measured = {"sm_90": "on an H200 and an H100", "sm_80": "compiled; run on an H200"}
     lines = []
     for name, gpu in GPUS.items():
-        operands = "tensor copies" if gpu.wide.described else "pointers"
-        how = f"{operands}, {gpu.wide.block_m} x {gpu.wide.block_n}; {'our own' if gpu.own_dhidden else 'BLAS'}"
+        operands = "tensor copies" if gpu.logits.described else "pointers"
+        how = f"{operands}, {gpu.logits.block_m} x {gpu.logits.block_n}; {'our own' if gpu.own_dhidden else 'BLAS'}"
         lines.append([name, CARDS[name], how, f"{gpu.shared:,} bytes", measured.get(name, "compiled only")])
     logits = "logits: operands by, tile; gradient of hidden by"
     return table(["architecture", "for example", logits, "shared memory", "measured"], lines)

@@ -171,5 +171,5 @@ def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
     assert sizes.gpu is not None
     yield Buffer("teacher's logits", (some, padded_columns(columns)), sizes.dtype, SWEEP, last)
     # for all rows of a chunk: their strips lie as far apart as the student's
-    strips = sizes.gpu.strips_of(columns, sizes.teacher_width, relative=True)
+    strips = sizes.gpu.strips_of(columns, relative=True)
     yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, SWEEP, last)

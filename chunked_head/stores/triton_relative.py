@@ -49,13 +49,15 @@ class RelativeStore(HalfStore):
             yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, SWEEP, last)
             yield from teacher_buffers(sizes, rows, last)
         relative = stored and cls.name == "relative"
-        strips = gpu.strips_of(sizes.vocab, sizes.hidden, relative)
+        strips = gpu.strips_of(sizes.vocab, relative)
         numbers = 2 + demand.entropy[0] + demand.weighted_sum + 2 * demand.top
         numbers += (len(demand.views) > 1) + any(demand.entropy[1:])
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
         if last < LOOP:
             return
-        yield Buffer("gradient of hidden, parts", (part_sums(sizes, rows) // 4,), torch.float32, LOOP, LOOP)
+        parts = part_sums(sizes, rows) // 4
+        if parts > (numbers - 1) * strips * strip_rows(rows):  # else in the place of the strips' sums
+            yield Buffer("gradient of hidden, parts", (parts,), torch.float32, LOOP, LOOP)
         if sizes.teacher_last and pairing is not None:
             shape = rows, pairing.forward_kl + pairing.entropy, cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
             yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
@@ -67,23 +69,26 @@ class RelativeStore(HalfStore):
         keep = plan.schedule == "forward" or sizes.keeps_sweep
         self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
-            self.part_sums = empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
             # numbers of the parts of each tile that are finished: set to 0 before a chunk's tiles are made
             self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         two = len(demand.views) > 1
-        self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)
-        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and self.name == "relative")
+        self.tile = gpu.logits_tile(rows)
+        strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
         )  # fmt: skip
+        if self.arrived is not None:
+            parts, place = part_sums(sizes, rows) // 4, self.strips.sums()
+            fits = parts <= len(place)
+            self.part_sums = place[:parts] if fits else empty(parts, dtype=torch.float32, device=device)
         # of the second softmax: its ratio and columns
         self.second = (ratio_of(demand.views[1].ratio), demand.views[1].columns) if two else (None, None)
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
         if sizes.teacher_made:
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
-            self.teacher_tile = gpu.exp_tile_of(self.teacher_rows, sizes.teacher_width, sizes.teacher_columns)
-            strip_count = gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+            self.teacher_tile = gpu.logits_tile(self.teacher_rows)
+            strip_count = gpu.strips_of(sizes.teacher_columns, relative=True)
             # a kernel that reads both takes one distance from strip to strip
             assert demand.pairing is not None
             self.teacher_strips = Strips.empty(rows, strip_count, device, top=demand.pairing.top)
@@ -255,7 +260,7 @@ class FastStore(RelativeStore):
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
             exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
-            self.stored_strips, self.gpu.strip_width(self.sizes.hidden, relative=False), self.level, stats.logprob,
+            self.stored_strips, self.gpu.strip_width(relative=False), self.level, stats.logprob,
             self.terms(rows, stats, coefficients, 0, self.vocab), transform(self.head, rows.scale), counted_of(rows),
         )  # fmt: skip
         if grads.hidden is not None:

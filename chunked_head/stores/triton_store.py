@@ -325,7 +325,7 @@ class GradStore(HalfStore):
         common = self.terms(rows, stats, coefficients, tile.start, columns)
         gradients.grad_logits(
             dlogits, *self.operands(rows, head), head.bias, head.class_weights, common, tile.start,
-            transform(head, rows.scale), self.gpu.exp_tile(self.sizes.hidden), counted_of(rows),
+            transform(head, rows.scale), self.gpu.logits, counted_of(rows),
         )  # fmt: skip
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits

@@ -13,7 +13,6 @@ import torch
 from .cache import Cache
 from .tiles import INTERPRETED, Tile, cdiv
 
-SHORT_HIDDEN = 1024
 RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
 
 
@@ -23,11 +22,10 @@ class Gpu(NamedTuple):
     name: str
     shared: int  # bytes of shared memory that a program may have; tests hold the kernels to it
     multiprocessors: int  # of the GPU that a plan assumes where there is none to ask
-    wide: Tile  # of the logits
-    narrow: Tile  # few steps over hidden make the epilogue weigh: a second program there computes under it
+    logits: Tile
     # of the gradients' products: its step over rows is at most a tile of any other, behind which nothing was written
     product: Tile
-    few: tuple[Tile, ...] = ()  # of few rows, which take the time that the weight takes to be read
+    few: Tile | None = None  # of the logits of few rows, which take the time that the weight takes to be read
     own_dhidden: bool = False  # faster than BLAS's
     own_stored: tuple[int, int] = (0, -1)  # least and most rows of dweight's product, stored: as fast, sooner launched
     warp: int = 32
@@ -40,55 +38,42 @@ class Gpu(NamedTuple):
     def __hash__(self) -> int:
         return hash(self.name)  # a plan's sizes are looked up at each call
 
-    def exp_tile(self, hidden: int) -> Tile:
-        """The tile of the logits' matmul."""
-        return self.narrow if hidden <= SHORT_HIDDEN else self.wide
-
-    def exp_tile_of(self, rows: int, hidden: int, vocab: int) -> Tile:
+    def logits_tile(self, rows: int) -> Tile:
         """Tile of the logits' matmul for a chunk of ``rows``; with any, a row's strips are those of ``strips_of``."""
-        usual = self.exp_tile(hidden)
+        return self.few if self.few is not None and rows <= self.few.block_m else self.logits
 
-        def columns(tile: Tile) -> int:
-            return cdiv(vocab, tile.block_n) * tile.block_n
-
-        few = [tile for tile in self.few if rows <= tile.block_m and columns(tile) == columns(usual)]
-        return (*few, usual)[0]
-
-    def strip_width(self, hidden: int, relative: bool) -> int:
+    def strip_width(self, relative: bool) -> int:
         """Columns of a strip: of its own width where it has an offset of its own."""
-        return RELATIVE_STRIP if relative else self.exp_tile(hidden).block_n
+        return RELATIVE_STRIP if relative else self.logits.block_n
 
-    def strips_of(self, vocab: int, hidden: int, relative: bool) -> int:
+    def strips_of(self, vocab: int, relative: bool) -> int:
         """Number of column strips in a row of ``vocab`` logits: those of its tiles."""
-        block_n = self.exp_tile(hidden).block_n
-        return cdiv(vocab, block_n) * (block_n // self.strip_width(hidden, relative))
-
-
-NARROW = Tile(block_n=128, warps=4, per_multiprocessor=2)
+        return cdiv(vocab, self.logits.block_n) * (self.logits.block_n // self.strip_width(relative))
 
 
 def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in registers, 227 KB."""
-    few = Tile(block_m=64, warps=4, stages=4), Tile(block_m=64, block_n=128, warps=4, stages=8)
+    few = Tile(block_m=64, warps=4, stages=4)
     own = {"own_dhidden": True, "own_stored": (512, 1024), "fp8": True}
-    return Gpu(name, shared, multiprocessors, Tile(e4m3_stages=4), NARROW, product=Tile(), few=few, **own)
+    return Gpu(name, shared, multiprocessors, Tile(e4m3_stages=4), product=Tile(), few=few, **own)
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in a memory of their own, from which 256 columns at a time would not fit the registers. Those
     of the generation that have neither (sm_120) are as Ampere."""
-    return Gpu(name, shared, multiprocessors, NARROW, NARROW, product=Tile(), fp8=True)
+    logits = Tile(block_n=128, warps=4, per_multiprocessor=2)
+    return Gpu(name, shared, multiprocessors, logits, product=Tile(), fp8=True)
 
 
 def ampere(name: str, shared: int, multiprocessors: int, fp8: bool = False) -> Gpu:
     """Copies through pointers; of three stages two lie in shared memory, 96 KB."""
-    wide = Tile(described=False)
-    return Gpu(name, shared, multiprocessors, wide, NARROW._replace(described=False), product=wide, fp8=fp8)
+    tile = Tile(described=False)
+    return Gpu(name, shared, multiprocessors, tile, product=tile, fp8=fp8)
 
 
 def cdna(name: str, shared: int, multiprocessors: int) -> Gpu:
     tile = Tile(block_n=128, block_k=32, stages=2, described=False)
-    return Gpu(name, shared, multiprocessors, tile, tile, product=tile, warp=64, fp32_products="ieee")
+    return Gpu(name, shared, multiprocessors, tile, product=tile, warp=64, fp32_products="ieee")
 
 
 GPUS = {
@@ -117,8 +102,8 @@ def run_as(name: str) -> Gpu:
         return tile._replace(block_m=m, block_n=64, block_k=k, per_multiprocessor=1)
 
     return gpu._replace(
-        name="interpreter" if gpu.name == "sm_90" else gpu.name, multiprocessors=4, wide=small(gpu.wide),
-        narrow=small(gpu.wide), product=small(gpu.product, k=32), few=tuple(small(tile, m=16) for tile in gpu.few[:1]),
+        name="interpreter" if gpu.name == "sm_90" else gpu.name, multiprocessors=4,
+        logits=small(gpu.logits), product=small(gpu.product, k=32), few=gpu.few and small(gpu.few, m=16),
         own_stored=(16, 64) if gpu.own_stored[1] > 0 else gpu.own_stored,
     )  # fmt: skip
 

@@ -110,6 +110,11 @@ class Strips(NamedTuple):
             others[3] = others[3].view(torch.int32)
         return cls(offset, total, *others)
 
+    def sums(self) -> torch.Tensor:
+        """Memory [n] of all but the offsets, which nothing reads any more once rows have their statistics."""
+        behind = sum(each is not None for each in self) - 1
+        return self.sum.as_strided((behind * self.sum.shape[0] * self.sum.stride(0),), (1,))
+
     def of_rows(self, rows: int) -> "Strips":
         """The strips of a chunk of ``rows`` rows, sharing memory."""
         if rows == self.offset.shape[1]:

@@ -40,7 +40,7 @@ PLACES = [TORCH_CPU, *TRITON, *GPU]
 ROWS, CHUNK, FEW = (253, 128, 60) if torch.cuda.is_available() else (69, 32, 36)
 HALVES = (torch.bfloat16, torch.float16)
 # of matmuls that read by the tensor copy engine, and of those that read through pointers
-TILES = list(dict.fromkeys([run_as("sm_90").wide, run_as("sm_90").narrow, run_as("sm_80").wide]))
+TILES = list(dict.fromkeys([run_as(name).logits for name in ("sm_90", "sm_100", "sm_80")]))
 PRODUCT_TILES = [run_as("sm_90").product, run_as("sm_80").product]
 
 

@@ -51,7 +51,7 @@ def test_loss_of(architecture: str, case: LossCase, dtype: torch.dtype, place: P
 
 def test_tiles_read_no_rows_that_nobody_wrote() -> None:
     for gpu in gpus.GPUS.values():
-        assert all(tile.block_m % gpu.product.block_k == 0 for tile in (gpu.wide, gpu.narrow, *gpu.few))
+        assert all(tile.block_m % gpu.product.block_k == 0 for tile in (gpu.logits, gpu.few or gpu.logits))
         assert gpu.product.block_k <= PRODUCT_ROWS
 
 

@@ -258,7 +258,7 @@ def test_tells_apart_what_triton_tells_apart(device: SimpleNamespace) -> None:
 @pytest.mark.gpu
 def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits both ways, first and again, of pointers that are aligned and that are not."""
-    tile = run_as("sm_90").narrow
+    tile = run_as("sm_90").logits
 
     def scaled(start: int, numbers: int) -> torch.Tensor:
         source = torch.arange(4096.0, device="cuda")[start : start + numbers]
