@@ -18,7 +18,7 @@ class Segments(NamedTuple):
     """Segments of a call as its caller names them."""
 
     lengths: tuple[int, ...]  # tokens of each, in the order of the flattened tokens
-    pairs: tuple[tuple[int, ...], ...] = ()  # segments that belong together
+    pairs: tuple[tuple[int, int], ...] = ()  # segments that belong together
 
 
 Group = tuple[range, ...]  # of a call's rows that belong together: those of each of its segments
@@ -37,17 +37,16 @@ def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
     return tuple([group for group in groups if group])
 
 
-def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
     """Segments in groups, each pair in one of them; in the order of groups' first segments."""
     group_of = [[segment] for segment in range(count)]
-    for pair in pairs:
-        one, *others = [segment for segment in pair if 0 <= segment < count] or [0]
-        for other in others:
+    for one, other in pairs:
+        # ids out of range raise, or make everything nan, where fields are read
+        if 0 <= one < count and 0 <= other < count and group_of[one] is not group_of[other]:
             joined, moved = group_of[one], group_of[other]
-            if joined is not moved:
-                joined += moved
-                for segment in moved:
-                    group_of[segment] = joined
+            joined += moved
+            for segment in moved:
+                group_of[segment] = joined
     return [sorted(group) for group in {id(group): group for group in group_of}.values()]
 
 
