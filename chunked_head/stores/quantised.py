@@ -109,7 +109,7 @@ def quantise_(out: Quantised, matrix: Tensor, largest: Tensor | None = None) -> 
     scale = (found / LARGEST_E4M3).clamp(min=LEAST_SCALE) + found * 0.0
     squares = torch.zeros(2, len(matrix), device=matrix.device)
     for part in slices(len(matrix), cast_rows(matrix.shape[1])):
-        exact = matrix[part].float().mul_(1.0 / (scale if largest is not None else scale[part]))
+        exact = matrix[part].float() * (1.0 / (scale if largest is not None else scale[part]))  # not in its place
         out.values[part] = exact.to(torch.float8_e4m3fn)
         squares[0, part] += exact.square_().sum(1)
         squares[1, part] += exact.copy_(out.values[part]).square_().sum(1)

@@ -298,6 +298,14 @@ def test_calls_one_after_another(place: Place, keeps: bool) -> None:
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+@crossed(place=PLACES, dtype=[torch.float32, torch.bfloat16])
+def test_quantise_leaves_the_weight_as_it_is(place: Place, dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 64, device=place.device).to(dtype)
+    given = weight.clone()
+    quantise(weight, backend=place.backend)
+    assert torch.equal(weight, given)
+
+
 def test_a_weight_that_has_changed() -> None:
     hidden, weight, target = head_like("flat", torch.bfloat16, 8, 40, 64)
     kept = quantise(weight)
