@@ -1,21 +1,17 @@
 """TRL's trainers on this library's head: ``patch_trl()`` before a trainer computes its first loss, and nothing else.
 
-TRL computes the losses of its trainers from per-token statistics that two autograd functions make of hidden states and
-the head's weight: ``ChunkedLogProbFunction`` (SFT, DPO, KTO, GRPO, RLOO and what derives from them; in TRL 1.14 where
-``use_liger_kernel=True`` asks for it, and not SFT) and ``ChunkedDivergenceFunction`` (distillation, from TRL 1.15 on).
-Ours take their place:
-
     from chunked_head.integrations.trl import patch_trl
     patch_trl(memory_budget="1GiB")
     SFTTrainer(...).train()
 
-Values are TRL's, but for logits that ours does not round to 16 bits: statistics come from fp32 sums. What TRL decides
-before the seam stays as it is: which scale and cap a model's config names (``check_fused_head`` compares values), that
-a sharded head is gathered.
+Two autograd functions of TRL's make per-token statistics of hidden states and the head's weight, and ours take their
+place: ``ChunkedLogProbFunction`` (SFT, DPO, KTO, GRPO, RLOO and what derives from them; in TRL 1.14 where
+``use_liger_kernel=True`` asks for it, and not SFT) and ``ChunkedDivergenceFunction`` (distillation, from TRL 1.15 on).
+Values are TRL's, but for logits that ours does not round to 16 bits.
 
-TRL computes its loss from these statistics, so that gradients wait for it: four matmuls. ``patch_trl(losses=("sft",))``
-foresees the trainer's loss from its config and batch, and makes gradients along with the statistics: three. TRL's loss
-stays as it is. Backward compares its gradient with the foreseen one, and makes another from the logits, again.
+Gradients wait for the loss that TRL computes of them: four matmuls. ``patch_trl(losses=("SFT",))`` foresees that loss
+from the trainer's config and batch, and makes gradients along with the statistics: three. TRL computes its loss all the
+same; backward compares its gradient with the foreseen one, and where it is another computes the logits again.
 """
 
 import contextlib
@@ -101,8 +97,9 @@ class LogProbSeam:
             assert foreseen is not None
             measured = [metrics.entropy()] * entropy + [metrics.accuracy()] * top1
             total, expected, stats = one_pass(hidden, weight, bias, targets, *foreseen, measured, head)
-            found = stats["logprob"].clone(), stats["entropy"].clone() if entropy else None, None, None
-            return total, -expected["beta"], (*found, stats["argmax"] == targets if top1 else None)
+            values = [stats[name].clone().requires_grad_() for name in ("logprob", *["entropy"] * entropy)]
+            found = (*values, *[None] * (4 - len(values)), stats["argmax"] == targets if top1 else None)
+            return total, -expected["beta"], found
 
         plain = {"log_sum_sq_probs", "mean_logits"}.isdisjoint(outputs)
         foreseen = loss_of_step(self.losses, len(targets)) if plain else None
@@ -168,7 +165,8 @@ class DivergenceSeam:
             with gathered(teacher_weight, teacher_bias):
                 fields = foreseen[1] | teacher()
                 total, _, stats = one_pass(hidden, weight, bias, None, loss, fields, [metrics.entropy()], head)
-            return total, fields["mask"].to(total.dtype), (stats[name].clone(), stats["entropy"].clone())
+            values = stats[name].clone().requires_grad_(), stats["entropy"].clone()
+            return total, fields["mask"].to(total.dtype), values
 
         foreseen = loss_of_step(self.losses, len(student_hidden))
         with gathered(student_weight, student_bias):
@@ -242,16 +240,12 @@ class InnerGraph(torch.autograd.Function):
         ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
-            rows = hidden.detach().requires_grad_(hidden.requires_grad)
+            ctx.run, ctx.operands = run, (hidden.detach().requires_grad_(hidden.requires_grad), weight, bias)
             if at_once is None:
-                made = run(rows, weight, bias)
+                made = run(*ctx.operands)
             else:
-                total, expected, made = at_once(rows, weight, bias)
-                ctx.foreseen = total, expected
-        ctx.operands, ctx.made, ctx.run = (rows, weight, bias), made, run
-        if at_once is not None:
-            ctx.mark_non_differentiable(*[value for value in made[2:] if value is not None])
-            return made
+                *ctx.foreseen, made = at_once(*ctx.operands)
+        ctx.made = made
         outputs = tuple(None if value is None else value.detach() for value in made)
         fixed = [out for out, value in zip(outputs, made, strict=True) if value is not None and not value.requires_grad]
         ctx.mark_non_differentiable(*fixed)
@@ -454,51 +448,3 @@ def patched_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -
         for framework, ours in seams(options, losses):
             stack.enter_context(framework.replaced(ours))
         yield
-
-
-@torch.no_grad()
-def check_fused_head(model: Any, input_ids: Tensor | None = None, temperature: float = 1.0) -> float:
-    """Largest difference in nats of log-probabilities by TRL's fused head and by ``model``; raises for a large one.
-
-    TRL finds a model's logit scale and cap by names of its config that it knows, and takes the output embedding for all
-    of the head: of other models it trains another distribution without a word. Once, after a trainer was made:
-
-        check_fused_head(trainer.model, temperature=getattr(trainer, "temperature", 1.0))
-
-    Args:
-        model: the trainer's; its forward runs twice, in evaluation mode.
-        input_ids: [batch, tokens] int64 to compare on; None: a few tokens from all over the vocabulary.
-        temperature: that the trainer gave the fused head.
-
-    Raises:
-        RuntimeError: they differ by more than rounding, or no trainer of TRL's has given the model a fused head.
-    """
-    device = next(model.parameters()).device
-    if input_ids is None:
-        vocab = model.config.get_text_config().vocab_size
-        input_ids = torch.linspace(1, vocab - 1, 12, dtype=torch.float64, device=device).long().view(2, 6)
-    training = model.training
-    model.eval()
-    try:
-        fused = getattr(model(input_ids=input_ids, labels=input_ids, fused_lm_head=True), "log_probs", None)
-        if fused is None:
-            raise RuntimeError(
-                f"the forward of {type(model).__name__} has no fused head: TRL's trainers put it there when they are "
-                "made; make the trainer first, then check_fused_head(trainer.model)"
-            )
-        logits = model(input_ids=input_ids).logits
-    finally:
-        model.train(training)
-    plain = (logits[:, :-1].float() / temperature).log_softmax(-1)
-    plain = plain.gather(-1, input_ids[:, 1:, None].to(plain.device)).squeeze(-1)
-    difference = (fused.to(plain.device) - plain).abs()
-    # logits of 16 bits are rounded by 2^-8 of their size, and a log-probability with them
-    allowed = (1e-3 if logits.dtype == torch.float32 else 3e-2) * (1.0 + plain.abs())
-    largest = float(difference.max())
-    if not bool((difference <= allowed).all()):
-        raise RuntimeError(
-            f"TRL's fused head does not compute what {type(model).__name__} does: log-probabilities differ by up to "
-            f"{largest:.3g} nats at temperature {temperature:g}; its config or its head has a scale, a cap or a layer "
-            "that TRL does not know. Train it by logits (chunked_head.linear_logprobs has logit_scale, softcap, bias)"
-        )
-    return largest

@@ -8,7 +8,7 @@ import tiny
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from chunked_head.integrations.trl import check_fused_head, patched_trl
+from chunked_head.integrations.trl import patched_trl
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
             train_dataset=Dataset.from_list(chats),
             processing_class=tokenizer,
         )
-        check_fused_head(trainer.model)
         trainer.train()
     return tiny.printed(trainer.state.log_history, ("loss", "mean_token_accuracy", "entropy", "grad_norm"))
 

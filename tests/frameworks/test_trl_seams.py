@@ -15,7 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="the seams are TRL's, which is not installed")
 
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig, RecurrentGemmaConfig
 from trl.trainer import utils
 
 try:
@@ -30,7 +29,6 @@ from chunked_head.integrations.trl import (
     STEP,
     DivergenceSeam,
     LogProbSeam,
-    check_fused_head,
     patch_trl,
     patched_trl,
     seams,
@@ -300,38 +298,3 @@ def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_output() -> None:
     with pytest.raises(ValueError, match=r"outputs must be among 'log_probs'.*got 'varentropy'"):
         LogProbSeam({}).apply(*operands(), TARGETS, 1.0, 32, None, 1.0, ("log_probs", "varentropy"))
-
-
-SMALL = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16,
-}  # fmt: skip
-RIGHT = [
-    LlamaConfig(**SMALL),
-    Gemma2Config(**SMALL, final_logit_softcapping=0.5),
-    GraniteConfig(**SMALL, logits_scaling=0.1),
-]
-
-
-@needs_fused
-@pytest.mark.parametrize("config", RIGHT, ids=lambda config: config.model_type)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_fused_heads_that_are_right(config: Any, temperature: float) -> None:
-    model = AutoModelForCausalLM.from_config(config).eval()
-    utils.add_fused_lm_head(model, temperature=temperature)
-    with patched_trl():
-        assert check_fused_head(model, temperature=temperature) < 1e-4
-    assert model.training is False
-    with pytest.raises(RuntimeError, match=f"what {type(model).__name__} does"):
-        check_fused_head(model.train(), temperature=temperature + 1.0)
-    assert model.training is True
-
-
-@needs_fused
-def test_fused_head_that_is_wrong() -> None:
-    """TRL does not know this model's cap by its name."""
-    config = RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, logits_soft_cap=0.1)
-    model = AutoModelForCausalLM.from_config(config)
-    utils.add_fused_lm_head(model)
-    with patched_trl(), pytest.raises(RuntimeError, match="does not compute what RecurrentGemmaForCausalLM does"):
-        check_fused_head(model)
