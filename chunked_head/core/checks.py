@@ -134,7 +134,7 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, of:
 def check_temperature(temperature: float | Tensor) -> None:
     """Checks a number, or of a tensor with one per token what needs no tokens."""
     if not isinstance(temperature, Tensor):
-        positive(None, "temperature", temperature)
+        number(None, "temperature", temperature, 0.0, open_=True)
         return
     if is_dtensor(temperature):
         raise TypeError("temperature is a DTensor; pass .to_local(): that of this rank's tokens")
@@ -191,17 +191,8 @@ def number(
         return float(value)
     named = argument if where is None else f"{argument} of {where}"
     interval = f"{'(' if open_ or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
-    raise (ValueError if real else TypeError)(f"{named} must be a number in {interval}, got {value!r}")
-
-
-def positive(where: str | None, argument: str, value: Any) -> float:
-    """A finite number above 0, as a float."""
-    if "temperature" in argument and isinstance(value, NUMBERS) and value == 0:
-        named = argument if where is None else f"{argument} of {where}"
-        raise ValueError(
-            f"{named} must be positive, got {value!r}; for T = 0 train on the argmax as the target instead"
-        )
-    return number(where, argument, value, 0.0, open_=True)
+    remedy = "; for T = 0 train on the argmax as the target" if argument.endswith("temperature") else ""
+    raise (ValueError if real else TypeError)(f"{named} must be a number in {interval}, got {value!r}{remedy}")
 
 
 def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:

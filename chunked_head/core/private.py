@@ -4,7 +4,7 @@ each with a documented, slower way for a torch without it."""
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,11 +36,10 @@ def under_hooks() -> bool:
         return True
 
 
-def without_hooks(function: Callable[[], Result]) -> Result:
-    """Result of ``function``, which differentiates something to its end; no hooks on what autograd saves see that."""
+def plain_saving() -> AbstractContextManager[Any]:
+    """A context in which no hooks see what autograd saves, for what is differentiated to its end inside of it."""
     # the innermost hooks are those that are called
-    with saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else nullcontext():
-        return function()
+    return saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else nullcontext()
 
 
 def in_own_thread(function: Callable[[], Result]) -> Result:

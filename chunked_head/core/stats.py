@@ -80,18 +80,16 @@ class Demand(NamedTuple):
 
 def sent(demand: Demand) -> tuple[str, ...]:
     """Names of the statistics that ranks send each other, in the order of the message."""
-    two = len(demand.views) > 1
-    names = ["start", "rest", "target_logit"]
-    names += ["start2", "rest2"] if two else []
-    names += ["teacher_start", "teacher_rest"] if demand.pairing is not None else []
-    names += ["entropy"] if demand.entropy[0] else []
-    names += ["entropy2"] if two and demand.entropy[1] else []
-    names += ["weighted_sum"] if demand.weighted_sum else []
-    names += ["top", "argmax"] if demand.top else []
-    names += ["teacher_top", "teacher_argmax"] if demand.pairing is not None and demand.pairing.top else []
-    names += ["column_logits"] if demand.columns else []
-    names += ["top_k_logits", "top_k_ids"] if demand.top_k else []
-    return tuple(names)
+    two, pairing = len(demand.views) > 1, demand.pairing
+    top = pairing is not None and pairing.top
+    wanted = {
+        "start": True, "rest": True, "target_logit": True, "start2": two, "rest2": two,
+        "teacher_start": pairing, "teacher_rest": pairing, "entropy": demand.entropy[0],
+        "entropy2": two and demand.entropy[1], "weighted_sum": demand.weighted_sum, "top": demand.top,
+        "argmax": demand.top, "teacher_top": top, "teacher_argmax": top, "column_logits": demand.columns,
+        "top_k_logits": demand.top_k, "top_k_ids": demand.top_k,
+    }  # fmt: skip
+    return tuple(name for name, here in wanted.items() if here)
 
 
 def numbers_sent(demand: Demand) -> int:

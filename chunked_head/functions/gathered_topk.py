@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.checks import choice, positive
+from ..core.checks import choice, number
 from ..losses.distillation import entries, squared, topk_divergence, topk_options
 
 WHERE = "losses.gathered_topk_kl"
@@ -43,7 +43,7 @@ def gathered_topk_kl(
     """
     choice(WHERE, "reduction", reduction, ("mean", "sum", "none"))
     options = topk_options(WHERE, divergence, normalize, beta, teacher_renormalize, teacher_temperature)
-    temperature = positive(WHERE, "temperature", temperature)
+    temperature = number(WHERE, "temperature", temperature, 0.0, open_=True)
     factor = squared(WHERE, temperature, t_squared)
     if lse is None and normalize != "topk":
         raise ValueError(

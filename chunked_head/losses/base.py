@@ -287,7 +287,7 @@ def make(
     shared.refuse_unknown("losses", kind, given, SUMMAND)
     summand, where = Summand(kind, function, options or {}, frozenset(needs), **known, **given), f"losses.{kind}"
     if summand.temperature is not None:
-        shared.positive(where, "temperature", summand.temperature)
+        shared.number(where, "temperature", summand.temperature, 0.0, open_=True)
     if summand.reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:

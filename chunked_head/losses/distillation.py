@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import choice, flag, number, positive, refuse_unknown
+from ..core.checks import choice, flag, number, refuse_unknown
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, once
 from .batch import Batch, Stats
 
@@ -120,9 +120,9 @@ def dense(
     scale = number(where, "teacher_logit_scale", summand.pop("teacher_logit_scale", 1.0))
     factor = squared(where, summand.get("temperature"), summand.pop("t_squared", False))
     teacher = Teacher(
-        None if temperature is None else positive(where, "teacher_temperature", temperature),
+        None if temperature is None else number(where, "teacher_temperature", temperature, 0.0, open_=True),
         scale,
-        None if softcap is None else positive(where, "teacher_softcap", softcap),
+        None if softcap is None else number(where, "teacher_softcap", softcap, 0.0, open_=True),
         beta,
     )
     options = {"statistics": statistics} if options is None else options
@@ -210,7 +210,11 @@ def topk_options(
     renormalize = normalize == "topk"
     if teacher_renormalize is not None:
         renormalize = flag(f"teacher_renormalize of {where}", teacher_renormalize)
-    temperature = 1.0 if teacher_temperature is None else positive(where, "teacher_temperature", teacher_temperature)
+    temperature = (
+        1.0
+        if teacher_temperature is None
+        else number(where, "teacher_temperature", teacher_temperature, 0.0, open_=True)
+    )
     if temperature != 1 and normalize != "tail" and not renormalize:
         raise ValueError(
             f"teacher_temperature of {where} cannot change probabilities that are not normalised over anything known, "
@@ -231,7 +235,7 @@ def squared(where: str, temperature: Any, t_squared: bool) -> float:
         return 1.0
     if temperature is None:
         raise ValueError(f"t_squared of {where} needs the loss's own temperature; pass temperature=")
-    return positive(where, "temperature", temperature) ** 2
+    return number(where, "temperature", temperature, 0.0, open_=True) ** 2
 
 
 def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from ..core.checks import INFINITY, choice, positive
+from ..core.checks import INFINITY, choice, number
 from ..losses.base import Part
 
 Reduce = Literal["mean", "max", "min"]
@@ -53,7 +53,7 @@ class Metric(Part):
         if self.weighting != "token" and not plain:
             raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
         if self.temperature is not None:
-            positive(where, "temperature", self.temperature)
+            number(where, "temperature", self.temperature, 0.0, open_=True)
         if self.weighting != "token" and self.ids not in self.fields:
             object.__setattr__(self, "fields", (*self.fields, self.ids))
 
