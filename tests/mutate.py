@@ -103,6 +103,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("range: an id too many", "chunked_head/call/tokens.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
     ("buffer: a promise that is broken", "chunked_head/call/run.py", "one_or_nan = expected.one_or_nan_for(given)", "one_or_nan = expected.one_or_nan", BUFFER),
     ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "self.fresh = gradient_buffer is None or gradient_buffer.fresh", "self.fresh = True", BUFFER),
+    ("checkpoint: gradients of streams made twice", "chunked_head/call/streams.py", "again=in_backward())", "again=False)", "tests/functions/test_streams.py -k checkpoint"),
     # losses
     ("bound: clip_high", "chunked_head/losses/policy.py", '1.0 + bound(where, "clip_high", clip_high)', '1.0 + bound(where, "clip_high", clip_low)', FORMULAS),
     ("bound: CISPO's lower one", "chunked_head/losses/policy.py", ".clamp(min=low, max=high)", ".clamp(max=high)", FORMULAS),

@@ -28,6 +28,7 @@ LOSSES: dict[str, losses.Losses] = {
     "rollout": losses.grpo(rollout="truncate", rollout_level="segment"), "orpo": losses.orpo() + losses.cross_entropy(),
 }  # fmt: skip
 PAIRED = ("dpo", "orpo")
+CUSTOM = losses.custom(lambda stats, batch: batch.segment_sum(stats.logprob), scope="segment", unit="segment")
 
 
 def made(layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -65,7 +66,7 @@ def step(
     batch = fields_of(name, batch) if known else batch | {"segments": segments}
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     out = linear_loss(
-        hidden, weight, target, LOSSES[name], batch=batch, shift=shift, backend=place.backend,
+        hidden, weight, target, LOSSES.get(name, CUSTOM), batch=batch, shift=shift, backend=place.backend,
         metrics=[metrics.ratio(level="segment"), metrics.entropy()], **{"chunk_tokens": CHUNK, **given, **options},
     )  # fmt: skip
     (out.loss * 0.37).backward()
@@ -118,30 +119,14 @@ def test_any_lengths_and_pairs(data: st.DataObject) -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize(
-    ("loss", "options"),
-    [
-        (losses.custom(lambda stats, batch: batch.segment_sum(stats.logprob), scope="segment", unit="segment"), {}),
-        (losses.kto(), {"skip_ignored": "wait"}),
-    ],
-    ids=["custom", "skip_ignored"],
-)
-def test_four_matmuls_where_three_would_be_wrong(loss: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "options"), [("custom", {}), ("kto", {"skip_ignored": "wait"})])
+def test_four_matmuls_where_three_would_be_wrong(name: str, options: dict[str, Any]) -> None:
     """What else a chunk's gradients wait for; the numbers are the same."""
-    found = []
-    for known in (True, False):
-        hidden, weight, target, batch = made("lines", torch.float32, "cpu")
-        leading, lengths = LAYOUTS["lines"]
-        segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(leading)
-        given = {"segment_lengths": torch.tensor(lengths)} if known else {"num_segments": len(lengths)}
-        batch |= {} if known else {"segments": segments}
-        hidden.requires_grad_(), weight.requires_grad_()
-        own = {"chunk_tokens": CHUNK} | options
-        out = linear_loss(hidden, weight, target, loss, batch=batch, **given, **own)
-        assert out.plan is not None and out.plan.schedule == "recompute"
-        out.loss.backward()
-        found.append((out.loss, hidden.grad, weight.grad))
-    torch.testing.assert_close(*found)
+    (out, *grads), (expected, *others) = (
+        step(name, "lines", torch.float32, Place("torch", "cpu"), 0, known, **options) for known in (True, False)
+    )
+    assert out.plan.schedule == "recompute"
+    torch.testing.assert_close([out.loss, *grads], [expected.loss, *others])
 
 
 @pytest.mark.parametrize(
@@ -166,26 +151,25 @@ def test_errors(lengths: Any, fields: dict[str, Tensor], options: dict[str, Any]
         linear_loss(hidden, weight, target, loss, batch=own | fields, segment_lengths=lengths, **options)
 
 
-def test_a_call_that_fits_is_one_chunk() -> None:
-    for lengths in ([300], [150, 150], [10, 280, 10]):
-        hidden, weight = torch.randn(300, HIDDEN, requires_grad=True), torch.randn(VOCAB, HIDDEN, requires_grad=True)
-        batch = {"advantages": torch.randn(300)}
-        target = torch.randint(VOCAB, (300,))
-        out = linear_loss(hidden, weight, target, losses.gspo(), batch=batch, segment_lengths=lengths)
-        assert out.plan is not None and (out.plan.chunks, out.plan.schedule) == (1, "forward")
+HALF_SUMS = {"chunk_tokens": 64, "accumulate_dtype": torch.bfloat16}
 
 
-def test_16_bit_sums_are_of_few_chunks() -> None:
-    """Segments that end just behind a chunk take three chunks for one: too many to be added up in 16 bits."""
-    for lengths, schedule, chunks in (([1, 65] * 3 + [1, 50], "recompute", 4), ([60] * 3 + [69], "forward", 5)):
-        tokens = sum(lengths)
-        hidden = torch.randn(tokens, HIDDEN).bfloat16().requires_grad_()
-        weight = torch.randn(VOCAB, HIDDEN).bfloat16().requires_grad_()
-        out = linear_loss(
-            hidden, weight, torch.randint(VOCAB, (tokens,)), losses.gspo(), batch={"advantages": torch.randn(tokens)},
-            segment_lengths=lengths, chunk_tokens=64, accumulate_dtype=torch.bfloat16, backend="torch",
-        )  # fmt: skip
-        assert out.plan is not None and (out.plan.schedule, out.plan.chunks) == (schedule, chunks)
+@pytest.mark.parametrize(
+    ("lengths", "options", "expected"),
+    [
+        ([300], {}, ("forward", 1)), ([150, 150], {}, ("forward", 1)), ([10, 280, 10], {}, ("forward", 1)),
+        # segments that end just behind a chunk take three chunks for one: too many to be added up in 16 bits
+        ([1, 65] * 3 + [1, 50], HALF_SUMS, ("recompute", 4)), ([60] * 3 + [69], HALF_SUMS, ("forward", 5)),
+    ],
+)  # fmt: skip
+def test_chunks_of_a_call(lengths: list[int], options: dict[str, Any], expected: tuple[str, int]) -> None:
+    tokens = sum(lengths)
+    hidden, weight = (torch.randn(n, HIDDEN).bfloat16().requires_grad_() for n in (tokens, VOCAB))
+    out = linear_loss(
+        hidden, weight, torch.randint(VOCAB, (tokens,)), losses.gspo(), batch={"advantages": torch.randn(tokens)},
+        segment_lengths=lengths, backend="torch", **options,
+    )  # fmt: skip
+    assert out.plan is not None and (out.plan.schedule, out.plan.chunks) == expected
 
 
 def test_places_in_a_segment_are_those_of_the_caller() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -15,7 +16,8 @@ from tiers import crossed, tier
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
+from chunked_head import TokenParallel, linear_loss, losses, metrics
+from chunked_head.stores import store
 
 VOCAB, HIDDEN, LINE, CHUNK = 61, 24, 20, 16
 WEIGHTS, UPSTREAM = (1.0, 0.3, 0.1), 0.37
@@ -151,13 +153,16 @@ def test_under_an_activation_checkpoint(waits: int) -> None:
 
     def run(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
         return linear_loss(
-            [first * 1.0, second], weight, target, loss, batch=batch, num_segments=2, chunk_tokens=CHUNK
+            [first.sin(), second], weight, target, loss, batch=batch, num_segments=2, chunk_tokens=CHUNK
         ).loss
 
-    run(*hidden, weight).backward()
-    expected = grads_of(weight, *hidden)
-    checkpoint(run, *hidden, weight, use_reentrant=False).backward()
+    products = mock.Mock(side_effect=store.add_dweight)
+    with mock.patch.object(store, "add_dweight", products):
+        run(*hidden, weight).backward()
+        once, expected = products.call_count, grads_of(weight, *hidden)
+        checkpoint(run, *hidden, weight, use_reentrant=False).backward()
     torch.testing.assert_close(grads_of(weight, *hidden), expected)
+    assert products.call_count == 2 * once  # the gradients' products are not done twice
 
 
 def draft(count: int = 2) -> tuple[list[Tensor], Tensor, Tensor, dict[str, Any]]:
@@ -281,44 +286,29 @@ def acceptances(out: Any) -> Tensor:
     return torch.stack([stream.metrics["acceptance"].value for stream in out.streams])
 
 
-def of_two_ranks(rank: int, device: str) -> dict[str, Any]:
+def of_two_ranks(rank: int, device: str) -> tuple[Tensor, ...]:
     hidden, weight, target, batch = draft()
-    hidden = [states.to(device).detach().requires_grad_() for states in hidden]
-    batch = {"teacher_hidden": batch["teacher_hidden"], "teacher_weight": batch["teacher_weight"].chunk(2)[rank]}
-    own = weight.detach().chunk(2)[rank].clone().requires_grad_()
+    batch["teacher_hidden"] = [states[rank : rank + 1] for states in batch["teacher_hidden"]]
     out = linear_loss(
-        hidden, own, target, losses.lk() + losses.cross_entropy(), batch=batch, shift=(1, 2), chunk_tokens=CHUNK,
-        metrics=[metrics.acceptance()], parallel=VocabParallel(), vocab_size=VOCAB,
+        [states[rank : rank + 1] for states in hidden], weight, target[rank : rank + 1],
+        losses.lk() + losses.cross_entropy(), batch=batch, shift=(1, 2), metrics=[metrics.acceptance()],
+        parallel=TokenParallel(average=True),
     )  # fmt: skip
     out.loss.backward()
-    found = {"vocabulary": (out.loss.detach(), acceptances(out), own.grad, *grads_of(*hidden))}
-    lines = [states[rank : rank + 1].detach() for states in hidden]
-    whole = weight.detach().requires_grad_()
-    own_batch = {"teacher_hidden": [states[rank : rank + 1] for states in batch["teacher_hidden"]]}
-    own_batch["teacher_weight"] = draft()[3]["teacher_weight"]
-    out = linear_loss(
-        lines, whole, target[rank : rank + 1], losses.lk() + losses.cross_entropy(), batch=own_batch, shift=(1, 2),
-        metrics=[metrics.acceptance()], parallel=TokenParallel(average=True),
-    )  # fmt: skip
-    out.loss.backward()
-    each = sum(stream.loss for stream in out.streams)
-    found["tokens"] = out.loss.detach(), acceptances(out), whole.grad, each
-    return found
+    return out.loss.detach(), acceptances(out), weight.grad, sum(stream.loss for stream in out.streams)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    first, second = ranks.run(of_two_ranks, 2, tmp_path)
+    """With averages of gradients; ``tests/ranks`` has others."""
     hidden, weight, target, batch = draft()
     out = linear_loss(
         hidden, weight, target, losses.lk() + losses.cross_entropy(), batch=batch, shift=(1, 2),
         metrics=[metrics.acceptance()],
     )  # fmt: skip
     out.loss.backward()
-    loss, accepted, *others = first["vocabulary"]
-    expected = [out.loss.detach(), acceptances(out), *grads_of(weight, *hidden)]
-    torch.testing.assert_close([loss, accepted, torch.cat([others[0], second["vocabulary"][2]]), *others[1:]], expected)
-    (one, accepted, d_one, streams), (two, _, d_two, _) = first["tokens"], second["tokens"]
-    torch.testing.assert_close([(one + two) / 2, accepted, (d_one + d_two) / 2], expected[:3])
+    (one, accepted, d_one, streams), (two, _, d_two, _) = ranks.run(of_two_ranks, 2, tmp_path)
+    expected = out.loss.detach(), acceptances(out), weight.grad
+    torch.testing.assert_close(((one + two) / 2, accepted, (d_one + d_two) / 2), expected)
     torch.testing.assert_close(streams, one)
 
 

@@ -1,5 +1,6 @@
 """The list of losses that every backend is held to, with fields that make them work."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from oracle.reference import Term
 from tiers import tier
 from torch import Tensor
 
-from chunked_head import LossOutput, linear_loss, losses, reference
+from chunked_head import LossOutput, linear_loss, losses, metrics, reference
 from chunked_head.losses import Losses
 from chunked_head.metrics import Metric
 
@@ -261,6 +262,13 @@ LOSS_CASES = [*TOKEN_CASES, *SEGMENT_CASES, *TEACHER_CASES]
 SOME_CASES = (
     "cross-entropy", "kept-head", "sum", "entropy-head", "grpo-sum", "gspo", "jsd-hidden", "topk-reverse", "everything",
 )  # fmt: skip
+
+
+# what makes a loss or a metric
+FACTORIES = [
+    function for module in (losses, metrics) for function in vars(module).values()
+    if inspect.isfunction(function) and function.__annotations__.get("return") in (Losses, Metric)
+]  # fmt: skip
 
 
 def leaves_of(inputs: LossInputs) -> tuple[list[Tensor], dict[str, Any]]:

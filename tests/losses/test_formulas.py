@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, SEGMENTED, LossCase, LossInputs, case, inputs_of
+from loss_cases import DENSE_HIDDEN, FACTORIES, PAIRED, POLICY, SEGMENTED, LossCase, LossInputs, case, inputs_of
 from oracle import reference as oracle
 from oracle.reference import kind_of
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head import linear_loss, losses, metrics
-from chunked_head.losses import Losses
+from chunked_head import linear_loss, losses
 from chunked_head.losses.batch import Batch, Stats
 from chunked_head.metrics import Metric, MetricValue
 
@@ -245,15 +244,6 @@ class Words(dict):
 
     def value(self, formula: str) -> Any:
         return eval(formula, {"torch": torch, "F": F}, self)
-
-
-FACTORIES = [
-    factory
-    for module in (losses, metrics)
-    for name, factory in vars(module).items()
-    if name in module.__all__ and getattr(factory, "__annotations__", {}).get("return") in (Losses, Metric)
-    if name != "custom"  # a user's
-]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from loss_cases import FACTORIES
 from test_extremes import logits
 from tiers import crossed
 from torch import Tensor
 
 from chunked_head import linear_loss, logits_logprobs, logits_loss, losses, metrics
-from chunked_head.losses import Losses
 from chunked_head.metrics import Metric, MetricValue, all_reduce, combine
 
 TOKENS, VOCAB, SEGMENTS = 29, 11, 6
@@ -453,11 +453,6 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 # ---- the documentation
-
-FACTORIES = [
-    function for module in (losses, metrics) for function in vars(module).values()
-    if inspect.isfunction(function) and function.__annotations__.get("return") in (Losses, Metric)
-]  # fmt: skip
 
 
 def test_docs_name_every_factory_and_option() -> None:

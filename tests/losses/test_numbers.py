@@ -10,14 +10,14 @@ import torch
 from budget import assert_within_budget
 from cases import GPU, TRITON, Place
 from compiled_for import record_launches
-from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, LossCase, case, inputs_of, run_reference, run_step
+from loss_cases import DENSE_HIDDEN, FACTORIES, PAIRED, POLICY, LossCase, case, inputs_of, run_reference, run_step
 
 from chunked_head import losses, metrics
 from chunked_head.arithmetic import evaluate, vectors
 from chunked_head.arithmetic.demand import Structure, structure_of
 from chunked_head.arithmetic.evaluate import Inputs
 from chunked_head.core.stats import Demand, RowStats
-from chunked_head.losses import FIELDS, Losses
+from chunked_head.losses import FIELDS
 from chunked_head.metrics import Metric
 
 pytestmark = pytest.mark.compiled
@@ -82,10 +82,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "topk_kl beta": {"divergence": "jsd"},
 }  # fmt: skip
 ABOVE_ONE = ("delta", "dual_clip", "rollout_max")
-FACTORIES = [
-    function for module in (losses, metrics) for function in vars(module).values()
-    if inspect.isfunction(function) and function.__annotations__.get("return") in (Losses, Metric)
-]  # fmt: skip
 OF_TEACHERS = metrics.acceptance, metrics.agreement  # which take no temperature
 MORE = {
     "summand": ("temperature", "normalizer"), "common": ("temperature",),
