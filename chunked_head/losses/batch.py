@@ -20,7 +20,7 @@ class Stats:
     """
 
     def __init__(self, values: Mapping[str, Tensor]):
-        self.values = values
+        self.values, self.read = values, set[str]()  # names of those that were asked for
 
     def __getattr__(self, name: str) -> Tensor:
         values = self.__dict__.get("values", {})
@@ -29,6 +29,7 @@ class Stats:
                 f"statistic {name!r} was not asked for; there are {', '.join(values)}. What a loss or metric reads in "
                 f"some calls alone it declares: losses.custom(needs=[{name!r}])"
             )
+        self.read.add(name)
         return values[name]
 
 
@@ -50,7 +51,7 @@ class Batch(Mapping[str, Tensor]):
         rank_sums: Any = None,  # parallel.tokens.RankSums, where ranks hold different tokens
         withheld: Collection[str] = (),  # fields of the call that no loss or metric has declared
     ):
-        self.withheld = withheld
+        self.withheld, self.read = withheld, set[str]()  # names of fields that were asked for
         self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
         self.mask = target >= 0
         self.target = target.clamp(min=0)
@@ -61,6 +62,7 @@ class Batch(Mapping[str, Tensor]):
                 f"field {name!r} of this call was not asked for; declare it, losses.custom(fields=[{name!r}]) or "
                 f"Metric(fields=({name!r},)), and give num_segments where it is of segments"
             )
+        self.read.add(name)
         if name not in self.fields:
             raise KeyError(
                 f"field {name!r} is not in the batch of this call; it has {', '.join(self.fields) or 'none'}"
@@ -84,7 +86,7 @@ class Batch(Mapping[str, Tensor]):
     def segment_sum(self, values: Tensor, name: str = "segments") -> Tensor:
         """Sums of ``values`` [n] over each segment's tokens that count [num_segments]; segment -1 is none."""
         assert self.num_segments is not None
-        ids = self.fields[name]
+        ids = self[name]
         kept = self.mask & (ids >= 0)
         # what belongs nowhere goes into one segment more, which is dropped
         index = torch.where(kept, ids, self.num_segments)
@@ -102,7 +104,7 @@ class Batch(Mapping[str, Tensor]):
                 "a token's place in its segment, which ld_alpha needs, is not known where ranks hold different tokens "
                 "of it; leave it out, or leave out parallel=TokenParallel(...)"
             )
-        ids = self.fields[name]
+        ids = self[name]
         # rows may be moved, but those of a segment that count stand in the caller's order
         groups, order = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62)).sort(stable=True)
         place = torch.arange(len(ids), device=ids.device)
@@ -121,7 +123,7 @@ class Batch(Mapping[str, Tensor]):
 
     def per_token(self, values: Tensor, name: str = "segments") -> Tensor:
         """Each token's segment's value [n] of ``values`` [num_segments], 0 for tokens of segment -1."""
-        ids = self.fields[name]
+        ids = self[name]
         return torch.where(ids >= 0, values[ids.clamp(min=0)], 0.0)
 
 

@@ -52,7 +52,7 @@ def custom(
     reads is found out, and with ``scope="token"`` whether two unequal pieces of them have the same values and
     gradients. ``fields={"my_weights": "token"}`` declares fields of your own (or a ``losses.Field``, where they are not
     floating or have dimensions besides the kind's) and a dense teacher's tensors, ``needs`` a statistic that the
-    function reads in some calls only. Fields read by ``batch.get`` or after ``in`` are optional. ``check=False`` leaves
+    function reads in some calls only. Fields without which it runs too are optional. ``check=False`` leaves
     all this out and takes ``needs``, ``fields`` and ``reads_target`` as they are given.
 
     ``options`` and ``tensors`` are what the function gets as keyword arguments, ``teacher`` how it sees a dense
@@ -87,7 +87,7 @@ def custom(
         if reads_target is None:  # a branch that a field would choose may read what this one did not
             reads_target = of_target or bool(optional)
         statistics |= read
-        required, optional = required - {"target"}, (optional | set(declared)) - {"target"}
+        required, optional = required - {"target"}, optional | set(declared)
     else:
         required = set(declared)
     if "topk_logprobs" in statistics:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -158,50 +158,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 # ---- a loss, when it is made
 
 
-class RecordingStats(dict[str, Tensor]):
-    def __init__(self, values: Mapping[str, Tensor]):
-        super().__init__(values)
-        self.read = set[str]()
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-
-class RecordingBatch(Batch):
-    """``get`` and ``in`` ask whether a field is there: it is optional then, read or not."""
-
-    def __init__(self, made: Mapping[str, Tensor], target: Tensor, vocab: int):
-        self.required, self.optional = set[str](), set[str]()
-        super().__init__(self, target, SEGMENTS, vocab)
-        self.made = {**made, "target": self.__dict__.pop("target")}  # whose attribute is looked up here too, then
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.made:
-            raise KeyError(f"there is no field {name!r}; declare one of your own: fields={{{name!r}: 'token'}}")
-        self.required |= {name} - self.optional
-        return self.made[name]
-
-    def __contains__(self, name: object) -> bool:
-        self.optional |= {str(name)} - self.required
-        return self[str(name)] is not None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("a loss names the fields that it reads: batch cannot be iterated over in losses.custom")
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-
 def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
     """Runs the function on made-up tokens, all at once to see what it reads, and if it claims that a token's value
-    depends on no other token, in two pieces, which must give the same values and gradients."""
+    depends on no other token, in two pieces, which must give the same values and gradients. A field without which it
+    runs too is optional."""
 
     def find(made: Synthetic) -> Reads:
-        at_once, reads = run(where, summand, made, WHOLE)
+        at_once, statistics, read = run(where, summand, made, WHOLE)
         pieces = [run(where, summand, made, piece)[0] for piece in PIECES if summand.scope == "token"]
         for what, found in at_once.items():
             if pieces and not same(found[made.mask], torch.cat([piece[what] for piece in pieces])[made.mask]):
@@ -211,24 +174,39 @@ def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
                     'function draws random numbers or writes into what it reads. Pass scope="segment" if it needs '
                     "other tokens, or compute what is common to the batch before the call and pass it as a field"
                 )
-        return reads
+        required = set[str]()
+        for name in (*read, "target"):
+            try:
+                run(where, summand, made, WHOLE, without=name)
+            except ValueError:
+                required.add(name)
+        return statistics, required, read - required
 
     return found_once(summand, (summand.scope, summand.unit), extra, find)
 
 
-def run(where: str, summand: Summand, made: Synthetic, piece: slice) -> tuple[dict[str, Tensor], Reads]:
-    """The function's values on some of the tokens, and the gradients of their weighted sum; what it read."""
+def run(
+    where: str, summand: Summand, made: Synthetic, piece: slice, without: str = ""
+) -> tuple[dict[str, Tensor], set[str], set[str]]:
+    """The function's values on some of the tokens, and the gradients of their weighted sum; the statistics and fields
+    that it read. ``without``: a field that is not there, or the target."""
     leaves = {name: value[piece].detach().clone() for name, value in made.stats.items()}
     differentiable = {name: leaf.requires_grad_() for name, leaf in leaves.items() if name not in WITHOUT_GRADIENT}
-    stats, tokens, unit = RecordingStats(leaves), piece.stop - piece.start, summand.unit
-    batch = RecordingBatch(made.fields_of(piece), made.target[piece], made.vocab)
+    stats, tokens, unit = Stats(leaves), piece.stop - piece.start, summand.unit
+    fields = {name: value for name, value in made.fields_of(piece).items() if name != without}
+    batch = Batch(fields, made.target[piece], SEGMENTS, made.vocab)
+    if without == "target":
+        del batch.target
     try:
-        values = summand.values(Stats(stats), batch, summand.tensors)
+        values = summand.values(stats, batch, summand.tensors)
+        if unknown := batch.read - made.fields.keys() - {"target"}:  # by ``get`` or ``in``
+            raise KeyError(f"there is no field {min(unknown)!r}")
     except Exception as error:
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(
             f"{where} raised {type(error).__name__} on {tokens} made-up tokens, where it was run to see what it reads: "
-            f"{reason}. If it cannot run on these, pass check=False with needs= and fields="
+            f"{reason}. A field of your own is declared, fields={{'name': 'token'}}. If it cannot run on these, pass "
+            "check=False with needs= and fields="
         ) from error
     if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
         got = getattr(values, "dtype", type(values).__name__)
@@ -250,7 +228,7 @@ def run(where: str, summand: Summand, made: Synthetic, piece: slice) -> tuple[di
         total = torch.where(made.mask[piece], values * made.upstream[piece], 0.0).sum()
     gradients = torch.autograd.grad(total, list(differentiable.values()), allow_unused=True, materialize_grads=True)
     found = {f"gradients to stats.{name}": grad for name, grad in zip(differentiable, gradients, strict=True)}
-    return {"values": values.detach()} | found, (stats.read, batch.required, batch.optional)
+    return {"values": values.detach()} | found, stats.read, batch.read
 
 
 # ---- a loss or a metric of segments, where ranks hold different tokens
