@@ -15,14 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ..call.options import OptionsModule, check_options
 from ..core.checks import flag
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
-from ..parallel import VocabParallel
-from ..parallel.groups import process_group
 
 # an option's name and value to ours; raises for a value that is wrong or refused
 Translation = Callable[[str, Any], dict[str, Any]]
@@ -116,6 +114,7 @@ OPTIONS: dict[str, Translation] = {  # in the order of Apple's module, and ours
     "filter_c_grad": switch(), "impl": implementation, "return_lse": switch(), "memory_budget": same,
     "skip_ignored": same,
 }  # fmt: skip
+ONE_RANK = only(None, reason="give parallel=VocabParallel(group) to chunked_head.linear_cross_entropy")
 
 
 def linear_cross_entropy(
@@ -144,18 +143,15 @@ def linear_cross_entropy(
     Args:
         e, c, targets, bias, ignore_index, softcap, memory_budget, skip_ignored: ``hidden``, ``weight``, ``target`` and
             the rest of ``chunked_head.linear_cross_entropy``.
-        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``: values [...], 0 where a token does
-            not count, without the first ``shift`` positions.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"``: values [...] without the first ``shift`` positions.
         shift: pairs position t of ``e`` with target t + shift; True is 1.
         return_lse: whether to return log-sum-exp too, shaped as unreduced values are and differentiable.
-        filter_eps, filter_e_grad, filter_c_grad: no effect: no part of a gradient is left out as too small. A nonzero
-            threshold is refused.
+        filter_eps, filter_e_grad, filter_c_grad: no part of a gradient is left out; a nonzero threshold is refused.
         accum_e_fp32, accum_c_fp32: either of them sums both gradients over chunks in fp32; without, the plan chooses.
         impl: one of Apple's names, or its enumeration: ``"torch_compile"`` runs in torch's operations, any other on
             the device's own backend, all but ``"cce"`` with fp32 sums.
-        vocab_parallel_options: Apple's ``VocabParallelOptions``: rank by rank, ``c`` and ``bias`` are rows ``start`` to
-            ``stop`` of the classifier. What the ranks hold is exchanged at each call, which waits for it; by
-            ``chunked_head.VocabParallel(rows=)`` it need not be.
+        vocab_parallel_options: None; ``parallel=`` of ``chunked_head.linear_cross_entropy`` is for ranks that share the
+            classifier.
 
     Returns:
         The loss, fp32, or ``(loss, lse)``.
@@ -163,14 +159,12 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as ``chunked_head.linear_cross_entropy``.
     """
-    options = translated(OPTIONS, locals())
+    options = translated(OPTIONS | {"vocab_parallel_options": ONE_RANK}, locals())
     reduction, steps = options.pop("reduction"), options["shift"]
     length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
     if steps >= max(1, length):
         raise ValueError(f"shift must be in [0, {length}), the last dimension of targets, got {shift}")
     options["bias"] = bias
-    if vocab_parallel_options is not None:
-        options["parallel"] = vocab_parallel(vocab_parallel_options, c)
     if not return_lse:
         loss = head.linear_cross_entropy(e, c, targets, reduction=reduction, **options)
         return loss[..., steps:] if reduction == "none" else loss
@@ -192,24 +186,3 @@ class LinearCrossEntropy(OptionsModule):
         self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         return linear_cross_entropy(e, c, targets, bias, **self.options())
-
-
-def vocab_parallel(options: Any, c: Tensor) -> VocabParallel:
-    """This library's way to say what Apple's ``VocabParallelOptions`` do."""
-    start, stop = getattr(options, "start", None), getattr(options, "stop", None)
-    if type(start) is not int or type(stop) is not int:
-        raise TypeError(f"vocab_parallel_options must have start, stop and group, as Apple's have, got {options!r}")
-    group = process_group(options.group, "vocab_parallel_options")
-    every = torch.empty(distributed.get_world_size(group), 3, dtype=torch.int64, device=c.device)
-    distributed.all_gather_into_tensor(
-        every.view(-1), torch.tensor([start, stop, c.shape[0]], device=c.device), group=group
-    )
-    parts, at = every.tolist(), 0
-    for rank, (first, end, rows) in enumerate(parts):
-        if first != at or end - first != rows:
-            raise ValueError(
-                f"vocab_parallel_options of rank {rank} say rows {first} to {end}, where ranks before it end at {at} "
-                f"and its c has {rows} rows; ranks hold the classifier's rows in turn"
-            )
-        at = end
-    return VocabParallel(group, [rows for *_, rows in parts], reduce_dhidden=getattr(options, "reduce_e_grad", True))

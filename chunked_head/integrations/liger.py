@@ -72,10 +72,9 @@ def liger_fused_linear_cross_entropy(
     """Liger's functional of this name: the loss, or a ``CrossEntropyOutput`` where more is asked for.
 
     Args:
-        ce_weight, label_smoothing, ignore_index, reduction, softcap, memory_budget: ``class_weights`` and the rest of
-            ``linear_cross_entropy``. ``memory_budget`` stands for ``chunk_mem_const``, which must be 1.
-        lse_square_scale: coefficient of ``lse ** 2``, its mean over the number of tokens, with ``ce_weight`` too.
-        accum_dtype: of the weight's gradient over chunks; None: as the plan says.
+        ce_weight, lse_square_scale, accum_dtype: ``class_weights``, ``z_loss`` and ``accumulate_dtype`` of
+            ``linear_cross_entropy``; label_smoothing, ignore_index, reduction, softcap by its names.
+        memory_budget: stands for ``chunk_mem_const``, which must be 1.
         use_token_scaling: multiplies a token's values by its own probability, without gradient (DFT).
         return_z_loss, return_token_accuracy, return_predicted_tokens: see ``CrossEntropyOutput``.
 

@@ -36,6 +36,7 @@ from ..functions.divergence import linear_divergence
 from ..functions.logprobs import linear_logprobs
 from ..losses.base import Losses
 from .frameworks import Framework, Place, check_named
+from .huggingface.fused import mean_logits
 
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -95,8 +96,8 @@ class LogProbSeam:
         def at_once(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Outputs]:
             weight, bias = operands(hidden, weight, bias)
             assert foreseen is not None
-            measured = [metrics.entropy()] * entropy + [metrics.accuracy()] * top1
-            total, expected, stats = one_pass(hidden, weight, bias, targets, *foreseen, measured, head)
+            measured = (metrics.entropy(),) * entropy + (metrics.accuracy(),) * top1
+            total, expected, stats = one_pass(hidden, weight, targets, *foreseen, measured, bias=bias, **head)
             values = [stats[name].clone().requires_grad_() for name in ("logprob", *["entropy"] * entropy)]
             found = (*values, *[None] * (4 - len(values)), stats["argmax"] == targets if top1 else None)
             return total, -expected["beta"], found
@@ -163,25 +164,14 @@ class DivergenceSeam:
             ((_, summand),) = loss.terms
             (name,) = summand.needs
             with gathered(teacher_weight, teacher_bias):
-                fields = foreseen[1] | teacher()
-                total, _, stats = one_pass(hidden, weight, bias, None, loss, fields, [metrics.entropy()], head)
+                fields, measured = foreseen[1] | teacher(), (metrics.entropy(),)
+                total, _, stats = one_pass(hidden, weight, None, loss, fields, measured, bias=bias, **head)
             values = stats[name].clone().requires_grad_(), stats["entropy"].clone()
             return total, fields["mask"].to(total.dtype), values
 
         foreseen = loss_of_step(self.losses, len(student_hidden))
         with gathered(student_weight, student_bias):
-            divergence, entropy = inner_graph(run, student_hidden, student_weight, student_bias, foreseen and at_once)
-        assert entropy is not None
-        return divergence, entropy.detach()
-
-
-@torch.no_grad()
-def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[N] fp32 or wider, products with the mean row of the weight: a pass over the logits would take longer."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
-        return mean if bias is None else mean + bias.mean(dtype=dtype)
+            return inner_graph(run, student_hidden, student_weight, student_bias, foreseen and at_once)
 
 
 def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -201,20 +191,14 @@ def gathered(*parameters: Tensor | None) -> Any:
 
 
 def one_pass(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    loss: Losses,
-    fields: dict[str, Tensor],
-    measured: list[metrics.Metric],
-    options: dict[str, Any],
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    hidden: Tensor, weight: Tensor, target: Tensor | None, loss: Losses, batch: dict[str, Tensor],
+    measured: tuple[metrics.Metric, ...], temperature: float, **head: Any,
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
     """The sum of a loss over all tokens, whose gradients exist; its coefficients [N] and the statistics [N]."""
-    given: Any = {"bias": bias, **options}
+    options: Any = head
     call: Call[Any] = call_of(
-        "linear_loss", hidden, weight, target, given, temperature=given.pop("temperature"), losses=loss,
-        metrics=tuple(measured), batch=fields, reduction="sum", result=tuple,
+        "linear_loss", hidden, weight, target, options, temperature=temperature, losses=loss, metrics=measured,
+        batch=batch, reduction="sum", result=tuple,
     )  # fmt: skip
     ran = run_call(call, spec_of(call))
     with torch.no_grad():
@@ -349,12 +333,10 @@ def loss_of_step(kinds: Collection[str], tokens: int) -> Foreseen | None:
         return None
     if found is None:
         return None
-    loss, fields = found
-    mask = fields["mask"].flatten()
-    if len(mask) == tokens:
-        return loss, {name: value.flatten() for name, value in fields.items()}
-    at = mask.nonzero().squeeze(1)
-    return (loss, {name: value.flatten()[at] for name, value in fields.items()}) if len(at) == tokens else None
+    mask = found[1]["mask"]
+    every: Any = slice(None) if mask.numel() == tokens else mask.flatten().nonzero().squeeze(1)
+    fields = {name: value.flatten()[every] for name, value in found[1].items()}
+    return (found[0], fields) if len(fields["mask"]) == tokens else None
 
 
 def with_step(kind: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -412,9 +394,8 @@ def patch_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> 
 
     Args:
         losses: trainers whose gradients are made along with log-probabilities or divergences, in three matmuls instead
-            of four, and for distillation four instead of six: among ``"SFT"`` (nll, dft), ``"GRPO"`` (all but vespo,
-            luspo and sequences' ratios) and ``"Distillation"``. TRL computes loss and metrics as ever. Their loss
-            is foreseen from config and batch, and where TRL's has another gradient, that one is computed, with a
+            of four, and for distillation four instead of six: among ``"SFT"``, ``"GRPO"`` and ``"Distillation"``. TRL
+            computes loss and metrics as ever. Where its gradient is not the foreseen one, it is computed, with a
             warning.
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
             call, as in ``linear_logprobs``. A second ``patch_trl`` puts its options in their place.

@@ -40,13 +40,8 @@ REMEDY = (
 class Agreement:
     """Options of ``patch_model`` for one model, and what came of them; ``print(model.chunked_head)`` shows it.
 
-    Attributes:
-        mechanism: ``"lazy logits"``, or ``"none: "`` and the reason.
-        name: of the head in the model. tied: it shares its weight with the input embeddings.
-        tail: scale, softcap and the rest between head and loss, of the last loss.
-        fused, materialised, reasons: number of losses through this library, number of times that logits were computed
-            instead, and for what. Graphs of ``torch.compile`` do not count.
-        graph_tail, graph_reason: tail and reason of the graph that ran last.
+    ``fused``, ``materialised`` and ``reasons``: number of losses through this library, number of times that logits were
+    computed instead, and for what. Graphs of ``torch.compile`` do not count.
     """
 
     def __init__(
@@ -70,10 +65,11 @@ class Agreement:
         self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
         self.options, self.model = options, model
         self.head: Any = None
+        # "lazy logits", or "none: " and the reason; the head's name in the model; it is the input embeddings' weight
         self.mechanism, self.name, self.tied = "none", "", False
-        self.tail: Tail | None = None
+        self.tail: Tail | None = None  # of the last loss
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
-        # graphs write these and read none that they did not write, so that no graph depends on them
+        # tail and reason of the graph that ran last: graphs read none that they did not write, to depend on none
         self.graph_tail: tuple[float, float | None, int | None, int] | None = None
         self.graph_reason: str | None = None
         self.graph_fused = self.graph_computed = False  # in the forward that runs
@@ -258,15 +254,6 @@ class Agreement:
                 "them to losses.cross_entropy in loss="
             )
         return self.loss
-
-    def check_by_chunks(self) -> None:
-        """Raises for losses that a head whose chunks go through its forward does not take."""
-        terms = () if self.loss is None else self.loss.terms
-        if any(summand.normalizer is not None or summand.reduction is not None for _, summand in terms):
-            raise ValueError(
-                f"loss= with a normalizer or reduction of its own does not go with {self.name}, a "
-                f"{type(self.head).__name__}"
-            )
 
     def takes(self, output: LossOutput) -> None:
         """Adds a call's metrics."""

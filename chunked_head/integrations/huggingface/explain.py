@@ -36,18 +36,14 @@ class Explanation:
     patched: bool = False  # its head is understood
     reason: str = ""  # why it is not patched, or what is not known of a patched one
     head: str = ""  # its name in the model, rows and columns, whether tied to the input embeddings
-    tail: Tail | None = None  # between head and loss: tail.logit_scale, tail.softcap; str(tail) in words
+    tail: Tail | None = None  # scale, softcap and the rest between head and loss
     losses: tuple[str, ...] = ()  # where a forward with labels makes each, as file:line of the model's code
     reads_weight: bool = True  # False: chunks go through the head's own forward
     warnings: tuple[str, ...] = ()  # of the patched model, such as of logits that are computed after all
     tokens: int = 0  # of the call that makes the first loss, on one device
     plan: Plan | None = None  # of that call
-    # the unpatched model's logits, their copy in the loss's dtype and their gradient, which it has at a time and the
-    # patched one has not. What F.cross_entropy keeps for itself is not among them
-    full_bytes: int = 0
-    # bytes of the call at its peak without the gradients and, under autocast, the cast weight, which the unpatched
-    # model makes too
-    extra_bytes: int | None = None
+    full_bytes: int = 0  # of the unpatched model's logits, their copy in the loss's dtype and their gradient
+    extra_bytes: int | None = None  # of the call at its peak, without gradients and a weight that autocast casts
 
     def facts(self) -> list[tuple[str, str]]:
         """The report, line by line: what a line is about, and what it says."""
@@ -91,11 +87,10 @@ def explain_model(
         with torch.device("meta"):
             print(explain_model(LlamaForCausalLM(config), device="sm_90"))
 
-    A copy of the model on the meta device is patched, and its forward runs once with labels there: everything here is
-    what ``patch_model`` itself decides. Hooks are not run.
+    A copy of the model on the meta device is patched, and its forward runs once with labels there, without hooks.
 
     Args:
-        model: as in ``patch_model``, before FSDP shards it. Where its weights lie does not matter.
+        model: as in ``patch_model``, before FSDP shards it.
         tokens: for which the memory is planned.
         inputs: what its forward takes, labels included, of any small size. None: ``input_ids`` and ``labels``.
         autocast: the dtype that the model trains in under ``torch.autocast``.
@@ -174,8 +169,10 @@ def rehearse(model: Any, agreed: Agreement, inputs: Mapping[str, Any] | None, au
     masks = [{key: torch.ones(shape, device="meta") for key in MASKS if key in takes} for shape in shapes]
     failures = []
     for layers, more in itertools.product((True, False), ({}, *masks)):
-        if not layers:
-            without_layers(model)  # what routes tokens to experts looks at numbers too
+        for module in [] if layers else list(model.modules()):
+            for key, child in list(module.named_children()):  # what routes tokens to experts looks at numbers too
+                if isinstance(child, nn.ModuleList) and all(any(layer.children()) for layer in child):
+                    setattr(module, key, nn.ModuleList())
         agreed.rehearsed = []
         try:
             with without_numbers(autocast):
@@ -226,11 +223,3 @@ def hollow(model: nn.Module) -> nn.Module:
             for key in ("forward", OLD_FORWARD):
                 vars(module).pop(key, None)
     return made
-
-
-def without_layers(model: nn.Module) -> None:
-    """Takes the layers out: what stands before the head says nothing of it."""
-    for module in list(model.modules()):
-        for key, child in list(module.named_children()):
-            if isinstance(child, nn.ModuleList) and all(any(layer.children()) for layer in child):
-                setattr(module, key, nn.ModuleList())

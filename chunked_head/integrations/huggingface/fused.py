@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ... import losses
+from ...core.checks import is_dtensor
 from ...functions.cross_entropy import linear_cross_entropy
 from ...functions.logprobs import linear_logprobs
 from ...functions.loss import linear_loss, logits_loss
 from ...losses.base import Losses
-from .source import Source, changed, is_shard, running, version
+from .source import Source, changed, running, version
 from .virtual import Rehearsed, Tail, Virtual, replay, tail_of
 
 BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
@@ -51,7 +52,7 @@ class LazyLoss:
     def from_weight(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss from the head's weight; called inside of the head's call."""
         patch = self.source.patch
-        if is_shard(module._parameters.get("weight")):  # inside of the head's hooks too
+        if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.by_chunks(hidden, forward)
         head = head_of(self.source, self.tail, module)
         if patch.rehearsed is not None:
@@ -89,8 +90,12 @@ class LazyLoss:
     def by_chunks(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
         are more than a matrix (adapters, quantised weights, shards)."""
-        self.source.patch.check_by_chunks()
-        if self.source.patch.rehearsed is not None:
+        patch = self.source.patch
+        terms = () if patch.loss is None else patch.loss.terms
+        if any(summand.normalizer is not None or summand.reduction is not None for _, summand in terms):
+            name = f"{patch.name}, a {type(patch.head).__name__}"
+            raise ValueError(f"loss= with a normalizer or reduction of its own does not go with {name}")
+        if patch.rehearsed is not None:
             return self.rehearse(hidden, None, None)
         rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
         chunk = rows_at_once(self.source.head.columns)
@@ -167,7 +172,7 @@ def cross_entropy(
 def head_of(source: Source, tail: Tail, head: Any) -> dict[str, Any]:
     """The head with what the model does behind it, as options of this library's functions."""
     weight = head.weight  # once: a parametrised one is computed each time
-    if is_shard(weight):
+    if is_dtensor(weight):
         raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
     if weight.shape[0] != source.head.columns:
         raise RuntimeError(
@@ -249,13 +254,8 @@ def reading(v: Virtual) -> Read | None:
     return Read(logits, tail, factor)
 
 
-def statistics(read: Read, ids: Tensor) -> Rows:
-    """Differentiable, inside of the head's call as its hooks want it."""
-    return Rows(*outputs_of(read, ids, lse=True, mean_logit=True))
-
-
 def outputs_of(read: Read, ids: Tensor, **asked: bool) -> tuple[Tensor, ...]:
-    """``linear_logprobs`` for ids [...], with what else is asked of it."""
+    """``linear_logprobs`` for ids [...], with what else is asked of it; inside of the head's call as its hooks want."""
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -271,20 +271,13 @@ def outputs_of(read: Read, ids: Tensor, **asked: bool) -> tuple[Tensor, ...]:
     return found
 
 
-def mean_logits(read: Read) -> Tensor:
-    """Mean logits of a head without a cap [...], fp32 or wider; differentiable, inside of the head's call. The
-    mean of a row is its product with the mean row of the weight: no pass over the logits."""
-    source = read.logits.source
-
-    def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        options = head_of(source, read.tail, head)
-        dtype = wide(hidden.dtype)
-        with torch.autocast(source.device_type, enabled=False):
-            value = hidden.to(dtype) @ options["weight"].mean(0, dtype=dtype)
-            value = value if options["bias"] is None else value + options["bias"].mean(dtype=dtype)
-        return value * read.tail.logit_scale
-
-    return source.inside(read.logits.hidden, inside)
+def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Mean logits of a head without a cap [...], fp32 or wider: products with the mean row of the weight, which take
+    less than a pass over the logits."""
+    dtype = wide(hidden.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
+        return mean if bias is None else mean + bias.mean(dtype=dtype)
 
 
 def gather(v: Virtual, cached: Cached, dim: Any, index: Any) -> Any:
@@ -322,7 +315,15 @@ def sum_of_logprobs(read: Read, cached: Cached) -> Tensor:
 
 
 def mean(read: Read, cached: Cached) -> Tensor:
-    return cached(read, None).mean_logit if read.tail.softcap else mean_logits(read)
+    if read.tail.softcap:
+        return cached(read, None).mean_logit
+    source = read.logits.source
+
+    def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        options = head_of(source, read.tail, head)
+        return mean_logits(hidden, options["weight"], options["bias"]) * read.tail.logit_scale
+
+    return source.inside(read.logits.hidden, inside)
 
 
 # by the name of the tensor's method

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from .fused import LOG_SOFTMAX, STATISTICS, Read, Rows, cross_entropy, log_softmax, nll_loss, statistics
-from .source import changed, is_shard, version
+from ...core.checks import is_dtensor
+from .fused import LOG_SOFTMAX, STATISTICS, Read, Rows, cross_entropy, log_softmax, nll_loss, outputs_of
+from .source import changed, version
 from .virtual import COPIES as PLAIN_COPIES
 from .virtual import IN_PLACE, OPERATORS, VIEWS, Virtual, picks
 
@@ -55,7 +56,7 @@ class LazyLogits(Tensor):
             try:
                 self._real = source.real(self._virtual)
             except RuntimeError as error:
-                if not is_shard(getattr(source.head, "weight", None)):
+                if not is_dtensor(getattr(source.head, "weight", None)):
                     raise
                 raise RuntimeError(
                     f"{source.patch.model}'s logits could not be computed: its head is sharded again; read them right "
@@ -83,7 +84,7 @@ class LazyLogits(Tensor):
             if with_grad == grad and (index is None or (known is index and written == version(index))):
                 return rows
         ids = read.logits.hidden.new_zeros(read.logits.shape[:-1], dtype=torch.int64)
-        rows = statistics(read, ids if index is None else index[..., 0])
+        rows = Rows(*outputs_of(read, ids if index is None else index[..., 0], lse=True, mean_logit=True))
         self._rows = ((index, None if index is None else version(index), grad), rows)
         self._virtual.source.patch.fuses(read.tail)
         return rows

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...core.checks import is_dtensor
 from ...losses.base import Losses
 from ...losses.user_checks import Function
 from ...metrics import Metric, all_reduce
@@ -30,7 +31,7 @@ from .head import (
     watcher,
 )
 from .lazy_logits import LazyLogits, TracedLogits
-from .source import HEADS, PATCH, Source, is_shard, running, watch_optimizers
+from .source import HEADS, PATCH, Source, running, watch_optimizers
 from .virtual import Virtual
 
 REPORT = "chunked_head"  # the attribute of a patched model
@@ -57,8 +58,7 @@ def patch_model(
     without the logits, for any model with ``get_output_embeddings()``: while labels are given, its head returns lazy
     logits that remember what the model does to them (casts, scales, caps, slices, reshapes), and the model's own call
     of ``F.cross_entropy`` becomes ``linear_cross_entropy``. Whatever else is done with them computes them, as before,
-    and says where, once. No copy of any model's code is involved, ``num_items_in_batch``, ``logits_to_keep``, auxiliary
-    losses and generation are the model's own.
+    and says where, once. All of the model's code stays its own.
 
         model = patch_model(AutoModelForCausalLM.from_pretrained(name))
         Trainer(model, ...).train()
@@ -66,17 +66,15 @@ def patch_model(
 
     Args:
         model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
-        loss: what to compute instead of the cross-entropy: a sum of ``chunked_head.losses`` that need only labels,
-            such as ``losses.cross_entropy() + 1e-4 * losses.z_loss()``, reduced as the model reduces its own, or a
-            function as in ``linear_loss``. It stands for what the model computes inside of its forward;
-            ``F.cross_entropy(output.logits, ...)`` stays plain.
+        loss: what to compute instead of the cross-entropy inside of the forward: a sum of ``chunked_head.losses`` that
+            need only labels, reduced as the model reduces its own, or a function as in ``linear_loss``.
         metrics: of ``chunked_head.metrics`` that need only labels, from the same softmax pass: summed on the device
             over forwards until ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. ``loss``
             and ``metrics`` raise in a training step whose forward is given no labels.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
             ``"always"``: in every forward that is given no ``past_key_values``, for log-probabilities without gradient
-            too (a reference model, scoring); generation goes on as before.
+            too (a reference model, scoring).
         logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
             error after it) and have no gradient of the loss. None: the output has none where labels were given in
             training; in evaluation they are lazy, for ``compute_metrics``.
@@ -89,8 +87,8 @@ def patch_model(
         options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
         warning that says why (an error where it was given a loss or metrics).
 
-    Where every label is -100 the loss is 0 with zero gradients rather than nan. Where somebody's forward or backward
-    hook on the head is to see logits they are computed, and said to be. Traced or exported, the model is the plain one.
+    Where every label is -100 the loss is 0 with zero gradients rather than nan. Where a hook on the head is to see
+    logits they are computed, and said to be. Traced or exported, the model is the plain one.
 
     Raises:
         TypeError, ValueError: for options that are none or wrong; ``loss`` or ``metrics`` that need more than labels; a
@@ -126,7 +124,7 @@ def unpatch_model(model: Model) -> Model:
     inner = the_model(model, "unpatch_model")
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement):
-        release(agreed)
+        make_plain(agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.class_before):
         loosen(inner)
         inner.__class__ = inner.class_before
@@ -235,25 +233,18 @@ def settle(agreed: Agreement, model: nn.Module, head: Any) -> None:
     make_lazy(head, agreed)
 
 
-def release(agreed: Agreement) -> None:
-    """Makes the head what it was."""
-    if agreed.head is not None:
-        make_plain(agreed.head, agreed)
-    agreed.head = None
-
-
 def find_again(agreed: Agreement, model: Any) -> Any:
     """The head, which may be another module by now: resized, set, adapted. None where there is none any more."""
     try:
         head = find_head(model)
     except NotUnderstood as reason:
-        release(agreed)
+        make_plain(agreed)
         agreed.refuse(str(reason))
         return None
     if getattr(model, "_is_replica", False):
         return head  # nn.DataParallel's, for this forward
     if head is not agreed.head:
-        release(agreed)
+        make_plain(agreed)
         settle(agreed, model, head)
     if head.__dict__.get(PATCH) is not agreed:
         make_lazy(head, agreed)
@@ -270,10 +261,11 @@ def make_lazy(head: nn.Module, patch: Any) -> None:
     watch_optimizers()
 
 
-def make_plain(head: nn.Module, patch: Any) -> None:
+def make_plain(agreed: Agreement) -> None:
     """Gives a head its class back. Where another framework has built on ours, ours stays and does nothing. A head that
     another patched model shares stays lazy."""
-    if head.__dict__.get(PATCH) is not patch:
+    head, agreed.head = agreed.head, None
+    if head is None or head.__dict__.get(PATCH) is not agreed:
         return
     del head.__dict__[PATCH]
     HEADS.discard(head)
@@ -284,8 +276,7 @@ def make_plain(head: nn.Module, patch: Any) -> None:
 
 
 def is_hollow(hidden: Any) -> bool:
-    """True for hidden states without numbers: on the meta device, or torch's fake tensors, as tools use them that run a
-    model for its sizes."""
+    """True on the meta device, and for fake tensors of tools that run a model for its sizes."""
     fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
     return hidden.is_meta or fake
 
@@ -346,7 +337,7 @@ class LazyHead:
             return unwrapped(self).reads_weight
         # a quantised weight is a tensor of a class of its own
         numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
-        return self.plain and not hides(self) and (numbers or is_shard(self.weight))
+        return self.plain and not hides(self) and (numbers or is_dtensor(self.weight))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the class before, until a patched model's forward finds them."""
@@ -371,13 +362,11 @@ def log_metrics(trainer: Any) -> Any:
         model = patch_model(model, metrics=[metrics.entropy(), metrics.accuracy()])
         log_metrics(Trainer(model, ...)).train()      # {"loss": ..., "entropy": ..., "accuracy": ...}
 
-    Each logged value is that of all tokens since the last log, over all ranks, no average of averages: those of
-    training with ``loss``, those of an evaluation with ``eval_loss`` as ``eval_entropy``. Values are read from the
-    device when they are logged, and no earlier. No callback: reporters that come before it would not see them.
+    Each logged value is that of all tokens since the last log, over all ranks: those of training with ``loss``, those
+    of an evaluation with ``eval_loss`` as ``eval_entropy``. Values are read from the device when they are logged.
 
     Raises:
-        ValueError: the trainer's model is not patched, or measures nothing. A trainer that makes its loss outside of
-        the model's forward raises at its first step.
+        ValueError: the trainer's model is not patched, or measures nothing.
     """
     agreed = getattr(base_model(trainer.model), "chunked_head", None)
     if not isinstance(agreed, Agreement) or not agreed.measured:
@@ -390,7 +379,9 @@ def log_metrics(trainer: Any) -> Any:
 
     @functools.wraps(log)
     def with_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        prefix = evaluated(logs)
+        # "eval_" with eval_loss; None for logs of training
+        losses = (key for key in logs if key.endswith("_loss") and key != "train_loss")
+        prefix = next((key.removesuffix("loss") for key in losses), None)
         if prefix is not None or "loss" in logs:
             found = all_reduce(agreed.take_metrics(training=prefix is None))
             logs |= {f"{prefix or ''}{name}": value.value.item() for name, value in found.items()}
@@ -399,8 +390,3 @@ def log_metrics(trainer: Any) -> Any:
     with_metrics.logs_metrics = True  # type: ignore[attr-defined]
     trainer.log = with_metrics
     return trainer
-
-
-def evaluated(logs: dict[str, float]) -> str | None:
-    """The prefix of an evaluation's logs: ``"eval_"`` with ``eval_loss``; None for those of training."""
-    return next((key[: -len("loss")] for key in logs if key.endswith("_loss") and key != "train_loss"), None)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...core.checks import is_dtensor
 from .virtual import Virtual, replay
 
 ROWS_AT_ONCE = 1024  # of real logits where a row's result is all that stays
@@ -31,10 +30,6 @@ def running(head: Any) -> Any:
         return patch if patch is not None and patch.lazy else None
     found = FORWARDS.get((threading.get_ident(), id(head)))
     return patch if found is None and patch is not None and patch.traced else found
-
-
-def is_shard(weight: Any) -> bool:
-    return is_dtensor(weight)
 
 
 def version(tensor: Tensor) -> int | None:
@@ -107,8 +102,7 @@ class Source:
     @contextlib.contextmanager
     def state(self) -> Iterator[None]:
         """The state in which the head was called, for logits that are read later."""
-        cast = torch.autocast(self.device_type, dtype=self.autocast, enabled=self.autocast is not None)
-        with self.grad_mode(), cast:
+        with self.grad_mode(), torch.autocast(self.device_type, self.autocast, self.autocast is not None):
             yield
 
     @contextlib.contextmanager
