@@ -119,16 +119,9 @@ def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCal
 
 
 def row_views(logits: Tensor) -> list[Tensor]:
-    """[rows, vocab] views that together are [..., vocab], in order."""
-    if mergeable(logits):
+    """[rows, vocab] views that together are [..., vocab], in order: one where one stride reaches all rows."""
+    leading = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size != 1]
+    pairs = itertools.pairwise(leading if logits.shape[-1] == 1 else leading[:-1])
+    if logits.numel() == 0 or all(outer == size * inner for (_, outer), (size, inner) in pairs):
         return [logits.view(-1, logits.shape[-1])]
     return [view for part in logits for view in row_views(part)]
-
-
-def mergeable(logits: Tensor) -> bool:
-    """True where one stride reaches all rows."""
-    leading = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size != 1]
-    leading = leading if logits.shape[-1] == 1 else leading[:-1]
-    return logits.numel() == 0 or all(
-        outer == size * inner for (_, outer), (size, inner) in itertools.pairwise(leading)
-    )

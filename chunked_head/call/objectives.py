@@ -25,7 +25,7 @@ WITHOUT_GRADIENT = ("argmax", "top_k_logprobs", "top_k_ids")  # of values per to
 
 def objective_of(tokens: Tokens) -> Objective:
     """The sum of losses as one number, or for each token, or statistics of each token."""
-    call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.tokens
+    call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
         # ranks that hold different tokens are not about to make different calls of them, or all of them raise
         agree(call_fields(tokens) | {"vocab": str(call.vocab)}, parallel.group, call.device, "TokenParallel")

@@ -58,14 +58,14 @@ def check_skip_ignored(skip_ignored: bool | str) -> None:
         raise ValueError(f'skip_ignored must be True, False or "wait", got {skip_ignored!r}')
 
 
-def kind(argument: str, described: str, *types: type) -> Callable[[Any], None]:
-    """The check of a value of one of these types, or None."""
+def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
+    if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
+        raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
 
-    def check(value: Any) -> None:
-        if value is not None and not isinstance(value, types):
-            raise TypeError(f"{argument} must be {described} or None, got {type(value).__name__}")
 
-    return check
+def check_fp8_weight(fp8_weight: QuantisedWeight | None) -> None:
+    if fp8_weight is not None and not isinstance(fp8_weight, QuantisedWeight):
+        raise TypeError(f"fp8_weight must be what chunked_head.quantise made, or None, got {type(fp8_weight).__name__}")
 
 
 def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], Any]:
@@ -178,13 +178,9 @@ class Call(Generic[Result]):
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
     precision: str | None = option(choice("precision", None, "fp8"))
-    fp8_weight: QuantisedWeight | None = option(  # noqa: RUF009
-        kind("fp8_weight", "what chunked_head.quantise made", QuantisedWeight), decides="call"
-    )
+    fp8_weight: QuantisedWeight | None = option(check_fp8_weight, decides="call")  # noqa: RUF009
     backend: str | None = option(choice("backend", *checks.BACKENDS))
-    parallel: VocabParallel | TokenParallel | None = option(  # noqa: RUF009
-        kind("parallel", "a VocabParallel, a TokenParallel", VocabParallel, TokenParallel)
-    )
+    parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
     inplace: bool = option(functools.partial(flag, "inplace"), False)
     # the loss
     reduction: str = option(choice("reduction", "mean", "sum", "none"), "mean")
@@ -224,9 +220,9 @@ class Call(Generic[Result]):
             self.outputs = ("values",)
         # how ranks share the batch, and the vocabulary, where they do
         if isinstance(parallel, VocabParallel):
-            self.tokens = parallel.tokens
+            self.token_parallel = parallel.tokens
         else:
-            self.tokens, self.shard = parallel, None
+            self.token_parallel, self.shard = parallel, None
             self.vocab = self.local_vocab if self.vocab_size is None else self.vocab_size
 
     @functools.cached_property
@@ -276,8 +272,9 @@ class Call(Generic[Result]):
 
     def check_ranks(self) -> None:
         """Raises where options do not go with ranks that share the vocabulary, or hold other tokens."""
-        logits, ranks, tokens = self.weight is None, 1 if self.shard is None else self.shard.parallel.ranks, self.tokens
-        reduces = self.shard is None or self.shard.parallel.reduce_dhidden
+        logits, ranks, reduces, tokens = self.weight is None, 1, True, self.token_parallel
+        if self.shard is not None:
+            ranks, reduces = self.shard.parallel.ranks, self.shard.parallel.reduce_dhidden
         sharded, summed = self.sequence_sharded, reduces and torch.is_grad_enabled() and self.rows.requires_grad
         checks.refuse({
             "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "

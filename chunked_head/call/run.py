@@ -56,9 +56,7 @@ def run(call: Call[Any], spec: Spec) -> Outcome:
     return Outcome(outputs, made.plan, tokens, made.objective, found[0].stats)
 
 
-def prepared(
-    tokens: Tokens, wanted: Wanted | None = None
-) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Tensor | None, ...]]:
+def prepared(tokens: Tokens, wanted: Wanted | None = None) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Any, ...]]:
     """The tokens in the order in which they run, the call on them, and its operands: hidden states [tokens,
     hidden], weight and bias, or logits. ``wanted``: other gradients than autograd asks for here and now."""
     call, spec = tokens.call, tokens.spec

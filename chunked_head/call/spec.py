@@ -90,7 +90,7 @@ def spec_of(call: Call[Any]) -> Spec:
         checks.check_factor("upstream", call.upstream, call.device)
     if call.fp8_weight is not None and call.weight is not None:
         call.fp8_weight.of(call.weight)
-    if call.tokens is not None:
+    if call.token_parallel is not None:
         for part in parts_of(call):
             what = "loss" if isinstance(part, Summand) else "metric"
             check_over_ranks(part, what, frozenset(spec.wanted), spec.known)
@@ -241,26 +241,21 @@ def structure_at(
     given = call.losses, call.metrics, call.plain_temperature, call.vocab, columns, teacher_vocab
     structure, demand = structure_of(*given)
     if call.outputs and call.outputs != ("values",):
-        demand = demand_of(demand, call.outputs, call.top_k)
+        squares, entropy, mean = (name in call.outputs for name in ("log_sum_sq_probs", "entropy", "mean_logit"))
+        view = 0 if demand.pairing is None else demand.pairing.view
+        # the square of a probability is one at half the temperature
+        views = (*demand.views, View(2.0)) if squares else demand.views
+        demand = demand._replace(
+            views=views, entropy=tuple([entropy and i == view for i in range(len(views))]), weighted_sum=mean,
+            top="argmax" in call.outputs, top_k=call.top_k or 0,
+            rank_one=demand.pairing is None and not (entropy or mean or squares),
+        )  # fmt: skip
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
     if "kept_ids" in wanted:
         # exponentials would be relative to a target's logit, which is not there for rows that keep columns
         demand = demand._replace(rank_one=False)
     return structure, demand
-
-
-def demand_of(needed: Demand, outputs: Sequence[str], top_k: int | None) -> Demand:
-    """The statistics behind the values that a call returns for each token; ``needed``: by its losses."""
-    squares, entropy, mean = "log_sum_sq_probs" in outputs, "entropy" in outputs, "mean_logit" in outputs
-    view = 0 if needed.pairing is None else needed.pairing.view
-    # the square of a probability is one at half the temperature
-    views = (*needed.views, View(2.0)) if squares else needed.views
-    return needed._replace(
-        views=views, entropy=tuple([entropy and i == view for i in range(len(views))]), weighted_sum=mean,
-        top="argmax" in outputs, top_k=top_k or 0,
-        rank_one=needed.pairing is None and not (entropy or mean or squares),
-    )  # fmt: skip
 
 
 def check_losses(call: Call[Any]) -> None:

@@ -37,7 +37,7 @@ from .tokens import Packing
 #                                                 |                   buffer that is used for every chunk
 #                       store.statistics -------> lse, logprob, ... [n] s each         of this rank's columns
 #                                                 |
-#                       merge_over_ranks -------> lse, logprob, ... [n] s each         of the vocabulary: one message
+#                       shard.merge ------------> lse, logprob, ... [n] s each         of the vocabulary: one message
 #                                                 |                                    of all ranks' statistics
 #   batch fields [n] -- objective.visit --------> values of losses and metrics, summed up
 #                       (arithmetic)              |
@@ -71,7 +71,7 @@ def sweep(
         return stats, grads
     store, rows_of, spans = call.begin(given, head, stats, grads, known is not None)
     pairs = objective.demand.pairing is not None
-    values = not (pairs and call.teacher_last)  # else a teacher's statistics come with the gradients
+    last = call.plan is not None and call.plan.teacher_last  # a teacher's statistics come with the gradients
     closed = call.spans is not None and call.multiplies  # no other tokens belong to a span's segments
 
     def filled(at: slice) -> tuple[Rows, RowStats]:
@@ -79,8 +79,10 @@ def sweep(
         store.fill(rows, out)
         store.statistics(rows, out)
         if call.shard is not None:
-            merge_over_ranks(call, store, rows, out)
-        if pairs and values:
+            target = rows.target if call.kept is None else call.every_target[rows.tokens]
+            of_rows = rows.hidden, target, rows.columns, call.token_checks[rows.tokens]
+            call.shard.merge(call.backend.merge_ranks, *of_rows, out, objective.demand, store.known_targets)
+        if pairs and not last:
             store.pair_statistics(rows, out)
             if call.shard is not None:
                 call.shard.add_pairs(out)
@@ -91,7 +93,7 @@ def sweep(
         if known is None:
             for at in span:
                 rows, out = filled(at)
-            coefficients = objective.visit(stats, every, grads is not None, closed, values)
+            coefficients = objective.visit(stats, every, grads is not None, closed, not last)
         else:
             rows, out, coefficients = rows_of(every), stats.at(every), known[1].at(every)
         if grads is None:
@@ -109,16 +111,6 @@ def sweep(
         if grads.over_ranks is not None:
             grads.over_ranks.wait()
     return stats, grads
-
-
-def merge_over_ranks(call: "LocalCall", store: Store, rows: Rows, out: RowStats) -> None:
-    """Statistics of this rank's columns become those of the vocabulary."""
-    shard, demand, merge = call.shard, call.objective.demand, call.backend.merge_ranks
-    assert shard is not None
-    checks = call.token_checks[rows.tokens]
-    target = rows.target if call.kept is None else call.every_target[rows.tokens]
-    of_rows = rows.hidden, target, rows.columns, checks
-    shard.merge(merge, *of_rows, out, demand, store.known_targets)
 
 
 # The work of one sweep: the store of the call's chunks, the rows that go into it, and spans: chunks that wait for the
@@ -139,7 +131,6 @@ class LocalCall:
     gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
     spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
     inplace: bool = False  # the gradient overwrites the logits
-    teacher_last = False
 
     # statistics of all tokens, and gradients where the forward pass makes them
     forward: ClassVar[Callable[..., tuple[RowStats, Gradients | None]]]
@@ -241,10 +232,6 @@ class HeadCall(LocalCall):
         if sizes.fp8:
             fp8 = self.backend.quantised(weight) if fp8 is None else fp8._replace(values=fp8.values[: sizes.vocab])
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
-
-    @property
-    def teacher_last(self) -> bool:  # type: ignore[override]
-        return self.plan.teacher_last
 
     def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:
         """Statistics of all tokens, and gradients where the forward pass makes them."""

@@ -26,7 +26,7 @@ from ..call.run import Grads, kernel_context, on_device, prepared, run
 from ..call.spec import Spec, spec_of
 from ..call.streams import Streams
 from ..call.sweep import HeadCall
-from ..call.tokens import Tokens, tokens_of
+from ..call.tokens import tokens_of
 from ..core.checks import INFINITY, NUMBERS, PACKAGE, is_dtensor
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats, at_targets
@@ -163,14 +163,6 @@ def switched_off() -> Any:
     return found
 
 
-def begun(
-    asked: Call[Any], spec: Spec, wanted: Sequence[bool]
-) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Any, ...]]:
-    """The beginning of both operators."""
-    of_hidden, of_weight, of_bias = (*wanted, False, False)[:3]
-    return prepared(tokens_of(asked, spec), (of_hidden, of_weight, of_bias))
-
-
 def comes_late(asked: Call[Any]) -> bool:
     """True where ``backward`` makes the gradients."""
     return bool(asked.outputs) or asked.weight is None
@@ -181,7 +173,8 @@ def comes_late(asked: Call[Any]) -> bool:
 def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     with torch.no_grad(), kernel_context(operands[0].device):
         asked, spec = recipe_of(key).call(operands, others)
-        tokens, call, of = begun(asked, spec, wanted)
+        of_hidden, of_weight, of_bias = (*wanted, False, False)[:3]
+        tokens, call, of = prepared(tokens_of(asked, spec), (of_hidden, of_weight, of_bias))
         objective = call.objective
         stats, grads = call.forward(*of)
         outputs = objective.outputs(stats)
@@ -269,7 +262,8 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     with torch.no_grad(), kernel_context(operands[0].device):
         asked, spec = recipe_of(key).call(operands, others)
-        tokens, call, of = begun(asked, spec, wanted)
+        of_hidden, of_weight, of_bias = (*wanted, False, False)[:3]
+        tokens, call, of = prepared(tokens_of(asked, spec), (of_hidden, of_weight, of_bias))
         names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):

@@ -44,27 +44,23 @@ class Recipe:
         arguments = {name: restored(value, others) for name, value in self.arguments}
         if len(operands) > 2:
             arguments["bias"] = operands[2]
-        check_in_graph(arguments)
+        if arguments.get("accumulate_into") is not None:
+            raise ValueError(
+                "accumulate_into does not go with torch.compile, whose graphs hold operators that change none of their "
+                "arguments; leave it None there, or call from outside of the compiled function"
+            )
+        skip_ignored = arguments.get("skip_ignored")
+        if skip_ignored == "wait":
+            raise ValueError('skip_ignored="wait" does not go with torch.compile: a graph waits for nothing; use True')
         with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
             call = TASKS[self.function](*operands[:2], **arguments)
             spec = spec_of(call)
-        if arguments.get("skip_ignored") and not spec.backend.bounds_rows:
+        if skip_ignored and not spec.backend.bounds_rows:
             raise ValueError(
                 "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
                 "that count out, and a graph's tensors do not change their sizes by what is in them"
             )
         return call, spec
-
-
-def check_in_graph(arguments: Mapping[str, Any]) -> None:
-    """Raises for options that an operator of a graph cannot keep."""
-    if arguments.get("accumulate_into") is not None:
-        raise ValueError(
-            "accumulate_into does not go with torch.compile, whose graphs hold operators that change none of their "
-            "arguments; leave it None there, or call from outside of the compiled function"
-        )
-    if arguments.get("skip_ignored") == "wait":
-        raise ValueError('skip_ignored="wait" does not go with torch.compile: a graph waits for nothing; use True')
 
 
 def described(value: Any, tensors: list[Tensor]) -> tuple:

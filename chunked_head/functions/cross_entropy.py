@@ -92,9 +92,9 @@ def linear_cross_entropy(
         "linear_cross_entropy", hidden, weight, target, options, losses=plain_loss(label_smoothing, z_loss),
         reduction=reduction, normalizer=normalizer, upstream=upstream, shares_denominator=True, result=first_output,
     )  # fmt: skip
-    if class_weights is None and token_weights is None:
-        return call
-    return with_weights(call, label_smoothing, z_loss, class_weights, token_weights)
+    if token_weights is not None:
+        call.batch = {"token_weights": token_weights}
+    return call if class_weights is None else with_class_weights(call, label_smoothing, z_loss, class_weights)
 
 
 def plain_loss(label_smoothing: float, z_loss: float) -> Losses:
@@ -112,16 +112,10 @@ def z_term(z_loss: float) -> Losses:
     return z_loss * losses.z_loss() if z_loss else NO_LOSSES
 
 
-def with_weights(
-    call: Call[Tensor],
-    label_smoothing: float,
-    z_loss: float,
-    class_weights: Tensor | None,
-    token_weights: Tensor | None = None,
+def with_class_weights(
+    call: Call[Tensor], label_smoothing: float, z_loss: float, class_weights: Tensor | None
 ) -> Call[Tensor]:
-    """The call, of hidden states or of logits, with weights of classes and tokens."""
-    if token_weights is not None:
-        call.batch = {"token_weights": token_weights}
+    """The call, of hidden states or of logits, with weights of classes."""
     if class_weights is not None:
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
         call.losses = loss + z_term(z_loss)

@@ -11,7 +11,7 @@ from ..core import checks
 from ..core.checks import is_dtensor
 from ..parallel.dtensor import complete, local_logits
 from ..parallel.groups import TokenParallel, VocabParallel
-from .cross_entropy import first_output, in_graph_cross_entropy, plain_loss, with_weights
+from .cross_entropy import first_output, in_graph_cross_entropy, plain_loss, with_class_weights
 
 
 class CrossEntropyLoss(OptionsModule):
@@ -106,7 +106,7 @@ def logits_cross_entropy(
         softcap=softcap, logit_scale=logit_scale, inplace=inplace, vocab_size=vocab_size, parallel=parallel,
         backend=backend, losses=plain_loss(label_smoothing, z_loss), shares_denominator=True, result=first_output,
     )  # fmt: skip
-    return with_weights(call, label_smoothing, z_loss, complete("weight", class_weights))
+    return with_class_weights(call, label_smoothing, z_loss, complete("weight", class_weights))
 
 
 IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy

@@ -1,7 +1,7 @@
 """Arguments that stand for fields of the batch: candidates in the place of the vocabulary, lengths of segments."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,7 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
     lengths, tokens = numbers(segment_lengths), math.prod(call.leading)
     if call.num_segments is not None or "segments" in (batch or {}):
         raise ValueError("segment_lengths say which tokens are a segment: leave out num_segments and batch['segments']")
-    if call.tokens is not None or call.sequence_sharded:
+    if call.token_parallel is not None or call.sequence_sharded:
         raise ValueError(
             "segment_lengths are of all tokens of the batch, and with TokenParallel or sequence_sharded=True each rank "
             "holds others: pass batch['segments'] and num_segments"
@@ -65,13 +65,19 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
             f"segment_lengths must be of one segment or more and add up to the tokens, {tokens}, padding and prompts "
             f"among them, got {len(lengths)} that add up to {sum(lengths)}, the least {min(lengths, default=0)}"
         )
-    fields, pairs = dict(batch or {}), pairs_of(batch or {})
-    if pairs is not None:
+    fields, together = dict(batch or {}), tuple[tuple[int, ...], ...]()
+    pairs = fields.get("pairs")
+    if isinstance(pairs, Tensor) and pairs.dim() == 2:  # else the call says what is wrong with them
+        if pairs.device.type != "cpu":
+            raise ValueError(
+                f"batch['pairs'] must be on the CPU beside segment_lengths, got {pairs.device}: the host decides by "
+                "segments that belong together where chunks end"
+            )
+        together = tuple(map(tuple, pairs.tolist()))
         fields["pairs"] = pairs.to(call.device, non_blocking=True)
     counts = torch.tensor(lengths).to(call.device, non_blocking=True)
     ids = torch.arange(len(lengths), device=call.device)
     fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(call.leading)
-    together = () if pairs is None else tuple(map(tuple, pairs.tolist()))
     return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, together))
 
 
@@ -88,16 +94,3 @@ def numbers(lengths: Any) -> tuple[int, ...]:
     if not isinstance(given, Sequence) or not all(type(one) is int for one in given):
         raise TypeError(f"segment_lengths must be a list of ints or an int tensor on the CPU, got {lengths!r}")
     return tuple(given)
-
-
-def pairs_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """``batch["pairs"]`` on the CPU, if it is there; what else is wrong with it, the call says."""
-    pairs = batch.get("pairs")
-    if not isinstance(pairs, Tensor) or pairs.dim() != 2:
-        return None
-    if pairs.device.type != "cpu":
-        raise ValueError(
-            f"batch['pairs'] must be on the CPU beside segment_lengths, got {pairs.device}: the host decides by the "
-            "segments that belong together where chunks end"
-        )
-    return pairs

@@ -111,7 +111,11 @@ def plan(
         "deterministic=True goes with 2 ranks where hidden takes a gradient" + got:
             deterministic and hidden_grad and ranks > 2,
     })  # fmt: skip
-    added_to = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
+    sums, buffer_dtype = sum_dtype(weight_dtype or dtype), None
+    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, sums):
+        raise ValueError(f"accumulate_into must be False, True or {sums} for this weight, got {accumulate_into!r}")
+    if accumulate_into is not False and weight_grad:
+        buffer_dtype = sums
     place, absent = place_of(device)
     chosen = backend_of(backend, place)
     chosen.check(place, dtype, "dtype")
@@ -171,7 +175,7 @@ def plan(
         traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
     sizes = sizes_of(
         call, spec, tokens, (hidden_grad, weight_grad, learns_bias), teacher, copied=skip_ignored, skips=skip_ignored,
-        by_segments=segment_lengths and spec.by_segments, buffer_dtype=added_to, **traits,
+        by_segments=segment_lengths and spec.by_segments, buffer_dtype=buffer_dtype, **traits,
     )  # fmt: skip
     return make_plan(sizes, spec.request)
 
@@ -189,13 +193,3 @@ def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | Non
             "device must be a torch.device or its name, such as 'cuda:0', or a GPU's architecture "
             f"({', '.join(GPUS)}); got {device!r}"
         ) from error
-
-
-def buffer_dtype(accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of the caller's buffer, None without one."""
-    allowed = sum_dtype(weight_dtype)
-    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, allowed):
-        raise ValueError(
-            f"accumulate_into must be False, True or {allowed} for a weight of {weight_dtype}, got {accumulate_into!r}"
-        )
-    return allowed if accumulate_into is not False else None
