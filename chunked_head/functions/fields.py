@@ -65,15 +65,15 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
             f"segment_lengths must be of one segment or more and add up to the tokens, {tokens}, padding and prompts "
             f"among them, got {len(lengths)} that add up to {sum(lengths)}, the least {min(lengths, default=0)}"
         )
-    fields, together = dict(batch or {}), tuple[tuple[int, ...], ...]()
+    fields, together = dict(batch or {}), tuple[tuple[int, int], ...]()
     pairs = fields.get("pairs")
-    if isinstance(pairs, Tensor) and pairs.dim() == 2:  # else the call says what is wrong with them
+    if isinstance(pairs, Tensor) and pairs.shape[1:] == (2,):  # else the call says what is wrong with them
         if pairs.device.type != "cpu":
             raise ValueError(
                 f"batch['pairs'] must be on the CPU beside segment_lengths, got {pairs.device}: the host decides by "
                 "segments that belong together where chunks end"
             )
-        together = tuple(map(tuple, pairs.tolist()))
+        together = tuple([(one, other) for one, other in pairs.tolist()])
         fields["pairs"] = pairs.to(call.device, non_blocking=True)
     counts = torch.tensor(lengths).to(call.device, non_blocking=True)
     ids = torch.arange(len(lengths), device=call.device)
