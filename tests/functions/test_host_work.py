@@ -15,8 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, quantise
 from chunked_head.arithmetic import objective
-from chunked_head.call import function, spec
-from chunked_head.call import run as call
+from chunked_head.call import run, spec
 from chunked_head.compile import operation
 from chunked_head.functions import quantise as functions_quantise
 
@@ -134,7 +133,7 @@ def test_kernels_are_launched_on_the_gpu_of_the_tensors(call: Call, monkeypatch:
         assert inside[0], "a kernel goes to the current GPU"
         original(*args, **kwargs)
 
-    for module in (function, operation, functions_quantise):
+    for module in (run, operation, functions_quantise):
         monkeypatch.setattr(module, "on_device", entered)
     monkeypatch.setattr(GridExecutor, "__call__", watched)
     call(*operands("cpu"), "triton")
@@ -176,9 +175,9 @@ def test_calls_alike_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_calls_that_differ_in_numbers_share_a_spec_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.SPECS.clear()
-    checked, planned = mock.Mock(side_effect=spec.build), mock.Mock(side_effect=call.make_plan)
+    checked, planned = mock.Mock(side_effect=spec.build), mock.Mock(side_effect=run.make_plan)
     monkeypatch.setattr(spec, "build", checked)
-    monkeypatch.setattr(call, "make_plan", planned)
+    monkeypatch.setattr(run, "make_plan", planned)
     hidden, weight, target = torch.randn(9, 8), torch.randn(40, 8), torch.randint(40, (9,))
     for x in (0.1, 0.2, 0.3, 0.1):
         loss = losses.cross_entropy(label_smoothing=x) + x * losses.entropy(temperature=1 + x)

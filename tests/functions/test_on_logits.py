@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from budget import assert_within_budget
 from cases import PLACES, Place, upstream_like
-from logits_cases import made_logits, made_target
+from logits_cases import made_logits, made_target, on_logits
+from loss_cases import LOSS_CASES, LossCase, inputs_of
 from tiers import Turn, crossed
 from torch import Tensor
 from tracking import Tracker
@@ -171,62 +172,46 @@ def test_many_rows_on_a_gpu() -> None:
 
 LARGE = 256 * 40000
 TILES = 14 * 4 * TILE_ELEMENTS  # bytes; the logits are 20 or 41 MB
-MEMORY_LOSSES: dict[str, losses.Losses] = {
-    "cross-entropy": losses.cross_entropy(),
-    "smoothing": losses.cross_entropy(label_smoothing=0.1) + losses.z_loss(),
-    "two-temperatures": losses.cross_entropy() - 0.1 * losses.entropy(temperature=2.0),
-    "teacher": losses.cross_entropy() + losses.forward_kl() + losses.jsd(),
-    "top-k": losses.topk_kl() + losses.entropy(),
-    "segments": losses.gspo(),
-}
+MEMORY_CASES = [
+    case for case in LOSS_CASES
+    if case.name in ("cross-entropy", "sum", "two-temperatures", "jsd", "mixed", "topk-and-dense", "gspo")
+]  # fmt: skip
 
 
-def memory_inputs(
-    device: str, dtype: torch.dtype, shape: tuple[int, int] = (256, 40000)
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    rows, vocab = shape
-    logits, target = made_logits(rows, vocab, dtype=dtype, device=device), made_target(vocab, rows, device=device)
-    fields = {
-        "teacher_logits": made_logits(rows, vocab, dtype=dtype, device=device, seed=9),
-        "teacher_ids": torch.randint(0, vocab, (rows, 4)).to(device),
-        "teacher_logprobs": torch.full((rows, 4), -2.0, device=device),
-        "segments": (torch.arange(rows) * 7 // rows).to(device),
-        "old_logprobs": torch.full((rows,), -10.0, device=device),
-        "advantages": made_logits(rows, device=device),
-    }
-    return logits, target, fields
+def memory_inputs(case: LossCase, device: str, dtype: torch.dtype, **sizes: int) -> tuple[Tensor, dict[str, Any]]:
+    """Logits and the other arguments of ``logits_loss``."""
+    inputs = inputs_of(case, dtype, device, **sizes)
+    logits, batch, head = on_logits(case, inputs, dtype)
+    more = {"target": inputs.target, "loss": case.losses, "batch": batch, "num_segments": inputs.num_segments}
+    return logits.requires_grad_(), head | more
 
 
 @crossed(
-    place=[place for place in PLACES if place.id != "triton-interpreted"], name=MEMORY_LOSSES, inplace=[False, True],
+    place=[place for place in PLACES if place.id != "triton-interpreted"], case=MEMORY_CASES, inplace=[False, True],
     dtype=Turn((torch.float32, torch.bfloat16)),
 )  # fmt: skip
 def test_nothing_as_large_as_the_logits_but_the_gradient(
-    place: Place, name: str, inplace: bool, dtype: torch.dtype
+    place: Place, case: LossCase, inplace: bool, dtype: torch.dtype
 ) -> None:
-    logits, target, fields = memory_inputs(place.device, dtype)
-    x = logits.requires_grad_().view_as(logits) if not inplace else logits.requires_grad_() * 1.0
-    how: dict[str, Any] = {"batch": fields, "num_segments": 7, "inplace": inplace, "backend": place.backend}
-    with Tracker(x, logits, target, *fields.values(), large=LARGE) as forward:
-        out = logits_loss(x, target, MEMORY_LOSSES[name], **how)
+    logits, given = memory_inputs(case, place.device, dtype, tokens=256, vocab=40000)
+    x = logits * 1.0 if inplace else logits.view_as(logits)
+    with Tracker(x, logits, *given["batch"].values(), large=LARGE) as forward:
+        out = logits_loss(x, inplace=inplace, backend=place.backend, **given)
     assert forward.most_large == 0
     assert forward.peak_bytes < TILES
-    with Tracker(x, logits, target, *fields.values(), large=LARGE) as backward:
+    with Tracker(x, logits, *given["batch"].values(), large=LARGE) as backward:
         (grad,) = torch.autograd.grad(out.loss, x)
     assert backward.most_large == (0 if inplace else 1)
     assert (grad.data_ptr() == x.data_ptr()) == inplace
     assert backward.peak_bytes < TILES + LARGE * dtype.itemsize * backward.most_large
 
 
-@crossed(place=TRITON_PLACES, inplace=[False, True], name=MEMORY_LOSSES)
-def test_only_kernels_touch_the_logits(place: Place, inplace: bool, name: str) -> None:
-    logits, target, fields = memory_inputs(place.device, torch.float32, (24, 1030))
-    x = logits.requires_grad_() * 1.0
-    with Tracker(x, logits, target, *fields.values(), large=x.numel()) as tracker:
-        out = logits_loss(
-            x, target, MEMORY_LOSSES[name], batch=fields, num_segments=7, inplace=inplace, backend=place.backend
-        )
-        torch.autograd.grad(out.loss, x)
+@crossed(place=TRITON_PLACES, inplace=[False, True], case=MEMORY_CASES)
+def test_only_kernels_touch_the_logits(place: Place, inplace: bool, case: LossCase) -> None:
+    logits, given = memory_inputs(case, place.device, torch.float32, tokens=24, vocab=1030)
+    x = logits * 1.0
+    with Tracker(x, logits, *given["batch"].values(), large=x.numel()) as tracker:
+        torch.autograd.grad(logits_loss(x, inplace=inplace, backend=place.backend, **given).loss, x)
     assert tracker.most_large == (0 if inplace else 1)
     # the interpreter's own: set_ and copy_; a few columns of each row: gather
     assert tracker.large_operations <= {"new_empty", "view", "alias", "detach", "slice", "set_", "copy_", "gather"}
