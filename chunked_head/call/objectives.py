@@ -64,7 +64,7 @@ def objective_of(tokens: Tokens) -> Objective:
         table = factors[0].unsqueeze(0)
     else:
         # each count in memory of its own: a caller may add other ranks' to it in place
-        numbers = spec.backend.put_numbers([*factors, *counts], [*left, *[1.0] * len(counts)])
+        numbers = torch.stack([*map(times, factors, left), *counts])
         table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
     fields = fields_of(tokens, table, weights)
     if rank_sums is not None and spec.coupled:

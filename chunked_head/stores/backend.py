@@ -99,7 +99,7 @@ class Backend:
     def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
         """The store of a plan's chunks, or where statistics are ``known`` of its blocks. ``every``: the call's rows as
         given."""
-        return TorchStore(head, plan, known)
+        return TorchStore(head, plan, every, known)
 
     quantise_ = staticmethod(quantise_)
 
@@ -118,10 +118,6 @@ class Backend:
         sums = torch.stack([row * (inverse if i < parts else one_or_nan) for i, row in enumerate(table.sum(1))])
         first, *others = [total * c for total, c in zip(sums[:parts], coefficients, strict=True)]
         return sum(others, first), sums
-
-    def put_numbers(self, numbers: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
-        """Numbers [] times factors, [numbers]."""
-        return torch.stack([one if f == 1.0 else one * f for one, f in zip(numbers, factors, strict=True)])
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""

@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,6 @@ from ..core.private import private
 from ..kernels.common.memory import empty
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
-
-
-class Scaling(Protocol):
-    """A backend's functions that scale gradients."""
-
-    def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
-    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +124,10 @@ class Gradients:
         self.weight, self.buffers = None, (None, self.buffers[1])
 
     def finish(
-        self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, sizes: Sizes
+        self, backend: Any, factors: Sequence[Tensor], one_or_nan: Tensor, sizes: Sizes
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients times the last factors, in the inputs' dtypes; each buffer is freed before the next is returned.
+        """Gradients times the last factors, by a ``Backend``, in the inputs' dtypes; each buffer is freed before the
+        next is returned.
 
         The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
         """
@@ -166,24 +160,37 @@ def gradient_buffer_of(
         return None
     if isinstance(accumulate_into, GradientBuffer):
         return accumulate_into
-    if wanted:
-        check_weight(weight)
+    checks.refuse({
+        "accumulate_into takes the gradient of weight, and weight has been computed from other tensors, which would "
+        "get none; pass the parameter itself, or leave accumulate_into=None": wanted and not weight.is_leaf,
+        "weight has hooks (register_hook) that are to see its gradient, and accumulate_into adds that unseen; remove "
+        "them, use register_post_accumulate_grad_hook, or leave accumulate_into=None":
+            wanted and getattr(weight, "_backward_hooks", None),
+    })  # fmt: skip
+    buffer: Any = accumulate_into
     if isinstance(accumulate_into, str):
-        buffer = named(accumulate_into, weight)
-        check_buffer(f"weight.{accumulate_into} (accumulate_into)", buffer, weight, others)
-        attribute: str | None = accumulate_into
+        buffer, attribute = getattr(weight, accumulate_into, None), accumulate_into
+        label, keep = f"weight.{attribute} (accumulate_into)", "; zero_grad(set_to_none=False) keeps it"
+        if buffer is None:
+            raise ValueError(
+                f"accumulate_into={attribute!r} names weight.{attribute}, which is not there; make it before the call, "
+                f"such as weight.{attribute} = torch.zeros_like(weight, dtype={sum_dtype(weight.dtype)})"
+                + keep
+                * (attribute == "grad")
+            )
     else:
-        buffer = accumulate_into
-        check_buffer("accumulate_into", buffer, weight, others)
-        if not wanted:
-            return None
-        attribute = next((a for a in ("grad", "main_grad") if getattr(weight, a, None) is buffer), None)
+        label, attribute = "accumulate_into", ""
+        if wanted:
+            attribute = next((a for a in ("grad", "main_grad") if getattr(weight, a, None) is buffer), "")
+    check_buffer(label, buffer, weight, others)
+    if not wanted:
+        return None
     if attribute == "main_grad" and getattr(weight, "overwrite_main_grad", False):
         raise ValueError(
             "weight.overwrite_main_grad is set: its main_grad is to be overwritten, and accumulate_into adds; clear "
             "the flag and zero main_grad, or leave accumulate_into=None"
         )
-    return GradientBuffer(weight, buffer, attribute)
+    return GradientBuffer(weight, buffer, attribute or None)
 
 
 def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None) -> None:
@@ -192,31 +199,6 @@ def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None)
             "accumulate_into must be a tensor, the name of an attribute of weight or None, got "
             f"{type(accumulate_into).__name__}"
         )
-
-
-def check_weight(weight: Tensor) -> None:
-    """Raises where hooks or a graph have to see the weight's gradient."""
-    if not weight.is_leaf:
-        raise ValueError(
-            "accumulate_into takes the gradient of weight, and weight has been computed from other tensors, which "
-            "would get none; pass the parameter itself, or leave accumulate_into=None"
-        )
-    if getattr(weight, "_backward_hooks", None):
-        raise ValueError(
-            "weight has hooks (register_hook) that are to see its gradient, and accumulate_into adds that unseen; "
-            "remove them, use register_post_accumulate_grad_hook, or leave accumulate_into=None"
-        )
-
-
-def named(name: str, weight: Tensor) -> Tensor:
-    buffer = getattr(weight, name, None)
-    if buffer is None:
-        keep = "; zero_grad(set_to_none=False) keeps it" if name == "grad" else ""
-        raise ValueError(
-            f"accumulate_into={name!r} names weight.{name}, which is not there; make it before the call, such as "
-            f"weight.{name} = torch.zeros_like(weight, dtype={sum_dtype(weight.dtype)}){keep}"
-        )
-    return buffer
 
 
 def sum_dtype(weight_dtype: torch.dtype) -> torch.dtype:
@@ -234,14 +216,13 @@ def check_buffer(label: str, buffer: Tensor, weight: Tensor, others: dict[str, T
             "own, such as weight.main_grad"
         )
     checks.check_device(label, buffer, weight.device, "weight")
-    if not buffer.is_contiguous():
-        raise ValueError(f"{label} must be contiguous, got strides {buffer.stride()}; make it by torch.zeros")
-    if buffer.is_neg():
-        raise ValueError(
-            f"{label} is lazily negated, and what is added to its memory would be too; make it by torch.zeros"
-        )
-    if buffer.requires_grad:
-        raise ValueError(f"{label} must not require a gradient, got requires_grad=True; pass {label}.detach()")
+    checks.refuse({
+        f"{label} must be contiguous, got strides {buffer.stride()}; make it by torch.zeros":
+            not buffer.is_contiguous(),
+        f"{label} is lazily negated, and what is added to its memory would be too; make it by torch.zeros":
+            buffer.is_neg(),
+        f"{label} must not require a gradient, got requires_grad=True; pass {label}.detach()": buffer.requires_grad,
+    })  # fmt: skip
     first, last = bytes_of(buffer)
     for argument, tensor in {**others, "weight": weight}.items():
         if tensor is None or not tensor.numel():

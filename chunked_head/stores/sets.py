@@ -5,7 +5,6 @@ A row's set is some entries, one for each of its columns (``core.stats.Kept``); 
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,9 +15,10 @@ from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .operands import Head, Kept, Rows, Sets
 from .store import LogitsView, Store
-from .torch_store import scratch_buffers, slope, transform_, wide_dtype
+from .torch_store import scratch_buffers, slope, softmax_term, transform_, wide_dtype
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
+NOWHERE = {"start": torch.inf, "rest": 0.0, "start2": torch.inf, "rest2": 0.0}  # a softmax whose probabilities are 0
 
 
 class SetStore(Store):
@@ -47,10 +47,7 @@ class SetStore(Store):
         count, device = len(kept.columns), head.weight.device
         self.logits = torch.empty(count, dtype=self.wide, device=device)
         self.dlogits = torch.empty(count, dtype=self.wide, device=device)
-        if views:
-            self.pick_logits()
-        else:
-            self.make_logits()
+        self.pick_logits() if views else self.make_logits()
         if self.kept.bias is not None:
             self.logits += self.kept.bias if self.scale is None else self.kept.bias * self.scale
 
@@ -84,8 +81,7 @@ class SetStore(Store):
         self.logits.fill_(-torch.inf)
         for some, _ in self.views:
             here, rows, columns = self.among(some.tokens)
-            picked = some.hidden[rows, columns]
-            self.logits.copy_(torch.where(here, picked.to(self.wide), self.logits))
+            self.logits.copy_(torch.where(here, some.hidden[rows, columns].to(self.wide), self.logits))
         self.transform_logits_()
 
     def transform_logits_(self) -> None:
@@ -115,7 +111,7 @@ class SetStore(Store):
     def softmax_stats(self, at: slice, out: RowStats) -> None:
         """Statistics of the softmaxes of rows ``at``."""
         place, count, x = self.place(at), at.stop - at.start, self.logits
-        has, none = self.kept.has[at], torch.iinfo(torch.int64).max
+        none = torch.iinfo(torch.int64).max
 
         def summed(values: Tensor) -> Tensor:
             return values.new_zeros(count + 1).index_add_(0, place, values)[:count]
@@ -123,12 +119,7 @@ class SetStore(Store):
         def largest(values: Tensor) -> Tensor:
             return x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, values, "amax")
 
-        def put(name: str, value: Tensor) -> None:
-            into = getattr(out, name)
-            into.copy_(torch.where(has, value.to(into.dtype), into.new_zeros(()) if self.kept.everywhere else into))
-
-        target_logit = summed(torch.where(self.at_target, x, 0.0))
-        put("target_logit", target_logit)
+        found = {"target_logit": summed(torch.where(self.at_target, x, 0.0))}
         for suffix, view in zip(("", "2"), self.demand.views, strict=False):
             scaled = x * view.ratio
             top = largest(scaled)
@@ -136,18 +127,19 @@ class SetStore(Store):
             e = z.exp()
             total, top = summed(e), top[:count]
             log_sum = total.log()
-            put("lse" + suffix, top + log_sum)
-            put("start" + suffix, top)
-            put("rest" + suffix, -log_sum)
-            put("logprob" + suffix, (target_logit * view.ratio - top) - log_sum)
-            if getattr(out, "entropy" + suffix) is not None:
-                put("entropy" + suffix, log_sum - summed(torch.where(e > 0, e * z, 0.0)) / total)
+            logprob = (found["target_logit"] * view.ratio - top) - log_sum
+            entropy = log_sum - summed(torch.where(e > 0, e * z, 0.0)) / total
+            each = {"lse": top + log_sum, "start": top, "rest": -log_sum, "logprob": logprob, "entropy": entropy}
+            found |= {name + suffix: value for name, value in each.items()}
         if out.top is not None:
             top = largest(x)
             first = torch.where(x == top[place], self.kept.columns.long(), none)
             ids = torch.full_like(top, none, dtype=torch.int64).scatter_reduce_(0, place, first, "amin")[:count]
-            put("top", top[:count])
-            put("argmax", torch.where(ids == none, 0, ids))
+            found |= {"top": top[:count], "argmax": torch.where(ids == none, 0, ids)}
+        for name, into in out.named().items():
+            if name in found:
+                other = into.new_zeros(()) if self.kept.everywhere else into
+                into.copy_(torch.where(self.kept.has[at], found[name].to(into.dtype), other))
 
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         """Gradients of the entries' logits of rows ``at``, into ``dlogits``."""
@@ -156,31 +148,24 @@ class SetStore(Store):
         grad = torch.zeros_like(self.logits)
         views = ((stats.start, stats.rest, c.alpha, c.eta), (stats.start2, stats.rest2, c.alpha2, c.eta2))
         for view, (start, rest, alpha, eta) in zip(self.demand.views, views, strict=False):
-            if alpha is None or start is None or rest is None:
-                continue
-            log_p = (self.logits * view.ratio - start[row]) + rest[row]
-            p = log_p.exp()
-            factor = alpha[row] if eta is None else alpha[row] + eta[row] * log_p
-            grad += torch.where(p > 0, p * factor, 0.0)
+            if alpha is not None and start is not None and rest is not None:
+                log_p = (self.logits * view.ratio - start[row]) + rest[row]
+                grad += softmax_term(log_p, alpha[row], None if eta is None else eta[row])
         if c.beta is not None:
             grad -= torch.where(self.at_target, c.beta[row], 0.0)
         grad = grad * slope(self.logits, self.head, self.scale)
         self.dlogits.copy_(torch.where(place < at.stop - at.start, grad, self.dlogits))
 
-    def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
-        """The entries' gradients for rows ``at``."""
-        if not self.demand.columns_only:
-            self.softmax_grad(at, stats, coefficients)
-        elif coefficients.columns is not None:
-            here = slice(at.start * self.demand.columns, at.stop * self.demand.columns)
-            bend = slope(self.logits, self.head, self.scale)
-            grad = coefficients.columns.flatten() * (bend[here] if isinstance(bend, Tensor) else bend)
-            self.dlogits[here] = grad.masked_fill(self.kept.columns[here] < 0, 0.0)
-
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         """Gradients of hidden states, or of logits that exist; the weight's wait for ``finish``."""
         at = rows.tokens
-        self.differentiate(at, stats, coefficients)
+        if not self.demand.columns_only:
+            self.softmax_grad(at, stats, coefficients)
+        elif coefficients.columns is not None:
+            own = slice(at.start * self.demand.columns, at.stop * self.demand.columns)
+            scale = None if self.scale is None else self.scale[own]
+            grad = coefficients.columns.flatten() * slope(self.logits[own], self.head, scale)
+            self.dlogits[own] = grad.masked_fill(self.kept.columns[own] < 0, 0.0)
         if grads.hidden is None:
             return
         for some, gradient in self.views:
@@ -244,23 +229,18 @@ class WithSets(Store):
         self.sets.statistics(rows, out)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
+        # rows that keep a set have probabilities and coefficients of 0 here
+        has, named = self.sets.kept.has[rows.tokens], stats.named()
+        nowhere = {name: named[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in named}
+        factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()}
         # sums over ranks begin where a row is complete
-        without = without_sets(self.sets.kept.has[rows.tokens], stats, coefficients)
-        self.store.add_gradients(rows, *without, grads.of_this_rank())
+        whole = grads.of_this_rank()
+        self.store.add_gradients(rows, RowStats.of(named | nowhere), Coefficients.of(factors), whole)
         self.sets.add_gradients(rows, stats, coefficients, grads)
 
     def finish(self, grads: Gradients) -> None:
         self.store.finish(grads)
         self.sets.finish(grads)
-
-
-def without_sets(has: Tensor, stats: RowStats, coefficients: Coefficients) -> tuple[RowStats, Coefficients]:
-    """Statistics and coefficients with probabilities and coefficients of 0 in rows that keep a set, where ``has``."""
-    found = replace(stats, start=stats.start.masked_fill(has, torch.inf), rest=stats.rest.masked_fill(has, 0.0))
-    if stats.start2 is not None and stats.rest2 is not None:
-        second = stats.start2.masked_fill(has, torch.inf), stats.rest2.masked_fill(has, 0.0)
-        found = replace(found, start2=second[0], rest2=second[1])
-    return found, Coefficients(**{name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()})
 
 
 def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:

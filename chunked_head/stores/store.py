@@ -82,8 +82,9 @@ class MatmulStore(Store):
         columns += min(columns, sizes.teacher_columns) * sizes.teacher_made
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
-    def __init__(self, head: Head, plan: Plan, tiled: bool):
-        self.head, self.plan, self.tiled = head, plan, tiled
+    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
+        """``every``: the call's rows as given."""
+        self.head, self.plan, self.every, self.tiled = head, plan, every, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
         # logits in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
@@ -112,8 +113,7 @@ class MatmulStore(Store):
                         sums.mul_(gain)
                     if sums is not dhidden:
                         dhidden.copy_(sums)
-                    if grads.over_ranks is not None:
-                        grads.hidden_done(at)
+                    grads.hidden_done(at)
             if dweight is not None:
                 self.add_dweight(dlogits, rows, dweight, first and grads.fresh, gain)
             if dbias is not None:

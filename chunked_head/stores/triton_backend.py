@@ -34,7 +34,7 @@ from .backend import Backend, Targets
 from .matmul import sums_halves
 from .operands import Head, Kept, Rows, Sets, TeacherHead
 from .sets import SetStore
-from .store import Store
+from .store import MatmulStore, Store
 from .triton_relative import FastStore, RelativeStore
 from .triton_store import (
     TMA_BYTES,
@@ -56,11 +56,9 @@ class TritonSets(SetStore):
     buffers, tile_buffers = Store.buffers, Store.tile_buffers
 
     def make_logits(self) -> None:
-        head, kept = self.head, self.kept
-        made = transform(head, self.rows.scale)
-        statistics.dot_columns(
-            self.logits, self.rows.hidden, head.weight, kept.columns, head.bias, made, kept.rows, -math.inf
-        )
+        head, kept, made = self.head, self.kept, transform(self.head, self.rows.scale)
+        of_rows = self.rows.hidden, head.weight, kept.columns, head.bias, made, kept.rows
+        statistics.dot_columns(self.logits, *of_rows, -math.inf)
 
     def entries(self, at: slice) -> KeptEntries:
         return KeptEntries(self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at])
@@ -94,10 +92,6 @@ class TritonSets(SetStore):
         products.add_rows(out, rows, self.kept.columns, self.dlogits, self.kept.rows)
 
 
-def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
-    statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
-
-
 def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:
     """True for a head that our matmuls read: 16-bit as ``dtype``, contiguous, its rows on 16 bytes."""
     aligned = weight.data_ptr() % TMA_BYTES == weight.shape[1] * dtype.itemsize % TMA_BYTES == 0
@@ -115,7 +109,6 @@ class TritonBackend(Backend):
     view_store = GivenView
     clean_rows = staticmethod(statistics.clean_rows)
     merge_ranks = staticmethod(merge_ranks)
-    kept_sets = staticmethod(kept_sets)
     read_fields = staticmethod(statistics.read_fields)
     quantise_ = staticmethod(statistics.quantise)
 
@@ -126,10 +119,9 @@ class TritonBackend(Backend):
             return super().sum_rows(table, inverse, one_or_nan, coefficients)
         return statistics.sum_rows(table, inverse, one_or_nan, coefficients)
 
-    def put_numbers(self, numbers: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
-        if len(numbers) > statistics.MOST_NUMBERS:
-            return super().put_numbers(numbers, factors)
-        return statistics.put_numbers(numbers, factors)
+    @staticmethod
+    def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+        statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         if device.type != "cuda" and not INTERPRETED:
@@ -166,11 +158,10 @@ class TritonBackend(Backend):
         }  # fmt: skip
 
     def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
-        if known and plan.sizes.grads_in_matmul:
-            return GradStore(head, plan)
-        if known or not plan.sizes.own_matmul:
-            return LogitsStore(head, plan, known)
-        return FastStore(head, plan, every) if plan.sizes.store is FastStore else RelativeStore(head, plan)
+        store: type[MatmulStore] = plan.sizes.store
+        if known:
+            store = GradStore if plan.sizes.grads_in_matmul else LogitsStore
+        return store(head, plan, every, known)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(source, dtype=dtype)
@@ -179,10 +170,9 @@ class TritonBackend(Backend):
         return out
 
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        there = [source for source in sources if source.numel()]
-        factor, one_or_nan = (*factors, None)[:2]
-        for i in range(0, len(there), 2):
-            gradients.scale(there[i], there[i], factor, one_or_nan, *there[i + 1 : i + 2])
+        for source in sources:
+            if source.numel():
+                gradients.scale(source, source, *factors)
 
 
 TRITON = TritonBackend()

@@ -62,8 +62,8 @@ class RelativeStore(HalfStore):
             shape = rows, pairing.forward_kl + pairing.entropy, cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
             yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
 
-    def __init__(self, head: Head, plan: Plan):
-        super().__init__(head, plan, tiled=False)
+    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(head, plan, every, tiled)
         sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or sizes.keeps_sweep
@@ -75,8 +75,8 @@ class RelativeStore(HalfStore):
         self.tile = gpu.logits_tile(rows)
         strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
         self.strips = Strips.empty(
-            rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
-            two and demand.entropy[1],
+            rows, strip_count, device, shifted_sum=demand.entropy[0], weighted_sum=demand.weighted_sum,
+            top=demand.top, sum2=two, shifted_sum2=two and demand.entropy[1],
         )  # fmt: skip
         if self.arrived is not None:
             parts, place = part_sums(sizes, rows) // 4, self.strips.sums()
@@ -111,7 +111,6 @@ class RelativeStore(HalfStore):
         )  # fmt: skip
         if self.known_targets and head.add_targets is not None:
             head.add_targets(out.target_logit)  # other ranks' part
-        self.quantise(rows)
         self.stored_strips = strips = self.strips.of_rows(count)
         if out.column_logits is not None:
             assert rows.columns is not None
@@ -122,7 +121,7 @@ class RelativeStore(HalfStore):
                 stored = stored.view(self.sizes.dtype)
             self.stored = Stored(stored, strips.offset)
         statistics.exp_logits(
-            stored, strips, *self.operands(rows, head), head.bias, head.class_weights,
+            stored, strips, *self.operands(rows, head, True), head.bias, head.class_weights,
             None if self.level is None else out.target_logit, rows.target, made, self.tile, *self.second,
             counted_of(rows), out.target_logit,
         )  # fmt: skip
@@ -138,25 +137,19 @@ class RelativeStore(HalfStore):
                 outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2 or vocab, ratio2, True
             )
         if self.demand.pairing is not None and not self.plan.teacher_last:
-            self.teacher_stats(rows, out)
+            self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), teacher_outputs(out))
 
-    def teacher_stats(self, rows: Rows, out: RowStats) -> None:
-        """Logits of a teacher and its statistics."""
-        self.teacher_stored = self.store_teacher(rows, teacher_outputs(out))
-
-    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
-        teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
-        assert teacher is not None
-        if teacher.logits is not None:
-            return self.given_teacher(rows, slice(columns), normalize)
-        assert teacher.hidden is not None and teacher.weight is not None
-        buffer, made = self.teacher_buffer[:count, :columns], transform(teacher, rows.scale)
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
+        teacher, count = rows.teacher, rows.target.shape[0]
+        if teacher is None or teacher.hidden is None or teacher.weight is None or normalize is None:
+            return super().teacher_logits(rows, columns, normalize)
+        buffer, made = self.teacher_buffer[:count, columns], transform(teacher, rows.scale)
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, made, self.teacher_tile,
             counted=counted_of(rows),
         )  # fmt: skip
-        statistics.merge_strips(normalize, None, strips, None, None, columns)
+        statistics.merge_strips(normalize, None, strips, None, None, columns.stop)
         return Stored(buffer, strips.offset)
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
@@ -169,7 +162,7 @@ class RelativeStore(HalfStore):
         # divergence too
         for at in slices(len(dlogits), self.teacher_rows):
             some, out = rows.at(at), stats.at(at)
-            self.teacher_stats(some, out)
+            self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), teacher_outputs(out))
             forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
             self.differentiate_(
                 dlogits[at], stored.at(at), head, 0, some, out, coefficients.at(at), self.teacher_stored,
@@ -241,22 +234,20 @@ class FastStore(RelativeStore):
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (sizes.tokens * 4 + at_once * 24,), BYTE, LOOP, LOOP)
 
-    def __init__(self, head: Head, plan: Plan, every: Rows):
-        """``every``: the call's rows as given."""
-        super().__init__(head, plan)
-        self.hidden, self.target, sizes = every.hidden, every.target, self.sizes
+    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(head, plan, every, tiled)
         if self.buffer is None:
             return
         device = head.weight.device
         # exponentials of the gradient are relative to them on every rank
         self.known_targets = True
         self.level, self.softmax_factor = empty(2, self.rows, dtype=torch.float32, device=device).unbind()
-        self.target_factor = empty(sizes.tokens, dtype=torch.float32, device=device)
+        self.target_factor = empty(self.sizes.tokens, dtype=torch.float32, device=device)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         at, exp = rows.tokens, self.stored.logits
         assert self.level is not None
-        softmax_factor, target_factor = self.softmax_factor, self.target_factor_from(at.start)
+        softmax_factor, target_factor = self.softmax_factor, self.target_factor[at.start :]
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
             exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
@@ -271,20 +262,17 @@ class FastStore(RelativeStore):
             self.add_dweight(exp, rows, grads.weight, rows.first == 0 and grads.fresh)
             if rows.order is not None and rows.source is not None:
                 # hidden states of all ranks' tokens are here for this chunk only
-                self.add_target_rows(rows.source, rows.target, at, grads.weight, rows.order)
+                self.add_target_rows(rows.source, rows.target, rows.first, grads.weight, rows.order)
                 self.gathered = True
 
     def finish(self, grads: Gradients) -> None:
         if grads.weight is not None and not self.gathered:
-            self.add_target_rows(self.hidden, self.target, slice(0, self.sizes.tokens), grads.weight, None)
+            self.add_target_rows(self.every.hidden, self.every.target, 0, grads.weight, None)
 
     def add_target_rows(
-        self, hidden: Tensor, target: Tensor, at: slice, d_weight: Tensor, order: Tensor | None
+        self, hidden: Tensor, target: Tensor, first: int, d_weight: Tensor, order: Tensor | None
     ) -> None:
         """The targets' terms of the weight's gradient, once the products with the chunk's exponentials are done."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
-        products.add_rows(d_weight, hidden, target, self.target_factor_from(at.start), order)
-
-    def target_factor_from(self, token: int) -> Tensor:
-        return self.target_factor[token:] if token else self.target_factor
+        products.add_rows(d_weight, hidden, target, self.target_factor[first:], order)

@@ -1,7 +1,7 @@
 """Stores in Triton kernels: fp32 logits that cuBLAS makes, and gradients of blocks whose statistics are known."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -79,12 +79,13 @@ class KernelStore(MatmulStore):
 
     stored: Stored
     teacher_stored: Stored  # of the same rows
-    tie: float | None = None
+    made_teacher: Callable[[Rows, TeacherHead, slice], Stored]  # where the caller gives no logits
     clean_rows = staticmethod(statistics.clean_rows)
 
-    def __init__(self, head: Head, plan: Plan, tiled: bool):
-        super().__init__(head, plan, tiled)
-        self.tie = TIE if self.sizes.dtype.itemsize == 2 else None
+    @property
+    def tie(self) -> float | None:
+        """Relative difference of probabilities that count as equal."""
+        return TIE if self.sizes.dtype.itemsize == 2 else None
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
         """In fp16 the largest gradient of a logit becomes about 64: that keeps the probabilities of a 128K vocabulary
@@ -111,11 +112,14 @@ class KernelStore(MatmulStore):
             self.teacher_stored, (out.teacher_start, out.teacher_rest), pairing.columns, pairing.beta, self.tie,
         )  # fmt: skip
 
-    def given_teacher(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
-        """A teacher's logits that the caller has given; ``normalize`` receives what makes log-probabilities of them."""
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
+        """A teacher's logits, the caller's or made; ``normalize`` receives what makes log-probabilities of them."""
         teacher = rows.teacher
-        assert teacher is not None and teacher.logits is not None
-        stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
+        assert teacher is not None
+        if teacher.logits is None:
+            stored = self.made_teacher(rows, teacher, columns)
+        else:
+            stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
         if normalize is not None:
             statistics.row_stats(normalize, stored, stored.logits.shape[1])
         return stored
@@ -164,8 +168,8 @@ class KernelStore(MatmulStore):
 class LogitsStore(KernelStore):
     """fp32 logits that cuBLAS makes; the gradient of 16-bit operands is written, 16-bit wide, over their bytes."""
 
-    def __init__(self, head: Head, plan: Plan, tiled: bool):
-        super().__init__(head, plan, tiled)
+    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(head, plan, every, tiled)
         device = head.weight.device
         self.buffer = torch.empty(self.rows * self.columns, dtype=torch.float32, device=device)
         if self.sizes.teacher_made:
@@ -218,18 +222,10 @@ class LogitsStore(KernelStore):
         transform_(x, None, self.head, rows.scale)
         out.copy_(x.masked_fill_(ids < 0, 0.0))
 
-    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
-        teacher = rows.teacher
-        assert teacher is not None
-        if teacher.logits is not None:
-            return self.given_teacher(rows, columns, normalize)
+    def made_teacher(self, rows: Rows, teacher: TeacherHead, columns: slice) -> Stored:
         assert teacher.hidden is not None and teacher.weight is not None
         bias = None if teacher.bias is None else teacher.bias[columns]
-        weight = teacher.weight[columns]
-        stored = self.raw_logits(rows, teacher.hidden, weight, bias, teacher, self.teacher_buffer)
-        if normalize is not None:
-            statistics.row_stats(normalize, stored, stored.logits.shape[1])
-        return stored
+        return self.raw_logits(rows, teacher.hidden, teacher.weight[columns], bias, teacher, self.teacher_buffer)
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient of the raw logits of a tile: of the chunk filled last, or of logits made here."""
@@ -249,20 +245,22 @@ class LogitsStore(KernelStore):
 class GivenView(LogitsStore):
     """A view of logits that exist already, in the place of what a matmul makes of hidden states."""
 
+    tie = None
+
     def __init__(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
         self.head, self.demand, self.vocab, self.gradient_of = head, demand, rows.hidden.shape[1], gradient
         self.stored = Stored(rows.hidden, None, None, transform(head, rows.scale))
 
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
         assert self.demand.pairing is not None
-        self.teacher_stored = self.given_teacher(rows, slice(0, self.demand.pairing.columns), None)
+        self.teacher_stored = self.teacher_logits(rows, slice(0, self.demand.pairing.columns), None)
         super().pair_statistics(rows, out)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         assert self.gradient_of is not None
         pairing, teacher = self.demand.pairing, None
         if pairing is not None:
-            teacher = self.given_teacher(rows, slice(0, pairing.columns), None)
+            teacher = self.teacher_logits(rows, slice(0, pairing.columns), None)
         self.differentiate_(self.gradient_of, self.stored, self.head, 0, rows, stats, coefficients, teacher)
 
 
@@ -278,25 +276,23 @@ class HalfStore(KernelStore):
         else:
             yield from super().tile_buffers(sizes, rows, columns)
 
-    def __init__(self, head: Head, plan: Plan, tiled: bool):
-        super().__init__(head, plan, tiled)
+    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(head, plan, every, tiled)
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
         if self.sizes.fp8:
             self.hidden8 = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
 
-    def quantise(self, rows: Rows) -> None:
-        """Makes the rows' numbers for ``operands``, where they are e4m3."""
-        if self.sizes.fp8:
-            statistics.quantise(self.quantised(rows), rows.hidden)
-
-    def quantised(self, rows: Rows) -> Quantised:
+    def operands(self, rows: Rows, head: Head, anew: bool) -> tuple[Matrix, Matrix]:
+        """Both operands of the product that makes the logits; ``anew``: where they are e4m3, the rows are others than
+        those that were asked for last."""
+        if head.fp8 is None:
+            return rows.hidden, head.weight
         count = rows.target.shape[0]
-        return Quantised(self.hidden8.values[:count], self.hidden8.scale[:count])
-
-    def operands(self, rows: Rows, head: Head) -> tuple[Matrix, Matrix]:
-        """Both operands of the product that makes the logits."""
-        return (rows.hidden, head.weight) if head.fp8 is None else (self.quantised(rows), head.fp8)
+        quantised = Quantised(self.hidden8.values[:count], self.hidden8.scale[:count])
+        if anew:
+            statistics.quantise(quantised, rows.hidden)
+        return quantised, head.fp8
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
         # a buffer of the caller's may start anywhere
@@ -310,21 +306,19 @@ class HalfStore(KernelStore):
 class GradStore(HalfStore):
     """Gradients of logits whose statistics are known: the matmul stores them in place of the logits."""
 
-    def __init__(self, head: Head, plan: Plan):
-        super().__init__(head, plan, tiled=True)
+    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(head, plan, every, tiled)
         elements = self.rows * padded_columns(self.columns)
         self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head, count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
-        if tile.start == 0:
-            self.quantise(rows)
         # a row starts on 16 bytes
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
         common = self.terms(rows, stats, coefficients, tile.start, columns)
         gradients.grad_logits(
-            dlogits, *self.operands(rows, head), head.bias, head.class_weights, common, tile.start,
+            dlogits, *self.operands(rows, head, tile.start == 0), head.bias, head.class_weights, common, tile.start,
             transform(head, rows.scale), self.gpu.logits, counted_of(rows),
         )  # fmt: skip
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)

@@ -90,25 +90,15 @@ class Strips(NamedTuple):
     shifted_sum2: torch.Tensor | None
 
     @classmethod
-    def empty(
-        cls,
-        rows: int,
-        strips: int,
-        device: torch.device,
-        shifted: bool = False,
-        weighted: bool = False,
-        top: bool = False,
-        second: bool = False,
-        shifted2: bool = False,
-    ) -> "Strips":
-        stride = strip_rows(rows)
-        wanted = (True, True, shifted, weighted, top, top, second, shifted2)
-        made = iter(empty(sum(wanted), strips, stride, dtype=torch.float32, device=device).unbind(0))
-        offset, total, *others = [next(made) if here else None for here in wanted]
-        assert offset is not None and total is not None
-        if others[3] is not None:
-            others[3] = others[3].view(torch.int32)
-        return cls(offset, total, *others)
+    def empty(cls, rows: int, strips: int, device: torch.device, **wanted: bool) -> "Strips":
+        """Memory of offset and sum, and of the others that are ``wanted``, by name; ``argmax`` goes with ``top``."""
+        names = "offset", "sum", *(name for name, here in wanted.items() if here)
+        names += ("argmax",) * ("top" in names)
+        made = empty(len(names), strips, strip_rows(rows), dtype=torch.float32, device=device)
+        found = dict(zip(names, made.unbind(), strict=True))
+        if "argmax" in found:
+            found["argmax"] = found["argmax"].view(torch.int32)
+        return cls(**{name: found.get(name) for name in cls._fields})
 
     def sums(self) -> torch.Tensor:
         """Memory [n] of all but the offsets, which nothing reads any more once rows have their statistics."""

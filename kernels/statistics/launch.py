@@ -25,11 +25,11 @@ from ..common.tiles import Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
-from .merge import merge_ranks_kernel, merge_strips_kernel, put_numbers_kernel, sum_rows_kernel
+from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
 from .quantise import quantise_kernel
 from .row_stats import pair_stats_kernel, row_stats_kernel
 
-MOST_PARTS, MOST_NUMBERS = 4, 8  # that sum_rows_kernel and put_numbers_kernel take
+MOST_PARTS = 4  # that sum_rows_kernel takes
 
 
 class Outputs(NamedTuple):
@@ -118,14 +118,6 @@ def sum_rows(
         BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return total, sums
-
-
-def put_numbers(numbers: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-    """Numbers [] fp32 times factors, [numbers]; at most MOST_NUMBERS."""
-    out = torch.empty(len(numbers), dtype=torch.float32, device=numbers[0].device)
-    behind = MOST_NUMBERS - len(numbers)
-    put_numbers_kernel[(1,)](out, *numbers, *[None] * behind, *factors, *[1.0] * behind, num_warps=1)
-    return out
 
 
 def quantise(out: Quantised, matrix: torch.Tensor, largest: torch.Tensor | None = None) -> None:

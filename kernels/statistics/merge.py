@@ -13,8 +13,6 @@ From those of pieces of the vocabulary [ranks, numbers, rows], as all ranks have
 Sums over tokens of a table [rows, tokens] of losses' and metrics' values, and the sum of losses, ``sum_rows_kernel``:
 
     out[r] = factor[r] * sum_i table[r, i],  total = sum_r coefficient[r] out[r]
-
-Numbers [] times factors as one tensor, ``put_numbers_kernel``.
 """
 
 import triton
@@ -272,41 +270,3 @@ def row_sum(table_ptr, row, tokens, BLOCK: tl.constexpr):
         at = start + tl.arange(0, BLOCK)
         sums += tl.load(table_ptr + tl.cast(row, tl.int64) * tokens + at, mask=at < tokens, other=0.0)
     return tl.sum(sums, 0)
-
-
-@kernel
-def put_numbers_kernel(
-    out_ptr,  # [numbers] fp32
-    # inputs, [] fp32 each, None behind the last
-    number0_ptr,
-    number1_ptr,
-    number2_ptr,
-    number3_ptr,
-    number4_ptr,
-    number5_ptr,
-    number6_ptr,
-    number7_ptr,
-    # scalars
-    factor0,
-    factor1,
-    factor2,
-    factor3,
-    factor4,
-    factor5,
-    factor6,
-    factor7,
-):
-    put_number(out_ptr, number0_ptr, factor0)
-    put_number(out_ptr + 1, number1_ptr, factor1)
-    put_number(out_ptr + 2, number2_ptr, factor2)
-    put_number(out_ptr + 3, number3_ptr, factor3)
-    put_number(out_ptr + 4, number4_ptr, factor4)
-    put_number(out_ptr + 5, number5_ptr, factor5)
-    put_number(out_ptr + 6, number6_ptr, factor6)
-    put_number(out_ptr + 7, number7_ptr, factor7)
-
-
-@triton.jit
-def put_number(out_ptr, number_ptr, factor):
-    if number_ptr is not None:
-        tl.store(out_ptr, tl.load(number_ptr) * factor)

@@ -211,15 +211,6 @@ def test_sums_of_losses_and_metrics(place: Place, coefficients: tuple[float, ...
     assert total.untyped_storage().data_ptr() != sums.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
-@pytest.mark.parametrize("count", [1, 3, 8, 9])
-def test_numbers_in_one_tensor(place: Place, count: int) -> None:
-    numbers = torch.arange(1.0, count + 1, device=place.device)
-    factors = [1.0, *(0.1 * i for i in range(1, count))]
-    found = backend_of("triton", numbers.device).put_numbers(list(numbers.unbind()), factors)
-    assert torch.equal(found, numbers * torch.tensor(factors, device=place.device))
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tile", TILES, ids=named)
 def test_far_above_the_offset(place: Place, tile: tiles.Tile) -> None:

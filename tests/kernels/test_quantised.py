@@ -77,7 +77,7 @@ def test_exp_logits(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile,
     found = []
     for h, w in ((states, weight), (quantised(states, True), quantised(weight, False))):
         halves = 2 if stored == "relative" else 1
-        strips = operands.Strips.empty(rows, count * halves, states.device, True, top=top).of_rows(rows)
+        strips = operands.Strips.empty(rows, count * halves, states.device, shifted_sum=True, top=top).of_rows(rows)
         strips.offset.fill_(0.0)
         dtype = torch.bfloat16 if stored == "exponentials" else torch.float16
         out = None if stored == "nothing" else torch.zeros(rows, -(-vocab // 8) * 8, device=states.device, dtype=dtype)
