@@ -65,11 +65,6 @@ class Structure:
         of_losses = [int(summand.unit == "token") for summand, _ in self.summands]
         return of_losses + [metric.components if metric.unit == "token" else 0 for metric, _ in self.metrics]
 
-    @functools.cached_property
-    def plain_sums(self) -> bool:
-        """True where each loss and metric is a sum over tokens of one number per token."""
-        return set(self.widths) <= {1} and all(metric.reduce == "mean" for metric, _ in self.metrics)
-
 
 def structure_of(
     losses: Losses,
@@ -163,20 +158,17 @@ def pair_up(
     seen: list[tuple[Summand, int]], names: set[str], columns: int, temperatures: Sequence[float | None]
 ) -> tuple[Teacher | None, Pairing | None]:
     """The one dense teacher of a call and the statistics that pair it with the student."""
-    dense = [(summand, view) for summand, view in seen if summand.teacher is not None]
+    dense = {summand.label: (summand.teacher, view) for summand, view in seen if summand.teacher is not None}
     if not dense:
         return None, None
-
-    def resolved(summand: Summand, view: int) -> Teacher:
-        assert summand.teacher is not None
-        given = summand.teacher.temperature
-        return summand.teacher._replace(temperature=temperatures[view] if given is None else given, beta=None)
-
-    kinds = {(resolved(summand, view), view) for summand, view in dense}
-    betas = {s.teacher.beta for s, _ in dense if s.teacher is not None and s.teacher.beta is not None}
+    kinds, betas = set[tuple[Teacher, int]](), set[float]()
+    for given, view in dense.values():
+        resolved = temperatures[view] if given.temperature is None else given.temperature
+        kinds.add((given._replace(temperature=resolved, beta=None), view))
+        betas |= set() if given.beta is None else {given.beta}
     if len(kinds) > 1 or len(betas) > 1:
         raise ValueError(
-            f"losses {', '.join(summand.label for summand, _ in dense)} see the dense teacher at different "
+            f"losses {', '.join(dense)} see the dense teacher at different "
             "temperatures, scales or beta; give them the same, or make two calls"
         )
     ((teacher, view),) = kinds

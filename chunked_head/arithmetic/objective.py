@@ -149,13 +149,14 @@ class ScalarObjective(LossObjective):
         inverse, count, evaluations, total = self.inverse[0], len(self.inverse), self.evaluations, None
         alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
         plain = [c for c in self.loss_coefficients if type(c) is float]
+        sums = all(metric.reduce == "mean" for metric, _ in self.structure.metrics) and {*self.structure.widths} == {1}
         if not evaluations:
             self.parts[:] = [one * 0.0 for one in self.inverse]
             self.found[:] = self.of_nothing(self.structure.metrics)
-        elif self.backend is not None and alike and self.structure.plain_sums and len(plain) == count:
+        elif self.backend is not None and alike and sums and len(plain) == count:
             # one launch, which makes the sum of losses too
-            total, sums = self.backend.sum_rows(full_table(evaluations), inverse, self.one_or_nan, plain)
-            each = list(sums.unbind())
+            total, each_sum = self.backend.sum_rows(full_table(evaluations), inverse, self.one_or_nan, plain)
+            each = list(each_sum.unbind())
             self.parts[:], self.found[:] = each[:count], each[count:]
         else:
             each = totals(self.structure, evaluations, self.one_or_nan)

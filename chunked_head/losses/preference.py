@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.checks import choice, flag, number
+from ..core.checks import choice, flag, number, refuse
 from .base import Losses, make, once
 from .batch import Batch, Stats, gate
 
@@ -230,18 +230,13 @@ def paired(
     """A loss of a pair's two scores; ``more``: further options of ``unweighted``, checked."""
     where = f"losses.{kind}"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
-    if variant not in SMOOTHED and smoothing:
-        raise ValueError(
-            f"label_smoothing of {where} does not apply to variant {variant!r}, got {label_smoothing!r}; it is an "
-            f"option of {', '.join(name for name in SMOOTHED if kind == 'dpo' or name in CPO_VARIANTS)}"
-        )
-    if variant == "robust" and smoothing >= 0.5:
-        raise ValueError(f"label_smoothing of {where} must be below 0.5 for 'robust', got {smoothing}")
-    if variant == "exo_pair" and not 0 < smoothing < 1:
-        raise ValueError(
-            f"label_smoothing of {where} must be between 0 and 1 for 'exo_pair', ends excluded, got {smoothing}; its "
-            "paper advises 1e-3"
-        )
+    given = f"for variant {variant!r}, got {smoothing}"
+    refuse({
+        f"label_smoothing of {where} does not apply {given}": smoothing and variant not in SMOOTHED,
+        f"label_smoothing of {where} must be below 0.5 {given}": variant == "robust" and smoothing >= 0.5,
+        f"label_smoothing of {where} must be above 0 and below 1 {given}; its paper advises 1e-3":
+            variant == "exo_pair" and not 0 < smoothing < 1,
+    })  # fmt: skip
     options = {
         "beta": number(where, "beta", beta, 0.0, open_=True),
         "variant": variant,

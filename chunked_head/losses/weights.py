@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import check_factor, choice, number
+from ..core.checks import check_factor, check_shape, check_tensor, choice, number
 
 
 def token_mean(total: float | Tensor) -> dict[str, Any]:
@@ -40,27 +40,27 @@ def sequence_mean(
     a sequence. ``D`` is ``num_sequences`` if given: the sequences of the whole step. Else those of this call: with
     ``empty="counted"`` all, "excluded" leaves out those without a token that counts, counted on the device.
     """
-    choice("weights.sequence_mean", "empty", empty, ("counted", "excluded"))
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.dim():
-        got = f"{mask.dim()}-d {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
-        raise TypeError(
-            f"mask of weights.sequence_mean must be a bool tensor [..., tokens], got {got}; use mask.bool()"
-        )
+    where = "weights.sequence_mean"
+    choice(where, "empty", empty, ("counted", "excluded"))
+    check_tensor(f"mask of {where}", mask, optional=False)
+    if mask.dtype != torch.bool or not mask.dim():
+        got = f"{mask.dim()}-d {mask.dtype}"
+        raise TypeError(f"mask of {where} must be bool [..., tokens], got {got}; use mask.bool()")
     wide = _wide(mask)  # whatever the call's dtype is, it loses nothing to these
     if segments is None:
         if num_segments is not None:
-            raise ValueError("num_segments of weights.sequence_mean goes with segments; without, rows are sequences")
+            raise ValueError(f"num_segments of {where} goes with segments; without, rows are sequences")
         counts = mask.sum(-1, dtype=wide)
         per_token = counts.unsqueeze(-1)
     else:
-        if not isinstance(segments, Tensor) or segments.dtype not in (torch.int64, torch.int32):
-            shown = str(segments.dtype) if isinstance(segments, Tensor) else repr(segments)
-            raise TypeError(f"segments of weights.sequence_mean must be an int64 or int32 tensor of ids, got {shown}")
-        if type(num_segments) is not int or num_segments < 1 or segments.shape != mask.shape:
-            raise ValueError(
-                f"segments of weights.sequence_mean need num_segments, an int of at least 1, and the shape of mask "
-                f"{tuple(mask.shape)}, got num_segments={num_segments!r}, shape {tuple(segments.shape)}"
-            )
+        check_tensor(f"segments of {where}", segments, optional=False)
+        if segments.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"segments of {where} must be ids of int64 or int32, got {segments.dtype}")
+        check_shape(
+            f"segments of {where}", segments, segments.shape == mask.shape, f"{tuple(mask.shape)}, that of mask"
+        )
+        if type(num_segments) is not int or num_segments < 1:
+            raise ValueError(f"segments of {where} need num_segments, an int of at least 1, got {num_segments!r}")
         mask = mask & (segments >= 0)
         (counts,) = _segment_sums(mask, segments, num_segments, mask)
         per_token = counts[torch.where(mask, segments, 0).long()]

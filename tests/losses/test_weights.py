@@ -116,8 +116,16 @@ def test_no_wait_for_the_device() -> None:
         (lambda: weights.dr_grpo(4, -1), ValueError, "max_completion_length of weights.dr_grpo"),
         (lambda: weights.sequence_mean(torch.ones(2, 3)), TypeError, "mask of weights.sequence_mean"),
         (lambda: weights.sequence_mean(torch.ones(2).bool(), empty="kept"), ValueError, "empty of weights"),
-        (lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(2).long()), ValueError, "num_segments=None"),
-        (lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(3).long(), 1), ValueError, r"shape \(3,\)"),
+        (
+            lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(2).long()),
+            ValueError,
+            "num_segments, an int of at least 1, got None",
+        ),
+        (
+            lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(3).long(), 1),
+            ValueError,
+            r"shape \(2,\), that of mask, got \(3,\)",
+        ),
         (lambda: weights.sequence_mean(torch.ones(2).bool(), num_segments=1), ValueError, "goes with segments"),
         (
             lambda: weights.wpo(torch.ones(2), *[torch.ones(3)] * 3, 1, torch.zeros(1, 2)),
