@@ -13,7 +13,8 @@ from ..plan.sizes import cast_rows, slices
 # rows, and columns, of each thread from which on BLAS sums every product in one order
 FEW_ROWS, FEW_COLUMNS = 8, 16
 FEW_ELEMENTS = 1 << 18  # of a product of few rows that is made at a time
-GPU_ROWS, GPU_COLUMNS = 64, 1 << 14  # likewise of cuBLAS's, and columns that it makes at a time of fewer rows
+# rows from which on cuBLAS's products with a bias do so; and columns of fewer rows that are made at a time
+GPU_ROWS, GPU_COLUMNS = 64, 1 << 14
 
 
 def project(
@@ -55,23 +56,27 @@ def project_biased(
     time.
 
     ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
-    times as exact; so ours does too. It chooses by the number of rows as well, so few have zeros behind them: logits
-    that are computed again are the same to the bit where their rows come as they came before.
+    times as exact; so ours does too. These sum a row of fp32 logits in one order however many rows there are, but for
+    few: a product without a bias adds zeros, and few rows have rows of zeros behind them.
     """
     if not hidden.is_cuda:
         project(hidden, weight, out)
         return bias
-    fused = bias if bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype else None
+    alike = hidden.dtype == weight.dtype == out.dtype
+    fused = bias if alike and bias is not None and bias.dtype == out.dtype else None
+    added = fused
+    if alike and fused is None and out.dtype == torch.float32:
+        added = out.new_zeros(len(weight))
     for part in slices(len(hidden), rows or max(1, len(hidden))):
         some, into = hidden[part], out[part]
         missing = GPU_ROWS - len(some)
         if missing <= 0:
-            biased_product(some, weight, fused, into)
+            biased_product(some, weight, added, into)
             continue
         some = torch.nn.functional.pad(some, (0, 0, 0, missing))
         for tile in equal_tiles(len(weight), GPU_COLUMNS):
             product = out.new_empty(GPU_ROWS, len(weight[tile]))
-            biased_product(some, weight[tile], None if fused is None else fused[tile], product)
+            biased_product(some, weight[tile], None if added is None else added[tile], product)
             into[:, tile] = product[: len(into)]
     return bias if fused is None else None
 
