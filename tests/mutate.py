@@ -171,7 +171,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("CCE: values that predict nothing", "chunked_head/integrations/cut_cross_entropy.py", "return loss[..., steps:] if", "return loss if", "tests/frameworks/test_drop_ins.py"),
     ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "layout.local(labels.t())", "layout.local(labels)", "tests/frameworks/test_framework_seams.py"),
     ("TRL: which targets are the likeliest", "chunked_head/integrations/trl.py", "found.argmax == targets", "found.argmax != targets", "tests/frameworks/test_trl_seams.py"),
-    ("TRL: a gradient that was not foreseen", "chunked_head/integrations/trl.py", "if torch.allclose(given, scaled, 1e-5,", "if torch.allclose(given, scaled, 1e9,", "tests/frameworks/test_trl_seams.py"),
+    ("TRL: a gradient that was not foreseen", "chunked_head/integrations/trl.py", "<= 1e-5 * size", "<= 1e9 * size", "tests/frameworks/test_trl_seams.py"),
     ("TRL: direction of a divergence", "chunked_head/integrations/trl.py", "beta=beta, entropy=True", "beta=1.0 - beta, entropy=True", "tests/frameworks/test_trl_seams.py"),
 )]  # fmt: skip
 

@@ -260,8 +260,8 @@ def factor_of(foreseen: Tensor, upstream: Outputs) -> Tensor | None:
     if given is not None and all(other is None for other in others):
         total = foreseen.square().sum()
         factor = torch.where(total > 0, (given * foreseen).sum() / total, 1.0)
-        scaled = factor * foreseen
-        if torch.allclose(given, scaled, 1e-5, 1e-6 * float(scaled.abs().max())):
+        size = (factor * foreseen).abs()
+        if bool(((given - factor * foreseen).abs() <= 1e-5 * size + 1e-6 * size.max()).all()):
             return factor
     warnings.warn(
         "TRL's loss has another gradient than patch_trl(losses=...) foresaw from its config. It is computed from the "
