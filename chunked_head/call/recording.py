@@ -91,7 +91,8 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
     tables = [evaluation.table for evaluation in objective.evaluations] if scalar else []
     made = [] if grads is None else [each for each in (grads.hidden, grads.weight) if each is not None]
     if len(tables) == scalar:  # several where torch has done the losses' arithmetic
-        steps = recorder.finish([*named.values(), *tables, *made])
+        # the statistics of one loss are for backward only, those of values per token are what a call returns
+        steps = recorder.finish([*named.values(), *tables, *made], len(named) if tables else 0)
         recordings[key] = Recorded(plan, steps, tuple(named))
     return stats, grads
 

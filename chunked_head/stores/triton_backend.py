@@ -170,9 +170,10 @@ class TritonBackend(Backend):
         return out
 
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        for source in sources:
-            if source.numel():
-                gradients.scale(source, source, *factors)
+        there = [source for source in sources if source.numel()]
+        factor, one_or_nan = (*factors, None)[:2]
+        for i in range(0, len(there), 2):
+            gradients.scale(there[i], there[i], factor, one_or_nan, *there[i + 1 : i + 2])
 
 
 TRITON = TritonBackend()

@@ -189,8 +189,9 @@ class Recorder:
             self.versions[self.place_of(written).slot] += 1
         self.steps.append((function, found))
 
-    def finish(self, results: Sequence[torch.Tensor]) -> "Recording | None":
-        """The recording, which returns new tensors in the place of ``results``; None where there is none."""
+    def finish(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":
+        """The recording, which returns new tensors in the place of ``results``; None where there is none. The first
+        ``sharing`` of them may share memory."""
         places = [self.place_of(result) for result in results]
         fits = all(
             self.tensors[place.slot].shape == result.shape
@@ -201,7 +202,12 @@ class Recorder:
             return None
         if any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True)):
             return None
-        return Recording(self, [place.slot for place in places])
+        return Recording(self, [place.slot for place in places], sharing)
+
+
+def is_row(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """True for a vector of as many fp32 numbers as another has, whose bytes are a multiple of those of alignment."""
+    return tensor.dtype == torch.float32 and tensor.shape == like.shape and tensor.nbytes % ALIGNED == 0
 
 
 def at_once(run: Callable[..., Any], before: int, *arguments: Any) -> None:
@@ -215,11 +221,15 @@ class Recording:
     A step picks its arguments from one list, which a run makes: constants, addresses, views, fields of descriptors.
     """
 
-    def __init__(self, recorder: Recorder, results: Sequence[int]):
+    def __init__(self, recorder: Recorder, results: Sequence[int], sharing: int):
         # results have memory of their own, everything else lies in one block of bytes, which lives for the sweep
         own, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
+        # vectors that may share memory are rows of one tensor, where each begins on as many bytes as by itself
+        rows = [slot for slot in results[:sharing] if is_row(tensors[slot], like=tensors[results[0]])]
+        own = [slot for slot in own if slot not in rows]
+        self.rows = (len(rows), tensors[rows[0]].numel()) if rows else None
         self.made = [(tensors[slot].shape, tensors[slot].dtype, tensors[slot].device) for slot in own]
-        at = {slot: (i, 0) for i, slot in enumerate([*range(recorder.inputs), *own])}
+        at = {slot: (i, 0) for i, slot in enumerate([*range(recorder.inputs), *rows, *own])}
         block, behind = len(at), 0
         for slot, tensor in enumerate(tensors):
             if slot not in at:
@@ -260,7 +270,8 @@ class Recording:
         if not self.usable():
             return None
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.made]
-        tensors = [*inputs, *made]
+        rows = torch.empty(self.rows, dtype=torch.float32, device=made[-1].device).unbind() if self.rows else ()
+        tensors = [*inputs, *rows, *made]
         addresses = [tensor.data_ptr() for tensor in tensors]
         if functools.reduce(operator.or_, addresses[len(inputs) :], 0) % ALIGNED:
             return None

@@ -217,10 +217,15 @@ def scale(
     source: torch.Tensor,
     factor: torch.Tensor,  # []
     one_or_nan: torch.Tensor | None = None,  # []
+    more: torch.Tensor | None = None,
 ) -> None:
-    """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``."""
-    block, numel = 4096, source.numel()
-    scale_kernel[(min(8 * multiprocessors_of(source.device), cdiv(numel, block)),)](
-        out, source, factor, one_or_nan, numel,
-        BLOCK=block, EVEN=source.shape[-1] % 16 == 0, IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
+    """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``, and
+    ``more``, contiguous, is then scaled in place as well."""
+    block, most = 4096, 8 * multiprocessors_of(source.device)
+    numel, more_numel = source.numel(), 0 if more is None else more.numel()
+    programs = min(most, cdiv(numel, block))
+    scale_kernel[(programs + min(most, cdiv(more_numel, block)),)](
+        out, more, source, factor, one_or_nan, numel, more_numel, programs,
+        BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
+        IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
     )  # fmt: skip
