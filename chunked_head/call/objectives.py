@@ -38,18 +38,8 @@ def objective_of(tokens: Tokens) -> Objective:
     if rank_sums is not None and rank_sums.parallel.average:
         coefficients = [c * rank_sums.parallel.ranks for c in coefficients]
     declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
-    inverse, normalized = list[Tensor](), False
-    for _, summand in terms[:1] if call.shares_denominator else terms:
-        normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
-        if (summand.reduction or call.reduction) != "mean":
-            inverse.append(one_or_nan)
-        elif normalizer is not None:
-            inverse.append(quotient(normalizer, tokens))
-            normalized = True
-        elif summand.unit == "token" and summand.counted is None:
-            inverse.append(tokens.inverse)
-        else:
-            inverse.append(default_inverse(summand, tokens))
+    inverse = [inverse_of(summand, tokens) for _, summand in (terms[:1] if call.shares_denominator else terms)]
+    normalized = call.normalizer is not None or bool([one for _, one in terms if one.normalizer is not None])
     if call.shares_denominator:
         inverse *= len(terms)
     factors, left = inverse, [c for c in coefficients if type(c) is float]
@@ -127,24 +117,26 @@ def fields_of(
     return fields
 
 
-def quotient(normalizer: float | Tensor | str, tokens: Tokens) -> Tensor:
-    """1 / D [] in the statistics' dtype, 0 where D is 0."""
-    one_or_nan = tokens.one_or_nan
+def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
+    """1 / D [] in the statistics' dtype. D is 1 where the default counts nothing; 0 for a normalizer of 0."""
+    call, one_or_nan = tokens.call, tokens.one_or_nan
+    normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
+    if (summand.reduction or call.reduction) != "mean":
+        return one_or_nan
     if isinstance(normalizer, str):
         normalizer = tokens.batch[normalizer]
     if isinstance(normalizer, Tensor):
         total = normalizer.detach().to(one_or_nan.dtype)
         return torch.where(total == 0, total, 1.0 / total) * one_or_nan
-    return one_or_nan * (1.0 / normalizer if normalizer else 0.0)
-
-
-def default_inverse(summand: Summand, tokens: Tokens) -> Tensor:
-    """1 / D for the sum of what each token adds, or for the number of units that count; D is 1 where that is 0."""
+    if normalizer is not None:
+        return one_or_nan * (1.0 / normalizer if normalizer else 0.0)
     if summand.unit != "token":
         total = count_units(summand.unit, tokens)
+    elif summand.counted is None:
+        return tokens.inverse
     else:
         total = local_total(summand, tokens) if tokens.rank_sums is None else tokens.rank_sums.totals[summand]
-    return tokens.one_or_nan / torch.where(total == 0, 1.0, total)
+    return one_or_nan / torch.where(total == 0, 1.0, total)
 
 
 def count_units(unit: str, tokens: Tokens) -> Tensor:

@@ -51,9 +51,8 @@ class Spec:
     numbers: tuple[Any, ...] = ()  # of the head, losses and metrics, that the structure is made at
     withheld: frozenset[str] = frozenset()  # names of the fields in the batch that no loss or metric reads
     autocast: bool = False  # autocast gives the dtype of the matmuls
-    plans: Cache[Hashable, Plan] = field(
-        default_factory=lambda: Cache(MOST_PLANS)
-    )  # by sizes; shared by Specs of other numbers
+    # by sizes; Specs of other numbers share them
+    plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))
     # ``recording.Recorded`` by all else that a sweep depends on; a Spec of other numbers has others
     recordings: Cache[Hashable, Any] = field(init=False, default_factory=lambda: Cache(MOST_RECORDINGS))
 

@@ -166,12 +166,11 @@ def forward_of_streams(
 
 def finished(buffer: StreamsBuffer, made: Sequence[Forward], upstream: Grads, late: bool) -> Tensor:
     """The weight's gradient in the weight's dtype; nan where an id of any stream was out of range."""
-    first, *others = (one.call.objective.expected for one in made if one.call.objective.expected is not None)
-    (given,), one_or_nan = upstream, first.one_or_nan
-    assert given is not None
-    for other in others:
-        one_or_nan = one_or_nan * other.one_or_nan
-    factors = (one_or_nan,) if late else (*first.factors(given)[:1], one_or_nan)
+    expected, one_or_nan = made[0].call.objective.expected, [one.call.objective.one_or_nan for one in made]
+    factors: tuple[Tensor, ...] = (torch.stack(one_or_nan).prod(),)
+    if not late:
+        assert expected is not None and upstream[0] is not None
+        factors = *expected.factors(upstream[0])[:1], *factors
     dtype, backend, sums = buffer.weight.dtype, made[0].call.backend, buffer.taken()
     if sums.dtype == dtype:
         backend.scale_([sums], factors)

@@ -72,7 +72,14 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
     returned = signature.return_annotation
     (result,) = get_args(get_args(returned)[0] if get_origin(returned) in (Union, UnionType) else returned)
     public.__annotations__ = function.__annotations__ | {"return": result}
-    public.__signature__ = spelled_out(signature).replace(return_annotation=result)  # type: ignore[attr-defined]
+    # for ``help`` and ``inspect`` the keywords of ``**options`` one by one
+    parameters, kinds = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD], Head.__annotations__
+    if len(parameters) < len(names):
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+            for name, default in DEFAULTS.items()
+        ]
+    public.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
     return public
 
 
@@ -84,18 +91,6 @@ def execute(
     one = call if isinstance(call, Call) else call.calls[0]
     with on_device(one.device):
         return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
-
-
-def spelled_out(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with the keywords of ``**options`` one by one, for ``help`` and ``inspect``."""
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if len(parameters) < len(signature.parameters):
-        kinds = Head.__annotations__
-        parameters += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-            for name, default in DEFAULTS.items()
-        ]
-    return signature.replace(parameters=parameters)
 
 
 def as_operator(name: str, given: dict[str, Any]) -> Any:
