@@ -3,7 +3,6 @@ which `make test-frameworks` has too, has the first of them alone, with two outp
 
 import contextlib
 from collections.abc import Iterator
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,6 @@ except ImportError:  # before TRL 1.15
     chunked_divergence = utils
     utils.ChunkedDivergenceFunction = None
 
-from chunked_head.integrations import frameworks
 from chunked_head.integrations.trl import (
     OUTPUTS,
     STEP,
@@ -261,38 +259,6 @@ def test_replaced_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
         other.setattr(utils, "_ChunkedLogProbFunction", int)
         with pytest.raises(RuntimeError, match=r"trl\.trainer\.utils\._ChunkedLogProbFunction is <class 'int'>"):
             unpatch_trl()
-
-
-class Moved:
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (None, r"_ChunkedLogProbFunction is missing.*Its own loss stays on there"),
-        (Moved, r"takes \(hidden, weight\) instead of \(hidden, weight, bias, t"),
-    ],
-    ids=["gone", "other arguments"],
-)
-def test_what_it_does_not_know_stays(value: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as changed:
-        changed.setattr(utils, "_ChunkedLogProbFunction", value)
-        with pytest.warns(UserWarning, match=says):
-            patch_trl()
-        assert utils._ChunkedLogProbFunction is value
-        assert isinstance(chunked_divergence.ChunkedDivergenceFunction, DivergenceSeam) == FUSED
-        unpatch_trl()
-
-
-def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(frameworks.metadata, "version", none)
-    with pytest.raises(ImportError, match=r"trl is not installed: pip install 'trl==1\.16"):
-        patch_trl()
 
 
 def test_unknown_output() -> None:
