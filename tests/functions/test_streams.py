@@ -256,6 +256,8 @@ def test_a_dense_teacher(name: str, place: Place) -> None:
         batch = {"teacher_logits": [each.nan_to_num() @ head.t() for each in states], "mask": batch["mask"]}
     leaves = [weight, bias, *hidden]
     options = {k: v.to(place.device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    if place.device == "cuda" and "memory_budget" in options:
+        options["memory_budget"] = "4MiB"  # a GPU's tiles are larger
     options |= {"loss": loss, "batch": batch, "bias": bias, "metrics": [metrics.agreement(), metrics.entropy()]}
 
     def call(states: Any, i: int | None = None, **more: Any) -> Any:
