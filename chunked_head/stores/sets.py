@@ -24,7 +24,7 @@ NOWHERE = {"start": torch.inf, "rest": 0.0, "start2": torch.inf, "rest2": 0.0}  
 class SetStore(Store):
     """Logits of the columns that rows keep [n] fp32 (fp64), of all rows of a call, made with the store. Statistics and
     gradients of rows without a set are left as they are. The functions in torch operations, which a backend may
-    replace, are ``make_logits`` and those that begin with ``softmax`` or ``put``."""
+    replace, are ``make_logits``, ``softmax_stats``, ``softmax_grad`` and ``add_rows``."""
 
     name = "kept"
     description = "none: every token keeps a set of ids"
@@ -32,7 +32,6 @@ class SetStore(Store):
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        yield Buffer("sums of hidden's gradient", (rows, sizes.hidden), torch.float32, SWEEP, last)
         yield from scratch_buffers(sizes, rows, sizes.vocab, SWEEP, last)
 
     @classmethod
@@ -157,7 +156,8 @@ class SetStore(Store):
         self.dlogits.copy_(torch.where(place < at.stop - at.start, grad, self.dlogits))
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        """Gradients of hidden states, or of logits that exist; the weight's wait for ``finish``."""
+        """Gradients of hidden states, or of logits that exist, 0 in other rows where every row that counts keeps a
+        set; the weight's wait for ``finish``."""
         at = rows.tokens
         if not self.demand.columns_only:
             self.softmax_grad(at, stats, coefficients)
@@ -176,40 +176,37 @@ class SetStore(Store):
             values = torch.where(here, self.dlogits, 0.0).to(gradient.dtype)
             gradient.index_put_((places, columns), values, accumulate=True)
         if not self.views:
-            self.put_dhidden(at, grads.hidden_rows(at))
+            out, every = grads.hidden_rows(at), self.kept.rows
+            if self.kept.everywhere:
+                out.zero_()
+            places = torch.where((every >= at.start) & (every < at.stop), every - at.start, -1)
+            self.add_rows(out, self.head.weight, places, self.kept.columns, together=True)
         grads.hidden_done(at)
-
-    def put_dhidden(self, at: slice, out: Tensor) -> None:
-        """Hidden states' gradients of rows ``at`` into ``out``. Where every row that counts keeps some the others'
-        are 0, elsewhere they stay as they are."""
-        if self.kept.everywhere:
-            out.zero_()
-        place, count = self.place(at), at.stop - at.start
-        made = torch.zeros(count + 1, out.shape[1], dtype=self.wide, device=out.device)
-        for part in self.blocks():
-            w = self.head.weight[self.kept.columns[part].clamp(min=0)].to(self.wide)
-            made.index_add_(0, place[part], w * self.dlogits[part].unsqueeze(1))
-        out.copy_(torch.where(self.kept.has[at].unsqueeze(1), made[:count].to(out.dtype), out))
 
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""
+        kept = self.kept
         if grads.weight is not None:
-            self.put_dweight(grads.weight, self.rows.hidden, add=not (self.kept.everywhere and grads.fresh))
+            if kept.everywhere and grads.fresh:
+                grads.weight.zero_()
+            self.add_rows(grads.weight, self.rows.hidden, kept.columns, kept.rows)
         if grads.bias is not None:
+            if kept.everywhere:
+                grads.bias.zero_()
             ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=self.dlogits.device)
-            self.put_dweight(grads.bias.unsqueeze(1), ones, add=not self.kept.everywhere)
+            self.add_rows(grads.bias.unsqueeze(1), ones, kept.columns, kept.rows)
 
-    def put_dweight(self, out: Tensor, hidden: Tensor, add: bool) -> None:
-        """``out[column] (+)= dlogits * hidden[row]`` for all entries; without ``add`` 0 for columns that have none."""
-        if not add:
-            out.zero_()
-        # equal columns together: each block of entries adds one row for each of its columns
-        columns, order = self.kept.columns.long().sort(stable=True)
+    def add_rows(self, out: Tensor, table: Tensor, places: Tensor, rows: Tensor, together: bool = False) -> None:
+        """``out[places[e]] += dlogits[e] * table[rows[e]]`` for all entries, of which -1 is none; ``together``: equal
+        places are."""
+        # equal places together: each block of entries adds one row for each of its places
+        places, order = places.long().sort(stable=True)
         for at in self.blocks():
-            mine, entries = columns[at].clamp(min=0), order[at]
-            place = torch.cat([torch.ones_like(mine[:1]), (mine[1:] != mine[:-1]).long()]).cumsum(0) - 1
-            h = hidden[self.kept.rows[entries]].to(self.head.weight.dtype).to(self.wide)
-            terms = torch.where(columns[at, None] >= 0, h * self.dlogits[entries, None], 0.0)
+            mine, entries = places[at].clamp(min=0), order[at]
+            row, place = rows[entries], torch.cat([torch.ones_like(mine[:1]), (mine[1:] != mine[:-1]).long()])
+            terms = table[row.clamp(min=0)].to(self.head.weight.dtype).to(self.wide) * self.dlogits[entries, None]
+            terms = torch.where(((places[at] >= 0) & (row >= 0)).unsqueeze(1), terms, 0.0)
+            place = place.cumsum(0) - 1
             made = torch.zeros_like(terms).index_add_(0, place, terms)
             out.index_add_(0, torch.zeros_like(mine).scatter_(0, place, mine), made.to(out.dtype))
 
@@ -233,9 +230,8 @@ class WithSets(Store):
         has, named = self.sets.kept.has[rows.tokens], stats.named()
         nowhere = {name: named[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in named}
         factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()}
-        # sums over ranks begin where a row is complete
-        whole = grads.of_this_rank()
-        self.store.add_gradients(rows, RowStats.of(named | nowhere), Coefficients.of(factors), whole)
+        of_store = RowStats.of(named | nowhere), Coefficients.of(factors)
+        self.store.add_gradients(rows, *of_store, grads.of_this_rank())  # sums over ranks begin where rows are complete
         self.sets.add_gradients(rows, stats, coefficients, grads)
 
     def finish(self, grads: Gradients) -> None:

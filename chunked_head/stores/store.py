@@ -143,20 +143,19 @@ class GivenLogits(Store):
     """Logits of the caller's, the rows of all views at once; ``view_store`` makes the store of one view."""
 
     def __init__(self, view_store: Callable[[Rows, Tensor | None], Store], views: Sequence[LogitsView]):
-        self.view_store, self.views = view_store, views
+        self.stores = [(some, view_store(some, gradient)) for some, gradient in views]
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        for some, gradient in self.views:
-            self.view_store(some, gradient).statistics(some, out.at(some.tokens))
+        for some, store in self.stores:
+            store.statistics(some, out.at(some.tokens))
 
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        for some, gradient in self.views:
-            self.view_store(some, gradient).pair_statistics(some, out.at(some.tokens))
+        for some, store in self.stores:
+            store.pair_statistics(some, out.at(some.tokens))
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        for some, gradient in self.views:
-            of_rows = stats.at(some.tokens), coefficients.at(some.tokens)
-            self.view_store(some, gradient).add_gradients(some, *of_rows, grads)
+        for some, store in self.stores:
+            store.add_gradients(some, stats.at(some.tokens), coefficients.at(some.tokens), grads)
 
 
 def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:

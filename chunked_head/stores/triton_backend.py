@@ -71,25 +71,15 @@ class TritonSets(SetStore):
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         scale = None if self.rows.scale is None else self.rows.scale[at]
         entries = self.entries(at)
-        terms = terms_of(self.demand, entries.target, stats, coefficients)
+        terms = terms_of(self.demand, entries.target, stats, coefficients, 0, 0, 0)
         gradients.column_grad(
             self.dlogits, self.logits, entries.columns, None, None, terms.without_unused(), None, 0,
             transform(self.head, scale), entries,
         )  # fmt: skip
 
-    def put_dhidden(self, at: slice, out: Tensor) -> None:
-        weight, rows = self.head.weight, self.kept.rows
-        if self.kept.everywhere:
-            out.zero_()
-        places = torch.where((rows >= at.start) & (rows < at.stop), rows - at.start, -1).int()
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        products.add_rows(out, weight, places, self.dlogits, self.kept.columns, together=True)
-
-    def put_dweight(self, out: Tensor, hidden: Tensor, add: bool) -> None:
-        rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        if not add:
-            out.zero_()
-        products.add_rows(out, rows, self.kept.columns, self.dlogits, self.kept.rows)
+    def add_rows(self, out: Tensor, table: Tensor, places: Tensor, rows: Tensor, together: bool = False) -> None:
+        table = table if table.stride(1) == 1 else table.contiguous()
+        products.add_rows(out, table, places.int() if together else places, self.dlogits, rows, together=together)
 
 
 def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -21,13 +21,13 @@ from .matmul import add_dhidden
 from .operands import Head, Rows
 from .store import teacher_buffers
 from .triton_store import (
-    NO_PARTS,
     HalfStore,
     Parts,
     counted_of,
     outputs_of,
     ratio_of,
     teacher_outputs,
+    terms_of,
     transform,
 )
 
@@ -37,7 +37,7 @@ class RelativeStore(HalfStore):
 
     name = "relative"
     description = "logits relative to strips of columns"
-    parts: Parts = NO_PARTS
+    parts: Parts = (None, None)
     arrived: Tensor | None = None
     level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
 
@@ -248,11 +248,12 @@ class FastStore(RelativeStore):
         at, exp = rows.tokens, self.stored.logits
         assert self.level is not None
         softmax_factor, target_factor = self.softmax_factor, self.target_factor[at.start :]
+        terms = terms_of(self.demand, rows.target, stats, coefficients, 0, self.vocab, self.vocab)
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
             exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
             self.stored_strips, self.gpu.strip_width(relative=False), self.level, stats.logprob,
-            self.terms(rows, stats, coefficients, 0, self.vocab), transform(self.head, rows.scale), counted_of(rows),
+            terms, transform(self.head, rows.scale), counted_of(rows),
         )  # fmt: skip
         if grads.hidden is not None:
             factors = products.Factors(rows.target, softmax_factor, target_factor)

@@ -31,7 +31,6 @@ FP16_LARGEST = 64.0
 TIE = 2.0**-16
 # of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
 Parts = tuple[Tensor | None, Tensor | None]
-NO_PARTS: Parts = (None, None)
 
 
 def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
@@ -57,10 +56,13 @@ def ratio_of(ratio: float) -> float | None:
     return None if ratio == 1.0 else float(ratio)
 
 
-def terms_of(demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, columns2: int = 0) -> Terms:
-    """Operands of a gradient; ``columns2``: of a second softmax."""
+def terms_of(
+    demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int, columns: int, vocab: int
+) -> Terms:
+    """Operands of the gradient of so many columns from ``first`` on."""
     second = NO_SOFTMAX
     if stats.start2 is not None:
+        columns2 = min(max((demand.views[1].columns or vocab) - first, 0), columns)
         second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(demand.views[1].ratio), columns2)
     return Terms(target, stats.target_logit, c.beta, c.kappa, Softmax(stats.start, stats.rest, c.alpha, c.eta), second)
 
@@ -126,7 +128,7 @@ class KernelStore(MatmulStore):
 
     def differentiate_(
         self, dlogits: Tensor, stored: Stored, head: Head, first: int, rows: Rows, stats: RowStats, c: Coefficients,
-        teacher: Stored | None, counted: Counted = ALL_ROWS, parts: Parts = NO_PARTS,
+        teacher: Stored | None, counted: Counted = ALL_ROWS, parts: Parts = (None, None),
     ) -> Tensor:  # fmt: skip
         """The gradient of raw logits, of the columns from ``first`` on of which ``head`` is the head."""
         pairing, columns, teacher_terms = self.demand.pairing, dlogits.shape[1], None
@@ -137,19 +139,12 @@ class KernelStore(MatmulStore):
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
                 c.gamma, c.rho, c.tau, c.theta, stats.below, pairing.beta, self.tie, *parts,
             )  # fmt: skip
-        common = self.terms(rows, stats, c, first, columns)
+        common = terms_of(self.demand, rows.target, stats, c, first, columns, self.vocab)
         gradients.row_grad(
             dlogits, stored, head.class_weights, common, teacher_terms, first, transform(head, rows.scale), counted
         )
         self.replace_columns_(dlogits, head, first, rows, stats, c, common, teacher_terms)
         return dlogits
-
-    def terms(self, rows: Rows, stats: RowStats, c: Coefficients, first: int, columns: int) -> Terms:
-        """Operands of the gradient of a tile's columns."""
-        columns2 = 0
-        if stats.start2 is not None:
-            columns2 = min(max((self.demand.views[1].columns or self.vocab) - first, 0), columns)
-        return terms_of(self.demand, rows.target, stats, c, columns2)
 
     def replace_columns_(
         self, dlogits: Tensor, head: Head, first: int, rows: Rows, stats: RowStats, c: Coefficients, common: Terms,
@@ -251,11 +246,6 @@ class GivenView(LogitsStore):
         self.head, self.demand, self.vocab, self.gradient_of = head, demand, rows.hidden.shape[1], gradient
         self.stored = Stored(rows.hidden, None, None, transform(head, rows.scale))
 
-    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        assert self.demand.pairing is not None
-        self.teacher_stored = self.teacher_logits(rows, slice(0, self.demand.pairing.columns), None)
-        super().pair_statistics(rows, out)
-
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         assert self.gradient_of is not None
         pairing, teacher = self.demand.pairing, None
@@ -316,7 +306,7 @@ class GradStore(HalfStore):
         # a row starts on 16 bytes
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
-        common = self.terms(rows, stats, coefficients, tile.start, columns)
+        common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns, self.vocab)
         gradients.grad_logits(
             dlogits, *self.operands(rows, head, tile.start == 0), head.bias, head.class_weights, common, tile.start,
             transform(head, rows.scale), self.gpu.logits, counted_of(rows),

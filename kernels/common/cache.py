@@ -59,11 +59,6 @@ class Cache(Generic[Key, Value]):
                 gone += [entries.pop(each) for each in oldest[: len(entries) - self.most + self.most // 64]]
         return entry
 
-    def pop(self, key: Key) -> None:
-        with self._lock:
-            gone = self._entries.pop(key, None)
-        del gone
-
     def clear(self) -> None:
         with self._lock:
             gone, self._entries = self._entries, {}
