@@ -13,8 +13,8 @@ be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (
 
    whose factors, [n] each, ``coefficients_of`` makes of ``g_s``; the kernels know nothing else of a loss.
 
-``evaluate`` does so in PyTorch, for any loss; ``evaluate_rows`` by a Triton kernel where losses are the library's,
-written from a trace of ``values_of`` (``vectors.py``).
+``evaluate`` does so by ``values_of`` in PyTorch, for any loss, or where losses are the library's by a Triton kernel
+that is written from a trace of it (``vectors.py``).
 """
 
 import functools
@@ -76,27 +76,8 @@ class Inputs(NamedTuple):
         return self.map(lambda value, dim: value if dim is None else value.narrow(dim, first, count))
 
 
-class Evaluation(NamedTuple):
-    """Results of the arithmetic for some tokens."""
-
-    coefficients: Named
-    table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric
-    apart: list[Tensor]  # values of summands [units] and metrics [c, units] whose unit is a segment or a pair
-
-
-def evaluate(structure: Structure, leaves: Named, inputs: Inputs) -> Evaluation:
-    """Coefficients of the gradient of ``sum of factor * weight * value``, and the values of losses and metrics.
-
-    It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here.
-    """
-    with plain_saving():
-        coefficients, rows, apart = values_of(structure, leaves, inputs)
-    table = torch.stack(rows) if rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
-    return Evaluation(coefficients, table, apart)
-
-
 def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Named, list[Tensor], list[Tensor]]:
-    """The fields of an ``Evaluation``, with a tensor [n] for each row of the table."""
+    """Coefficients, a tensor [n] for each row of the table, and the values of segments and pairs."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.rank_sums, inputs.withheld)
     leaves = masked(leaves, batch.mask)
     dtype, wanted = leaves["lse"].dtype, structure.leaves if structure.summands else ()
@@ -246,48 +227,42 @@ def make_arithmetic(
     return None if kernel is None else (kernel, tuple(names))
 
 
-def evaluate_rows(
-    structure: Structure,
-    stats: RowStats,
-    inputs: Inputs,
-    rows: slice,
-    backend: Backend | None,
-    table: Tensor | None = None,  # of an earlier chunk
-) -> Evaluation:
-    """``evaluate`` for the tokens ``rows`` of all: by a kernel where ``backend`` is Triton's, whose table is of all
-    tokens, else in PyTorch."""
+def evaluate(
+    structure: Structure, stats: RowStats, inputs: Inputs, rows: slice, backend: Backend | None, table: Tensor
+) -> tuple[Named, list[Tensor]]:
+    """Coefficients of the gradient of ``sum of factor * weight * value`` for the tokens ``rows`` of all, and the values
+    of summands [units] and metrics [c, units] whose unit is a segment or a pair; values of tokens go into ``table``
+    [rows of the table, tokens]. By a kernel where ``backend`` is Triton's and there is one, else in PyTorch: without
+    the hooks of an activation checkpoint around the call, since the vectors' graph lives and dies in here."""
     if backend is not None and backend.name == "triton":
         arithmetic, given = arithmetic_of(structure, stats.named(), inputs)
         if arithmetic is not None:
-            (kernel, names), like = arithmetic, stats.lse
-            if table is None:
-                table = empty(sum(structure.widths), inputs.target.shape[0], dtype=like.dtype, device=like.device)
-            chunk = empty(len(names), rows.stop - rows.start, dtype=like.dtype, device=like.device)
+            kernel, names = arithmetic
+            chunk = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
             kernel(given, rows, chunk, table)
-            return Evaluation(dict(zip(names, chunk.unbind(0), strict=True)), table, [])
-    return evaluate(structure, stats.at(rows).named(), inputs.at(rows))
+            return dict(zip(names, chunk.unbind(0), strict=True)), []
+    with plain_saving():
+        coefficients, values, apart = values_of(structure, stats.at(rows).named(), inputs.at(rows))
+    if values:
+        table[:, rows] = torch.stack(values)
+    return coefficients, apart
 
 
-def full_table(evaluations: list[Evaluation]) -> Tensor:
-    """The table of all chunks' tokens: they are summed in one go, so that a sum does not depend on the chunks."""
-    return evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
+def totals(structure: Structure, table: Tensor, apart: list[list[Tensor]], one_or_nan: Tensor) -> list[Tensor]:
+    """Sums over all tokens of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
 
-
-def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tensor) -> list[Tensor]:
-    """Sums over all chunks of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
-
-    Where an id was out of range, sums of metrics are nan here, and those of summands by their denominators.
+    ``apart``: values of segments and pairs, by chunk. Where an id was out of range, sums of metrics are nan here, and
+    those of summands by their denominators.
     """
-    table = full_table(evaluations)
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan
     # a chunk's own segments are those that count in it
-    apart = (torch.cat(of_chunks, -1) for of_chunks in zip(*[e.apart for e in evaluations], strict=True))
+    of_units = (torch.cat(of_chunks, -1) for of_chunks in zip(*apart, strict=True))
     row, found = 0, []
     reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
     for reduce, width in zip(reductions, structure.widths, strict=True):
-        values = next(apart) if width == 0 else table[row : row + width]
+        values = next(of_units) if width == 0 else table[row : row + width]
         if reduce != "mean":
             values = torch.nn.functional.pad(values, (0, 1), value=OF_NOTHING[reduce])  # there may be none
             total = values.amax(-1) if reduce == "max" else values.amin(-1)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
+from ..kernels.common.memory import empty
 from ..metrics import Metric, MetricValue
 from ..metrics.values import OF_NOTHING
 from ..parallel.tokens import metrics_of_all_ranks
 from ..stores import Backend
 from ..stores.operands import Kept, TeacherHead
 from .demand import Structure
-from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, evaluate_rows, full_table, masked, totals
+from .evaluate import Inputs, Named, coefficients_of, evaluate, masked, totals
 
 
 def snapshot(value: float | Tensor, like: Tensor) -> float | Tensor:
@@ -100,20 +101,35 @@ class LossObjective(Objective):
     # coefficients that the forward pass has made, by the first row of their chunk, for backward: a user's function may
     # do something else by then. None where backward computes them anew
     forward_coefficients: dict[int, Named] | None
+    # values of each token [rows, tokens], summed in one go, so that a sum does not depend on the chunks; None before
+    # there are any, and once they are summed
+    table: Tensor | None = None
+    apart: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
 
-    def evaluate(self, stats: RowStats, rows: slice, gradient: bool, table: Tensor | None = None) -> Evaluation:
-        """Values of some tokens, and where ``gradient`` coefficients; ``table``: of earlier chunks."""
+    def evaluate(self, stats: RowStats, rows: slice, gradient: bool) -> Named:
+        """Coefficients of some tokens where ``gradient``; their values go into ``table`` and ``apart``."""
         structure = self.structure if gradient or self.forward_coefficients is not None else self.structure.values_only
-        evaluation = evaluate_rows(structure, stats, self.inputs, rows, self.backend, table)
+        if self.table is None:
+            number, device = sum(structure.widths), self.target.device
+            self.table = empty(number, len(self.target), dtype=self.dtype, device=device)
+        coefficients, apart = evaluate(structure, stats, self.inputs, rows, self.backend, self.table)
+        self.apart.append(apart)
         if self.forward_coefficients is not None:
-            self.forward_coefficients[rows.start] = evaluation.coefficients
-        return evaluation
+            self.forward_coefficients[rows.start] = coefficients
+        return coefficients
+
+    def take_values(self) -> tuple[Tensor | None, list[list[Tensor]]]:
+        """``table`` and ``apart``, which begin anew."""
+        found = self.table, self.apart
+        self.table, self.apart = None, []
+        return found
 
     def coefficients_at_once(self, stats: RowStats) -> Named:
         """Coefficients of all tokens at the expected upstream gradient: the forward pass's, or made here."""
         chunks = [chunk for _, chunk in sorted((self.forward_coefficients or {}).items())]
         if not chunks:
-            chunks = [self.evaluate(stats, slice(0, len(self.target)), gradient=True).coefficients]
+            chunks = [self.evaluate(stats, slice(0, len(self.target)), gradient=True)]
+            self.take_values()
         return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
 
@@ -126,45 +142,40 @@ class ScalarObjective(LossObjective):
     expected: Expected
     coupled: bool
     counts: list[Tensor]  # of the metrics
-    evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        if not values:
-            return Coefficients.of(self.evaluate(stats, rows, gradient).coefficients)
-        if self.coupled and not closed and rows.stop - rows.start < len(self.target):
+        if values and self.coupled and not closed and rows.stop - rows.start < len(self.target):
             return None
-        table = self.evaluations[0].table if self.evaluations else None
-        evaluation = self.evaluate(stats, rows, gradient, table)
-        if evaluation.table is not table:  # else the first chunk's table holds these values too
-            self.evaluations.append(evaluation)
-        return Coefficients.of(evaluation.coefficients) if gradient else None
+        coefficients = self.evaluate(stats, rows, gradient)
+        if not values:
+            self.take_values()
+        return Coefficients.of(coefficients) if gradient else None
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        if not self.evaluations and (self.target.shape[0] or (self.coupled and self.exchanges)):
-            self.evaluations.append(self.evaluate(stats, slice(0, len(self.target)), gradient=False))
-        inverse, count, evaluations, total = self.inverse[0], len(self.inverse), self.evaluations, None
+        if self.table is None and (self.target.shape[0] or (self.coupled and self.exchanges)):
+            self.evaluate(stats, slice(0, len(self.target)), gradient=False)
+        (table, apart), inverse, count, total = self.take_values(), self.inverse[0], len(self.inverse), None
         alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
         plain = [c for c in self.loss_coefficients if type(c) is float]
         sums = all(metric.reduce == "mean" for metric, _ in self.structure.metrics) and {*self.structure.widths} == {1}
-        if not evaluations:
+        if table is None:
             self.parts[:] = [one * 0.0 for one in self.inverse]
             self.found[:] = self.of_nothing(self.structure.metrics)
         elif self.backend is not None and alike and sums and len(plain) == count:
             # one launch, which makes the sum of losses too
-            total, each_sum = self.backend.sum_rows(full_table(evaluations), inverse, self.one_or_nan, plain)
+            total, each_sum = self.backend.sum_rows(table, inverse, self.one_or_nan, plain)
             each = list(each_sum.unbind())
             self.parts[:], self.found[:] = each[:count], each[count:]
         else:
-            each = totals(self.structure, evaluations, self.one_or_nan)
+            each = totals(self.structure, table, apart, self.one_or_nan)
             shares = list(map(torch.mul, each[:count], self.inverse))
             if self.normalized:  # by selection: a normalizer of 0 gives 0 at any total
                 shares = [torch.where(d == 0, d, share) for d, share in zip(self.inverse, shares, strict=True)]
             self.parts[:], self.found[:] = shares, each[count:]
-        evaluations.clear()
         if total is None:
             # memory of its own, which a caller may write to
             first, *others = map(torch.mul, self.parts, self.loss_coefficients)
@@ -178,7 +189,10 @@ class ScalarObjective(LossObjective):
             found += self.of_nothing(of_segments)
         elif of_segments:
             structure = replace(self.structure, summands=(), metrics=of_segments, leaves=frozenset())
-            found += totals(structure, [evaluate(structure, stats.named(), self.inputs)], self.one_or_nan)
+            everything = slice(0, len(self.target))
+            table = stats.lse.new_empty(sum(structure.widths), len(self.target))
+            _, apart = evaluate(structure, stats, self.inputs, everything, None, table)
+            found += totals(structure, table, [apart], self.one_or_nan)
         values, rank_sums = {}, self.inputs.rank_sums
         measured = (*self.structure.metrics, *of_segments)
         for (metric, _), total, count in zip(measured, found, self.counts, strict=True):
@@ -205,7 +219,9 @@ class TokenObjective(LossObjective):
     """The weighted sum of token losses for each token, unreduced."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        table = self.evaluate(stats, slice(0, len(self.target)), gradient=False).table
+        self.evaluate(stats, slice(0, len(self.target)), gradient=False)
+        table, _ = self.take_values()
+        assert table is not None
         first, *others = map(times, table, self.loss_coefficients)
         return (sum(others, first) * self.one_or_nan,)
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.evaluate import Evaluation
 from ..arithmetic.objective import LossObjective, Objective, ScalarObjective
 from ..core.stats import RowStats
 from ..plan.plans import Plan
@@ -67,7 +66,7 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
     """``sweep(call, given, head)``, by its recording where there is one."""
     plan, objective, recordings = call.plan, call.objective, call.recordings
     assert recordings is not None
-    if getattr(objective, "evaluations", None):  # of an earlier sweep, whose table this one would write to
+    if getattr(objective, "table", None) is not None:  # of an earlier sweep, which this one would write to
         return sweep(call, given, head)
     inputs = inputs_of(call, given, head)
     # the first product of the first stream is stored in the gradient's buffer, all others are added
@@ -88,11 +87,11 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
     with call.backend.recording(there) as recorder:
         stats, grads = sweep(call, given, head)
     named, scalar = stats.named(), isinstance(objective, ScalarObjective)
-    tables = [evaluation.table for evaluation in objective.evaluations] if scalar else []
+    tables = [objective.table] if scalar else []
     made = [] if grads is None else [each for each in (grads.hidden, grads.weight) if each is not None]
-    if len(tables) == scalar:  # several where torch has done the losses' arithmetic
+    if not scalar or objective.table is not None:
         # the statistics of one loss are for backward only, those of values per token are what a call returns
-        steps = recorder.finish([*named.values(), *tables, *made], len(named) if tables else 0)
+        steps = recorder.finish([*named.values(), *tables, *made], len(named) if scalar else 0)
         recordings[key] = Recorded(plan, steps, tuple(named))
     return stats, grads
 
@@ -102,7 +101,7 @@ def results_of(call: Any, found: Recorded, results: list[Tensor]) -> tuple[RowSt
     left = iter(results)
     stats = RowStats.of({name: next(left) for name in found.stats})
     if isinstance(call.objective, ScalarObjective):
-        call.objective.evaluations.append(Evaluation({}, next(left), []))
+        call.objective.table = next(left)
     if call.plan.schedule != "forward":
         return stats, None
     sizes = call.plan.sizes

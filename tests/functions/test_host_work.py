@@ -80,7 +80,7 @@ MOST: dict[Call, int] = {cross_entropy: 1, four_chunks: 5, log_probabilities: 1,
 @pytest.mark.parametrize("call", MOST, ids=lambda call: call.__name__)
 def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     # one kernel, but here plain PyTorch (conftest.py)
-    monkeypatch.setattr(objective, "evaluate_rows", unwatched(objective.evaluate_rows))
+    monkeypatch.setattr(objective, "evaluate", unwatched(objective.evaluate))
     monkeypatch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))  # the interpreter's own
     monkeypatch.setattr("chunked_head.stores.matmul.multiply", lambda a, b, out, first: None)
     monkeypatch.setattr("chunked_head.stores.matmul.summed_by_blas", lambda a, b, out: True)  # as on a GPU
