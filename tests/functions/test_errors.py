@@ -111,6 +111,7 @@ def test_plan_arguments() -> None:
         ),
         ({"metrics": metrics.entropy()}, "metrics must be a list of chunked_head.metrics, got one, 'entropy'"),
         ({"device": "nowhere"}, "device must be a torch.device or its name"),
+        ({"device": "sm_12345"}, "or a GPU's architecture"),
         ({"reduction": "all"}, "reduction must be one of"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):

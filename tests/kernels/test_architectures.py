@@ -81,19 +81,6 @@ def test_plan_names_the_architecture(name: str) -> None:
     assert ["GPU", name] in [line.split() for line in str(made).splitlines()]
 
 
-def test_plan_says_why() -> None:
-    def buffer(dtype: torch.dtype, **options: object) -> str:
-        lines = str(plan(4096, 4096, 32000, dtype, device="sm_89", backend="triton", **options)).splitlines()
-        return next(line for line in lines if line.strip().startswith("logits buffer"))
-
-    assert buffer(torch.bfloat16).endswith("16-bit exponentials relative to the target")
-    assert buffer(torch.float16).endswith("(float16)")
-    assert buffer(torch.bfloat16, softcap=30.0).endswith("(the gradient takes a pass over them)")
-    assert buffer(torch.float32).endswith("32-bit logits (float32)")
-    with pytest.raises(ValueError, match="or a GPU's architecture"):
-        plan(4096, 4096, 32000, torch.bfloat16, device="sm_12345")
-
-
 CE = losses.cross_entropy()
 PATHS: dict[str, tuple[losses.Losses, tuple, dict[str, Any]]] = {
     "cross-entropy, class weights, DFT, focal": (CE + losses.focal() + losses.unlikelihood(), (), {}),
