@@ -1,12 +1,11 @@
 """A training framework as a record: the versions that were tested, and the names in it that ours replace. A computation
 in the place of a module's own, inside of the module's hooks."""
 
-import contextlib
 import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -95,19 +94,6 @@ class Framework:
                 owner = getattr(owner, each, None)
             if hasattr(owner, name):
                 setattr(owner, name, value)
-
-    @contextlib.contextmanager
-    def replaced(self, ours: Callable[[Place, Any], Any]) -> Iterator[None]:
-        """``replace`` for the length of a ``with`` block; what stood there before stands there after it."""
-        before = {place: REPLACED[place][1] for place in self.uses if place in REPLACED}
-        self.replace(ours)
-        try:
-            yield
-        finally:
-            if before:
-                self.replace(lambda place, _: before[place])
-            else:
-                self.give_back()
 
 
 def looked_up(place: Place) -> Any:

@@ -55,13 +55,6 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
     if not isinstance(given, dict):
         raise ValueError("LLaMA-Factory's arguments must come from a .yaml or .json file, or as a dict")
     options = dict(given.pop(KEY, None) or {}) | options
-    check_arguments(given)
-    with patched_models(**options):
-        tuner.run_exp(given, callbacks)
-
-
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raises where a run would not go through this head."""
     stage = given.get("stage", "sft")
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {', '.join(STAGES)} for chunked_head, got {stage!r}")
@@ -70,6 +63,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has its loss made where chunked_head has no part in it; {remedy}")
     if given.get("enable_liger_kernel") and stage in ("pt", "sft"):
         raise ValueError("enable_liger_kernel brings Liger's head for stages pt and sft; leave it out for this one")
+    with patched_models(**options):
+        tuner.run_exp(given, callbacks)
 
 
 @contextlib.contextmanager
@@ -86,8 +81,11 @@ def patched_models(**options: Any) -> Iterator[list[Any]]:
 
         return load_model
 
-    with LLAMAFACTORY.replaced(loading):
+    LLAMAFACTORY.replace(loading)
+    try:
         yield loaded
+    finally:
+        LLAMAFACTORY.give_back()
 
 
 if __name__ == "__main__":

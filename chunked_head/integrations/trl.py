@@ -424,8 +424,9 @@ def unpatch_trl() -> None:
 
 @contextlib.contextmanager
 def patched_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> Iterator[None]:
-    """``patch_trl(**options)`` for the length of a ``with`` block; what stood there before stands there after it."""
-    with contextlib.ExitStack() as stack:
-        for framework, ours in seams(options, losses):
-            stack.enter_context(framework.replaced(ours))
+    """``patch_trl(losses=..., **options)`` for the length of a ``with`` block, and ``unpatch_trl()`` after it."""
+    patch_trl(losses=losses, **options)
+    try:
         yield
+    finally:
+        unpatch_trl()

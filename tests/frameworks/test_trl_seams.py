@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="the seams are TRL's, which is not installed")
 
+from trl import SFTTrainer
 from trl.trainer import utils
 
 try:
@@ -35,6 +36,7 @@ from chunked_head.integrations.trl import (
 
 TOKENS, HIDDEN, VOCAB = 29, 16, 61
 THEIRS = utils._ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction
+COMPUTE_LOSS = SFTTrainer.compute_loss
 FUSED = hasattr(utils, "add_fused_lm_head")
 needs_fused = pytest.mark.skipif(not FUSED, reason="TRL 1.14 has no fused head")
 
@@ -241,12 +243,16 @@ def test_patching_and_back() -> None:
     assert first[0].options["memory_budget"] == "64MiB"
     patch_trl()
     assert installed()[0].options == {}
-    with patched_trl(chunk_tokens=7):
-        assert installed()[0].options["chunk_tokens"] == 7
-    assert installed()[0].options == {}
     unpatch_trl()
     assert installed() == THEIRS
     unpatch_trl()
+    with patched_trl(chunk_tokens=7, losses=("SFT",)):
+        assert installed()[0].options["chunk_tokens"] == 7 and SFTTrainer.compute_loss is not COMPUTE_LOSS
+    assert installed() == THEIRS and SFTTrainer.compute_loss is COMPUTE_LOSS
+    for wrong in ("SFT", ("DPO",)):
+        with pytest.raises(ValueError, match="losses must be a tuple of 'SFT', 'GRPO', 'Distillation', got"):
+            patch_trl(losses=wrong)
+    assert installed() == THEIRS
     with pytest.raises(KeyError), patched_trl():
         assert isinstance(installed()[0], LogProbSeam)
         raise KeyError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import losses
 from ...arithmetic.demand import structure_of
@@ -20,10 +20,10 @@ from ...losses.base import Losses, Summand, as_losses
 from ...losses.user_checks import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
-from ..frameworks import REPLACED, check_named
-from .head import FSDP1, hung_by, sizes_of
+from ..frameworks import check_named
+from .head import FSDP1, sizes_of
 from .source import FORWARDS, MADE, running
-from .virtual import Rehearsed, Tail, in_words
+from .virtual import Rehearsed, Tail
 
 # options of how to compute; what to compute is the model's
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
@@ -69,9 +69,7 @@ class Agreement:
         self.mechanism, self.name, self.tied = "none", "", False
         self.tail: Tail | None = None  # of the last loss
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
-        # tail and reason of the graph that ran last: graphs read none that they did not write, to depend on none
-        self.graph_tail: tuple[float, float | None, int | None, int] | None = None
-        self.graph_reason: str | None = None
+        self.graph_loss = self.graph_reason = ""  # graphs write these and do not read them, so as to depend on none
         self.graph_fused = self.graph_computed = False  # in the forward that runs
         self.forwards = 0  # runs of the class's forward; -1 after one in a graph
         self.computed = ""  # what logits were computed for in the forward that runs
@@ -104,11 +102,9 @@ class Agreement:
             return f"{self.model}: {self.mechanism}"
         counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
         reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
-        last = self.tail.numbers if self.tail else self.graph_tail
-        tail = in_words(*last) if last else "no loss so far"
-        graphs = ["losses fused"] if self.graph_tail else []
-        graphs += [f"logits computed for {self.graph_reason}"] if self.graph_reason else []
-        compiled = f"; in graphs of torch.compile, whose runs do not count: {', '.join(graphs)}" if graphs else ""
+        tail = str(self.tail) if self.tail else "no loss so far"
+        graphs = ", ".join(filter(None, (self.graph_loss, self.graph_reason)))
+        compiled = f"; in graphs of torch.compile, whose runs do not count: {graphs}" if graphs else ""
         return f"{self.model}: {self.head_in_words}; {self.mechanism}; {tail}; {counts}{reasons}{compiled}"
 
     __repr__ = __str__
@@ -116,7 +112,9 @@ class Agreement:
     def applies(self, model: nn.Module, labelled: bool, cached: bool = False) -> bool:
         """Decides whether a forward's logits are lazy. ``cached``: it was given ``past_key_values``, as in
         generation, which reads the logits of one token."""
-        if torch.jit.is_tracing() or exporting():
+        # inside of a graph torch 2.9 says so in torch.compile too; what it reads outside of one tells them apart
+        exporting = getattr(torch.compiler, "_is_exporting_flag", None)
+        if torch.jit.is_tracing() or (torch.compiler.is_exporting() if exporting is None else exporting):
             return False  # what comes of it may only hold tensors
         if self.head is None or labelled:
             return labelled and self.head is not None
@@ -179,7 +177,7 @@ class Agreement:
         if by_model and self.training:
             self.settled = True
         if torch.compiler.is_compiling():
-            self.graph_tail = tail.numbers
+            self.graph_loss = "losses fused"
             self.graph_fused = self.graph_fused or by_model
             return
         self.fused += 1
@@ -191,11 +189,6 @@ class Agreement:
         """Counts a run of the class's forward; True."""
         self.forwards = -1 if torch.compiler.is_compiling() else self.forwards + 1
         return True
-
-    def passed_by(self, model: nn.Module) -> None:
-        """Notes a training call of the model in which its class's forward did not run."""
-        if self.asks or not any(path.startswith("trl.") for path, _ in REPLACED):
-            self.made_outside(f"by {hung_by(model)}, which runs instead of the model's forward")
 
     def made_outside(self, how: str) -> None:
         """Raises where ``loss`` or ``metrics`` have no part in a training step's loss; warns, once, without them."""
@@ -223,7 +216,7 @@ class Agreement:
                 "logits.materialise() where you want them"
             )
         if compiling:
-            self.graph_reason, self.graph_computed = what, True
+            self.graph_reason, self.graph_computed = f"logits computed for {what}", True
             return
         self.materialised += 1
         reason = f"{what} at {where}"
@@ -242,19 +235,6 @@ class Agreement:
         assert self.rehearsed is not None
         self.rehearsed.append(call._replace(made_at=place()))
 
-    def loss_of(self, class_weights: Tensor | None, label_smoothing: float, reduction: str) -> Losses:
-        """The losses to compute in the place of the model's cross-entropy."""
-        if reduction == "none":
-            raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
-        if self.loss is None:
-            return losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
-        if class_weights is not None or label_smoothing:
-            raise ValueError(
-                f"{self.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; give "
-                "them to losses.cross_entropy in loss="
-            )
-        return self.loss
-
     def takes(self, output: LossOutput) -> None:
         """Adds a call's metrics."""
         if output.metrics:
@@ -265,13 +245,6 @@ class Agreement:
         ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
         taken, self.metrics[training] = self.metrics[training], {}
         return taken
-
-
-def exporting() -> bool:
-    """True while ``torch.export`` traces. Inside of a graph torch 2.9 says so in
-    ``torch.compile`` too; what it reads outside of one tells them apart."""
-    flag = getattr(torch.compiler, "_is_exporting_flag", None)
-    return torch.compiler.is_exporting() if flag is None else flag
 
 
 def is_fully_sharded(module: Any) -> bool:

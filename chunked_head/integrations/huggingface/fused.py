@@ -71,7 +71,15 @@ class LazyLoss:
 
     def loss(self, reduction: str) -> Losses:
         """The losses in the place of the model's cross-entropy."""
-        return self.source.patch.loss_of(self.class_weights, self.label_smoothing, reduction)
+        patch, weights, smoothing = self.source.patch, self.class_weights, self.label_smoothing
+        if reduction == "none":
+            raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
+        if patch.loss is not None and (weights is not None or smoothing):
+            raise ValueError(
+                f"{patch.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; give "
+                "them to losses.cross_entropy in loss="
+            )
+        return losses.cross_entropy(smoothing, weights) if patch.loss is None else patch.loss
 
     def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """A loss without a number, of hidden states without numbers."""

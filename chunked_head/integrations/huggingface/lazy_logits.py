@@ -103,10 +103,8 @@ class LazyLogits(Tensor):
         if function in QUERIES:
             return Tensor.__torch_function__(function, (), args, kwargs)  # from shape, dtype and device
         first = args[0] if args else kwargs.get("input")
-        if writes(function):
-            refuse_views(first, named(function))
-        if named(function) in WATCHING:
-            refuse_watching(first, named(function))
+        if isinstance(first, LazyLogits):
+            refuse(first, function)
         if isinstance(first, LazyLogits) and refuse_functions(first) and named(function) in ("detach", "clone"):
             passed = LazyLogits.of(first._virtual, first._family)
             passed._real = first._real
@@ -159,25 +157,18 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     return iter(parts) if name == "__iter__" else parts
 
 
-def writes(function: Any) -> bool:
+def refuse(logits: LazyLogits, function: Any) -> None:
+    """Raises for a write that would not reach views of lazy logits, and where their gradient is waited for."""
     name = named(function)
-    return name in WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-
-
-def refuse_views(logits: Any, what: str) -> None:
-    """Raises for a write to lazy logits that have views: it would not reach these."""
-    if isinstance(logits, LazyLogits) and sum(one() is not None for one in logits._family) > 1:
+    writes = name in WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+    if writes and sum(one() is not None for one in logits._family) > 1:
         raise RuntimeError(
-            f"{what} on lazy logits that other tensors are views of is not supported: call it on logits.materialise(), "
+            f"{name} on lazy logits that other tensors are views of is not supported: call it on logits.materialise(), "
             "or leave the model unpatched"
         )
-
-
-def refuse_watching(logits: Any, what: str) -> None:
-    """The gradient of lazy logits comes by nowhere."""
-    if isinstance(logits, LazyLogits) and logits._real is None:
+    if name in WATCHING and logits._real is None:
         raise RuntimeError(
-            f"{what} on lazy logits is not supported: a loss of them has no gradient of logits. Call it on "
+            f"{name} on lazy logits is not supported: a loss of them has no gradient of logits. Call it on "
             "logits.materialise() before the loss is computed, or leave the model unpatched"
         )
 

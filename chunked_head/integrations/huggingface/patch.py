@@ -16,6 +16,7 @@ from ...core.checks import is_dtensor
 from ...losses.base import Losses
 from ...losses.user_checks import Function
 from ...metrics import Metric, all_reduce
+from ..frameworks import REPLACED
 from .agreement import Agreement
 from .head import (
     NotUnderstood,
@@ -171,8 +172,8 @@ class Patched:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         before = agreed.forwards = max(agreed.forwards, 0)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if agreed.forwards == before:
-            agreed.passed_by(self)
+        if agreed.forwards == before and (agreed.asks or not any(path.startswith("trl.") for path, _ in REPLACED)):
+            agreed.made_outside(f"by {hung_by(self)}, which runs instead of the model's forward")
         return output
 
     def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:

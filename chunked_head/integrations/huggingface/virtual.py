@@ -291,13 +291,11 @@ class Tail:
             total = part if total is None else total + part
         return total
 
-    @property
-    def numbers(self) -> tuple[float, float | None, int | None, int]:
-        """Scale, softcap, cropped vocabulary and number of biases, without tensors."""
-        return self.logit_scale, self.softcap, self.vocab, len(self.biases)
-
     def __str__(self) -> str:
-        return in_words(*self.numbers)
+        parts = [f"scale {self.logit_scale:g}", f"softcap {self.softcap:g}" if self.softcap else "no softcap"]
+        parts += [f"{len(self.biases)} added vector(s)"] if self.biases else []
+        parts += [f"vocabulary cropped to {self.vocab}"] if self.vocab is not None else []
+        return ", ".join(parts)
 
 
 class Rehearsed(NamedTuple):
@@ -314,14 +312,6 @@ class Rehearsed(NamedTuple):
     loss: Losses | None = None
     reduction: str = "none"
     made_at: str = ""
-
-
-def in_words(logit_scale: float, softcap: float | None, vocab: int | None, biases: int) -> str:
-    """A tail's numbers in words."""
-    parts = [f"scale {logit_scale:g}", f"softcap {softcap:g}" if softcap else "no softcap"]
-    parts += [f"{biases} added vector(s)"] if biases else []
-    parts += [f"vocabulary cropped to {vocab}"] if vocab is not None else []
-    return ", ".join(parts)
 
 
 def tail_of(logits: Virtual) -> Tail | None:

@@ -76,7 +76,13 @@ def linear_cross_entropy(
     if isinstance(temperature, Tensor) and temperature.dim() == 0:
         temperature = temperature.expand(labels.shape)
     if leading != tuple(labels.shape):
-        check_order(leading, tuple(labels.shape))
+        sizes, wanted = ([size for size in shape if size != 1] for shape in (leading, labels.shape))
+        count = torch.Size(leading).numel()
+        if count != labels.numel() or (len(sizes) > 1 and len(wanted) > 1 and sizes != wanted):
+            raise ValueError(
+                f"hidden has the leading shape {leading} and labels {tuple(labels.shape)}: flattened, their tokens do "
+                "not correspond; transpose one of them"
+            )
         hidden = hidden.reshape(-1, hidden.shape[-1])
         mask, temperature = flat("mask", mask, labels), flat("temperature", temperature, labels)
         labels = labels.reshape(-1)
@@ -121,17 +127,6 @@ def reduces(hidden: Tensor, group: Any, given: bool | None) -> bool:
         "gradient over dist_process_group. Pass reduce_dhidden=True (to patch_verl, for verl's own calls) where "
         "nothing else sums it, as in tensor parallelism without sequence parallelism, or False where the graph does"
     )
-
-
-def check_order(leading: tuple[int, ...], labels: tuple[int, ...]) -> None:
-    """Raises where flattening would pair hidden states with the labels of other tokens."""
-    sizes, wanted = ([size for size in shape if size != 1] for shape in (leading, labels))
-    count, tokens = torch.Size(leading).numel(), torch.Size(labels).numel()
-    if count != tokens or (len(sizes) > 1 and len(wanted) > 1 and sizes != wanted):
-        raise ValueError(
-            f"hidden has the leading shape {leading} and labels {labels}: flattened, their tokens do not correspond; "
-            "transpose one of them"
-        )
 
 
 def flat(name: str, value: Any, labels: Tensor) -> Any:
