@@ -203,8 +203,8 @@ def test_a_factory_makes_one_object_of_equal_options() -> None:
     assert len({id(each) for each in (*others, losses.grpo(0.1), losses.reinforce(), losses.cispo())}) == 7
     weights = torch.rand(5)
     assert losses.z_loss(token_weights=weights) is not losses.z_loss(token_weights=weights)
-    for wrong in (2.0, 2.0, True):
-        with pytest.raises(ValueError, match=r"clip_low of losses\.grpo"):
+    for error, wrong in ((ValueError, 2.0), (ValueError, 2.0), (TypeError, True)):
+        with pytest.raises(error, match=r"clip_low of losses\.grpo"):
             losses.grpo(clip_low=wrong)
 
 
