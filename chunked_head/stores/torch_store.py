@@ -56,7 +56,8 @@ class TorchStore(MatmulStore):
     def multiply(self, rows: Rows, tile: slice) -> None:
         """Makes the logits of a slice of the vocabulary, and a teacher's of the same rows."""
         self.logits, self.teacher = rows.hidden.new_empty(0), None  # the last ones are gone before these are made
-        head, pairing = self.head.columns(tile), self.demand.pairing
+        head = self.head if tile.stop - tile.start == self.vocab else self.head.columns(tile)
+        pairing = self.demand.pairing
         if head.fp8 is None:
             self.logits = self.projected(rows, rows.hidden, head.weight, head.bias, head)
         else:
@@ -84,14 +85,16 @@ class TorchStore(MatmulStore):
         transform_(logits, bias, teacher, rows.scale)
         return logits
 
-    def blocks(self, rows: Rows) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    def blocks(self, rows: Rows) -> Iterator[tuple[slice, Rows, Tensor, Tensor | None]]:
         """Some rows at a time, their logits and a teacher's."""
-        for at in row_blocks(self.logits):
-            yield at, self.logits[at], None if self.teacher is None else self.teacher[at]
+        found = row_blocks(self.logits)
+        for at in found:
+            some = rows if len(found) == 1 else rows.at(at)
+            yield at, some, self.logits[at], None if self.teacher is None else self.teacher[at]
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        for at, x, y in self.blocks(rows):
-            self.block_stats(x, y, rows.at(at), out.at(at))
+        for at, some, x, y in self.blocks(rows):
+            self.block_stats(x, y, some, out.at(at))
 
     def block_stats(self, x: Tensor, y: Tensor | None, rows: Rows, out: RowStats) -> None:
         here = rows.target < x.shape[1]  # all of them, but where the vocabulary's other columns are elsewhere
@@ -120,7 +123,7 @@ class TorchStore(MatmulStore):
             put_stats(out, {"teacher_" + name: value for name, value in found.items()})
 
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        for at, x, y in self.blocks(rows):
+        for at, _, x, y in self.blocks(rows):
             assert y is not None
             self.block_pair_stats(x, y, out.at(at))
 
@@ -149,8 +152,8 @@ class TorchStore(MatmulStore):
         """The gradient of the raw logits of a tile, in place of the logits: of the chunk filled last, or made here."""
         if self.tiled:
             self.multiply(rows, tile)
-        for at, x, y in self.blocks(rows):
-            self.differentiate_(x, y, tile.start, rows.at(at), stats.at(at), coefficients.at(at))
+        for at, some, x, y in self.blocks(rows):
+            self.differentiate_(x, y, tile.start, some, stats.at(at), coefficients.at(at))
         return self.logits
 
     def differentiate_(
@@ -194,20 +197,20 @@ class GivenView(TorchStore):
     def __init__(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
         self.head, self.demand, self.gradient_of, self.vocab = head, demand, gradient, rows.hidden.shape[1]
 
-    def blocks(self, rows: Rows) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    def blocks(self, rows: Rows) -> Iterator[tuple[slice, Rows, Tensor, Tensor | None]]:
         pairing = self.demand.pairing
         for at in row_blocks(rows.hidden):
             some = rows.at(at)
             logits = some.hidden.to(wide_dtype(some.hidden), copy=True)
             transform_(logits, None, self.head, some.scale)
-            yield at, logits, None if pairing is None else self.teacher_logits(some, slice(0, pairing.columns))
+            yield at, some, logits, None if pairing is None else self.teacher_logits(some, slice(0, pairing.columns))
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         assert self.gradient_of is not None
-        for at, x, y in self.blocks(rows):
-            self.differentiate_(x, y, 0, rows.at(at), stats.at(at), coefficients.at(at))
+        for at, some, x, y in self.blocks(rows):
+            self.differentiate_(x, y, 0, some, stats.at(at), coefficients.at(at))
             # selection: where a row does not count its logits may be nan
-            self.gradient_of[at] = x.masked_fill_((rows.target[at] < 0)[:, None], 0.0)
+            self.gradient_of[at] = x.masked_fill_((some.target < 0)[:, None], 0.0)
 
 
 def scratch_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
