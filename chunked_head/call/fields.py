@@ -77,10 +77,10 @@ def wanted_fields(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
         if isinstance(part, Summand) and part.teacher is not None:
             logits, rest = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
             refuse({
-                f"batch has teacher_logits and {', '.join(rest[:1])}; loss {part.label} takes one of them, "
-                "teacher_logits or teacher_hidden with teacher_weight": logits and rest,
-                f"loss {part.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with "
-                "batch['teacher_weight']": not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
+                f"batch has teacher_logits and {', '.join(rest[:1])}; loss {part.label} takes one teacher of them":
+                    logits and rest,
+                f"loss {part.label} needs batch['teacher_logits'], or teacher_hidden with teacher_weight":
+                    not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
             })  # fmt: skip
         if not part.builtin:
             withheld = {*TEACHER_FIELDS, *(of_segments if call.num_segments is None else ())}
@@ -175,11 +175,10 @@ def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dty
     if call.shard is None:
         return rows
     refuse({
-        "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
-        "sequence_sharded=True needs; give teacher_hidden and teacher_weight":
+        "sequence_sharded=True takes no batch['teacher_logits']; give teacher_hidden and teacher_weight":
             call.sequence_sharded and "teacher_logits" in batch,
-        f"the teacher has {rows} rows of its vocabulary on this rank and the student {call.local_vocab}: VocabParallel "
-        "takes a teacher of the same vocabulary, split as the student is": rows != call.local_vocab,
+        f"the teacher has {rows} rows on this rank, the student {call.local_vocab}; split both vocabularies alike":
+            rows != call.local_vocab,
     })  # fmt: skip
     return call.vocab
 

@@ -28,12 +28,10 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
     base = logits if logits._base is None else logits._base
     expanded = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
     refuse({
-        "inplace=True overwrites logits with their gradient, and these are a leaf (or a view of one), which keeps its "
-        "value; pass logits that were computed, or inplace=False":
+        "inplace=True overwrites logits, and these are a leaf (or a view of one); pass computed ones, or inplace=False":
             logits.is_leaf or (base.is_leaf and base.requires_grad),
-        "inplace=True overwrites logits with their gradient, and the memory of these belongs to a tensor that autograd "
-        "does not see behind them (DTensor.to_local() gives such), and so no backward would notice the change; pass "
-        "inplace=False": logits._base is not None and base.grad_fn is None,
+        "inplace=True overwrites logits, and the memory of these belongs to a tensor that autograd does not see behind "
+        "them (as DTensor.to_local() gives); pass inplace=False": logits._base is not None and base.grad_fn is None,
         "inplace=True needs logits with memory of their own, these are expanded; use inplace=False":
             expanded and logits.numel(),
     })  # fmt: skip

@@ -277,26 +277,20 @@ class Call(Generic[Result]):
             ranks, reduces = self.shard.parallel.ranks, self.shard.parallel.reduce_dhidden
         sharded, summed = self.sequence_sharded, reduces and torch.is_grad_enabled() and self.rows.requires_grad
         checks.refuse({
-            "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
-            "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss": logits and sharded,
-            "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True":
-                logits and not reduces,
-            "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels that "
-            "are shifted already, see chunked_head.parallel.shift_targets": sharded and self.shift,
-            "skip_ignored does not go with sequence_sharded=True, whose ranks would each have another number of tokens "
-            "that count": sharded and self.skip_ignored,
+            "sequence_sharded=True is of hidden states; give logits of all tokens": logits and sharded,
+            "reduce_dhidden=False is of hidden states; leave it True": logits and not reduces,
+            "shift reaches over no ranks (sequence_sharded=True); use chunked_head.parallel.shift_targets":
+                sharded and self.shift,
+            "skip_ignored does not go with sequence_sharded=True; leave it False": sharded and self.skip_ignored,
             "sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions":
                 sharded and not self.leading,
-            # two shares have one sum, the order of more is torch.distributed's
-            "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: the order in "
-            f"which torch.distributed adds up {ranks} shares of it depends on where a row stands in the message; use "
-            "fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False":
+            # two shares have one sum, in the order of more torch.distributed goes by a row's place in the message
+            "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient; use "
+            "reduce_dhidden=False and a sum of your own, or deterministic=False":
                 self.deterministic and summed and ranks > 2,
-            f"{self.function} has values per token, which need nothing of other ranks' tokens: TokenParallel has no "
-            "effect on them; leave it out of parallel (tokens=None in VocabParallel)":
+            f"{self.function} has values per token, on which TokenParallel has no effect; leave it out of parallel":
                 self.outputs and tokens is not None and self.reduction != "none",
-            'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per token: '
-            "multiply yours by the number of ranks, and leave average=False":
+            'average=True of TokenParallel multiplies the loss, of which reduction="none" has none; leave it False':
                 self.outputs and tokens is not None and tokens.average,
         })  # fmt: skip
 

@@ -172,16 +172,15 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     summed = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
     summed += [metric.label for metric, _ in tokens.structure.segment_metrics]
     refuse({
-        f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not run "
-        f"in ({what}); use skip_ignored='wait' or False": sizes.skips and not bounded,
+        f"skip_ignored=True needs our own matmuls, which do not run these operands ({what}); use 'wait' or False":
+            sizes.skips and not bounded,
         "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk":
             fixed and sizes.dtype == torch.float16,
-        f"deterministic=True does not go with {', '.join(summed[:1])} on a GPU, which adds up a segment's tokens in "
-        "any order": fixed and summed and device.type == "cuda",
-        "deterministic=True does not go with top_k, whose logits BLAS makes: they depend on the number of rows; take "
-        "argmax=True, or the ids from a call with deterministic=False": fixed and sizes.demand.top_k,
-        f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
-        "number of rows": fixed and not bounded,
+        f"deterministic=True does not go with {', '.join(summed[:1])} on a GPU, which adds up tokens in any order":
+            fixed and summed and device.type == "cuda",
+        "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
+            fixed and sizes.demand.top_k,
+        f"deterministic=True needs our own matmuls, which do not run these operands ({what})": fixed and not bounded,
         'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':
             own_fp8 and not bounded,
     })  # fmt: skip
@@ -279,8 +278,7 @@ class Loss(torch.autograd.Function):
             return (None,) * (2 + ctx.operands)
         if ctx.overwritten:
             raise RuntimeError(
-                "a second backward through a loss with inplace=True: the first has written the gradient over the "
-                "logits; use inplace=False to retain the graph"
+                "a second backward through a loss with inplace=True, whose logits are gone; use inplace=False"
             )
         made, grads, ctx.grads, graph = ctx.made, ctx.grads, None, torch.is_grad_enabled()
         # once: an activation checkpoint gives them no second time

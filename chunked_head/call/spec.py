@@ -265,13 +265,13 @@ def check_losses(call: Call[Any]) -> None:
     for coefficient, summand in call.losses.terms:
         label, normalizer, reduction = summand.label, summand.normalizer, summand.reduction
         checks.refuse({
-            f'reduction="none" is for losses of tokens, and {label} puts a segment\'s tokens together; use "mean" or '
-            '"sum"': unreduced and summand.scope != "token",
+            f'reduction="none" is for losses of tokens, and {label} puts a segment\'s tokens together; use "mean"':
+                unreduced and summand.scope != "token",
             f'{label} names a reduction or normalizer of its own beside reduction="none"':
                 unreduced and (reduction is not None or normalizer is not None),
             # of any other device it is copied from there
-            f"the coefficient of {label}, or the stream's weight, is on the meta device, where it has no value; move "
-            f"it to {device}": isinstance(coefficient, Tensor) and coefficient.device.type == "meta",
+            f"the coefficient of {label}, or the stream's weight, is on the meta device, where it has no value":
+                isinstance(coefficient, Tensor) and coefficient.device.type == "meta",
             f'normalizer of {label} goes with reduction="mean" only; multiply the result instead':
                 normalizer is not None and (reduction or call.reduction) != "mean",
         })  # fmt: skip
@@ -315,8 +315,8 @@ def check_sets(call: Call[Any], demand: Demand, wanted: Sequence[str]) -> None:
             "candidate_bias" in wanted and call.softcap is not None,
         "target is None, and kept_ids or candidates are sets that targets belong to; pass token ids":
             call.target is None,
-        "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary: a "
-        "set's sum would depend on which rank has which of its ids": call.shard is not None and call.deterministic,
+        "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary":
+            call.shard is not None and call.deterministic,
         "batch['kept_ids'] does not go with sequence_sharded=True; gather hidden states and sets beforehand":
             call.sequence_sharded,
     })  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.checks import name
 from ..losses.base import Losses
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
@@ -91,8 +90,7 @@ def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], St
         budget = request.budget - weight.numel() * buffer.buffer.element_size()
         if budget <= 0:
             raise ValueError(
-                f"memory_budget={first.memory_budget!r} holds no {name(buffer.buffer.dtype)} gradient of weight, which "
-                "streams add up; raise it, or call linear_loss once for each stream"
+                f"raise memory_budget={first.memory_budget!r}: it has no room for a gradient of weight in fp32"
             )
     return [replace(call, accumulate_into=buffer, memory_budget=budget) for call in calls], buffer
 

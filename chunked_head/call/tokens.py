@@ -162,8 +162,7 @@ def lay_fields(
     for field in LOGPROBS:
         if field in fields and looks and len(target) and (largest := float(fields[field].max())) > LARGEST_LOGPROB:
             raise ValueError(
-                f"batch[{field!r}] must hold log-probabilities, which are at most 0, got {largest:g}; negate them if "
-                "they are losses (-log p), take .log() if they are probabilities"
+                f"batch[{field!r}] must hold log-probabilities, at most 0, got {largest:g}; negate them if losses"
             )
     others = [field for field in read if field not in numbers]
     ignored = target < 0 if others else target
@@ -319,8 +318,7 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
             )
         if missing and everywhere:
             raise ValueError(
-                f"kept_everywhere=True and candidates say that every token keeps ids, and {missing} tokens that count "
-                "keep none; give them some, or leave kept_everywhere False: then their softmax is over the vocabulary"
+                f"kept_everywhere=True, or candidates, and {missing} tokens that count keep none; give them ids"
             )
         in_range("kept_ids", ids, vocab, -1, [])
     return replace(kept, everywhere=everywhere or not missing)
@@ -331,8 +329,7 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
     teacher, kept, scale, own = tokens.teacher, tokens.kept, tokens.scale, tokens.token_fields
     if teacher is not None and teacher.logits is not None and packing.count is not None:
         raise ValueError(
-            "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
-            'teacher_hidden and teacher_weight, or skip_ignored="wait"'
+            "skip_ignored=True cannot move rows of batch['teacher_logits']; give teacher_hidden, or use 'wait'"
         )
     if kept is not None:
         starts, ends = packing.pack(kept.starts), packing.pack(kept.ends)

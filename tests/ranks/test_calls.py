@@ -449,7 +449,7 @@ SAID = {
     "skip": "skip_ignored does not go with sequence_sharded=True",
     "average": "TypeError: average of TokenParallel must be True or False",
     "log-probabilities of tokens": "TokenParallel has no effect",
-    "average of none": 'reduction="none" has no loss',
+    "average of none": 'multiplies the loss, of which reduction="none" has none',
     "irreducible": "loss cumulative has other values where a segment's tokens lie on two ranks",
     "merged": "cannot be merged",
     "sequence of logits": "ValueError: sequence_sharded=True is of hidden states",
