@@ -219,7 +219,7 @@ class HeadCall(LocalCall):
         """[] how many rows count, those first, where products stop at them."""
         return None if self.packing is None else self.packing.count
 
-    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+    def head(self, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
         sizes = self.plan.sizes
         bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
@@ -228,17 +228,20 @@ class HeadCall(LocalCall):
             weight = weight[: sizes.vocab]
         if len(weight) == 1:
             weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels, and may be any
-        add_targets, fp8 = None if self.shard is None else self.shard.add_targets, self.fp8_weight
+        add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
-            fp8 = self.backend.quantised(weight) if fp8 is None else fp8._replace(values=fp8.values[: sizes.vocab])
+            target = self.target if self.shard is None else self.shard.own_tokens(self.target)
+            fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, hidden, target)
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:
         """Statistics of all tokens, and gradients where the forward pass makes them."""
-        head, packing = self.head(weight, bias), self.packing
+        packing = self.packing
+        rows = hidden if packing is None else packing.pack(hidden)
+        head = self.head(weight, bias, rows)
         if packing is None:
             return sweep(self, hidden, head) if self.recordings is None else recorded(sweep, self, hidden, head)
-        stats, grads = sweep(self, packing.pack(hidden), head)
+        stats, grads = sweep(self, rows, head)
         if grads is not None and grads.hidden is not None:
             grads.hidden = packing.unpack(grads.hidden)
         return stats, grads
@@ -268,9 +271,9 @@ class HeadCall(LocalCall):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias from coefficients of all tokens; logits are computed again."""
         hidden, weight, bias = operands[:3]
-        head, packing, one_or_nan = self.head(weight, bias), self.packing, self.objective.one_or_nan
+        packing, one_or_nan = self.packing, self.objective.one_or_nan
         rows = hidden if packing is None else packing.pack(hidden)
-        _, grads = sweep(self, rows, head, (stats, coefficients))
+        _, grads = sweep(self, rows, self.head(weight, bias, rows), (stats, coefficients))
         assert grads is not None
         of_hidden, *others = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan.sizes)
         return of_hidden if packing is None or of_hidden is None else packing.unpack(of_hidden), *others

@@ -14,6 +14,7 @@ import torch
 
 from ..core.checks import name
 from ..kernels.common.cache import Cache
+from ..kernels.common.tiles import exact_blocks
 from .plans import MAX_HALF_CHUNKS, Plan, Schedule, needed_by
 from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 
@@ -374,6 +375,6 @@ def widest_tile(plan: Plan, needed: Callable[[int], int]) -> int:
         return tile if needed(tile) <= plan.budget else 0
     widest = largest(needed, plan.budget, vocab, TILE_MULTIPLE)
     if widest < TILE_MULTIPLE:
-        return widest
+        return 0 if plan.sizes.fp8 and exact_blocks(vocab) else widest  # a block of exact logits lies in one tile
     columns = math.ceil(vocab / math.ceil(vocab / widest))
     return min(vocab, math.ceil(columns / TILE_MULTIPLE) * TILE_MULTIPLE)

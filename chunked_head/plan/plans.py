@@ -143,6 +143,8 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer("weight cast for autocast", (rows, sizes.hidden), sizes.dtype, SWEEP, LOOP, "cast")
     if sizes.fp8 == "made":
         yield Buffer("weight in e4m3", (sizes.vocab, sizes.hidden), torch.float8_e4m3fn, SWEEP, LOOP)
+    if sizes.fp8:
+        yield Buffer("logits of mean hidden states", (sizes.vocab,), torch.float32, SWEEP, LOOP)
     if sizes.teacher_cast:
         shape = (sizes.teacher_columns, sizes.teacher_width)
         yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")

@@ -18,7 +18,7 @@ from ..plan.plans import Plan
 from ..plan.sizes import slices
 from . import torch_store
 from .operands import Head, Rows, TeacherHead
-from .quantised import Quantised, empty_quantised, largest_of, quantise_
+from .quantised import Quantised, RoundedHead, empty_quantised, frequent_blocks, largest_of, mean_of, quantise_
 from .sets import SetStore, kept_sets
 from .store import Store
 from .torch_store import GivenView, TorchStore
@@ -103,11 +103,23 @@ class Backend:
 
     quantise_ = staticmethod(quantise_)
 
-    def quantised(self, weight: Tensor) -> Quantised:
-        """A weight in e4m3, by one scale."""
+    def quantised(self, weight: Tensor, mean: Tensor | None = None, dots: Tensor | None = None) -> Quantised:
+        """A weight in e4m3, by one scale; in ``dots`` its products with ``mean``."""
         out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
-        self.quantise_(out, weight, largest_of(weight))
+        self.quantise_(out, weight, largest_of(weight), mean, dots)
         return out
+
+    def rounded_head(
+        self, weight: Tensor, bias: Tensor | None, kept: Quantised | None, hidden: Tensor, target: Tensor
+    ) -> RoundedHead:
+        """A head for these hidden states and targets; ``kept``: its weight in e4m3, where the caller has it."""
+        mean, dots = mean_of(hidden, target), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        if kept is None:
+            kept = self.quantised(weight, mean, dots)
+        else:
+            self.quantise_(None, weight, None, mean, dots)
+            kept = kept._replace(values=kept.values[: len(weight)])
+        return RoundedHead(kept, mean, dots if bias is None else dots.add_(bias), frequent_blocks(target, len(weight)))
 
     def sum_rows(
         self, table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.common.tiles import Quantised
+from .quantised import RoundedHead
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Head:
     logit_scale: float = 1.0
     softcap: float | None = None
     add_targets: Callable[[Tensor], None] | None = None  # over ranks that hold other columns: target logits, in place
-    fp8: Quantised | None = None  # the weight in e4m3, of which logits but the target's are made
+    fp8: RoundedHead | None = None  # of which logits but the target's are made
     scaled: ClassVar[bool] = True  # ``Rows.scale`` multiplies the logits too
 
     def columns(self, tile: slice) -> "Head":
@@ -33,7 +33,7 @@ class Head:
         return replace(
             self,
             weight=self.weight[tile],
-            fp8=None if self.fp8 is None else self.fp8._replace(values=self.fp8.values[tile]),
+            fp8=None if self.fp8 is None else self.fp8.columns(tile),
             bias=None if self.bias is None else self.bias[tile],
             class_weights=None if self.class_weights is None else self.class_weights[tile],
         )

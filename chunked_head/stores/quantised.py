@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.private import breaks_graph
 from ..kernels.common.gpus import GPUS
-from ..kernels.common.tiles import LARGEST_E4M3, LEAST_SCALE, Quantised
+from ..kernels.common.tiles import EXACT_BLOCK, LARGEST_E4M3, LEAST_SCALE, Quantised, cdiv, exact_blocks
 from ..plan.sizes import cast_rows, slices
+
+SAMPLED = 256  # rows of hidden states, of which the mean is made
 
 
 def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
@@ -81,6 +83,19 @@ def memory_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if plain else None
 
 
+class RoundedHead(NamedTuple):
+    """The parts of logits ``(hidden - mean) @ weight.T + bias``, of e4m3 operands but in ``blocks``."""
+
+    weight: Quantised
+    mean: Tensor  # [hidden] fp32
+    bias: Tensor  # [vocab] fp32: logits of ``mean``, and the head's bias
+    blocks: Tensor  # [n] int32: of ``EXACT_BLOCK`` ids each, whose logits are of the operands as they are
+
+    def columns(self, tile: slice) -> "RoundedHead":
+        weight = self.weight._replace(values=self.weight.values[tile])
+        return self._replace(weight=weight, bias=self.bias[tile])
+
+
 def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
     """The reason why a backend of these traits (``Backend.traits``) multiplies no e4m3 there; "" where it does. Torch
     operations multiply its numbers in fp32."""
@@ -103,8 +118,43 @@ def largest_of(matrix: Tensor) -> Tensor:
     return torch.linalg.vector_norm(matrix, math.inf)
 
 
-def quantise_(out: Quantised, matrix: Tensor, largest: Tensor | None = None) -> None:
+def mean_of(hidden: Tensor, target: Tensor) -> Tensor:
+    """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths: so none decides it by
+    its size, nor what is not finite. Any vector would do, and one of bf16's bits."""
+    every = cdiv(max(len(hidden), 1), SAMPLED)
+    some = hidden[::every].to(torch.float32, copy=True)
+    inverse = torch.linalg.vector_norm(some, dim=1).reciprocal_().nan_to_num_(0.0, 0.0).mul_(target[::every] >= 0)
+    weighed = some.nan_to_num_(0.0, 0.0, 0.0).mul_(inverse[:, None])  # no product of matrices, which autocast rounds
+    mean = weighed.sum(0) / inverse.sum().clamp_(min=LEAST_SCALE)
+    return mean.bfloat16().float()
+
+
+def frequent_blocks(target: Tensor, vocab: int) -> Tensor:
+    """[n] int32: the blocks of ids that hold most targets, but for an end of the vocabulary that is none."""
+    blocks, count = vocab // EXACT_BLOCK, exact_blocks(vocab)
+    if not count:
+        return torch.empty(0, dtype=torch.int32, device=target.device)
+    at = torch.div(target, EXACT_BLOCK, rounding_mode="floor").clamp_(-1, blocks).add_(1)
+    counts = target.new_zeros(blocks + 2).scatter_add_(0, at, torch.ones_like(at))
+    return counts[1:-1].topk(count).indices.int()
+
+
+def quantise_(
+    out: Quantised | None,
+    matrix: Tensor,
+    largest: Tensor | None = None,
+    mean: Tensor | None = None,
+    dots: Tensor | None = None,
+) -> None:
     """As ``kernels.statistics.launch.quantise``."""
+    if mean is not None:
+        if dots is None:
+            matrix = matrix.float() - mean
+        else:
+            for part in slices(len(matrix), cast_rows(matrix.shape[1])):
+                torch.mv(matrix[part].float(), mean, out=dots[part])
+    if out is None:
+        return
     found = (matrix.abs().amax(1, keepdim=True) if largest is None else largest).float()
     scale = (found / LARGEST_E4M3).clamp(min=LEAST_SCALE) + found * 0.0
     squares = torch.zeros(2, len(matrix), device=matrix.device)

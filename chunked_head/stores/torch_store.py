@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats, View
-from ..kernels.common.tiles import LOG_FLOOR
+from ..kernels.common.tiles import EXACT_BLOCK, LOG_FLOOR
 from ..plan.plans import cast_buffers
 from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .matmul import project, project_biased
 from .operands import Head, Rows, TeacherHead
-from .quantised import Quantised, empty_quantised, quantise_
+from .quantised import RoundedHead, empty_quantised, quantise_
 from .store import MatmulStore
 
 TILE_ELEMENTS = 1 << 18
@@ -237,21 +237,24 @@ def put_stats(out: RowStats, found: dict[str, Tensor], suffix: str = "") -> None
             into.copy_(value)
 
 
-def fp8_logits(rows: Rows, first: int, head: Head, weight: Quantised) -> Tensor:
-    """Logits of e4m3 operands, multiplied in fp32, the targets' of their own dtype; of columns from ``first`` on."""
+def fp8_logits(rows: Rows, first: int, head: Head, fp8: RoundedHead) -> Tensor:
+    """Logits of e4m3 operands, multiplied in fp32, some blocks' and the targets' of their own dtype; of columns from
+    ``first`` on."""
     hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
-    quantise_(hidden, rows.hidden)
+    quantise_(hidden, rows.hidden, mean=fp8.mean)
     logits = hidden.scale.new_empty(len(rows.hidden), len(head.weight))
-    project(hidden.values.float(), weight.values, logits)
-    logits.mul_(hidden.scale[:, None] * weight.scale)
-    transform_(logits, head.bias, head, rows.scale)
+    project(hidden.values.float(), fp8.weight.values, logits)
+    logits.mul_(hidden.scale[:, None] * fp8.weight.scale).add_(fp8.bias)
+    bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
+    for block in fp8.blocks.tolist():
+        ids = slice(max(0, block * EXACT_BLOCK - first), max(0, (block + 1) * EXACT_BLOCK - first))
+        project(rows.hidden, head.weight[ids], logits[:, ids])
+        logits[:, ids] += bias[ids]
     column = rows.target - first
     (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < logits.shape[1]))
-    column, scale = column[here], None if rows.scale is None else rows.scale[here]
-    exact = (rows.hidden[here].float() * head.weight[column].float()).sum(1, keepdim=True)
-    exact = exact if head.bias is None else exact + head.bias[column, None]
-    transform_(exact, None, head, scale)
-    logits[here, column] = exact[:, 0]
+    column = column[here]
+    logits[here, column] = (rows.hidden[here].float() * head.weight[column].float()).sum(1) + bias[column]
+    transform_(logits, None, head, rows.scale)
     return logits
 
 

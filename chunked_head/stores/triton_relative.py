@@ -120,11 +120,11 @@ class RelativeStore(HalfStore):
             if self.level is not None:
                 stored = stored.view(self.sizes.dtype)
             self.stored = Stored(stored, strips.offset)
-        statistics.exp_logits(
-            stored, strips, *self.operands(rows, head, True), head.bias, head.class_weights,
-            None if self.level is None else out.target_logit, rows.target, made, self.tile, *self.second,
-            counted_of(rows), out.target_logit,
-        )  # fmt: skip
+        for operands, blocks in self.operands(rows, head, True):
+            statistics.exp_logits(
+                stored, strips, *operands, head.class_weights, None if self.level is None else out.target_logit,
+                rows.target, made, self.tile, *self.second, counted_of(rows), out.target_logit, blocks,
+            )  # fmt: skip
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics of rows from those of their strips."""

@@ -273,16 +273,20 @@ class HalfStore(KernelStore):
         if self.sizes.fp8:
             self.hidden8 = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
 
-    def operands(self, rows: Rows, head: Head, anew: bool) -> tuple[Matrix, Matrix]:
-        """Both operands of the product that makes the logits; ``anew``: where they are e4m3, the rows are others than
-        those that were asked for last."""
-        if head.fp8 is None:
-            return rows.hidden, head.weight
+    def operands(
+        self, rows: Rows, head: Head, anew: bool
+    ) -> list[tuple[tuple[Matrix, Matrix, Tensor | None], Tensor | None]]:
+        """Operands and bias of the products that make the logits, each but the first of some blocks of ids. ``anew``:
+        where they are e4m3, the rows are others than those that were asked for last."""
+        exact, fp8 = (rows.hidden, head.weight, head.bias), head.fp8
+        if fp8 is None:
+            return [(exact, None)]
         count = rows.target.shape[0]
         quantised = Quantised(self.hidden8.values[:count], self.hidden8.scale[:count])
         if anew:
-            statistics.quantise(quantised, rows.hidden)
-        return quantised, head.fp8
+            statistics.quantise(quantised, rows.hidden, mean=fp8.mean)
+        low = (quantised, fp8.weight, fp8.bias), None
+        return [low, (exact, fp8.blocks)] if len(fp8.blocks) else [low]
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
         # a buffer of the caller's may start anywhere
@@ -307,10 +311,11 @@ class GradStore(HalfStore):
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
         common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns, self.vocab)
-        gradients.grad_logits(
-            dlogits, *self.operands(rows, head, tile.start == 0), head.bias, head.class_weights, common, tile.start,
-            transform(head, rows.scale), self.gpu.logits, counted_of(rows),
-        )  # fmt: skip
+        for operands, blocks in self.operands(rows, head, tile.start == 0):
+            gradients.grad_logits(
+                dlogits, *operands, head.class_weights, common, tile.start, transform(head, rows.scale),
+                self.gpu.logits, counted_of(rows), blocks,
+            )  # fmt: skip
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 

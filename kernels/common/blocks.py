@@ -6,6 +6,7 @@ import triton.language as tl
 from . import tiles
 
 ELSEWHERE, BEHIND = tl.constexpr(tiles.ELSEWHERE), tl.constexpr(tiles.BEHIND)
+EXACT_BLOCK = tl.constexpr(tiles.EXACT_BLOCK)
 INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 
 
@@ -103,6 +104,15 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
     within = tile % (GROUP_M * tiles_n)
     return group * GROUP_M + within % group_rows, within // group_rows
+
+
+@triton.jit
+def tile_of_block(blocks_ptr, tile_n, BLOCK_N: tl.constexpr):
+    """The column of a tile among those of a list of blocks; of all where there is no list."""
+    if blocks_ptr is not None:
+        EACH: tl.constexpr = EXACT_BLOCK // BLOCK_N
+        tile_n = tl.load(blocks_ptr + tile_n // EACH) * EACH + tile_n % EACH
+    return tile_n
 
 
 @triton.jit

@@ -11,7 +11,17 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
-from ..common.blocks import column_halves, counted_rows, dot, load_rows, scaled, store_tile, tile_place, to_type_of
+from ..common.blocks import (
+    column_halves,
+    counted_rows,
+    dot,
+    load_rows,
+    scaled,
+    store_tile,
+    tile_of_block,
+    tile_place,
+    to_type_of,
+)
 from ..common.launcher import kernel
 from ..common.transform import load_column, transform_logits
 from .identity import logits_gradient
@@ -97,6 +107,7 @@ def grad_logits_kernel(
     class_weights_ptr,  # [columns] or None for 1
     hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
     weight_scale_ptr,  # [] fp32, likewise
+    blocks_ptr,  # [made / EXACT_BLOCK] int32: which blocks of the vocabulary's ids, or None for all these columns
     target_ptr,  # [rows] int64, -1 where the row does not count
     target_logit_ptr,  # [rows] fp32, like all that follow
     beta_ptr,  # or None
@@ -114,6 +125,7 @@ def grad_logits_kernel(
     first_row,  # of these within the call
     rows,
     columns,
+    made,  # of them
     hidden,
     first_column,  # of these columns in the vocabulary
     columns2,  # of these that the second softmax is over
@@ -131,7 +143,7 @@ def grad_logits_kernel(
 ):
     """``dlogits = g(hidden @ weight.T)``, g the gradient of ``identity.py``."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
-    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles_n = tl.cdiv(made, BLOCK_N)
     dlogits = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, columns, hidden
@@ -139,11 +151,17 @@ def grad_logits_kernel(
         target_logit_ptr, beta_ptr, kappa_ptr, start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr,
         alpha2_ptr, eta2_ptr, row_scale_ptr,
     )  # fmt: skip
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
+    FLATTEN: tl.constexpr = hidden_desc is not None and blocks_ptr is None
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
-        row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
+        row_start, column_start, width = tile_m * BLOCK_M, tile_n * BLOCK_N, hidden
+        if blocks_ptr is not None:
+            column_start = tile_of_block(blocks_ptr, tile_n, BLOCK_N) * BLOCK_N - first_column
+            # others than these columns are not made, and stored behind the end: nowhere
+            outside = (column_start < 0) | (column_start >= columns)
+            column_start, width = tl.where(outside, 1 << 30, column_start), tl.where(outside, 0, hidden)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, hidden, BLOCK_K):
+        for k in range(0, width, BLOCK_K):
             h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
             w = load_rows(w_matrix, column_start, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
             acc = dot(h, w.T, acc)

@@ -20,7 +20,7 @@ from ..common.operands import (
     strip_stride,
     with_scale,
 )
-from ..common.tiles import ELSEWHERE, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
 from .row_grad import level_rows_kernel, row_grad_kernel, scale_kernel
@@ -167,18 +167,20 @@ def grad_logits(
     transform: Transform,
     tile: Tile,
     counted: Counted = ALL_ROWS,
+    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids each, and only these; None for all columns
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits."""
     tile = tile.of(weight)
     hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
     rows, columns, width = *dlogits.shape, hidden.shape[1]
-    programs = programs_of(tile, rows, columns, hidden.device)
+    made = columns if blocks is None else len(blocks) * EXACT_BLOCK
+    programs = programs_of(tile, rows, made, hidden.device)
     terms = terms.without_unused()
     grad_logits_kernel[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, hidden_scale, weight_scale, *terms.tensors, *counted, rows, columns, width,
+        bias, class_weights, hidden_scale, weight_scale, blocks, *terms.tensors, *counted, rows, columns, made, width,
         first_column, terms.second.columns, row_stride(dlogits, tile), *transform, terms.second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages,

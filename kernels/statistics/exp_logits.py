@@ -15,18 +15,37 @@ things:
 No logit is ever rounded by its own size. The target's own column is left out of E and of the sums, to be added from its
 exact logit: then loss and gradient see one and the same logit.
 
-Operands may be e4m3, with a scale for each row of hidden states and one for the weight.
+Operands may be e4m3, with a scale for each row of hidden states and one for the weight. Blocks of ids whose logits are
+to be exact are then made once more, over those of e4m3.
 """
 
 import triton
 import triton.language as tl
 
-from ..common.blocks import column_halves, counted_rows, dot, load_rows, scaled, store_tile, tile_place
+from ..common.blocks import (
+    column_halves,
+    counted_rows,
+    dot,
+    load_rows,
+    scaled,
+    store_tile,
+    tile_of_block,
+    tile_place,
+)
 from ..common.launcher import kernel
 from ..common.transform import ln_2, log2_e, transform_logits
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
+
+
+@triton.jit
+def biased(x, bias_ptr, tile_n, vocab, logit_scale, softcap, row_scale, BLOCK_N: tl.constexpr):
+    """Logits of a product: with their bias, scaled and capped. In either branch: before it, registers would not do."""
+    if bias_ptr is not None:
+        offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
+    return transform_logits(x, logit_scale, softcap, row_scale)
 
 
 @triton.jit
@@ -168,6 +187,7 @@ def exp_logits_kernel(
     hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
     weight_scale_ptr,  # [] fp32, likewise
     target_logit_ptr,  # [rows] fp32, in place of the one of e4m3 operands; or None
+    blocks_ptr,  # [made / EXACT_BLOCK] int32: which blocks of ids, none at the end, or None for all
     count_ptr,  # [] int64: how many rows of the call count, or None for all
     # sizes
     first_row,  # of the chunk within the call
@@ -175,6 +195,7 @@ def exp_logits_kernel(
     strip_stride,  # from strip to strip of the statistics, a multiple of 16
     out_stride,  # from row to row
     vocab,
+    made,  # columns
     hidden,
     columns2,  # that the second softmax is over, a multiple of STRIP; None for all, or without one
     # scalars
@@ -192,7 +213,7 @@ def exp_logits_kernel(
 ):
     """``x = hidden @ weight.T``; stores ``exp(x - offset)`` or ``x - offset``, and sums of both for each strip."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
-    tiles_n = tl.cdiv(vocab, BLOCK_N)
+    tiles_n = tl.cdiv(made, BLOCK_N)
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
@@ -204,6 +225,7 @@ def exp_logits_kernel(
     # flattened the tile loop is one with the loop over K, so that the next tile's loads run under this one's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        tile_n = tile_of_block(blocks_ptr, tile_n, BLOCK_N)
         row_start = tile_m * BLOCK_M
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
@@ -214,13 +236,9 @@ def exp_logits_kernel(
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
         x = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
-        if bias_ptr is not None:
-            offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
         row_scale = None
         if row_scale_ptr is not None:
             row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)[:, None]
-        x = transform_logits(x, logit_scale, softcap, row_scale)
         row_offset, target = row_offset_ptr, target_ptr
         special = tile_n < 0
         if row_offset_ptr is not None:
@@ -236,11 +254,13 @@ def exp_logits_kernel(
             exact = None
             if target_logit_ptr is not None:
                 exact = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+            x = biased(x, bias_ptr, tile_n, vocab, logit_scale, softcap, row_scale, BLOCK_N)
             sums = finish_tile(
                 out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n,
                 vocab, second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB,
             )  # fmt: skip
         else:
+            x = biased(x, bias_ptr, tile_n, vocab, logit_scale, softcap, row_scale, BLOCK_N)
             sums = finish_tile(
                 out, strips, strip_stride, x, class_weights_ptr, row_offset, None, None, row_start, tile_n, vocab,
                 second, BLOCK_M, BLOCK_N, STRIP, False,

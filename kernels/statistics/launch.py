@@ -21,7 +21,7 @@ from ..common.operands import (
     strip_stride,
     with_scale,
 )
-from ..common.tiles import Matrix, Quantised, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import EXACT_BLOCK, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
@@ -120,15 +120,26 @@ def sum_rows(
     return total, sums
 
 
-def quantise(out: Quantised, matrix: torch.Tensor, largest: torch.Tensor | None = None) -> None:
-    """Rounds a contiguous matrix: each row by its own scale, or all by that of ``largest`` [], their largest number."""
+def quantise(
+    out: Quantised | None,
+    matrix: torch.Tensor,
+    largest: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+    dots: torch.Tensor | None = None,
+) -> None:
+    """Rounds a contiguous matrix: each row by its own scale, or all by that of ``largest`` [], their largest number.
+    ``mean`` [columns] fp32 is taken out of the rows before; or with ``dots`` [rows] fp32 its products with them are
+    left there, for no ``out`` these alone."""
     rows, columns = matrix.shape
-    made = out.scale if largest is None else torch.empty(3, rows, dtype=torch.float32, device=matrix.device)
+    values, made = (None, None) if out is None else out
+    if largest is not None:
+        made = torch.empty(3, rows, dtype=torch.float32, device=matrix.device)
     quantise_kernel[(rows,)](
-        out.values, made, matrix, largest, rows, columns, BLOCK=power_of_2(columns),
+        values, made, dots, matrix, largest, mean, rows, columns, BLOCK=power_of_2(columns),
         num_warps=4 if columns <= 4096 else 8,
     )  # fmt: skip
     if largest is not None:
+        assert out is not None and made is not None
         before, after = made[1:].sum(1).add_(1.0)  # of zeros
         torch.mul(made[0, 0], (before / after).sqrt_(), out=out.scale)
 
@@ -148,6 +159,7 @@ def exp_logits(
     columns2: int | None = None,  # that the second softmax is over, a multiple of a strip; None for all
     counted: Counted = ALL_ROWS,
     target_logit: torch.Tensor | None = None,  # [rows] fp32, what it is among quantised ones
+    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids each, and only these; None for all
 ) -> None:
     tile = tile.of(weight)
     hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
@@ -157,14 +169,15 @@ def exp_logits(
     tiles = cdiv(vocab, tile.block_n)
     strip = tile.block_n // (strips.offset.shape[0] // tiles)
     assert (columns2 or 0) % strip == 0
-    programs = programs_of(tile, rows, tiles * tile.block_n, hidden.device)
+    made = tiles * tile.block_n if blocks is None else len(blocks) * EXACT_BLOCK
+    programs = programs_of(tile, rows, made, hidden.device)
     exp_logits_kernel[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
         *strips,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, *counted, rows,
-        strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1], columns2, *transform, ratio2,
+        bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, blocks, *counted, rows,
+        strips.offset.stride(0), row_stride(out, tile), vocab, made, hidden.shape[1], columns2, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=strip,
         GROUP_M=tile.group_m, EVEN_VOCAB=vocab % tile.block_n == 0, EVEN_HIDDEN=even(hidden.shape[1], tile),

@@ -30,11 +30,13 @@ def to_e4m3(x):
 @kernel
 def quantise_kernel(
     # outputs
-    out_ptr,  # [rows, columns] e4m3 contiguous
+    out_ptr,  # [rows, columns] e4m3 contiguous; None where only ``dots`` are wanted
     scale_ptr,  # [rows] fp32; or with ``largest_ptr`` [3, rows]: what was divided by, and both sums of squares
+    dots_ptr,  # [rows] fp32: each row times ``mean``; or None, and the mean is taken out of the rows
     # inputs
     matrix_ptr,  # [rows, columns] contiguous
     largest_ptr,  # [] of the whole matrix, or None for each row's own
+    mean_ptr,  # [columns] fp32 or None
     # sizes
     rows,
     columns,
@@ -44,21 +46,28 @@ def quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     x = tl.load(matrix_ptr + row * columns + offs, mask=offs < columns, other=0.0).to(tl.float32)
-    if largest_ptr is not None:
-        largest = tl.load(largest_ptr).to(tl.float32)
-        finite = largest * 0.0
-    else:
-        largest = tl.max(tl.abs(x), 0)
-        finite = tl.sum(x * 0.0, 0)
-    scale = tl.maximum(tl.div_rn(largest, LARGEST), LEAST) + finite
-    x = x * tl.div_rn(1.0, scale)
-    e4m3 = to_e4m3(x)
-    tl.store(out_ptr + row * columns + offs, e4m3, mask=offs < columns)
-    rounded = e4m3.to(tl.float32)
-    before, after = tl.sum(x * x, 0), tl.sum(rounded * rounded, 0)
-    if largest_ptr is not None:
-        tl.store(scale_ptr + row, scale)
-        tl.store(scale_ptr + rows + row, before)
-        tl.store(scale_ptr + 2 * rows + row, after)
-    else:
-        tl.store(scale_ptr + row, scale * tl.sqrt_rn(tl.div_rn(before + 1.0, after + 1.0)))
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + offs, mask=offs < columns, other=0.0)
+        if dots_ptr is not None:
+            tl.store(dots_ptr + row, tl.sum(x * mean, 0))
+        else:
+            x -= mean
+    if out_ptr is not None:
+        if largest_ptr is not None:
+            largest = tl.load(largest_ptr).to(tl.float32)
+            finite = largest * 0.0
+        else:
+            largest = tl.max(tl.abs(x), 0)
+            finite = tl.sum(x * 0.0, 0)
+        scale = tl.maximum(tl.div_rn(largest, LARGEST), LEAST) + finite
+        x = x * tl.div_rn(1.0, scale)
+        e4m3 = to_e4m3(x)
+        tl.store(out_ptr + row * columns + offs, e4m3, mask=offs < columns)
+        rounded = e4m3.to(tl.float32)
+        before, after = tl.sum(x * x, 0), tl.sum(rounded * rounded, 0)
+        if largest_ptr is not None:
+            tl.store(scale_ptr + row, scale)
+            tl.store(scale_ptr + rows + row, before)
+            tl.store(scale_ptr + 2 * rows + row, after)
+        else:
+            tl.store(scale_ptr + row, scale * tl.sqrt_rn(tl.div_rn(before + 1.0, after + 1.0)))

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from budget import assert_outcome, assert_within_budget
 from cases import CASES, HALVES, PLACES, Case, Place, run, run_ours
+from chunked_head.kernels.common import tiles
+from chunked_head.kernels.common.tiles import ELSEWHERE, EXACT_BLOCK
 from loss_cases import FEWER, LOSS_CASES, LossCase
 from loss_cases import inputs_of as loss_inputs
 from oracle import reference as oracle
@@ -29,36 +31,65 @@ from chunked_head import (
     quantise,
 )
 from chunked_head.call.spec import SPECS
+from chunked_head.stores import quantised
 from chunked_head.stores.quantised import empty_quantised, largest_of, quantise_
 
 
-def rounded(matrix: Tensor, each_row: bool) -> Tensor:
-    """A matrix after it was e4m3, in float64."""
+@pytest.fixture(autouse=True)
+def all_rows_make_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is that of the rows that count, whatever stands between them."""
+    monkeypatch.setattr(quantised, "SAMPLED", 1 << 20)
+
+
+def rounded(matrix: Tensor, each_row: bool) -> tuple[Tensor, Tensor]:
+    """The numbers of a matrix in e4m3, and their scale, in float64."""
     out = empty_quantised(*matrix.shape, matrix.device, each_row)
     quantise_(out, matrix, None if each_row else largest_of(matrix))
-    return out.values.double() * (out.scale[:, None] if each_row else out.scale)
+    return out.values.double(), (out.scale[:, None] if each_row else out.scale).double()
 
 
-# Hopper sums e4m3 products in 14 bits, and cuts off the others: of a logit as much is missing at most, at these sizes.
-# Plain PyTorch is given the same error, which is its budget.
-CUT_OFF = 2.0**-13
+def hopper_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T`` of e4m3 numbers as Hopper's tensor cores sum it: 32 products and the sum before them, each cut to 13
+    bits behind the point of the one with the largest exponent, and their sum to 13 bits behind its own."""
+    total, least = a.new_zeros(len(a), len(b)), torch.tensor(-(2.0**10), dtype=a.dtype, device=a.device)
+    for k in range(0, a.shape[1], 32):
+        left, right = a[:, None, k : k + 32], b[None, :, k : k + 32]
+        terms = torch.cat([left * right, total[:, :, None]], 2)
+        exponents = (left.frexp().exponent + right.frexp().exponent - 2, total.frexp().exponent[:, :, None] - 1)
+        largest = torch.where(terms == 0.0, least, torch.cat(exponents, 2).to(a.dtype)).amax(2, keepdim=True)
+        unit = torch.exp2(largest.clamp(min=-100.0) - 13.0)
+        mantissa, exponent = ((terms / unit).trunc() * unit).sum(2).frexp()
+        total = torch.ldexp((mantissa * 2.0**14).trunc(), exponent - 14)
+    return total
 
 
-def fp8_logits(
-    dtype: torch.dtype, target: Tensor, exact: Tensor | None = None, cut_off: float = 0.0
-) -> Callable[..., Tensor]:
-    """``oracle.logits`` of e4m3 operands but for targets and ``exact`` rows, whose gradient goes to the operands as
-    they are. ``cut_off``: what sums lose, where they are not those of float64."""
+def e4m3_logits(hidden: Tensor, weight: Tensor, target: Tensor, hopper: bool = False) -> Tensor:
+    """Logits of rows that count, in float64: of e4m3 operands, but for what is common to the rows, for some blocks of
+    ids and for the targets."""
+    mean, exact = quantised.mean_of(hidden, target).double(), hidden.double() @ weight.double().t()
+    (states, scale), (numbers, of_all) = rounded(hidden.double() - mean, True), rounded(weight, False)
+    if hopper:
+        product = torch.cat([hopper_product(states, part) for part in numbers.split(256)], 1)
+    else:
+        product = states @ numbers.t()
+    x = product * (scale * of_all) + weight.double() @ mean
+    for block in quantised.frequent_blocks(target, len(weight)).tolist():
+        ids = slice(block * EXACT_BLOCK, (block + 1) * EXACT_BLOCK)
+        x[:, ids] = exact[:, ids]
+    at = torch.arange(len(weight), device=target.device)
+    return torch.where((target[:, None] == at) | (target[:, None] < 0), exact, x)
+
+
+def fp8_logits(dtype: torch.dtype, target: Tensor, hopper: bool) -> Callable[..., Tensor]:
+    """``oracle.logits`` by ``e4m3_logits``, whose gradient goes to the operands as they are; those of no target are
+    exact. ``hopper``: where sums are not those of float64, they are a tensor core's."""
 
     def logits(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None
     ) -> Tensor:
         h, w = hidden.detach().to(dtype), weight.detach().to(dtype)
-        lost = 0.0 if hidden.dtype == torch.float64 else cut_off
-        shift = (1.0 - lost) * rounded(h, True) @ rounded(w, False).t() - h.double() @ w.double().t()
-        shift.scatter_(1, target[:, None], 0.0)
-        if exact is not None:
-            shift[exact] = 0.0
+        found = e4m3_logits(h, w, target.to(h.device), hopper and hidden.dtype != torch.float64)
+        shift = found - h.double() @ w.double().t()
         x = F.linear(hidden, weight, bias)
         wide = torch.promote_types(x.dtype, torch.float32)
         x = (x.to(wide) + shift.to(wide)) * logit_scale
@@ -67,8 +98,8 @@ def fp8_logits(
     return logits
 
 
-def cut_off(place: Place) -> float:
-    return CUT_OFF if place == Place("triton", "cuda") else 0.0
+def is_hopper(place: Place) -> bool:
+    return place == Place("triton", "cuda") and torch.cuda.get_device_capability()[0] == 9
 
 
 def halves(params: list, every: int) -> list:
@@ -96,12 +127,32 @@ def test_cross_entropy(case: Case, dtype: torch.dtype, place: Place, monkeypatch
     target, shift = inputs.target, inputs.options.get("shift", 0)
     target = target[..., shift:] if shift else target
     target = target[target != inputs.options.get("ignore_index", -100)]
-    monkeypatch.setattr(oracle, "logits", fp8_logits(dtype, target, cut_off=cut_off(place)))
+    monkeypatch.setattr(oracle, "logits", fp8_logits(dtype, target, is_hopper(place)))
     truth, eager = (run(oracle.linear_cross_entropy, inputs.to(other)) for other in (torch.float64, dtype))
     ours = run_ours(inputs, place, precision="fp8")
     assert_outcome(ours, eager, truth, dtype)
     plain = run_ours(inputs, place)
-    assert case.vocab == 1 or case.exact or not torch.equal(ours.hidden, plain.hidden)
+    one = inputs.hidden.numel() == case.hidden  # token: all of it is the mean
+    assert case.vocab == 1 or case.exact or one or not torch.equal(ours.hidden, plain.hidden)
+
+
+@crossed(
+    place=PLACES,
+    options=[{}, {"label_smoothing": 0.1, "softcap": 20.0}, {"reduction": "none"}],
+    budget=[None, 400_000],
+    dtype=HALVES,
+)
+def test_blocks_of_frequent_ids(
+    place: Place, options: dict[str, Any], budget: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have exact logits, where gradients are made at once and by tiles of the vocabulary."""
+    monkeypatch.setattr(tiles, "IDS_PER_BLOCK", 1024)
+    case = Case("blocks", (40,), 64, 1100, options, {} if budget is None else {"memory_budget": budget})
+    inputs = case.inputs(dtype, place.device)
+    inputs.target[::2] = inputs.target[::2].clamp(min=-100, max=10)  # half of the tokens are in the first block
+    monkeypatch.setattr(oracle, "logits", fp8_logits(dtype, inputs.target[inputs.target != -100], is_hopper(place)))
+    truth, eager = (run(oracle.linear_cross_entropy, inputs.to(other)) for other in (torch.float64, dtype))
+    assert_outcome(run_ours(inputs, place, precision="fp8"), eager, truth, dtype)
 
 
 FITTING = [case for case in LOSS_CASES if not any(name.startswith("teacher_") for name in case.batch)]
@@ -126,9 +177,9 @@ def test_loss(case: LossCase, dtype: torch.dtype, place: Place, monkeypatch: pyt
     counts = target != -100
     counts = counts & inputs.batch["mask"] if "mask" in inputs.batch else counts
     target, kept = target[counts], inputs.batch.get("kept_ids")
-    kept = None if kept is None else (kept[counts] >= 0).any(1)
-    target, kept = target.cpu(), None if kept is None else kept.cpu()
-    monkeypatch.setattr(oracle, "logits", fp8_logits(dtype, target, kept, cut_off(place)))
+    if kept is not None:
+        target = target.masked_fill((kept[counts] >= 0).any(1), -1)
+    monkeypatch.setattr(oracle, "logits", fp8_logits(dtype, target.cpu(), is_hopper(place)))
 
     def run_oracle(dtype: torch.dtype) -> tuple[Tensor, ...]:
         given = inputs.on("cpu").to(dtype)
@@ -182,7 +233,8 @@ def test_logprobs_are_as_exact_as_bf16_logits_make_them(place: Place, kind: str)
     found = linear_logprobs(hidden, weight, target, precision="fp8", backend=place.backend)
     allowed = error(logprobs(exact.bfloat16()))
     assert error(found) <= (2.5 if kind == "peaked" else 1.0) * allowed
-    assert error(logprobs(rounded(hidden, True) @ rounded(weight, False).t())) > 5.0 * error(found)
+    (states, scale), (numbers, of_all) = rounded(hidden, True), rounded(weight, False)
+    assert error(logprobs((states * scale) @ (numbers * of_all).t())) > 5.0 * error(found)
 
 
 @crossed(place=PLACES, kind=["flat", "peaked"])
@@ -210,7 +262,7 @@ def test_tiles_see_the_exact_target(place: Place) -> None:
     """Tokens that are sure of their targets have hardly a gradient: not p - 1 of a rounded p. By tiles as at once."""
     hidden, weight, target = (t.to(place.device) for t in head_like("peaked", torch.bfloat16, 80, 507, 64))
     found = []
-    for options in ({"reduction": "sum"}, {"reduction": "none", "memory_budget": 170_000}):
+    for options in ({"reduction": "sum"}, {"reduction": "none", "memory_budget": 173_000}):
         h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         loss = linear_cross_entropy(h, w, target, precision="fp8", backend=place.backend, **options)  # type: ignore[arg-type]
         found.append(torch.autograd.grad(loss.sum(), (h, w)))
@@ -251,6 +303,23 @@ def test_what_does_not_count_changes_nothing(place: Place, wrong: float) -> None
     assert linear_cross_entropy(hidden, weight, target, **options).isnan()
 
 
+def test_no_row_decides_the_mean() -> None:
+    """Nor does one that is not finite, or counts for nothing, change it, nor autocast."""
+    made = torch.Generator().manual_seed(2)
+    hidden, target = torch.randn(60, 64, generator=made) + 3.0, torch.zeros(60, dtype=torch.int64)
+    target[::4] = -1
+    given = hidden.clone()
+    mean = quantised.mean_of(hidden, target)
+    assert torch.equal(hidden, given)
+    torch.testing.assert_close(mean, hidden[target == 0].mean(0), rtol=0.05, atol=0.05)
+    hidden[::4] = torch.nan
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(quantised.mean_of(hidden, target), mean)
+    hidden[1], hidden[2, 3], hidden[3, 4], hidden[5] = hidden[1] * 1e30, torch.inf, torch.nan, 0.0
+    torch.testing.assert_close(quantised.mean_of(hidden, target), mean, rtol=0.1, atol=0.1)
+    assert not quantised.mean_of(hidden, target - 1).any() and not quantised.mean_of(hidden[:0], target[:0]).any()
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_accuracy_sees_the_exact_target(place: Place) -> None:
     """Of two equal ids one is the target: it is not below the other by a rounding alone."""
@@ -259,8 +328,7 @@ def test_accuracy_sees_the_exact_target(place: Place) -> None:
         hidden, weight, target, losses.cross_entropy(), metrics=[metrics.accuracy(), metrics.entropy()],
         precision="fp8", backend=place.backend,
     )  # fmt: skip
-    x = rounded(hidden, True) @ rounded(weight, False).t()
-    x.scatter_(1, target[:, None], (hidden.double() * weight[target].double()).sum(1, True))
+    x = e4m3_logits(hidden, weight, target, is_hopper(place))
     assert out.metrics["accuracy"].sum == (x.argmax(1) == target).sum()
     entropy = torch.distributions.Categorical(logits=x).entropy().mean()
     torch.testing.assert_close(out.metrics["entropy"].value.double(), entropy, rtol=1e-4, atol=1e-4)
@@ -368,6 +436,11 @@ def of_rank(rank: int, place: str) -> dict[str, tuple[Tensor, ...]]:
 PARTS = slice(31), slice(31, None)
 
 
+def own_targets(target: Tensor) -> list[Tensor]:
+    """Columns of each part; one that neither has is behind them."""
+    return [torch.where(target < 31, target, ELSEWHERE), torch.where(target < 31, ELSEWHERE, target - 31)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes on a CPU")
 def test_ranks_that_share_the_vocabulary(tmp_path: Path) -> None:
     """Each has its own scale of its rows."""
@@ -377,16 +450,17 @@ def test_ranks_that_share_the_vocabulary(tmp_path: Path) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         h, w = (t.to(dtype).clone().requires_grad_() for t in (hidden, weight))
         x = F.linear(h, w)
-        shift = torch.cat([rounded(hidden, True) @ rounded(weight[part], False).t() for part in PARTS], 1)
-        shift = (shift - hidden.double() @ weight.double().t()).scatter_(1, target[:, None], 0.0)
+        exact = hidden.double() @ weight.double().t()
+        own = zip(PARTS, own_targets(target), strict=True)
+        shift = torch.cat([e4m3_logits(hidden, weight[part], ids) for part, ids in own], 1) - exact
         loss = F.cross_entropy((x + shift.to(dtype)).to(torch.promote_types(dtype, torch.float32)), target)
         both[dtype] = [loss.detach(), *torch.autograd.grad(loss, (h, w))]
     for way in answers[0]:
         for part, answer in zip(PARTS, answers, strict=True):
             for i, found in enumerate(answer[way]):
                 eager, truth = (both[dtype][i] for dtype in (torch.bfloat16, torch.float64))
-                own = (eager[part], truth[part]) if i == 2 else (eager, truth)
-                assert_within_budget(found, *own, torch.float32 if i == 0 else torch.bfloat16, f"{way} {i}")
+                both_of = (eager[part], truth[part]) if i == 2 else (eager, truth)
+                assert_within_budget(found, *both_of, torch.float32 if i == 0 else torch.bfloat16, f"{way} {i}")
 
 
 @pytest.mark.compiled
@@ -438,6 +512,7 @@ def test_refused_before_any_work(message: str) -> None:
         REFUSED[message](hidden, weight)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 @pytest.mark.parametrize("architecture", ["sm_80", "gfx942"], indirect=True)
 def test_gpus_without_e4m3(architecture: str) -> None:
     hidden, weight, target = head_like("flat", torch.bfloat16, 8, 40, 64)
@@ -459,7 +534,7 @@ def test_plans_count_the_copies() -> None:
     for more in ({}, {"tokens": 1024, "vocab": 32000}):
         plain, made = (plan(**(sizes | more), precision=precision) for precision in (None, "fp8"))
         assert (made.chunk_tokens, made.schedule) == (plain.chunk_tokens, plain.schedule)
-        copies = made.sizes.vocab * 4096 + made.chunk_tokens * (4096 + 4)
+        copies = made.sizes.vocab * (4096 + 4) + made.chunk_tokens * (4096 + 4)
         assert made.extra_bytes - plain.extra_bytes == copies
         assert "e4m3" in str(made) and "e4m3" not in str(plain)
     with pytest.raises(ValueError, match="memory_budget"):
