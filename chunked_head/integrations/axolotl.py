@@ -5,8 +5,8 @@
     chunked_head:              # if at all; Axolotl's validation of the file checks it
       memory_budget: 1GiB
 
-Axolotl's own seam: the model is patched once it has its adapters (``patch_model``). Preference and reinforcement
-learning (``rl:``) are refused: TRL 1.14, which Axolotl 0.21 pins, makes their losses of logits by kernels of its own.
+The model is patched once it has its adapters (``patch_model``). Preference and reinforcement learning (``rl:``) are
+refused: TRL 1.14, which Axolotl 0.21 pins, makes their losses of logits by kernels of its own.
 """
 
 from typing import Any
@@ -62,7 +62,6 @@ class ChunkedHeadPlugin(BasePlugin):
     """Axolotl's plugin; see the module's text for what a configuration has."""
 
     def get_input_args(self) -> str:
-        """Path of the class of those options, for Axolotl's validation."""
         return f"{__name__}.{ChunkedHeadArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:

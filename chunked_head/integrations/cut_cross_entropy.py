@@ -155,9 +155,6 @@ def linear_cross_entropy(
 
     Returns:
         The loss, fp32, or ``(loss, lse)``.
-
-    Raises:
-        TypeError, ValueError, IndexError: as ``chunked_head.linear_cross_entropy``.
     """
     options = translated(OPTIONS | {"vocab_parallel_options": ONE_RANK}, locals())
     reduction, steps = options.pop("reduction"), options["shift"]

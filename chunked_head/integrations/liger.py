@@ -80,9 +80,6 @@ def liger_fused_linear_cross_entropy(
 
     Token scaling, predicted tokens, and accuracy or z-loss of each token (``reduction="none"``) take a pass over the
     logits before the loss: one matmul more.
-
-    Raises:
-        TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
     options = translated(OPTIONS | {"chunk_mem_const": ONE_CHUNKING}, locals())
     head = {name: options[name] for name in ("ignore_index", "softcap", "memory_budget")} | {"bias": bias}

@@ -7,9 +7,9 @@ where ``train.yaml`` may have the head's options, next to LLaMA-Factory's argume
 
     chunked_head: {memory_budget: 1GiB}
 
-LLaMA-Factory has no plugins, and its callbacks do not see a reference model. What every stage has is ``load_model``,
-which its workflows import by name: for the length of a run a function stands there that patches what theirs returns.
-Losses, metrics and everything else are LLaMA-Factory's code on lazy logits (``patch_model``).
+LLaMA-Factory has no plugins, and its callbacks do not see a reference model. Every stage has ``load_model``: for the
+length of a run a function stands there that patches what theirs returns. All else is LLaMA-Factory's code on lazy
+logits (``patch_model``).
 """
 
 import contextlib
@@ -44,9 +44,6 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
 
     Raises:
         TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
-        ImportError: LLaMA-Factory is missing.
-
-    A stage whose ``load_model`` is not as in 0.9.5 trains without this head, and a warning says so.
     """
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner

@@ -48,9 +48,8 @@ class ChunkedHeadLM(theirs.HFLM):
         pretrained, args, kwargs: of ``HFLM``.
         memory_budget, chunk_tokens, deterministic, backend, ...: of the head, as in ``patch_model``.
 
-    Log-likelihoods and greedy flags are those of fp32 logits and softmaxes, whatever ``softmax_dtype`` says: nearer to
-    exact for 16-bit models, whose logits and log-softmax lm-eval has in 16 bits. ``generate_until`` is HFLM's. A model
-    whose head is not understood is scored as before, and a warning says why.
+    Log-likelihoods and greedy flags are those of fp32 logits and softmaxes, whatever ``softmax_dtype`` says.
+    ``generate_until`` is HFLM's. A model whose head is not understood is scored as before, and a warning says why.
 
     Raises:
         TypeError, ValueError: for an option of the head that is wrong, before the model is loaded; for an

@@ -54,9 +54,6 @@ class OutputProcessor:
     ``output_processor_context`` is None or a dict of ``temperature``, ``logprobs``, ``entropy`` for one call. Where
     ``loss_mask`` is 0, values and gradients are 0. Of a model with MTP this is the main loss: Megatron computes those
     of the further tokens before the hook, from logits.
-
-    Raises:
-        TypeError, ValueError: for an option, or a call, that is wrong.
     """
 
     def __init__(

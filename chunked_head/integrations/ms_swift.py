@@ -1,16 +1,13 @@
 """ms-swift on this library's head: its SFT, DFT and DPO losses without [batch, tokens, vocab] logits.
 
-A file that ms-swift imports as a plugin, and its callback:
-
     # head.py
     from chunked_head.integrations.ms_swift import register
     register(memory_budget="1GiB")
 
     swift sft --external_plugins head.py --callbacks chunked_head ...
 
-``external_plugins`` and ``callbacks_map`` are ms-swift's own seams: the callback sees the trainer once it is made, with
-its model and its reference model. Losses, metrics and everything else are ms-swift's code on lazy logits
-(``patch_model``).
+The callback sees the trainer once it is made, with its model and its reference model. Losses, metrics and everything
+else are ms-swift's code on lazy logits (``patch_model``).
 """
 
 from typing import Any

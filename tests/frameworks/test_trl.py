@@ -16,7 +16,7 @@ pytest.importorskip("trl", reason="the trainers are TRL's, which is not installe
 import tiny
 from datasets import Dataset, disable_progress_bars, enable_progress_bars
 from peft import LoraConfig
-from tiers import tier
+from tiers import crossed, tier
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import utils
 
@@ -166,19 +166,10 @@ GRPO: list[tuple[dict[str, Any], dict[str, Any], bool]] = [  # of the trainer, o
 
 
 @needs_fused
-@pytest.mark.parametrize("older", [True, False], ids=["old", "on policy"])
-@pytest.mark.parametrize("tools", [True, False], ids=["tools", "all"])
-@pytest.mark.parametrize(("traits", "config", "foreseen"), GRPO, ids=lambda value: str(value)[:40])
-def test_foreseen_grpo(
-    traits: dict[str, Any],
-    config: dict[str, Any],
-    foreseen: bool,
-    tools: bool,
-    older: bool,
-    tmp_path: Path,
-    passes: list[Any],
-) -> None:
+@crossed(older=[True, False], tools=[True, False], case=GRPO)
+def test_foreseen_grpo(case: tuple, tools: bool, older: bool, tmp_path: Path, passes: list[Any]) -> None:
     """TRL's loss of one batch and its gradients, by TRL's head and by ours."""
+    traits, config, foreseen = case
     tokenizer = tiny.tokenizer()
     args = tiny.settings(tiny.arguments("", ["--cpu"]), str(tmp_path)) | {"num_generations": 4}
     trainer = GRPOTrainer(

@@ -294,7 +294,6 @@ class TracedLogits:
         return shape if dim is None else shape[dim]
 
     def materialise(self) -> Tensor:
-        """The logits, as the unpatched model would have computed them."""
         return self._virtual.source.real(self._virtual)
 
     def __getattr__(self, name: str) -> Any:

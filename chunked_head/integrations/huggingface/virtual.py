@@ -2,8 +2,8 @@
 this library's functions.
 
 Every operation here is the one of the same name on the ``[..., vocab]`` tensor of logits. Those on rows are done to the
-hidden states at once, those on each logit are written down with copies of their operands: what is written to an operand
-later changes nothing, as with logits. ``NotImplemented`` means that an operation is neither.
+hidden states at once, those on each logit are written down with copies of their operands. ``NotImplemented`` means that
+an operation is neither.
 """
 
 import operator
@@ -43,7 +43,6 @@ class Virtual:
         return self.but(steps=(*self.steps, (name, argument)))
 
     def rows(self, hidden: Tensor) -> "Virtual":
-        """These logits of other rows."""
         return self.but(hidden=hidden)
 
     def but(self, **changed: Any) -> "Virtual":
@@ -118,7 +117,6 @@ def add(v: Virtual, other: Any, **kwargs: Any) -> Any:
 
 
 def getitem(v: Virtual, index: Any) -> Any:
-    """Any rows, and of the vocabulary its beginning."""
     given = split_index(v, index)
     if given is None:
         return NotImplemented
@@ -156,7 +154,6 @@ def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
 
 
 def crop(v: Virtual, last: Any) -> Any:
-    """The vocabulary's first columns."""
     if not isinstance(last, slice):
         return NotImplemented
     start, stop, step = last.indices(v.vocab)
@@ -189,7 +186,6 @@ def reshape(v: Virtual, *shape: Any) -> Any:
 
 
 def expand(v: Virtual, *sizes: Any) -> Any:
-    """Rows repeated without a copy."""
     shape = numbers(sizes)
     if not shape or shape[-1] not in (-1, v.vocab):
         return NotImplemented

@@ -140,8 +140,7 @@ def override_torch(**options: Unpack[Execution]) -> Override:
     """Serves ``torch.nn.functional.linear_cross_entropy(options=...)`` by this library, in this process.
 
     Values are PyTorch's, but for rounding: statistics are of fp32 logits. ``docs/frameworks/pytorch.md`` says which
-    calls are left to PyTorch. ``options.batch_chunk_size`` and what else PyTorch's options say about memory is not
-    read: the plan, or ``memory_budget`` here, decides.
+    calls are left to PyTorch. What PyTorch's options say about memory is not read.
 
     Args:
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``skip_ignored``, ``deterministic``,

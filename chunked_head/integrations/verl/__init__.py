@@ -61,9 +61,6 @@ def linear_cross_entropy(
 
     Returns:
         ``(logprobs, entropy)`` of labels' shape where hidden's leading dimensions are the same, else flat [tokens].
-
-    Raises:
-        TypeError, ValueError, IndexError: as ``linear_logprobs``.
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f'reduction must be "none", "sum" or "mean", got {reduction!r}')
