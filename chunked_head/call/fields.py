@@ -186,8 +186,7 @@ def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dty
 def make_teacher(
     fields: Mapping[str, Tensor], options: Teacher, columns: int, dtype: torch.dtype | None
 ) -> TeacherHead:
-    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap, or that of
-    each token; ``dtype``: of its matmul, where autocast gives one."""
+    """The teacher over the ids that it shares with the student. ``dtype``: of its matmul, where autocast gives one."""
     temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
     return TeacherHead(

@@ -1,5 +1,4 @@
-"""The objective of a call: factors, denominators and counts, made before any logit and without waiting for the device.
-No other file divides by a denominator."""
+"""The objective of a call: factors, denominators and counts, made before any logit, without waiting for the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace

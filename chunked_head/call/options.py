@@ -145,8 +145,7 @@ class Head(Execution, total=False):
 
 
 def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = "spec") -> Any:
-    """A row of the table of options: a field of ``Call``, with its name, type and default. ``check`` raises what is
-    wrong with a value, whatever tensors it comes with."""
+    """A row of the table of options. ``check`` raises what is wrong with a value, whatever tensors it comes with."""
     return field(default=default, metadata={"check": check, "decides": decides})
 
 
@@ -255,8 +254,7 @@ class Call(Generic[Result]):
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
     def check(self) -> torch.dtype:
-        """Raises what is wrong with operands and options (losses and fields are checked elsewhere). Returns the dtype
-        of the matmuls, or that of the arithmetic on logits."""
+        """Checks operands and options; returns the dtype of the matmuls, or that of the arithmetic on logits."""
         dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
         dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
         check_options({name: getattr(self, name) for name in OPTIONS})

@@ -1,10 +1,8 @@
 """Sweeps that are run from a recording: which they are, and what of a call a recording is found by.
 
 The first sweep of a key runs as ever, the second is recorded (``kernels/common/recording.py``), later ones run the
-recording. A key holds all that a sweep depends on but for addresses and contents: the Spec, whose numbers are part of
-it, and the Plan, the very objects; whether a given buffer of the weight's gradient holds sums; of each tensor that a
-sweep may read its dtype, shape, strides and the alignment that kernels are compiled for. Where any of these is another
-one, the sweep runs as ever.
+recording. A key holds all that a sweep depends on but for addresses and contents of tensors. Of another key, and where
+a step finds other memory than it was recorded with, the sweep runs as ever.
 """
 
 from collections.abc import Callable

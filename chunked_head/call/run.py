@@ -1,5 +1,4 @@
-"""The run of a call: its tokens, its plan, its objective, in this order for every public function; and the
-autograd.Function of all, with gradients made in forward and handed over in backward, or made in backward."""
+"""The run of a call of any function: its tokens, plan and objective, in this order, and its autograd.Function."""
 
 import contextlib
 import functools
@@ -139,8 +138,7 @@ def sizes_of(
     call: Call[Any], spec: Spec, tokens: int, wanted: Wanted, teacher: TeacherHead | None, plain_rows: bool = True,
     **traits: Any,
 ) -> Sizes:  # fmt: skip
-    """The sizes that a plan for so many tokens is made from. ``plain_rows``: columns of hidden states are contiguous.
-    ``traits``: fields of ``Sizes``, in place of what follows from call, device and ranks."""
+    """The sizes of a plan. ``plain_rows``: columns of hidden states are contiguous. ``traits``: fields that differ."""
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits

@@ -77,8 +77,7 @@ class Streams(Generic[Result]):
 
 
 def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], StreamsBuffer | None]:
-    """The calls with one buffer that they add the weight's gradient to, and what their budget leaves beside it; as they
-    are where the caller has a buffer, or no such gradient is made."""
+    """The calls with one buffer for the weight's gradient, unless the caller has one or no such gradient is made."""
     first, weight = calls[0], calls[0].weight
     assert weight is not None
     request = Request(first.memory_budget)

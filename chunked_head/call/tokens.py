@@ -35,10 +35,8 @@ LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, m
 class Packing:
     """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
 
-    Hidden states are copied into this order where a pass over them begins, and their gradient is put back at its end.
-    Either only the device knows how many count: ``order`` holds all tokens, and the matmuls stop at ``count``.
-    Or ``count`` is None, and the matmuls are over all that ``order`` holds: those that count, where the host has waited
-    for their number, or all tokens.
+    Hidden states are copied into it where a pass begins, and their gradient is put back at its end. Matmuls are over
+    all of ``order``, or stop at ``count``, where only the device knows how many count.
     """
 
     order: Tensor  # [kept] int64: where each token stands in the call's tensors
@@ -70,8 +68,7 @@ class Packing:
 
 @dataclass(eq=False)
 class Tokens:
-    """A call whose arguments have been checked, with the fields that go with its rows of hidden states. Per row, what
-    does not count is 0 (ids -1)."""
+    """A checked call with the fields that go with its rows of hidden states; what does not count is 0 (ids -1)."""
 
     call: Call[Any]
     spec: Spec
@@ -214,8 +211,7 @@ def rows_of_field(
 
 
 def in_range(field: str, ids: Tensor, number: int, none: int | None, wrongs: list[Tensor]) -> Tensor:
-    """Ids in [0, number), or the one that means none; an IndexError on the CPU, elsewhere a note where there is
-    another."""
+    """Ids in [0, number), or ``none``; of others an IndexError on the CPU, and elsewhere one more of ``wrongs``."""
     wrong = (ids < 0) | (ids >= number)
     if none is not None:
         wrong &= ids != none
@@ -229,8 +225,7 @@ def in_range(field: str, ids: Tensor, number: int, none: int | None, wrongs: lis
 def columns_of_teacher(
     fields: Mapping[str, Tensor], target: Tensor, vocab: int, wrongs: list[Tensor]
 ) -> dict[str, Tensor]:
-    """The teacher's K ids per token, -1 for those that stand for none, whatever id they hold; and which entries count,
-    where log-probabilities say."""
+    """The teacher's K ids per token, -1 for those that stand for none; and which entries count by log-probabilities."""
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     valid = (target >= 0)[:, None]
     if logprobs is not None:

@@ -1,10 +1,9 @@
 """The decorator of public functions, which run at once or as an operator of a graph being traced, and the operators: a
 call, and the gradients of one that cannot make them as it goes.
 
-What ``forward`` returns. First the values: per token, or the loss and in one vector those of its parts and metrics.
-Then, where a gradient is wanted, what it comes from. For a loss of hidden states these are the expected upstream
-gradient and the gradients at it; else the statistics, of which ``backward`` makes them once the upstream gradients are
-known.
+``forward`` returns values: per token, or the loss and in one vector those of its parts and metrics. Then, where a
+gradient is wanted, the expected upstream gradient and the gradients at it for a loss of hidden states; else the
+statistics, of which ``backward`` makes gradients.
 """
 
 import functools
@@ -214,9 +213,8 @@ def packed(asked: Call[Any], objective: ScalarObjective, stats: RowStats) -> Ten
 
 
 def waiting_dtypes(asked: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient: one rule for every
-    number of tokens, which a graph does not know. The operands' own; fp32 where ``accumulate_dtype`` names it, and in
-    fp16, whose range they may pass before denominators and upstream have come.
+    """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient, at any number of
+    tokens: the operands', or fp32 where ``accumulate_dtype`` says so and in fp16, whose range they may pass till then.
     """
     assert asked.weight is not None
     hidden, weight = asked.rows.dtype, asked.weight.dtype

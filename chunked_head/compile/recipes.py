@@ -1,7 +1,6 @@
 """A call's arguments as plain values and tensors apart: a graph holds the tensors and a key to the values.
 
-``described`` runs in code that a compiler traces, and so reads every attribute by itself: whatever it reads is guarded,
-and a call with other options is compiled anew. ``restored`` is its inverse, at run time.
+A compiler traces ``described``: all that it reads is guarded. ``restored`` is its inverse, at run time.
 """
 
 import functools
