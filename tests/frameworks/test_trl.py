@@ -26,15 +26,16 @@ from chunked_head.integrations.trl import DivergenceSeam, LogProbSeam, patched_t
 
 FUSED = hasattr(utils, "add_fused_lm_head")
 needs_fused = pytest.mark.skipif(not FUSED, reason="TRL 1.14 has no fused head")
-# what must have been logged, and where the statistic comes from
-EXAMPLES: list[tuple[str, list[str], set[str], type]] = [
-    ("trl_sft", [], {"loss", "mean_token_accuracy", "entropy", "grad_norm"}, LogProbSeam),
-    ("trl_dpo", [], {"loss", "logits/chosen", "rewards/margins", "entropy", "grad_norm"}, LogProbSeam),
-    ("trl_dpo", ["--wpo", "0"], {"loss", "logits/chosen"}, LogProbSeam),
-    ("trl_grpo", [], {"loss", "reward", "kl", "entropy", "grad_norm"}, LogProbSeam),
-    ("trl_distillation", [], {"loss", "entropy", "grad_norm"}, DivergenceSeam),
-    ("trl_distillation", ["--beta", "0.0"], {"loss"}, DivergenceSeam),
-    ("trl_distillation", ["--beta", "1.0"], {"loss"}, DivergenceSeam),
+# what must have been logged, where the statistic comes from, and the trainer whose loss may be foreseen
+EXAMPLES: list[tuple[str, list[str], set[str], type, str]] = [
+    ("trl_sft", [], {"loss", "mean_token_accuracy", "entropy", "grad_norm"}, LogProbSeam, "SFT"),
+    ("trl_dpo", [], {"loss", "logits/chosen", "rewards/margins", "entropy", "grad_norm"}, LogProbSeam, ""),
+    ("trl_dpo", ["--wpo", "0"], {"loss", "logits/chosen"}, LogProbSeam, ""),
+    ("trl_grpo", [], {"loss", "reward", "kl", "entropy", "grad_norm"}, LogProbSeam, ""),
+    ("trl_grpo", ["--entropy-bonus", "0"], {"loss", "reward"}, LogProbSeam, "GRPO"),
+    ("trl_distillation", [], {"loss", "entropy", "grad_norm"}, DivergenceSeam, "Distillation"),
+    ("trl_distillation", ["--beta", "0.0"], {"loss"}, DivergenceSeam, "Distillation"),
+    ("trl_distillation", ["--beta", "1.0"], {"loss"}, DivergenceSeam, "Distillation"),
 ]
 
 
@@ -101,23 +102,6 @@ def assert_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
             assert mine[name] == pytest.approx(value, rel=1e-3, abs=2e-5), name
 
 
-@needs_fused
-@pytest.mark.parametrize(
-    ("name", "options", "logged", "seam"),
-    [one for row in EXAMPLES for one in tier(pytest.param(*row, id=" ".join([row[0], *row[1]])), not row[1])],
-)
-def test_examples(name: str, options: list[str], logged: set[str], seam: type, calls: list[type]) -> None:
-    example = importlib.import_module(name)
-    ours = example.main(["--cpu", *options])
-    used = len(calls)
-    assert used >= 3 and set(calls) == {seam}
-    theirs = example.main(["--cpu", *options, "--plain"])
-    assert len(calls) == used
-    assert len(theirs) == 3 and logged <= set().union(*theirs)
-    assert ours[-1] != ours[0] and all(any(step.get(name) for step in theirs) for name in logged)
-    assert_alike(ours, theirs)
-
-
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> Iterator[list[Any]]:
     """The losses that were foreseen; the trainers' gradients were theirs."""
@@ -134,23 +118,26 @@ def passes(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) ->
 
 @needs_fused
 @pytest.mark.parametrize(
-    ("name", "kind", "options"),
-    [
-        ("trl_sft", "SFT", []),
-        ("trl_grpo", "GRPO", ["--entropy-bonus", "0"]),
-        *(("trl_distillation", "Distillation", ["--beta", beta]) for beta in ("0.0", "0.3", "1.0")),
-    ],
+    ("name", "options", "logged", "seam", "kind"),
+    [one for row in EXAMPLES for one in tier(pytest.param(*row, id=" ".join([row[0], *row[1]])), not row[1])],
 )
-def test_foreseen_losses(
-    name: str, kind: str, options: list[str], monkeypatch: pytest.MonkeyPatch, passes: list[Any]
-) -> None:
+def test_examples(
+    name: str, options: list[str], logged: set[str], seam: type, kind: str, calls: list[type], passes: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     example = importlib.import_module(name)
-    theirs = example.main(["--cpu", *options, "--plain"])
-    assert not passes
-    monkeypatch.setattr(example, "patched_trl", functools.partial(patched_trl, losses=(kind,)))
     ours = example.main(["--cpu", *options])
-    assert len(passes) == 3
+    used = len(calls)
+    assert used >= 3 and set(calls) == {seam}
+    theirs = example.main(["--cpu", *options, "--plain"])
+    assert len(calls) == used and not passes
+    assert len(theirs) == 3 and logged <= set().union(*theirs)
+    assert ours[-1] != ours[0] and all(any(step.get(name) for step in theirs) for name in logged)
     assert_alike(ours, theirs)
+    if kind:
+        monkeypatch.setattr(example, "patched_trl", functools.partial(patched_trl, losses=(kind,)))
+        assert_alike(example.main(["--cpu", *options]), theirs)
+        assert len(passes) == 3
 
 
 GRPO: list[tuple[dict[str, Any], dict[str, Any], bool]] = [  # of the trainer, of its config, whether it is foreseen
@@ -245,16 +232,17 @@ def trained(tmp_path: Path, adapter: LoraConfig | None, **options: Any) -> tuple
     ],
     ids=["attention", "whole-head"],
 )
-def test_adapters(adapter: LoraConfig, tmp_path: Path, calls: list[type]) -> None:
+def test_adapters(adapter: LoraConfig, tmp_path: Path, calls: list[type], passes: list[Any]) -> None:
     model, theirs = trained(tmp_path, adapter)
     assert not calls
-    with patched_trl():
-        ours, found = trained(tmp_path, adapter)
-    assert calls
-    assert_alike(found, theirs)
-    for (name, mine), true in zip(ours.named_parameters(), model.parameters(), strict=True):
-        assert mine.requires_grad == true.requires_grad
-        torch.testing.assert_close(mine, true, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+    for foreseen in ((), ("SFT",)):
+        with patched_trl(losses=foreseen):
+            ours, found = trained(tmp_path, adapter)
+        assert calls and bool(passes) == bool(foreseen)
+        assert_alike(found, theirs)
+        for (name, mine), true in zip(ours.named_parameters(), model.parameters(), strict=True):
+            assert mine.requires_grad == true.requires_grad
+            torch.testing.assert_close(mine, true, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @needs_fused
@@ -288,10 +276,12 @@ def test_a_patched_model_says_that_it_is_passed_by(tmp_path: Path, recwarn: pyte
 
 
 @needs_fused
-def test_dft_and_accumulation(tmp_path: Path, calls: list[type]) -> None:
+def test_dft_and_accumulation(tmp_path: Path, calls: list[type], passes: list[Any]) -> None:
     options = {"loss_type": "dft", "gradient_accumulation_steps": 2}
     _, theirs = trained(tmp_path, None, **options)
-    with patched_trl(chunk_tokens=16):
-        _, ours = trained(tmp_path, None, **options)
-    assert len(calls) == 4
-    assert_alike(ours, theirs)
+    for foreseen in ((), ("SFT",)):
+        calls.clear()
+        with patched_trl(chunk_tokens=16, losses=foreseen):
+            _, ours = trained(tmp_path, None, **options)
+        assert len(calls) == 4 and len(passes) == 4 * len(foreseen)
+        assert_alike(ours, theirs)
