@@ -148,7 +148,7 @@ class Part:
     @functools.cached_property
     def settings(self) -> tuple:
         """Numbers of the options, which ``signature`` leaves out."""
-        return self.split[1], self.temperature
+        return self.split[1], self.temperature, getattr(self, "teacher", None)
 
     @property
     def reads(self) -> tuple:
@@ -179,10 +179,6 @@ class Summand(Part):
         """A key, equal for summands that compile to the same code."""
         teacher = None if self.teacher is None else split_numbers(self.teacher, [])
         return self.split[0], self.unit, tuple(self.tensors), teacher
-
-    @functools.cached_property
-    def settings(self) -> tuple:
-        return self.split[1], self.temperature, self.teacher
 
     @functools.cached_property
     def signature(self) -> Hashable:

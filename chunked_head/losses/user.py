@@ -133,11 +133,7 @@ def _declared(
     extra: dict[str, Field] = {}
     for name, declared in fields.items():
         kind = declared if isinstance(declared, Field) else Field(declared)  # type: ignore[arg-type]
-        if kind.kind not in ("token", "row", "segment", "pair", "constant"):
-            raise ValueError(
-                f"field {name!r} of {where} must be declared as one of 'token', 'row', 'segment', 'pair', 'constant' "
-                f"or a Field, got {kind.kind!r}"
-            )
+        choice(where, f"field {name!r}", kind.kind, ("token", "row", "segment", "pair", "constant"))
         if name not in FIELDS:
             extra[name] = kind
         elif kind.kind != FIELDS[name].kind or (isinstance(declared, Field) and declared != FIELDS[name]):
