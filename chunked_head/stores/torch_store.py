@@ -176,9 +176,10 @@ class TorchStore(MatmulStore):
         if y is not None and pairing is not None:
             count, log_q = y.shape[1], logprobs(y, stats.teacher_start, stats.teacher_rest)
             grad[:, :count] += teacher_terms(log_p[pairing.view][:, :count], log_q, c, pairing.beta, stats.below)
-            # selection: where a row does not count its teacher may be nan
-            grad.masked_fill_(~counts, 0.0)
         x.copy_(grad.mul_(slope(x, head, rows.scale)))
+        if y is not None:
+            # selection: where a row does not count its teacher may be nan
+            x.masked_fill_(~counts, 0.0)
         # the target's column, and the columns of each row, from their exact logits: a tile rounds
         single = [] if c.beta is None else [(rows.target, -c.beta, stats.target_logit)]
         if c.columns is not None:
@@ -276,13 +277,13 @@ def softmax_stats(x: Tensor, target: Tensor, view: View, suffix: str, out: RowSt
 
 def expected(p: Tensor, values: Tensor) -> Tensor:
     """``sum p * values`` of each row; a probability of 0 has no part in it, whatever its value."""
-    return torch.where(p > 0, p * values, 0.0).sum(1)
+    return torch.where(p == 0, 0.0, p * values).sum(1)
 
 
 def softmax_term(log_p: Tensor, alpha: Tensor, eta: Tensor | None) -> Tensor:
-    """``p (alpha + eta log p)``, 0 where p is."""
+    """``p (alpha + eta log p)``, 0 where p is; nan where p is."""
     p = log_p.exp()
-    return p.mul_(alpha) if eta is None else torch.where(p > 0, p * (alpha + eta * log_p), 0.0)
+    return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta * log_p))
 
 
 def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | None, below: Tensor | None) -> Tensor:
@@ -306,7 +307,7 @@ def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | N
 
 
 def part_below(p: Tensor, q: Tensor) -> Tensor:
-    return p * (1 - (p - q).sign())
+    return p * (1 - (p - q).sign()) + 0.0 * q  # the sign of nan is 0
 
 
 def log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:

@@ -64,11 +64,11 @@ def part_below(
     q,
     tie,  # relative difference of probabilities that count as equal; None for 0
 ):
-    """``p (1 - sign(p - q))``"""
+    """``p (1 - sign(p - q))``, nan where either is."""
     near = 0.0 * p
     if tie is not None:
         near = tl.maximum(p, q) * tie
-    return tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p))
+    return tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))
 
 
 @triton.jit

@@ -22,9 +22,9 @@ def softmax_term(
     alpha,
     eta,  # or None for 0
 ):
-    """``p (alpha + eta log p)``, 0 where p is."""
+    """``p (alpha + eta log p)``, 0 where p is, nan where p is."""
     p = tl.exp2(log_p * log2_e)
-    return tl.where(p > 0.0, p * (alpha + eta * log_p), 0.0) if eta is not None else p * alpha
+    return tl.where(p != 0.0, p * (alpha + eta * log_p), 0.0) if eta is not None else p * alpha
 
 
 @triton.jit
@@ -58,9 +58,9 @@ def add_teacher_terms(
     if gamma is not None:
         grad -= gamma * q
     if rho is not None:
-        grad -= tl.where(p > 0.0, rho * p * tl.maximum(log_q, LOG_FLOOR), 0.0)
+        grad -= tl.where(p != 0.0, rho * p * tl.where(log_q < LOG_FLOOR, LOG_FLOOR, log_q), 0.0)
     if tau is not None:
-        grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, log_beta, log_rest)), 0.0)
+        grad += tl.where(p != 0.0, tau * p * (log_p - log_mixture(log_q, log_p, log_beta, log_rest)), 0.0)
     if theta is not None:
         # the sign of a column above 2/3 follows from the sum: where a sure student and a sure teacher nearly agree, the
         # sum and the column would else see different signs, and differ by all of p instead of by the rest of the row

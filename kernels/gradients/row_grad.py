@@ -163,10 +163,10 @@ def row_grad_kernel(
         if forward_kl_ptr is not None:
             q = tl.exp2(log_q * log2_e)
             log_p = log_probability(x, row_start, row_rest, start2, rest2, ratio2, SECOND)
-            forward += q * tl.where(q > 0.0, log_q - log_p, 0.0)
+            forward += q * tl.where(q != 0.0, log_q - log_p, 0.0)
         if teacher_entropy_ptr is not None:
             q = tl.exp2(log_q * log2_e)
-            entropy -= q * tl.where(q > 0.0, log_q, 0.0)
+            entropy -= q * tl.where(q != 0.0, log_q, 0.0)
         # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         grad = logits_gradient(

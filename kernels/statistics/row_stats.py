@@ -237,21 +237,21 @@ def pair_stats_kernel(
         log_q = tl.where(inside, (y - start_q) + rest_q, float("-inf"))
         p = tl.exp2(log_p * log2_e)
         q = tl.exp2(log_q * log2_e)
-        # a probability of 0 has no part in a sum, whatever its logarithm
+        # a probability of 0 has no part in a sum, whatever its logarithm; one that is nan shows
         if forward_kl_ptr is not None:
-            forward += tl.where(q > 0.0, q * (log_q - log_p), 0.0)
+            forward += tl.where(q != 0.0, q * (log_q - log_p), 0.0)
         if reverse_kl_ptr is not None:
-            reverse += tl.where(p > 0.0, p * (log_p - tl.maximum(log_q, LOG_FLOOR)), 0.0)
+            reverse += tl.where(p != 0.0, p * (log_p - tl.where(log_q < LOG_FLOOR, LOG_FLOOR, log_q)), 0.0)
         if teacher_entropy_ptr is not None:
-            entropy -= tl.where(q > 0.0, q * log_q, 0.0)
+            entropy -= tl.where(q != 0.0, q * log_q, 0.0)
         if jsd_ptr is not None:
             log_m = log_mixture(log_q, log_p, log_beta, log_rest)
-            p_to_mixture += tl.where(p > 0.0, p * (log_p - log_m), 0.0)
-            q_to_mixture += tl.where(q > 0.0, q * (log_q - log_m), 0.0)
+            p_to_mixture += tl.where(p != 0.0, p * (log_p - log_m), 0.0)
+            q_to_mixture += tl.where(q != 0.0, q * (log_q - log_m), 0.0)
         if tvd_ptr is not None:
             variation += 0.5 * tl.abs(p - q)
         if overlap_ptr is not None:
-            overlap += tl.minimum(p, q)
+            overlap += tl.where(p < q, p, q + 0.0 * p)
         if below_ptr is not None:
             below += part_below(p, q, tie)
     if forward_kl_ptr is not None:

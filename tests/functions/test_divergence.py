@@ -140,3 +140,22 @@ def test_signs_that_rounding_decides(half: bool, upstream: str, kind: str, alike
     )  # fmt: skip
     (found.loss.sum() * (1.0 if upstream == "none" else 64.0)).backward()
     assert hidden.grad is not None and hidden.grad.abs().amax() < 5e-3
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["entropy", "forward_kl", "reverse_kl", "jsd", "tvd", "lk"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nan_at_a_token_that_counts_shows(place: Place, kind: str, reduction: str) -> None:
+    """In the loss and in that token's gradient, as in PyTorch: of nan hidden states, or of a nan teacher."""
+    hidden, weight, teacher = (torch.randn(*shape, device=place.device) for shape in ((6, 16), (40, 16), (6, 40)))
+    target = torch.tensor([1, 2, -100, 3, 4, 5], device=place.device)
+    for broken in (hidden,) if kind == "entropy" else (hidden, teacher):
+        rows, y = hidden.clone(), teacher.clone()
+        (rows if broken is hidden else y)[1, 3] = torch.nan
+        rows.requires_grad_()
+        batch = {} if kind == "entropy" else {"teacher_logits": y}
+        given = {"batch": batch, "reduction": reduction, "backend": place.backend}
+        loss = linear_loss(rows, weight, target, getattr(losses, kind)(), **given).loss
+        (grad,) = torch.autograd.grad(loss.sum(), rows)
+        assert loss.reshape(-1)[1 if reduction == "none" else 0].isnan()
+        assert grad[1].isnan().any() and grad[[0, *range(2, 6)]].isfinite().all()
