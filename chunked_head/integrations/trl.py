@@ -308,8 +308,7 @@ def grpo_loss(trainer: Any, inputs: Any) -> Foreseen | None:
         fields["ref_logprobs"] = inputs["ref_per_token_logps"]
     if inputs.get("old_per_token_logps") is not None:
         fields["old_logprobs"] = inputs["old_per_token_logps"]
-    prompt = inputs["prompt_ids"].shape[1] - 1  # rows in front, where TRL makes all of them
-    return loss, {name: F.pad(value, (prompt, 0)) for name, value in fields.items()}
+    return loss, fields
 
 
 def distillation_loss(trainer: Any, inputs: Any) -> Foreseen:
@@ -333,10 +332,14 @@ def loss_of_step(kinds: Collection[str], tokens: int) -> Foreseen | None:
         return None
     if found is None:
         return None
-    mask = found[1]["mask"]
-    every: Any = slice(None) if mask.numel() == tokens else mask.flatten().nonzero().squeeze(1)
-    fields = {name: value.flatten()[every] for name, value in found[1].items()}
-    return (found[0], fields) if len(fields["mask"]) == tokens else None
+    (loss, fields), mask = found, found[1]["mask"]
+    front = tokens // len(mask) - mask.shape[1]  # TRL makes all rows, those of prompts too, or those that count
+    if front >= 0:
+        fields = {name: F.pad(value, (front, 0)).flatten() for name, value in fields.items()}
+    else:
+        at = mask.flatten().nonzero().squeeze(1)
+        fields = {name: value.flatten()[at] for name, value in fields.items()}
+    return (loss, fields) if len(fields["mask"]) == tokens else None
 
 
 def with_step(kind: str, theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -145,6 +145,7 @@ GRPO: list[tuple[dict[str, Any], dict[str, Any], bool]] = [  # of the trainer, o
     ({"loss_type": "cispo", "epsilon_high": 1.05}, {}, True),
     ({"beta": 0.3}, {"delta": 1.3}, True),
     ({"beta": 0.3}, {"use_bias_correction_kl": True}, True),
+    ({"use_vllm": True, "vllm_importance_sampling_correction": True, "beta": 0.3}, {}, True),
     ({"loss_type": "vespo"}, {}, False),
     ({"loss_type": "cispo", "epsilon_high": 0.9}, {}, False),
     ({"importance_sampling_level": "sequence"}, {}, False),
@@ -179,6 +180,7 @@ def test_foreseen_grpo(case: tuple, tools: bool, older: bool, tmp_path: Path, pa
     ids, every = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
     with torch.no_grad():
         now = trainer._get_per_token_logps_and_entropies(trainer.model, ids, every, 7)[0]
+    inputs["importance_sampling_ratio"] = torch.rand(4, 7, generator=random)
     inputs["ref_per_token_logps"] = now + 0.2 * torch.randn(4, 7, generator=random)
     if older:
         inputs["old_per_token_logps"] = now + 0.2 * torch.randn(4, 7, generator=random)
