@@ -90,7 +90,7 @@ class LogitsCall(LocalCall):
         if self.shard is not None:
             demand = demand.of_columns(self.width)  # of the columns that are here
         views = self.views(given, None if grads is None else grads.hidden)
-        every = self.rows_of_sets(given)
+        every = Rows(given, self.every_target, self.columns, self.objective.scale)
         store: Store = GivenLogits(functools.partial(backend.view_store, head, demand), views)
         if self.kept is not None:
             sets = backend.sets_store(head, self.kept, every, demand, views)

@@ -78,11 +78,6 @@ def choice(argument: str, *allowed: str | None) -> Callable[[Any], Any]:
     return lambda value: checks.choice(None, argument, value, allowed)
 
 
-def factor(argument: str) -> Callable[[Any], None]:
-    """The check of a number or a 0-d tensor."""
-    return functools.partial(checks.check_factor, argument)
-
-
 class Execution(TypedDict, total=False):
     """Keywords of every function on hidden states: memory, order of sums, ranks.
 
@@ -183,8 +178,8 @@ class Call(Generic[Result]):
     inplace: bool = option(functools.partial(flag, "inplace"), False)
     # the loss
     reduction: str = option(choice("reduction", "mean", "sum", "none"), "mean")
-    normalizer: float | Tensor | None = option(factor("normalizer"), decides="call")  # noqa: RUF009
-    upstream: float | Tensor | None = option(factor("upstream"), decides="call")  # noqa: RUF009
+    normalizer: float | Tensor | None = option(functools.partial(checks.check_factor, "normalizer"), decides="call")  # noqa: RUF009
+    upstream: float | Tensor | None = option(functools.partial(checks.check_factor, "upstream"), decides="call")  # noqa: RUF009
     kept_everywhere: bool = option(functools.partial(flag, "kept_everywhere"), False)
     losses: Losses = NO_LOSSES
     metrics: tuple[Metric, ...] = ()

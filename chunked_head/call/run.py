@@ -188,7 +188,6 @@ class Forward(NamedTuple):
     """Results of a forward pass, and what its backward needs."""
 
     outputs: tuple[Tensor, ...]
-    differentiable: int  # how many of them, the first ones
     stats: RowStats | None
     grads: Gradients | None  # None where backward makes them
     # True where backward reads the tensors that autograd has saved even if it has its gradients already. Under an
@@ -199,7 +198,6 @@ class Forward(NamedTuple):
     saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
     # the call and its statistics, from operands and ``saved``
     later: Callable[[Sequence[Tensor]], tuple[LocalCall, RowStats]]
-    inplace: bool = False  # backward overwrites the first operand with its gradient
 
     @property
     def any_grad(self) -> bool:
@@ -241,8 +239,7 @@ def forward_of(call: LocalCall, *operands: Any) -> Forward:
         found = RowStats.of({**attributes, **dict(zip(names, vectors, strict=False))})
         return lasting.with_teacher(vectors[len(names) :]), found
 
-    differentiable, exchanges = objective.differentiable, objective.exchanges
-    return Forward(outputs, differentiable, stats, grads, exchanges, lasting, saved, later, call.inplace)
+    return Forward(outputs, stats, grads, objective.exchanges, lasting, saved, later)
 
 
 class Loss(torch.autograd.Function):
@@ -264,7 +261,7 @@ class Loss(torch.autograd.Function):
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.made, ctx.grads = made._replace(outputs=(), stats=None, grads=None, saved=()), made.grads
             ctx.overwritten = False
-        ctx.mark_non_differentiable(*outputs[made.differentiable :])
+        ctx.mark_non_differentiable(*outputs[made.call.objective.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -282,9 +279,9 @@ class Loss(torch.autograd.Function):
         # once: an activation checkpoint gives them no second time
         saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or made.reads_saved or graph else ()
         with torch.no_grad(), kernel_context(there[0].device):
-            ctx.overwritten = made.inplace
+            ctx.overwritten = made.call.inplace
             found = made.gradients(grads, saved, upstream)
-            if made.inplace:
+            if ctx.overwritten:
                 # kernels write unseen: a node that saved the logits must not take these for them
                 torch.autograd.graph.increment_version(saved[0])
         if graph:

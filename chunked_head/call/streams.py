@@ -105,9 +105,8 @@ class StreamsForward(NamedTuple):
     saved_ends: Sequence[int]  # where those of each stream end among weight, bias, hidden states and ``saved``
     any_grad: bool
     reads_saved: bool
+    call: LocalCall  # of the first
     stats: None = None
-    differentiable: int = 1
-    inplace: bool = False
 
     def gradients(self, grads: list[Gradients | None] | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the weight, the bias and each stream's hidden states."""
@@ -158,7 +157,7 @@ def forward_of_streams(
     reads = late or any(one.reads_saved for one in made)
     grads = None if late else [one.grads for one in made]
     each = [one._replace(outputs=(), grads=None, saved=()) for one in made]
-    return StreamsForward(each, buffer, grads, (sum(others, first),), saved, ends, any_grad, reads)
+    return StreamsForward(each, buffer, grads, (sum(others, first),), saved, ends, any_grad, reads, each[0].call)
 
 
 def finished(buffer: StreamsBuffer, made: Sequence[Forward], upstream: Grads, late: bool) -> Tensor:

@@ -149,10 +149,6 @@ class LocalCall:
         objective = replace(objective, teacher=objective.teacher.with_tensors(tensors))
         return replace(self, objective=objective)
 
-    def rows_of_sets(self, given: Tensor) -> Rows:
-        """All rows of the call, as given, with the targets of those that keep sets too."""
-        return Rows(given, self.every_target, self.columns, self.objective.scale)
-
     @functools.cached_property
     def every_target(self) -> Tensor:
         """[tokens] int64: columns of this rank's, -1 where a token does not count, ``ELSEWHERE`` where it does and its
@@ -293,7 +289,7 @@ class HeadCall(LocalCall):
         plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
         if self.objective.kept is not None:
             assert self.kept is not None
-            of_sets = self.rows_of_sets(given)
+            of_sets = Rows(given, self.every_target, self.columns, self.objective.scale)
             sets = backend.sets_store(head, self.kept, of_sets, self.objective.demand)
             if not self.multiplies:
                 return sets, lambda at: of_sets, [(of_sets.tokens,)]
