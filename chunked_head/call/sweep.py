@@ -71,7 +71,8 @@ def sweep(
         return stats, grads
     store, rows_of, spans = call.begin(given, head, stats, grads, known is not None)
     pairs = objective.demand.pairing is not None
-    last = call.plan is not None and call.plan.teacher_last  # a teacher's statistics come with the gradients
+    # a teacher's statistics come with the gradients
+    last = pairs and call.plan is not None and call.plan.teacher_last
     closed = call.spans is not None and call.multiplies  # no other tokens belong to a span's segments
 
     def filled(at: slice) -> tuple[Rows, RowStats]:
