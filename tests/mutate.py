@@ -77,7 +77,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),
-    ("tie: total variation of equal probabilities", "kernels/common/transform.py", "tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p))", "tl.where(p - q > 0.0, 0.0, 2.0 * p)", LOGITS + " tests/functions/test_divergence.py -k 'known_columns or signs'"),
+    ("tie: total variation of equal probabilities", "kernels/common/transform.py", "tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))", "tl.where(p - q > 0.0, 0.0, 2.0 * p)", LOGITS + " tests/functions/test_divergence.py -k 'known_columns or signs'"),
     ("scale: logit_scale left out of backward", "kernels/common/transform.py", "slope = slope * logit_scale", "slope = slope * 1.0", GRAD_LOGITS),
     ("scale: slope of a cap", "kernels/common/transform.py", "slope = 1.0 - capped * capped", "slope = 1.0 - capped", GRAD_LOGITS),
     ("scale: temperature of a token left out of backward", "kernels/common/transform.py", "slope = slope * row_scale", "slope = slope * 1.0", LOGPROBS + " -k temperature"),
