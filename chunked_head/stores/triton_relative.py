@@ -212,13 +212,14 @@ def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 class FastStore(RelativeStore):
-    """bf16 exponentials E relative to one level per row, with the target's column left out of them:
+    """bf16 exponentials E relative to one level per row, and in the target's column what gives its gradient:
 
         dlogits = softmax_factor * E + target_factor * onehot(target)
-        softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
+        softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta - softmax_factor E(target)
 
     so dhidden is ``E @ weight`` times a factor plus a row of the weight, dweight is ``E.T @ (factor * hidden)`` plus
-    rows of hidden states at their targets. The last are added at the end, when all tokens can be sorted by target.
+    rows of hidden states at their targets. The last, what 16 bits have rounded away of targets' terms, are added at the
+    end, when all tokens can be sorted by target.
     """
 
     name = "fast"
@@ -232,7 +233,7 @@ class FastStore(RelativeStore):
             return
         # tokens sorted by target, chunk by chunk where hidden states come so
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
-        yield Buffer("tokens sorted by target", (sizes.tokens * 4 + at_once * 24,), BYTE, LOOP, LOOP)
+        yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 24,), BYTE, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
         super().__init__(head, plan, every, tiled)
@@ -241,22 +242,23 @@ class FastStore(RelativeStore):
         device = head.weight.device
         # exponentials of the gradient are relative to them on every rank
         self.known_targets = True
-        self.level, self.softmax_factor = empty(2, self.rows, dtype=torch.float32, device=device).unbind()
-        self.target_factor = empty(self.sizes.tokens, dtype=torch.float32, device=device)
+        self.level = empty(self.rows, dtype=torch.float32, device=device)
+        # as level_rows makes them, each aligned like the others whatever the number of tokens
+        self.factors = empty(3, strip_rows(self.sizes.tokens), dtype=torch.float32, device=device)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         at, exp = rows.tokens, self.stored.logits
         assert self.level is not None
-        softmax_factor, target_factor = self.softmax_factor, self.target_factor[at.start :]
+        made = self.factors[:, at.start :]
         terms = terms_of(self.demand, rows.target, stats, coefficients, 0, self.vocab, self.vocab)
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
-            exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
+            exp, made, None if grads.weight is None else rows.hidden,
             self.stored_strips, self.gpu.strip_width(relative=False), self.level, stats.logprob,
             terms, transform(self.head, rows.scale), counted_of(rows),
         )  # fmt: skip
         if grads.hidden is not None:
-            factors = products.Factors(rows.target, softmax_factor, target_factor)
+            factors = products.Factors(rows.target, *made[:2])
             self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(at), True, factors)
             grads.hidden_done(at)
         if grads.weight is not None:
@@ -276,4 +278,5 @@ class FastStore(RelativeStore):
         """The targets' terms of the weight's gradient, once the products with the chunk's exponentials are done."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
-        products.add_rows(d_weight, hidden, target, self.target_factor[first:], order)
+        softmax, at_target, ratio = self.factors[:, first:]
+        products.add_rows(d_weight, hidden, target, at_target, order, products=(softmax, ratio))

@@ -189,8 +189,7 @@ def grad_logits(
 
 def level_rows(
     exp: torch.Tensor,  # [rows, vocab] 16 bit
-    softmax_factor: torch.Tensor,
-    target_factor: torch.Tensor,
+    factors: torch.Tensor,  # [3, rows] fp32: softmax_factor, target_factor, ratio
     hidden: torch.Tensor | None,  # [rows, hidden] contiguous, times the softmax factor in place; None: not
     strips: Strips,
     strip: int,  # columns
@@ -205,7 +204,7 @@ def level_rows(
     width = 0 if hidden is None else hidden.shape[1]
     count = strips.offset.shape[0]
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
-        exp, hidden, softmax_factor, target_factor,
+        exp, hidden, *factors,
         strips.offset, strips.sum, level, terms.target, terms.target_logit, *terms.first[:2], logprob,
         terms.first.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
         transform.logit_scale, transform.row_scale,

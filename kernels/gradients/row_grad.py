@@ -7,7 +7,10 @@ From exponentials E that ``exp_logits`` left, ``level_rows_kernel``: brought to 
 Hidden states times the softmax factor [rows] fp32 are the other operand of the weight's gradient.
 
     E = exp(x - level),  dlogits[i] = softmax_factor[i] E[i] + target_factor[i] onehot(target[i])
-    softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
+    softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta - softmax_factor E(target)
+
+As E(target) stands, in 16 bits, what makes target_factor nearly 0, ``ratio``. In a row of dweight for a frequent id the
+sums of both kinds of terms nearly cancel: they do so before that row is rounded.
 
 The last factor of gradients [numel], known only in backward, in place or into the dtype that a gradient should have,
 ``scale_kernel``:
@@ -25,6 +28,7 @@ from ..common.transform import load_block, load_column, log2_e
 from .identity import log_probability, logits_gradient
 
 PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
+LEAST_FACTOR = tl.constexpr(2.0**-80)  # of a row's softmax; both it and its inverse are far inside of bf16's range
 
 
 @kernel
@@ -194,7 +198,8 @@ def level_rows_kernel(
     hidden_ptr,  # [rows, hidden], times the factor of the softmax where a row counts; or None
     # outputs
     softmax_factor_ptr,  # [rows] fp32: what E times gives the softmax's part of dlogits
-    target_factor_ptr,  # [rows] fp32: dlogits at the target
+    target_factor_ptr,  # [rows] fp32: dlogits at the target, less what E gives of it
+    ratio_ptr,  # [rows] fp32: E at the target
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32, where the sum is negative
     strip_sum_ptr,  # [strips, rows] fp32
@@ -227,6 +232,8 @@ def level_rows_kernel(
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     level = tl.load(level_ptr + offs_row, mask=in_rows, other=0.0)
+    target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+    uneven = in_rows & (level != target_logit)
     if (tl.program_id(1) == 0) | (hidden_ptr is not None):
         alpha = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)
         beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)
@@ -241,18 +248,26 @@ def level_rows_kernel(
         softmax = tl.exp2(((level - start) + rest) * log2_e)
         # one program of a row's writes its factors; the interpreter takes no mask that is one number
         first = in_rows & (offs_row * 0 + tl.program_id(1) == 0)
-        tl.store(softmax_factor_ptr + offs_row, alpha * softmax, mask=first)
-        tl.store(target_factor_ptr + offs_row, alpha * tl.exp2(logprob * log2_e) - beta, mask=first)
+        target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
+        counts = target >= 0
+        factor, at_target = alpha * softmax, alpha * tl.exp2(logprob * log2_e) - beta
+        # rows that are levelled below keep a 0 there, and those whose factor 16 bits would lose beside hidden states
+        inside = first & counts & (target < vocab) & (level == target_logit) & (tl.abs(factor) > LEAST_FACTOR)
+        ratio = at_target / tl.where(inside, factor, 1.0)
+        inside &= tl.abs(ratio) < 1.0 / LEAST_FACTOR
+        rounded = tl.where(inside, ratio, 0.0).to(exp_ptr.dtype.element_ty)
+        tl.store(exp_ptr + offs_row.to(tl.int64) * stride + target, rounded, mask=inside)
+        ratio = rounded.to(tl.float32)
+        tl.store(softmax_factor_ptr + offs_row, factor, mask=first)
+        tl.store(target_factor_ptr + offs_row, at_target - factor * ratio, mask=first)
+        tl.store(ratio_ptr + offs_row, ratio, mask=first)
         if hidden_ptr is not None:
-            counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
             for block in range(tl.program_id(1), tl.cdiv(hidden, BLOCK), SPLITS):
                 offs_hidden = block * BLOCK + tl.arange(0, BLOCK)
                 at = hidden_ptr + offs_row.to(tl.int64)[:, None] * hidden + offs_hidden[None, :]
                 mask = counts[:, None] & (offs_hidden < hidden)[None, :]
-                h = tl.load(at, mask=mask, other=0.0).to(tl.float32) * (alpha * softmax)[:, None]
+                h = tl.load(at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
                 tl.store(at, h.to(hidden_ptr.dtype.element_ty), mask=mask)
-    target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
-    uneven = in_rows & (level != target_logit)
     if tl.max(uneven.to(tl.int32), 0) > 0:
         for strip in range(tl.program_id(1), strips, SPLITS):
             offs_col = strip * STRIP + tl.arange(0, STRIP)

@@ -9,7 +9,7 @@ Terms of few logits, sums in fp32 over the entries [n] of each place, sorted by 
 terms, which exponentials leave out, or where a softmax is over a set of columns all of dweight and, with rows of the
 weight, of dhidden.
 
-    out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]]
+    out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]] + ratio[e] (s - bf16(s)),  s = softmax_factor[e] rows[row[e]]
 """
 
 import triton
@@ -105,23 +105,32 @@ def sort_columns_kernel(
 
 
 @triton.jit
-def row_and_factor(given, at, here):
-    """Row and factor of the entries ``at`` in their order, -1 where not ``here`` or there is none."""
-    row_ptr, factor_ptr, order_ptr = given
+def entry_and_row(given, at, here):
+    """The entries ``at`` in their order, and their rows, -1 where not ``here`` or there is none."""
+    row_ptr, order_ptr = given
     entry = tl.where(here, at, -1).to(tl.int64)
     if order_ptr is not None:
         entry = tl.load(order_ptr + at, mask=here, other=-1)
     row = entry
     if row_ptr is not None:
         row = tl.load(row_ptr + entry, mask=here, other=-1).to(tl.int64)
-    return row, tl.load(factor_ptr + entry, mask=row >= 0, other=0.0)
+    return entry, row
 
 
 @triton.jit
-def load_terms(rows_ptr, row, factor, cols, width, stride):
-    """``factor[i] * rows[row[i]]``, 0 where a row is -1."""
+def load_terms(rows_ptr, factors, entry, row, cols, width, stride):
+    """Terms of entries, 0 where a row is -1."""
+    factor_ptr, softmax_factor_ptr, ratio_ptr = factors
+    here = row >= 0
     at = rows_ptr + row[:, None] * stride + cols[None, :]
-    return factor[:, None] * tl.load(at, mask=(row >= 0)[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
+    values = tl.load(at, mask=here[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
+    terms = tl.load(factor_ptr + entry, mask=here, other=0.0)[:, None] * values
+    if ratio_ptr is not None:
+        softmax_factor = tl.load(softmax_factor_ptr + entry, mask=here, other=0.0)[:, None]
+        multiplied = (softmax_factor * values.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        lost = softmax_factor * values - multiplied
+        terms += tl.load(ratio_ptr + entry, mask=here, other=0.0)[:, None] * lost
+    return terms
 
 
 @kernel
@@ -132,6 +141,8 @@ def add_rows_kernel(
     rows_ptr,  # [rows, width]
     row_ptr,  # [entries] int64 or int32, -1 for none; None where rows are the entries
     factor_ptr,  # [entries] fp32
+    softmax_factor_ptr,  # [entries] fp32, or None with ratio_ptr
+    ratio_ptr,  # [entries] fp32
     sorted_ptr,  # [entries] int32: places, equal ones together, -1 for none
     order_ptr,  # [entries] int64: the entry of each; None where they are in order
     # sizes
@@ -144,7 +155,7 @@ def add_rows_kernel(
     SCAN: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 operands
 ):
-    """``out[place[i]] += factor[i] * rows[row[i]]``, entries in sorted pieces of a fixed size.
+    """``out[place[i]] +=`` the term of entry i, entries in sorted pieces of a fixed size.
 
     A program finishes the places that begin in its piece, the last of them as far as its entries reach into others:
     whatever the places, the order of every sum is fixed, and it is rounded once.
@@ -152,7 +163,7 @@ def add_rows_kernel(
     end = (tl.program_id(0) + 1) * PIECE
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    given = row_ptr, factor_ptr, order_ptr
+    given, factors = (row_ptr, order_ptr), (factor_ptr, softmax_factor_ptr, ratio_ptr)
     place = tl.load(sorted_ptr + at, mask=at < entries, other=-1)
     before = tl.load(sorted_ptr + at - 1, mask=(at > 0) & (at < entries), other=-2)
     last = tl.load(sorted_ptr + end - 1, mask=end < entries, other=-1)
@@ -160,8 +171,8 @@ def add_rows_kernel(
     # a row for each place, where it stands first, gathers all of the piece
     first = (place >= 0) & (before != place)
     # all that is read stands before the sum, so that it is waited for once
-    row, factor = row_and_factor(given, at, place >= 0)
-    terms = load_terms(rows_ptr, row, factor, cols, width, stride)
+    entry, row = entry_and_row(given, at, place >= 0)
+    terms = load_terms(rows_ptr, factors, entry, row, cols, width, stride)
     at_out = out_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
     mask = first[:, None] & (cols < width)[None, :]
     sum_so_far = tl.load(at_out, mask=mask, other=0.0)
@@ -178,12 +189,12 @@ def add_rows_kernel(
         stop, more = stop + found, found // SCAN
     following = tl.zeros((BLOCK,), dtype=tl.float32)
     there = end + tl.arange(0, AT_ONCE)
-    row, factor = row_and_factor(given, there, there < stop)
+    entry, row = entry_and_row(given, there, there < stop)
     for _ in range(end, stop, AT_ONCE):
         # the next ones' rows are asked for while these come
         there += AT_ONCE
-        next_row, next_factor = row_and_factor(given, there, there < stop)
-        following += tl.sum(load_terms(rows_ptr, row, factor, cols, width, stride), 0)
-        row, factor = next_row, next_factor
+        next_entry, next_row = entry_and_row(given, there, there < stop)
+        following += tl.sum(load_terms(rows_ptr, factors, entry, row, cols, width, stride), 0)
+        entry, row = next_entry, next_row
     total += tl.where(reaches[:, None], following[None, :], 0.0)
     tl.store(at_out, (sum_so_far.to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=mask)

@@ -111,8 +111,10 @@ def add_rows(
     factors: torch.Tensor,  # [entries] fp32
     row: torch.Tensor | None = None,  # [entries] int64 or int32, -1 for none; None: in the order of ``rows``
     together: bool = False,  # equal places are together already, and int32
+    products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),  # softmax_factor, ratio [entries]
 ) -> None:
-    """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits whenever it is done."""
+    """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits whenever it is done; and what
+    ``ratio * (softmax_factor * rows)`` lost where its last product was rounded to bf16."""
     entries, width = places.shape[0], rows.shape[1]
     if not entries:
         return
@@ -120,7 +122,7 @@ def add_rows(
     at_once = 32 if width % 16 == 0 else 16  # registers, where vectors are read in pieces
     order = (places, None) if together else sort_columns(places)
     add_rows_kernel[cdiv(entries, PIECE), cdiv(width, block)](
-        out, rows, row, factors, *order, entries, width, rows.stride(0),
+        out, rows, row, factors, *products, *order, entries, width, rows.stride(0),
         BLOCK=block, PIECE=PIECE, AT_ONCE=at_once, SCAN=256, PRECISION="ieee" if gpu is None else gpu.fp32_products,
         num_warps=2,
     )  # fmt: skip

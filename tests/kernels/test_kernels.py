@@ -94,16 +94,21 @@ def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
     hidden = torch.randn(rows, width, device=device).half()
     hidden[target < 0] = 0.0
     before, exp = hidden.clone(), torch.rand(rows, vocab, device=device).bfloat16()
-    softmax, at_target = torch.empty(2, rows, device=device).unbind(0)
+    stored, factors = exp.clone(), torch.full((3, rows), torch.nan, device=device)
+    softmax, at_target, ratio = factors
     gradients.level_rows(
-        exp, softmax, at_target, hidden, operands.Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
+        exp, factors, hidden, operands.Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
         gradients.Terms(target, level, beta, None, gradients.Softmax(start, rest, alpha), gradients.NO_SOFTMAX),
         operands.Transform(2.0),
     )  # fmt: skip
     counts = target >= 0
     expected = 2.0 * alpha * (level - start + rest).exp()
     torch.testing.assert_close(softmax[counts], expected[counts])
-    torch.testing.assert_close(at_target[counts], (2.0 * (alpha * logprob.exp() - beta))[counts])
+    whole = 2.0 * (alpha * logprob.exp() - beta)
+    torch.testing.assert_close((at_target + softmax * ratio)[counts], whole[counts])
+    assert ((at_target / whole)[counts].abs() <= 2.0**-7).all()  # the rest is in the product with exponentials
+    stored[counts, target[counts]] = ratio[counts].bfloat16()
+    assert torch.equal(exp, stored)
     assert torch.equal(hidden[counts], (before.float() * softmax[:, None]).half()[counts])
     assert not hidden[~counts].any()
 
