@@ -103,7 +103,8 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
                 for name in ("summands", "metrics", "segment_metrics")
             }
             structure = replace(structure, **parts)
-    operands = {"weight": call.weight, "bias": call.bias, "target": call.target, **batch}
+    operands = {"weight": call.weight, "bias": call.bias, "target": call.target}
+    operands |= {name: batch[name] for name in spec.wanted}
     for name, one in {"logits" if call.weight is None else "hidden": call.rows, **operands}.items():
         if one is not None and one.is_neg():
             raise ValueError(

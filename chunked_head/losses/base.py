@@ -214,7 +214,7 @@ class Losses:
 
     def __radd__(self, other: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""
-        return self if isinstance(other, int) and other == 0 else as_losses(other, "a summand") + self
+        return self if isinstance(other, shared.NUMBERS) and other == 0 else as_losses(other, "a summand") + self
 
     def __neg__(self) -> "Losses":
         return self * -1.0

@@ -374,6 +374,15 @@ def test_lazy_negation(name: str) -> None:
         linear_cross_entropy(**call)
 
 
+def test_what_no_loss_reads() -> None:
+    """A known field that is no tensor, and the float that a loop over losses begins with."""
+    total: Any = 0.0
+    for one in (losses.cross_entropy(), losses.z_loss()):
+        total += one
+    call = HIDDEN, HEAD["weight"], torch.ones(4, 6, dtype=torch.int64), total
+    assert torch.equal(linear_loss(*call, batch={"documents": ["a.txt"]}).loss, linear_loss(*call).loss)
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_transforms(transform: str) -> None:
     def of_head(hidden: torch.Tensor) -> torch.Tensor:
