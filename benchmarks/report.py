@@ -26,7 +26,7 @@ RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 FILES = {
     "head": "head-cuda.json", "late": "head-cuda-late.json",
     "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json",
-    "losses": "losses-cuda.json",
+    "losses": "losses-cuda.json", "short": "losses-cuda-short.json",
     "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
@@ -153,10 +153,9 @@ def default() -> str:
     return matrix("speed", "row", [*below, "half-skipped"], cell)
 
 
-def all_losses() -> str:
-    return matrix(
-        "losses", "shape", list(dict.fromkeys(row["shape"] for row in rows_of("losses"))), of_products, "workload"
-    )
+def all_losses(question: str = "losses") -> str:
+    shapes = list(dict.fromkeys(row["shape"] for row in rows_of(question)))
+    return matrix(question, "shape", shapes, of_products, "workload")
 
 
 def of_products(row: dict[str, Any]) -> str:
@@ -275,7 +274,7 @@ def gpus() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "readme": heads, "heads": lambda: heads(source=("head",)),
     "readme-late": lambda: heads(question="late"), "late": lambda: heads(question="late", source=("late",)),
-    "default": default, "losses": all_losses, "memory": memory, "models": models,
+    "default": default, "losses": all_losses, "short": lambda: all_losses("short"), "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
     "peers": lambda: matrix(
         "peers", "row", ("default", "compile", *providers.PACKAGES), lambda row: f"{row['ratios']['3 products']:.3f}"
