@@ -139,7 +139,7 @@ def refusals(call: Call) -> list[str]:
     case, layout, asked, found = call.case, call.placed, needs(call.loss), []
     summands = [summand for _, summand in case.losses.terms]
     if layout.rows and case.teacher_vocab != TABLE_VOCAB:
-        found.append("a teacher of the same vocabulary")
+        found.append("split both vocabularies alike")
     if layout.sequence and "teacher_logits" in case.batch:
         found.append("give teacher_hidden and teacher_weight")
     if "kept_ids" in call.fields:
