@@ -426,7 +426,7 @@ MAKES: list[Callable[..., Any]] = [
         ({"ignore_index": "x"}, [MAKES[0], *MAKES[3:]], "ignore_index must be an int"),
         ({"softcap": -1.0}, [MAKES[0], *MAKES[3:]], "softcap must be a number in"),
     ],
-    ids=str,
+    ids=lambda value: None if isinstance(value, list) else str(value),
 )
 def test_options_when_given(options: dict[str, Any], makes: list[Callable[..., Any]], message: str) -> None:
     for make in makes:
