@@ -110,10 +110,14 @@ def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCal
         fields |= text_fields(objective.demand.of_columns(None), "demand.")
         shard = shard.agreed_on(call_fields(tokens) | fields, logits.device)
     return logits, LogitsCall(
-        backend=tokens.spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
-        softcap=None if call.softcap is None else call.softcap / temperature, shard=shard, inplace=call.inplace,
+        backend=tokens.spec.backend,
+        objective=objective,
+        logit_scale=float(call.logit_scale) / temperature,
+        softcap=None if call.softcap is None else call.softcap / temperature,
+        shard=shard,
+        inplace=call.inplace,
         width=call.columns,
-    )  # fmt: skip
+    )
 
 
 def row_views(logits: Tensor) -> list[Tensor]:

@@ -59,10 +59,16 @@ def objective_of(tokens: Tokens) -> Objective:
     if rank_sums is not None and spec.coupled:
         fields["forward_coefficients"] = {}
     return ScalarObjective(
-        **fields, loss_coefficients=coefficients, inverse=inverse, normalized=normalized,
-        expected=Expected(declared, one_or_nan), exchanges=rank_sums is not None, coupled=spec.coupled, counts=counts,
+        **fields,
+        loss_coefficients=coefficients,
+        inverse=inverse,
+        normalized=normalized,
+        expected=Expected(declared, one_or_nan),
+        exchanges=rank_sums is not None,
+        coupled=spec.coupled,
+        counts=counts,
         backend=None if spec.coupled and tokens.groups is None else spec.backend,
-    )  # fmt: skip
+    )
 
 
 def of_each_token(tokens: Tokens) -> Objective:
@@ -97,10 +103,17 @@ def fields_of(
     if demand.columns_only and columns is not None and len(columns):
         kept = Kept.columns_of(columns)
     fields: dict[str, Any] = {
-        "demand": demand, "structure": structure, "target": tokens.target, "columns": columns,
-        "teacher": tokens.teacher, "class_weights": class_weights, "scale": tokens.scale, "kept": kept,
-        "one_or_nan": one_or_nan, "dtype": one_or_nan.dtype,
-    }  # fmt: skip
+        "demand": demand,
+        "structure": structure,
+        "target": tokens.target,
+        "columns": columns,
+        "teacher": tokens.teacher,
+        "class_weights": class_weights,
+        "scale": tokens.scale,
+        "kept": kept,
+        "one_or_nan": one_or_nan,
+        "dtype": one_or_nan.dtype,
+    }
     if factors is None:
         return fields
     # copies, likewise
@@ -109,9 +122,16 @@ def fields_of(
         for _, summand in tokens.call.losses.terms
     ]
     fields["inputs"] = Inputs(
-        tokens.target, tokens.fields, tokens.call.num_segments, factors, tensors, metric_weights or {},
-        tokens.token_fields, tokens.spec.withheld, tokens.rank_sums,
-    )  # fmt: skip
+        tokens.target,
+        tokens.fields,
+        tokens.call.num_segments,
+        factors,
+        tensors,
+        metric_weights or {},
+        tokens.token_fields,
+        tokens.spec.withheld,
+        tokens.rank_sums,
+    )
     fields["forward_coefficients"] = None if structure.builtin or not torch.is_grad_enabled() else {}
     return fields
 

@@ -40,13 +40,18 @@ def is_recordable(plan: Plan, objective: Objective) -> bool:
     library's own losses, without what another rank, a teacher, sets of columns or an order of the rows would add."""
     sizes = plan.sizes
     return (
-        sizes.own_matmul and sizes.tokens <= FEW_TOKENS and sizes.dtype == torch.bfloat16
+        sizes.own_matmul
+        and sizes.tokens <= FEW_TOKENS
+        and sizes.dtype == torch.bfloat16
         and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.skips or sizes.coupled)
         and not (sizes.by_segments or sizes.ranks > 1 or sizes.fp8)
-        and objective.teacher is None and objective.kept is None and objective.columns is None
-        and objective.structure.builtin and not objective.exchanges
+        and objective.teacher is None
+        and objective.kept is None
+        and objective.columns is None
+        and objective.structure.builtin
+        and not objective.exchanges
         and getattr(objective, "forward_coefficients", None) is None
-    )  # fmt: skip
+    )
 
 
 def inputs_of(call: Any, given: Tensor, head: Head) -> list[Tensor | None]:

@@ -72,12 +72,19 @@ def prepared(tokens: Tokens, wanted: Wanted | None = None) -> tuple[Tokens, Head
     alone = shard is None and tokens.packing is None
     records = alone and spec.backend.recording and is_recordable(plan, objective)
     on_hidden = HeadCall(
-        plan=plan, backend=spec.backend, objective=objective, logit_scale=float(call.logit_scale) / temperature,
-        softcap=None if call.softcap is None else call.softcap / temperature, shard=shard,
-        gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer, spans=spans,
-        request=spec.request, packing=tokens.packing, recordings=spec.recordings if records else None,
+        plan=plan,
+        backend=spec.backend,
+        objective=objective,
+        logit_scale=float(call.logit_scale) / temperature,
+        softcap=None if call.softcap is None else call.softcap / temperature,
+        shard=shard,
+        gradient_buffer=None if call.accumulate_into is None else call.gradient_buffer,
+        spans=spans,
+        request=spec.request,
+        packing=tokens.packing,
+        recordings=spec.recordings if records else None,
         fp8_weight=None if call.fp8_weight is None else call.fp8_weight.of(call.weight),
-    )  # fmt: skip
+    )
     return tokens, on_hidden, (rows, call.weight, call.bias)
 
 
@@ -112,9 +119,18 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
         plan = spec.plans.get((kind, by_segments)) if lasts else None
         if plan is None:
             sizes = sizes_of(
-                call, spec, count, wanted, tokens.teacher, plain, late_upstream=again or bool(call.outputs),
-                by_segments=by_segments, copied=copied, buffer_dtype=buffer_dtype, skips=skips,
-            )  # fmt: skip
+                call,
+                spec,
+                count,
+                wanted,
+                tokens.teacher,
+                plain,
+                late_upstream=again or bool(call.outputs),
+                by_segments=by_segments,
+                copied=copied,
+                buffer_dtype=buffer_dtype,
+                skips=skips,
+            )
             check_own_matmuls(tokens, sizes)
             # computed again in backward, a call recomputes whatever its request was made for
             plan = make_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
@@ -135,9 +151,14 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
 
 
 def sizes_of(
-    call: Call[Any], spec: Spec, tokens: int, wanted: Wanted, teacher: TeacherHead | None, plain_rows: bool = True,
+    call: Call[Any],
+    spec: Spec,
+    tokens: int,
+    wanted: Wanted,
+    teacher: TeacherHead | None,
+    plain_rows: bool = True,
     **traits: Any,
-) -> Sizes:  # fmt: skip
+) -> Sizes:
     """The sizes of a plan. ``plain_rows``: columns of hidden states are contiguous. ``traits``: fields that differ."""
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
@@ -148,16 +169,28 @@ def sizes_of(
         store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), plain, teacher)
     fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
     known: dict[str, Any] = {
-        "late_upstream": bool(call.outputs), "coupled": spec.coupled and not traits.get("by_segments"), "fp8": fp8,
+        "late_upstream": bool(call.outputs),
+        "coupled": spec.coupled and not traits.get("by_segments"),
+        "fp8": fp8,
         "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         "teacher_cast": teacher is not None and teacher.casts,
         "teacher_made": teacher is not None and (teacher.logits is None or not backend.reads_teacher),
-    }  # fmt: skip
+    }
     return Sizes(
-        tokens, weight.shape[1], columns, spec.dtype, call.rows.dtype, weight.dtype, store, weight.shape[0] - columns,
-        *wanted, bias_dtype=None if bias is None else bias.dtype, demand=spec.demand, deterministic=call.deterministic,
+        tokens,
+        weight.shape[1],
+        columns,
+        spec.dtype,
+        call.rows.dtype,
+        weight.dtype,
+        store,
+        weight.shape[0] - columns,
+        *wanted,
+        bias_dtype=None if bias is None else bias.dtype,
+        demand=spec.demand,
+        deterministic=call.deterministic,
         **(known | traits),
-    )  # fmt: skip
+    )
 
 
 def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:

@@ -135,16 +135,30 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     tensors = [tensor for summand in summands for tensor in summand.tensors.values()]
     # a tensor that has a number for each token: equal for calls of other lengths
     lengthless = [
-        one if one is None else (
+        one
+        if one is None
+        else (
             one.shape[dims:] if one.shape[:dims] == leading else (one.shape,),
-            one.dtype, one.device, one.layout, one.requires_grad,
-        ) for one in (*for_each, *[batch[name] for name in batch if name in FOR_EACH])
-    ]  # fmt: skip
+            one.dtype,
+            one.device,
+            one.layout,
+            one.requires_grad,
+        )
+        for one in (*for_each, *[batch[name] for name in batch if name in FOR_EACH])
+    ]
     # for each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax
     found = [given, *[given if part.temperature is None else part.temperature for part in parts]]
     key = (
-        call.function, call.outputs, static, kinds, dims, call.accumulate_into is None, type(call.fp8_weight),
-        segments is None, tuple(batch), tuple(lengthless),
+        call.function,
+        call.outputs,
+        static,
+        kinds,
+        dims,
+        call.accumulate_into is None,
+        type(call.fp8_weight),
+        segments is None,
+        tuple(batch),
+        tuple(lengthless),
         tuple([one if one is None else metadata(one) for one in (*shared, *tensors)]),
         tuple([of_field(name, value, extra, call) for name, value in batch.items() if name not in FOR_EACH]),
         tuple([(one.signature, factor.device if isinstance(factor, Tensor) else None) for factor, one in terms]),
@@ -153,7 +167,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         tuple(map(found.index, found)),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         torch.is_grad_enabled(),
-    )  # fmt: skip
+    )
     return key, (numbers, *[part.settings for part in parts])
 
 
@@ -217,20 +231,33 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
 
 
 def decided(
-    call: Call[Any], dtype: torch.dtype, backend: Backend, wanted: Sequence[str], known: Mapping[str, Field],
-    columns: int, teacher_vocab: int | None,
-) -> Spec:  # fmt: skip
+    call: Call[Any],
+    dtype: torch.dtype,
+    backend: Backend,
+    wanted: Sequence[str],
+    known: Mapping[str, Field],
+    columns: int,
+    teacher_vocab: int | None,
+) -> Spec:
     """Every decision that does not look at tensors: of a call that has been checked, or of ``plan()``."""
     structure, demand = structure_at(call, wanted, columns, teacher_vocab)
     summands = [summand for _, summand in call.losses.terms]
     waits = not call.outputs and "segment" in [summand.scope for summand in summands]
     separable = call.weight is not None and not call.skip_ignored and all(one.separable for one in summands)
     return Spec(
-        dtype, torch.promote_types(dtype, torch.float32), backend,
-        bare(structure) if all(part.builtin for part in parts_of(call)) else None, demand, tuple(wanted), known,
-        Request(call.memory_budget, call.chunk_tokens, call.accumulate_dtype), waits, waits and separable, columns,
+        dtype,
+        torch.promote_types(dtype, torch.float32),
+        backend,
+        bare(structure) if all(part.builtin for part in parts_of(call)) else None,
+        demand,
+        tuple(wanted),
+        known,
+        Request(call.memory_budget, call.chunk_tokens, call.accumulate_dtype),
+        waits,
+        waits and separable,
+        columns,
         teacher_vocab,
-    )  # fmt: skip
+    )
 
 
 def structure_at(
@@ -245,10 +272,13 @@ def structure_at(
         # the square of a probability is one at half the temperature
         views = (*demand.views, View(2.0)) if squares else demand.views
         demand = demand._replace(
-            views=views, entropy=tuple([entropy and i == view for i in range(len(views))]), weighted_sum=mean,
-            top="argmax" in call.outputs, top_k=call.top_k or 0,
+            views=views,
+            entropy=tuple([entropy and i == view for i in range(len(views))]),
+            weighted_sum=mean,
+            top="argmax" in call.outputs,
+            top_k=call.top_k or 0,
             rank_one=demand.pairing is None and not (entropy or mean or squares),
-        )  # fmt: skip
+        )
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
     if "kept_ids" in wanted:

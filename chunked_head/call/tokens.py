@@ -183,9 +183,14 @@ def lay_fields(
 
 
 def rows_of_field(
-    call: Call[Any], spec: Spec, field: str, value: Tensor, ignored: Tensor, leading: tuple[int, ...],
+    call: Call[Any],
+    spec: Spec,
+    field: str,
+    value: Tensor,
+    ignored: Tensor,
+    leading: tuple[int, ...],
     wrongs: list[Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A field of tokens [tokens, ...], in the order of the hidden states' rows, 0 (ids -1) where ``ignored``."""
     kind, dims = spec.known[field], len(leading)
     if kind.kind == "token" and dims:
@@ -331,8 +336,11 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
         starts, ends = packing.pack(kept.starts), packing.pack(kept.ends)
         kept = replace(kept, starts=starts, ends=ends, rows=packing.places(kept.rows))
     return replace(
-        tokens, target=packing.pack(tokens.target), kept=kept, packing=packing,
+        tokens,
+        target=packing.pack(tokens.target),
+        kept=kept,
+        packing=packing,
         fields={name: packing.pack(value) if name in own else value for name, value in tokens.fields.items()},
         teacher=None if teacher is None else teacher.rows(packing.order),
         scale=None if scale is None else packing.pack(scale),
-    )  # fmt: skip
+    )

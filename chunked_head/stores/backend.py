@@ -84,9 +84,14 @@ class Backend:
         return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
 
     def store(
-        self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool,
+        self,
+        dtype: torch.dtype,
+        weight: Tensor,
+        demand: Demand,
+        gpu: Gpu | None,
+        plain: bool,
         teacher: TeacherHead | None,
-    ) -> type[Store]:  # fmt: skip
+    ) -> type[Store]:
         """The store of a call's chunks, where the softmax of some token is over the vocabulary. ``dtype``: of the
         matmuls. ``plain``: without softcap and a bias's gradient, hidden states contiguous along their columns."""
         return TorchStore

@@ -73,9 +73,17 @@ class TritonSets(SetStore):
         entries = self.entries(at)
         terms = terms_of(self.demand, entries.target, stats, coefficients, 0, 0, 0)
         gradients.column_grad(
-            self.dlogits, self.logits, entries.columns, None, None, terms.without_unused(), None, 0,
-            transform(self.head, scale), entries,
-        )  # fmt: skip
+            self.dlogits,
+            self.logits,
+            entries.columns,
+            None,
+            None,
+            terms.without_unused(),
+            None,
+            0,
+            transform(self.head, scale),
+            entries,
+        )
 
     def add_rows(self, out: Tensor, table: Tensor, places: Tensor, rows: Tensor, together: bool = False) -> None:
         table = table if table.stride(1) == 1 else table.contiguous()
@@ -128,9 +136,14 @@ class TritonBackend(Backend):
         return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype))
 
     def store(
-        self, dtype: torch.dtype, weight: Tensor, demand: Demand, gpu: Gpu | None, plain: bool,
+        self,
+        dtype: torch.dtype,
+        weight: Tensor,
+        demand: Demand,
+        gpu: Gpu | None,
+        plain: bool,
         teacher: TeacherHead | None,
-    ) -> type[Store]:  # fmt: skip
+    ) -> type[Store]:
         heads = [(weight, dtype)]
         if teacher is not None and teacher.weight is not None:
             heads.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
@@ -144,8 +157,10 @@ class TritonBackend(Backend):
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         return {
-            "half_products": sums_halves(device), "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
-        }  # fmt: skip
+            "half_products": sums_halves(device),
+            "gpu": gpu_of(device),
+            "multiprocessors": multiprocessors_of(device),
+        }
 
     def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
         store: type[MatmulStore] = plan.sizes.store

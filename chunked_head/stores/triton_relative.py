@@ -75,9 +75,15 @@ class RelativeStore(HalfStore):
         self.tile = gpu.logits_tile(rows)
         strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
         self.strips = Strips.empty(
-            rows, strip_count, device, shifted_sum=demand.entropy[0], weighted_sum=demand.weighted_sum,
-            top=demand.top, sum2=two, shifted_sum2=two and demand.entropy[1],
-        )  # fmt: skip
+            rows,
+            strip_count,
+            device,
+            shifted_sum=demand.entropy[0],
+            weighted_sum=demand.weighted_sum,
+            top=demand.top,
+            sum2=two,
+            shifted_sum2=two and demand.entropy[1],
+        )
         if self.arrived is not None:
             parts, place = part_sums(sizes, rows) // 4, self.strips.sums()
             fits = parts <= len(place)
@@ -106,9 +112,16 @@ class RelativeStore(HalfStore):
         made = transform(head, rows.scale)
         assert rows.source is not None
         statistics.clean_rows(
-            rows.hidden, rows.source, rows.target, rows.order, out.target_logit, head.weight, head.bias, made,
+            rows.hidden,
+            rows.source,
+            rows.target,
+            rows.order,
+            out.target_logit,
+            head.weight,
+            head.bias,
+            made,
             self.arrived,
-        )  # fmt: skip
+        )
         if self.known_targets and head.add_targets is not None:
             head.add_targets(out.target_logit)  # other ranks' part
         self.stored_strips = strips = self.strips.of_rows(count)
@@ -122,9 +135,19 @@ class RelativeStore(HalfStore):
             self.stored = Stored(stored, strips.offset)
         for operands, blocks in self.operands(rows, head, True):
             statistics.exp_logits(
-                stored, strips, *operands, head.class_weights, None if self.level is None else out.target_logit,
-                rows.target, made, self.tile, *self.second, counted_of(rows), out.target_logit, blocks,
-            )  # fmt: skip
+                stored,
+                strips,
+                *operands,
+                head.class_weights,
+                None if self.level is None else out.target_logit,
+                rows.target,
+                made,
+                self.tile,
+                *self.second,
+                counted_of(rows),
+                out.target_logit,
+                blocks,
+            )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics of rows from those of their strips."""
@@ -146,9 +169,18 @@ class RelativeStore(HalfStore):
         buffer, made = self.teacher_buffer[:count, columns], transform(teacher, rows.scale)
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
-            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, made, self.teacher_tile,
+            buffer,
+            strips,
+            teacher.hidden,
+            teacher.weight,
+            teacher.bias,
+            None,
+            None,
+            None,
+            made,
+            self.teacher_tile,
             counted=counted_of(rows),
-        )  # fmt: skip
+        )
         statistics.merge_strips(normalize, None, strips, None, None, columns.stop)
         return Stored(buffer, strips.offset)
 
@@ -165,9 +197,17 @@ class RelativeStore(HalfStore):
             self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), teacher_outputs(out))
             forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
             self.differentiate_(
-                dlogits[at], stored.at(at), head, 0, some, out, coefficients.at(at), self.teacher_stored,
-                self.differentiated(some), (forward_kl, entropy),
-            )  # fmt: skip
+                dlogits[at],
+                stored.at(at),
+                head,
+                0,
+                some,
+                out,
+                coefficients.at(at),
+                self.teacher_stored,
+                self.differentiated(some),
+                (forward_kl, entropy),
+            )
         for part, total in zip(self.parts, (stats.forward_kl, stats.teacher_entropy), strict=True):
             if part is not None:
                 torch.sum(part[:, : len(dlogits)], 0, out=total)
@@ -178,16 +218,29 @@ class RelativeStore(HalfStore):
         return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
 
     def add_dhidden(
-        self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool,
+        self,
+        dlogits: Tensor,
+        rows: Rows,
+        weight: Tensor,
+        out: Tensor,
+        first: bool,
         factors: products.Factors = products.NO_FACTORS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, by factors of the rows."""
         if self.sizes.own_dhidden:
             split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
             products.dhidden(
-                out, dlogits, weight, self.gpu.product, factors, counted_of(rows), False, split, self.part_sums,
+                out,
+                dlogits,
+                weight,
+                self.gpu.product,
+                factors,
+                counted_of(rows),
+                False,
+                split,
+                self.part_sums,
                 self.arrived,
-            )  # fmt: skip
+            )
         elif factors.target is None:
             super().add_dhidden(dlogits, rows, weight, out, first)
         else:
@@ -253,10 +306,17 @@ class FastStore(RelativeStore):
         terms = terms_of(self.demand, rows.target, stats, coefficients, 0, self.vocab, self.vocab)
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
-            exp, made, None if grads.weight is None else rows.hidden,
-            self.stored_strips, self.gpu.strip_width(relative=False), self.level, stats.logprob,
-            terms, transform(self.head, rows.scale), counted_of(rows),
-        )  # fmt: skip
+            exp,
+            made,
+            None if grads.weight is None else rows.hidden,
+            self.stored_strips,
+            self.gpu.strip_width(relative=False),
+            self.level,
+            stats.logprob,
+            terms,
+            transform(self.head, rows.scale),
+            counted_of(rows),
+        )
         if grads.hidden is not None:
             factors = products.Factors(rows.target, *made[:2])
             self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(at), True, factors)

@@ -110,9 +110,15 @@ class KernelStore(MatmulStore):
         assert start is not None and rest is not None
         statistics.pair_stats(
             [getattr(out, name) for name in PAIR_STATS],
-            self.stored, (start, rest), ratio_of(self.demand.views[pairing.view].ratio),
-            self.teacher_stored, (out.teacher_start, out.teacher_rest), pairing.columns, pairing.beta, self.tie,
-        )  # fmt: skip
+            self.stored,
+            (start, rest),
+            ratio_of(self.demand.views[pairing.view].ratio),
+            self.teacher_stored,
+            (out.teacher_start, out.teacher_rest),
+            pairing.columns,
+            pairing.beta,
+            self.tie,
+        )
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
         """A teacher's logits, the caller's or made; ``normalize`` receives what makes log-probabilities of them."""
@@ -127,18 +133,37 @@ class KernelStore(MatmulStore):
         return stored
 
     def differentiate_(
-        self, dlogits: Tensor, stored: Stored, head: Head, first: int, rows: Rows, stats: RowStats, c: Coefficients,
-        teacher: Stored | None, counted: Counted = ALL_ROWS, parts: Parts = (None, None),
-    ) -> Tensor:  # fmt: skip
+        self,
+        dlogits: Tensor,
+        stored: Stored,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        c: Coefficients,
+        teacher: Stored | None,
+        counted: Counted = ALL_ROWS,
+        parts: Parts = (None, None),
+    ) -> Tensor:
         """The gradient of raw logits, of the columns from ``first`` on of which ``head`` is the head."""
         pairing, columns, teacher_terms = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None
             teacher_terms = TeacherTerms(
-                teacher, stats.teacher_start, stats.teacher_rest,
-                min(max(pairing.columns - first, 0), columns), pairing.view == 1,
-                c.gamma, c.rho, c.tau, c.theta, stats.below, pairing.beta, self.tie, *parts,
-            )  # fmt: skip
+                teacher,
+                stats.teacher_start,
+                stats.teacher_rest,
+                min(max(pairing.columns - first, 0), columns),
+                pairing.view == 1,
+                c.gamma,
+                c.rho,
+                c.tau,
+                c.theta,
+                stats.below,
+                pairing.beta,
+                self.tie,
+                *parts,
+            )
         common = terms_of(self.demand, rows.target, stats, c, first, columns, self.vocab)
         gradients.row_grad(
             dlogits, stored, head.class_weights, common, teacher_terms, first, transform(head, rows.scale), counted
@@ -147,17 +172,31 @@ class KernelStore(MatmulStore):
         return dlogits
 
     def replace_columns_(
-        self, dlogits: Tensor, head: Head, first: int, rows: Rows, stats: RowStats, c: Coefficients, common: Terms,
+        self,
+        dlogits: Tensor,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        c: Coefficients,
+        common: Terms,
         teacher_terms: TeacherTerms | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Gradients at the columns of each row, from exact logits."""
         if c.columns is None:
             return
         assert stats.column_logits is not None and rows.columns is not None
         gradients.column_grad(
-            dlogits, stats.column_logits, rows.columns, c.columns, head.class_weights, common, teacher_terms, first,
+            dlogits,
+            stats.column_logits,
+            rows.columns,
+            c.columns,
+            head.class_weights,
+            common,
+            teacher_terms,
+            first,
             transform(head, rows.scale),
-        )  # fmt: skip
+        )
 
 
 class LogitsStore(KernelStore):
@@ -313,9 +352,16 @@ class GradStore(HalfStore):
         common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns, self.vocab)
         for operands, blocks in self.operands(rows, head, tile.start == 0):
             gradients.grad_logits(
-                dlogits, *operands, head.class_weights, common, tile.start, transform(head, rows.scale),
-                self.gpu.logits, counted_of(rows), blocks,
-            )  # fmt: skip
+                dlogits,
+                *operands,
+                head.class_weights,
+                common,
+                tile.start,
+                transform(head, rows.scale),
+                self.gpu.logits,
+                counted_of(rows),
+                blocks,
+            )
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
@@ -343,8 +389,13 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     for outputs, ratio, names in softmaxes:
         places = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
         statistics.merge_ranks(
-            outputs, gathered.message, gathered.zero_or_nan, gathered.target, ratio,
-            dict(zip(PLACES, places, strict=True)), gathered.known_targets,
-        )  # fmt: skip
+            outputs,
+            gathered.message,
+            gathered.zero_or_nan,
+            gathered.target,
+            ratio,
+            dict(zip(PLACES, places, strict=True)),
+            gathered.known_targets,
+        )
     if out.column_logits is not None or out.top_k_logits is not None:
         merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
