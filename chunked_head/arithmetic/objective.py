@@ -24,6 +24,8 @@ from ..stores.operands import Kept, TeacherHead
 from .demand import Structure
 from .evaluate import Inputs, Named, coefficients_of, evaluate, masked, totals
 
+MOST_AT_ONCE = 1 << 16  # tokens whose coefficients are made at once
+
 
 def snapshot(value: float | Tensor, like: Tensor) -> float | Tensor:
     """A number as it is, a tensor as a copy, since the caller may change it before backward."""
@@ -105,6 +107,7 @@ class LossObjective(Objective):
     # there are any, and once they are summed
     table: Tensor | None = None
     apart: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
+    coupled: bool = False  # a loss looks at more than its token
 
     def evaluate(self, stats: RowStats, rows: slice, gradient: bool) -> Named:
         """Coefficients of some tokens where ``gradient``; their values go into ``table`` and ``apart``."""
@@ -128,7 +131,9 @@ class LossObjective(Objective):
         """Coefficients of all tokens at the expected upstream gradient: the forward pass's, or made here."""
         chunks = [chunk for _, chunk in sorted((self.forward_coefficients or {}).items())]
         if not chunks:
-            chunks = [self.evaluate(stats, slice(0, len(self.target)), gradient=True)]
+            tokens, at_once = len(self.target), len(self.target) if self.coupled else MOST_AT_ONCE
+            blocks = [slice(first, min(first + at_once, tokens)) for first in range(0, max(tokens, 1), max(at_once, 1))]
+            chunks = [self.evaluate(stats, rows, gradient=True) for rows in blocks]
             self.take_values()
         return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
@@ -140,7 +145,6 @@ class ScalarObjective(LossObjective):
     inverse: list[Tensor]  # [] 1 / D of each: 0 for a normalizer of 0, nan where an id is out of range
     normalized: bool  # by a normalizer, which may be 0
     expected: Expected
-    coupled: bool
     counts: list[Tensor]  # of the metrics
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics

@@ -69,7 +69,7 @@ class ChunkedHeadLM(theirs.HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """As HFLM's, a batch of contexts at a time: of each request the log-likelihood of its continuation, and True
+        """HFLM's method, a batch of contexts at a time: the log-likelihood of each request's continuation, and True
         where each of its ids is the largest."""
         if not IN_BATCHES:
             scored: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)

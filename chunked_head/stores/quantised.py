@@ -146,7 +146,7 @@ def quantise_(
     mean: Tensor | None = None,
     dots: Tensor | None = None,
 ) -> None:
-    """As ``kernels.statistics.launch.quantise``."""
+    """Operations of torch in the place of ``kernels.statistics.launch.quantise``."""
     if mean is not None:
         if dots is None:
             matrix = matrix.float() - mean

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.stats import Coefficients, Demand, RowStats, View
 from ..kernels.common.tiles import EXACT_BLOCK, LOG_FLOOR
 from ..plan.plans import cast_buffers
-from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
+from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .matmul import project, project_biased
 from .operands import Head, Rows, TeacherHead
@@ -215,16 +215,13 @@ class GivenView(TorchStore):
 
 
 def scratch_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Blocks of the largest statistic and gradient, while no tile of the weight is cast; and the values of several
-    chunks, which are copied to be summed."""
+    """Blocks of the largest statistic and gradient, while no tile of the weight is cast."""
     pairs, wide = sizes.demand.pairing is not None, any(sizes.demand.entropy) or len(sizes.demand.views) > 1
     cast = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
     block = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
     if first == SWEEP:
         count = 8 if pairs else 4 if wide else 2
         yield Buffer("blocks of statistics", (max(0, count * block - cast),), BYTE, SWEEP, SWEEP)
-        if rows < sizes.tokens and not sizes.late_upstream:
-            yield Buffer("values of all chunks", (sizes.tokens, sizes.demand.values), sizes.wide, HIDDEN, HIDDEN)
     if last == LOOP:
         count = 10 if pairs else 5 if wide else 3
         yield Buffer("blocks of gradients", (max(0, count * block - cast),), BYTE, LOOP, LOOP)

@@ -224,7 +224,7 @@ def test_targets_stand_beside_what_was_measured(tmp_path: Any, capsys: Any, monk
 
 
 def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
-    words = ["--workload", "jsd", "--workload", "logprobs", "--memory-budget", "12KiB"]
+    words = ["--workload", "jsd", "--workload", "logprobs", "--memory-budget", "16KiB"]
     rows = {row["workload"]: row for row in rows_of(losses.main, tmp_path, *words, status=1)}
     assert "ours, jsd failed: ValueError: memory_budget" in capsys.readouterr().out
     assert (rows["jsd"]["status"], rows["logprobs"]["status"]) == ("failed", "ok")
