@@ -44,7 +44,9 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
 
     Raises:
         TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
+        ImportError: LLaMA-Factory is not installed.
     """
+    LLAMAFACTORY.version()
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner
 

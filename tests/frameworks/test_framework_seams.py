@@ -287,9 +287,12 @@ def test_parameters(wanted: str, fits: bool) -> None:
     assert "is 3" in frameworks.differs(3, "a")
 
 
-@pytest.mark.parametrize("name, package", [("torchtitan", "torchtitan"), ("nemo_automodel", "nemo-automodel")])
+@pytest.mark.parametrize(
+    "name, package",
+    [("torchtitan", "torchtitan"), ("nemo_automodel", "nemo-automodel"), ("llamafactory", "llamafactory")],
+)
 def test_what_is_not_installed_says_so(name: str, package: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{package} is installed")
     with pytest.raises(ImportError, match=f"{package} is not installed"):
-        importlib.import_module(f"chunked_head.integrations.{name}")
+        importlib.import_module(f"chunked_head.integrations.{name}").run_exp({})
