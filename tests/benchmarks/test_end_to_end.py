@@ -162,13 +162,14 @@ def test_speed(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
 
 
 def test_memory_is_measured_in_a_process_of_its_own() -> None:
-    shape, peaks = shapes.Shape(1024, 64, 20000), {}
+    shape, peaks = shapes.Shape(1024, 256, 20000), {}
     for name in ("default", "into"):
         found, failure = measure.cpu_peak(speed_rows.Request("ours", shape, "float32", 0.37, row=name))
         plan = speed_rows.predict(name, shape, torch.float32, torch.device("cpu"))
         assert failure is None and found["peak_bytes"] == pytest.approx(plan["peak_bytes"], abs=8 * 2**20)
         peaks[name] = found["peak_bytes"]
-    assert peaks["default"] - peaks["into"] == pytest.approx(4 * 20000 * 64, abs=2**21)
+    # the gradient is first written to when blocks of 3 MiB are gone, and only then counts in a process's memory
+    assert peaks["default"] - peaks["into"] == pytest.approx(4 * 20000 * 256, abs=2**22)
     shape = shapes.Shape(1024, 16, 20000)
     drawn = shapes.make_operands(shape, torch.float32, torch.device("cpu"))
     step = losses.make_step("grpo", drawn, {"chunk_tokens": 256})
