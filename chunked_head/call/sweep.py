@@ -228,7 +228,7 @@ class HeadCall(LocalCall):
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
             target = self.target if self.shard is None else self.shard.own_tokens(self.target)
-            fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, hidden, target)
+            fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, hidden, target, sizes.deterministic)
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:

@@ -115,16 +115,20 @@ class Backend:
         return out
 
     def rounded_head(
-        self, weight: Tensor, bias: Tensor | None, kept: Quantised | None, hidden: Tensor, target: Tensor
+        self, weight: Tensor, bias: Tensor | None, kept: Quantised | None, hidden: Tensor, target: Tensor, fixed: bool
     ) -> RoundedHead:
-        """A head for these hidden states and targets; ``kept``: its weight in e4m3, where the caller has it."""
+        """A head for these hidden states and targets; ``fixed``: for any. ``kept``: its weight in e4m3, where the
+        caller has it."""
         mean, dots = mean_of(hidden, target), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        blocks = frequent_blocks(target, len(weight))
+        if fixed:  # a token's logits do not depend on other tokens
+            mean, blocks = torch.zeros_like(mean), blocks[:0]
         if kept is None:
             kept = self.quantised(weight, mean, dots)
         else:
             self.quantise_(None, weight, None, mean, dots)
             kept = kept._replace(values=kept.values[: len(weight)])
-        return RoundedHead(kept, mean, dots if bias is None else dots.add_(bias), frequent_blocks(target, len(weight)))
+        return RoundedHead(kept, mean, dots if bias is None else dots.add_(bias), blocks)
 
     def sum_rows(
         self, table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from budget import assert_outcome
 from cases import GPU, PLACES, TRITON, Case, Place, run_ours, run_reference
+from chunked_head.kernels.common import tiles
 from tiers import crossed
 from torch import Tensor
 
@@ -45,6 +46,18 @@ def test_alone_as_among_others(place: Place, entropy: bool, schedule: str) -> No
     for logprobs, gradient in found[1:]:
         assert torch.equal(logprobs, found[0][0][: len(logprobs)])
         assert torch.equal(gradient, found[0][1][: len(gradient)])
+
+
+@pytest.mark.parametrize("place", OURS)
+def test_e4m3_alone_as_among_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what tokens have in common, and of the ids that are their targets, nothing is in a token's logits."""
+    monkeypatch.setattr(tiles, "IDS_PER_BLOCK", 1024)
+    made = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(n, 64, generator=made).to(place.device, torch.bfloat16) for n in (70, 1100))
+    target = torch.randint(0, 1100, (70,), generator=made).to(place.device)
+    options: dict[str, Any] = {"backend": place.backend, "deterministic": True, "precision": "fp8"}
+    every, first = (linear_logprobs(hidden[:n], weight, target[:n], **options) for n in (70, 9))
+    assert torch.equal(every[:9], first)
 
 
 @pytest.mark.usefixtures("architecture")
