@@ -30,6 +30,7 @@ from torch import Tensor
 from .. import losses as mixes
 from .. import metrics
 from ..call.options import Call, Execution, call_of
+from ..call.run import on_device
 from ..call.run import run as run_call
 from ..call.spec import spec_of
 from ..functions.divergence import linear_divergence
@@ -200,9 +201,10 @@ def one_pass(
         "linear_loss", hidden, weight, target, options, temperature=temperature, losses=loss, metrics=measured,
         batch=batch, reduction="sum", result=tuple,
     )  # fmt: skip
-    ran = run_call(call, spec_of(call))
-    with torch.no_grad():
-        return ran.outputs[0], ran.objective.coefficients_at_once(ran.stats), ran.stats.named()
+    with on_device(call.device):
+        ran = run_call(call, spec_of(call))
+        with torch.no_grad():
+            return ran.outputs[0], ran.objective.coefficients_at_once(ran.stats), ran.stats.named()
 
 
 def inner_graph(run: Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, at_once: Run | None) -> Outputs:

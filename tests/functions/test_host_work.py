@@ -18,6 +18,7 @@ from chunked_head.arithmetic import objective
 from chunked_head.call import run, spec
 from chunked_head.compile import operation
 from chunked_head.functions import quantise as functions_quantise
+from chunked_head.integrations import trl
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -109,7 +110,12 @@ def in_e4m3(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> Non
     linear_cross_entropy(hidden, weight, target, **options).backward()
 
 
-EVERYWHERE: list[Call] = [*MOST, streams, on_logits, in_e4m3]
+def foreseen_by_trl(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> None:
+    loss, fields = losses.cross_entropy(), {"mask": target > 3}
+    trl.one_pass(hidden, weight, target, loss, fields, (), temperature=1.0, backend=backend)[0].backward()
+
+
+EVERYWHERE: list[Call] = [*MOST, streams, on_logits, in_e4m3, foreseen_by_trl]
 
 
 def operands(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +139,7 @@ def test_kernels_are_launched_on_the_gpu_of_the_tensors(call: Call, monkeypatch:
         assert inside[0], "a kernel goes to the current GPU"
         original(*args, **kwargs)
 
-    for module in (run, operation, functions_quantise):
+    for module in (run, operation, functions_quantise, trl):
         monkeypatch.setattr(module, "on_device", entered)
     monkeypatch.setattr(GridExecutor, "__call__", watched)
     call(*operands("cpu"), "triton")
