@@ -19,6 +19,7 @@ from ..kernels.common.memory import empty
 from ..metrics import Metric, MetricValue
 from ..metrics.values import OF_NOTHING
 from ..parallel.tokens import metrics_of_all_ranks
+from ..plan.sizes import slices
 from ..stores import Backend
 from ..stores.operands import Kept, TeacherHead
 from .demand import Structure
@@ -131,8 +132,8 @@ class LossObjective(Objective):
         """Coefficients of all tokens at the expected upstream gradient: the forward pass's, or made here."""
         chunks = [chunk for _, chunk in sorted((self.forward_coefficients or {}).items())]
         if not chunks:
-            tokens, at_once = len(self.target), len(self.target) if self.coupled else MOST_AT_ONCE
-            blocks = [slice(first, min(first + at_once, tokens)) for first in range(0, max(tokens, 1), max(at_once, 1))]
+            tokens = len(self.target)
+            blocks = slices(tokens, MOST_AT_ONCE) if tokens and not self.coupled else [slice(0, tokens)]
             chunks = [self.evaluate(stats, rows, gradient=True) for rows in blocks]
             self.take_values()
         return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
