@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
 from ..kernels.common.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
-from ..kernels.common.operands import KeptEntries
 from ..kernels.common.recording import recording
+from ..kernels.common.records import KeptEntries
 from ..kernels.common.tiles import INTERPRETED
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products

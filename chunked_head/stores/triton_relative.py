@@ -8,12 +8,12 @@ from torch import Tensor
 from ..core.stats import Coefficients, RowStats
 from ..kernels.common.gpus import RELATIVE_STRIP
 from ..kernels.common.memory import empty
-from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
+from ..kernels.common.operands import Strips, strip_rows
+from ..kernels.common.records import ALL_ROWS, Counted, Outputs, Stored
 from ..kernels.common.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
-from ..kernels.statistics.launch import Outputs
 from ..plan.plans import Plan
 from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients

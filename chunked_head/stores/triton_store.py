@@ -7,13 +7,21 @@ import torch
 from torch import Tensor
 
 from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats
-from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
+from ..kernels.common.records import (
+    ALL_ROWS,
+    NO_SOFTMAX,
+    Counted,
+    Outputs,
+    Softmax,
+    Stored,
+    TeacherTerms,
+    Terms,
+    Transform,
+)
 from ..kernels.common.tiles import Matrix, Quantised
 from ..kernels.gradients import launch as gradients
-from ..kernels.gradients.launch import NO_SOFTMAX, Softmax, TeacherTerms, Terms
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
-from ..kernels.statistics.launch import Outputs
 from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan, own_dweight
 from ..plan.sizes import LOOP, Buffer, Sizes, padded_columns

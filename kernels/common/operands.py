@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .cache import Cache
 from .launcher import is_known
 from .memory import empty
+from .records import Stored
 from .tiles import Matrix, Quantised, Tile, cdiv
 
 STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
@@ -20,51 +21,6 @@ STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
 def strip_rows(rows: int) -> int:
     """Stride from strip to strip for so many rows."""
     return cdiv(rows, STRIP_ROWS) * STRIP_ROWS
-
-
-class Counted(NamedTuple):
-    """Number of a call's rows that count, and a chunk's first row among them: rows behind are not computed."""
-
-    count: torch.Tensor | None = None  # [] int64; None: all
-    first_row: int = 0
-
-
-ALL_ROWS = Counted()
-
-
-class KeptEntries(NamedTuple):
-    """Columns that rows keep, an entry for each; a row's stand together."""
-
-    columns: torch.Tensor  # [n] int32, -1 for none
-    begins: torch.Tensor  # [rows] int64
-    ends: torch.Tensor  # [rows] int64, where they begin for a row that keeps none
-    target: torch.Tensor  # [rows] int64
-
-
-class Transform(NamedTuple):
-    """From raw logits to those that the softmax sees: ``row_scale * softcap * tanh(logit_scale * raw / softcap)``, each
-    None where there is none."""
-
-    logit_scale: float | None = None
-    softcap: float | None = None
-    row_scale: torch.Tensor | None = None  # [rows] fp32
-
-
-PLAIN = Transform()
-
-
-class Stored(NamedTuple):
-    """Logits in a buffer: raw, or relative to the offsets of their strips."""
-
-    logits: torch.Tensor  # [rows, columns], columns contiguous
-    offset: torch.Tensor | None  # [strips, rows] fp32; then what follows is in the logits already
-    bias: torch.Tensor | None = None
-    transform: Transform = PLAIN
-
-    def at(self, rows: slice) -> "Stored":
-        """A slice of the rows, none of which has a scale of its own."""
-        offset = None if self.offset is None else self.offset[:, rows]
-        return self._replace(logits=self.logits[rows], offset=offset)
 
 
 def strip_stride(*stored: Stored) -> int:

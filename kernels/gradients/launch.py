@@ -1,84 +1,14 @@
 """Launching the kernels of logits' gradients on torch tensors: grids, block sizes and warps, and nothing of losses."""
 
-from typing import NamedTuple
-
 import torch
 
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
-from ..common.operands import (
-    ALL_ROWS,
-    PLAIN,
-    Counted,
-    KeptEntries,
-    Stored,
-    Strips,
-    Transform,
-    even,
-    matrix,
-    mixture,
-    row_stride,
-    strip_stride,
-    with_scale,
-)
+from ..common.operands import Strips, even, matrix, mixture, row_stride, strip_stride, with_scale
+from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, TeacherTerms, Terms, Transform
 from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
 from .row_grad import level_rows_kernel, row_grad_kernel, scale_kernel
-
-
-class Softmax(NamedTuple):
-    """A softmax of a gradient: ``log p = (ratio x - start) + rest`` over so many columns, its term
-    ``p (alpha + eta log p)``; the first is over all at ratio 1."""
-
-    start: torch.Tensor | None = None
-    rest: torch.Tensor | None = None
-    alpha: torch.Tensor | None = None
-    eta: torch.Tensor | None = None
-    ratio: float | None = None
-    columns: int = 0
-
-
-NO_SOFTMAX = Softmax()
-
-
-class Terms(NamedTuple):
-    """Vectors that a gradient is made of, but for a teacher's and class weights."""
-
-    target: torch.Tensor  # [rows] int64, of the vocabulary
-    target_logit: torch.Tensor  # [rows] fp32, as all that follow
-    beta: torch.Tensor | None
-    kappa: torch.Tensor | None
-    first: Softmax
-    second: Softmax
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors in the order that kernels take them in."""
-        return *self[:4], *self.first[:4], *self.second[:4]
-
-    def without_unused(self) -> "Terms":
-        """The terms without a second softmax that gets no gradient: only a teacher's gradient reads that."""
-        return self if self.second.alpha is not None else self._replace(second=NO_SOFTMAX)
-
-
-class TeacherTerms(NamedTuple):
-    """The teacher's side of a gradient."""
-
-    stored: Stored
-    start: torch.Tensor
-    rest: torch.Tensor
-    columns: int
-    second: bool  # the student's softmax is the second one
-    gamma: torch.Tensor | None
-    rho: torch.Tensor | None
-    tau: torch.Tensor | None
-    theta: torch.Tensor | None
-    below: torch.Tensor | None
-    beta: float | None
-    tie: float | None  # relative difference of probabilities that count as equal
-    # where the gradient's kernel writes each program's part of KL(q || p) and of q's entropy
-    forward_kl: torch.Tensor | None = None  # [row_programs, rows] fp32
-    teacher_entropy: torch.Tensor | None = None
 
 
 def row_programs(columns: int) -> int:

@@ -6,7 +6,8 @@ import torch
 
 from ..common.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
 from ..common.memory import empty
-from ..common.operands import ALL_ROWS, Counted, matrix, row_stride
+from ..common.operands import matrix, row_stride
+from ..common.records import ALL_ROWS, Counted
 from ..common.tiles import INTERPRETED, Tile, cdiv, power_of_2
 from .dhidden import dhidden_kernel, finish_dhidden_kernel
 from .dweight import add_rows_kernel, dweight_kernel, sort_columns_kernel

@@ -1,26 +1,12 @@
 """Launching the kernels of statistics on torch tensors: grids, block sizes and warps, and nothing of losses."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..common.gpus import programs_of
-from ..common.operands import (
-    ALL_ROWS,
-    PLAIN,
-    Counted,
-    KeptEntries,
-    Stored,
-    Strips,
-    Transform,
-    even,
-    matrix,
-    mixture,
-    row_stride,
-    strip_stride,
-    with_scale,
-)
+from ..common.operands import Strips, even, matrix, mixture, row_stride, strip_stride, with_scale
+from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Outputs, Stored, Transform
 from ..common.tiles import EXACT_BLOCK, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
@@ -30,20 +16,6 @@ from .quantise import quantise_kernel
 from .row_stats import pair_stats_kernel, row_stats_kernel
 
 MOST_PARTS = 4  # that sum_rows_kernel takes
-
-
-class Outputs(NamedTuple):
-    """Outputs for statistics of a softmax over each row, [rows] fp32; None for those not wanted."""
-
-    lse: torch.Tensor | None = None
-    start: torch.Tensor | None = None  # always there, as rest
-    rest: torch.Tensor | None = None
-    logprob: torch.Tensor | None = None
-    target_logit: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    weighted_sum: torch.Tensor | None = None
-    top: torch.Tensor | None = None
-    argmax: torch.Tensor | None = None  # int32
 
 
 def read_targets(

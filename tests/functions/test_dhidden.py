@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import PLACES, PRODUCT_TILES, Place
 from chunked_head.kernels.common.gpus import UNCUT, DhiddenSplit, dhidden_split, multiprocessors_of, run_as
-from chunked_head.kernels.common.operands import Counted
+from chunked_head.kernels.common.records import Counted
 from chunked_head.kernels.common.tiles import INTERPRETED, Tile
 from chunked_head.kernels.products import launch as products
 from tiers import crossed

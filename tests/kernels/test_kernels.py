@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, backend_of, named
-from chunked_head.kernels.common import operands, tiles
+from chunked_head.kernels.common import operands, records, tiles
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.products import launch as products
 from chunked_head.kernels.statistics import launch as statistics
@@ -72,7 +72,7 @@ def test_clean_rows(place: Place, with_logits: bool) -> None:
     scale = torch.rand(37, device=place.device)
     out, logit = torch.empty(37, 9, device=place.device), torch.empty(37, device=place.device)
     for rows, given in ((source, None), (source[order.argsort()], order)):
-        head = (logit, weight, bias, operands.Transform(0.5, 3.0, scale)) if with_logits else ()
+        head = (logit, weight, bias, records.Transform(0.5, 3.0, scale)) if with_logits else ()
         statistics.clean_rows(out, rows, target, given, *head)
         assert torch.equal(out, torch.where((target < 0)[:, None], 0.0, source))
         if with_logits:
@@ -98,8 +98,8 @@ def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
     softmax, at_target, ratio = factors
     gradients.level_rows(
         exp, factors, hidden, operands.Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
-        gradients.Terms(target, level, beta, None, gradients.Softmax(start, rest, alpha), gradients.NO_SOFTMAX),
-        operands.Transform(2.0),
+        records.Terms(target, level, beta, None, records.Softmax(start, rest, alpha), records.NO_SOFTMAX),
+        records.Transform(2.0),
     )  # fmt: skip
     counts = target >= 0
     expected = 2.0 * alpha * (level - start + rest).exp()
@@ -164,7 +164,7 @@ def run_exp_logits(
     strips.offset.fill_(torch.nan)
     out = states.new_full((rows, -(-vocab // 8) * 8 + 8), torch.nan)[:, :vocab]  # rows further apart than long
     out = None if offset is None else out
-    options = {"transform": operands.PLAIN} | options
+    options = {"transform": records.PLAIN} | options
     statistics.exp_logits(out, strips, states, weight, None, None, offset, target, **options, tile=tile)
     return out, strips.offset.t(), strips.sum.t()
 
@@ -191,7 +191,7 @@ def test_exponentials(
     states, weight, target, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
     offset = offset * (scale or 1.0)
     (out, _, sums), again = (
-        run_exp_logits(states, weight, target, offset, tile, transform=operands.Transform(scale)) for _ in range(2)
+        run_exp_logits(states, weight, target, offset, tile, transform=records.Transform(scale)) for _ in range(2)
     )
     exact = (logits * (scale or 1.0) - offset.double()[:, None]).exp()
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact + 1e-5).all()
@@ -287,6 +287,6 @@ def test_dweight_of_counted_rows(place: Place, count: int, tile: tiles.Tile, fir
     grad[-(-counts // tile.block_k) * tile.block_k :] = torch.nan
     out = torch.full_like(old, torch.nan) if first else old.clone()
     products.dweight(
-        out, grad, states, first, tile, operands.Counted(torch.tensor(700 + count, device=place.device), 700)
+        out, grad, states, first, tile, records.Counted(torch.tensor(700 + count, device=place.device), 700)
     )
     assert_dweight(out, None if first else old, grad[:counts], states[:counts])

@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="what is launched is Triton's")
 from chunked_head.kernels.common import launcher as launch
 from chunked_head.kernels.common import operands, recording
 from chunked_head.kernels.common.gpus import run_as
-from chunked_head.kernels.common.operands import Strips, Transform
+from chunked_head.kernels.common.operands import Strips
+from chunked_head.kernels.common.records import Transform
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
 

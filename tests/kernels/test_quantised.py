@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from cases import GPU, TILES, TRITON, Place
-from chunked_head.kernels.common import operands, tiles
+from chunked_head.kernels.common import operands, records, tiles
 from chunked_head.kernels.common.tiles import Quantised
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
@@ -83,7 +83,7 @@ def test_exp_logits(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile,
         out = None if stored == "nothing" else torch.zeros(rows, -(-vocab // 8) * 8, device=states.device, dtype=dtype)
         statistics.exp_logits(
             None if out is None else out[:, :vocab], strips, h, w, None, None,
-            logit if stored == "exponentials" else None, target, operands.Transform(0.5), tile,
+            logit if stored == "exponentials" else None, target, records.Transform(0.5), tile,
             target_logit=0.5 * logit,
         )  # fmt: skip
         kept = [out, *(strips[:3]), *([strips.top, strips.argmax] if top else [])]
@@ -98,7 +98,7 @@ def test_the_target_is_exact(place: Place, tile: tiles.Tile) -> None:
     rows, count = len(states), -(-len(weight) // tile.block_n)
     strips = operands.Strips.empty(rows, count, states.device, top=True).of_rows(rows)
     statistics.exp_logits(
-        None, strips, quantised(states, True), quantised(weight, False), None, None, None, target, operands.PLAIN, tile,
+        None, strips, quantised(states, True), quantised(weight, False), None, None, None, target, records.PLAIN, tile,
         target_logit=torch.full_like(logit, 1e6),
     )  # fmt: skip
     best = strips.top.amax(0)
@@ -113,11 +113,11 @@ def test_grad_logits(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile
     rows, vocab = len(states), len(weight)
     logits = states.float() @ weight.float().t()
     alpha, beta = torch.rand(2, rows, device=states.device).unbind()
-    softmax = gradients.Softmax(logits.amax(1), -(logits - logits.amax(1, True)).exp().sum(1).log(), alpha)
-    terms = gradients.Terms(target, logit, beta, None, softmax, gradients.NO_SOFTMAX)
+    softmax = records.Softmax(logits.amax(1), -(logits - logits.amax(1, True)).exp().sum(1).log(), alpha)
+    terms = records.Terms(target, logit, beta, None, softmax, records.NO_SOFTMAX)
     found = []
     for h, w in ((states, weight), (quantised(states, True), quantised(weight, False))):
         dlogits = torch.zeros(rows, -(-vocab // 8) * 8, device=states.device, dtype=torch.bfloat16)[:, :vocab]
-        gradients.grad_logits(dlogits, h, w, None, None, terms, 0, operands.PLAIN, tile)
+        gradients.grad_logits(dlogits, h, w, None, None, terms, 0, records.PLAIN, tile)
         found.append(dlogits)
     assert torch.equal(*found) and found[0].any()
