@@ -149,10 +149,10 @@ def trl(batch: Batch, way: str, kind: str) -> tuple[Any, Run]:
 @functools.cache
 def trl_places(way: str) -> list[tuple[Any, str, Any]]:
     """TRL's modules and classes, a name in each, and what ``patch_trl`` puts there."""
-    from chunked_head.integrations.trl import FORESEE, seams
+    from chunked_head.integrations.trl import seams
 
     found = []
-    for framework, ours in seams({}, tuple(FORESEE) if way == LOSSES else ()):
+    for framework, ours in seams({}, ("SFT",) if way == LOSSES else ()):
         for place, theirs in framework.found().items():
             *outer, name = place[1].split(".")
             for path in (place[0], *framework.bound):
@@ -275,7 +275,7 @@ def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
 
 def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
     """A row: each way's loss, norm of all gradients, time of a step, and on a GPU its peak."""
-    ways = (PLAIN, OURS, LOSSES) if name in ("TRL SFT", "TRL GRPO", "TRL distillation") else (PLAIN, OURS)
+    ways = (PLAIN, OURS, LOSSES) if name == "TRL SFT" else (PLAIN, OURS)
     steps = {way: TrainerStep(*TRAINERS[name](batch, way)) for way in ways}
     row: dict[str, Any] = {"trainer": name, "tokens": batch.tokens, "ways": {way: {} for way in steps}}
     for way, step in steps.items():

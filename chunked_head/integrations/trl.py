@@ -9,9 +9,9 @@ place: ``ChunkedLogProbFunction`` (SFT, DPO, KTO, GRPO, RLOO and what derives fr
 ``use_liger_kernel=True`` asks for it, and not SFT) and ``ChunkedDivergenceFunction`` (distillation, from TRL 1.15 on).
 Values are TRL's, but for logits that ours does not round to 16 bits.
 
-Gradients wait for the loss that TRL computes of them: four matmuls. ``patch_trl(losses=("SFT",))`` foresees that loss
-from the trainer's config and batch, and makes gradients along with the statistics: three. TRL computes its loss all the
-same; backward compares its gradient with the foreseen one, and where it is another computes the logits again.
+Gradients wait for the loss that TRL computes of them: four matmuls. ``patch_trl(losses=("SFT",))`` foresees SFT's loss
+from its config and batch, and makes gradients along with the statistics: three. TRL computes its loss all the same;
+backward compares its gradient with the foreseen one, and where it is another computes the logits again.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import losses as mixes
@@ -43,7 +42,7 @@ OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic",
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]
 Run = Callable[[Tensor, Tensor, Tensor | None], Any]
-STEP: ContextVar[tuple[str, Any, Any] | None] = ContextVar("step", default=None)  # a trainer's kind, itself, its batch
+STEP: ContextVar[tuple[Any, Any] | None] = ContextVar("step", default=None)  # SFTTrainer, and the batch of its step
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class LogProbSeam:
 
     options: Execution  # of each call
     returned: int = len(OUTPUTS)  # TRL 1.14's, which takes no ``outputs``, returns the first two
-    losses: Collection[str] = ()  # trainers whose loss is foreseen
+    foresees: bool = False  # SFT's loss
 
     def apply(
         self,
@@ -101,10 +100,10 @@ class LogProbSeam:
             total, expected, stats = one_pass(hidden, weight, targets, *foreseen, measured, bias=bias, **head)
             values = [stats[name].clone().requires_grad_() for name in ("logprob", *["entropy"] * entropy)]
             found = (*values, *[None] * (4 - len(values)), stats["argmax"] == targets if top1 else None)
-            return total, -expected["beta"], found
+            return total, expected, found
 
-        plain = {"log_sum_sq_probs", "mean_logits"}.isdisjoint(outputs)
-        foreseen = loss_of_step(self.losses, len(targets)) if plain else None
+        plain = self.foresees and {"log_sum_sq_probs", "mean_logits"}.isdisjoint(outputs)
+        foreseen = sft_loss(len(targets)) if plain else None
         found = inner_graph(run, hidden, weight, bias, foreseen and at_once)
         return found[: self.returned]
 
@@ -114,7 +113,6 @@ class DivergenceSeam:
     """Stands for TRL's ``ChunkedDivergenceFunction``."""
 
     options: Execution  # of each call
-    losses: Collection[str] = ()  # trainers whose loss is foreseen
 
     def apply(
         self,
@@ -135,44 +133,30 @@ class DivergenceSeam:
         ``beta`` of 0, reverse for 1, else the JSD."""
         head: dict[str, Any] = {
             "temperature": temperature, "softcap": student_final_logit_softcapping, "logit_scale": student_logit_scale,
+            "teacher_logit_scale": teacher_logit_scale, "teacher_softcap": teacher_final_logit_softcapping,
             **self.options,
         }  # fmt: skip
-        scaled: dict[str, Any] = {
-            "teacher_logit_scale": teacher_logit_scale,
-            "teacher_softcap": teacher_final_logit_softcapping,
-        }
-
-        def teacher() -> dict[str, Any]:
-            rows = teacher_hidden.detach()
-            if torch.is_autocast_enabled(rows.device.type):
-                rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-            found = {"teacher_hidden": rows, "teacher_weight": teacher_weight.detach().to(rows.dtype)}
-            return found if teacher_bias is None else found | {"teacher_bias": teacher_bias.detach().to(rows.dtype)}
 
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
+            rows = teacher_hidden.detach()
+            if torch.is_autocast_enabled(rows.device.type):
+                rows = rows.to(torch.get_autocast_dtype(rows.device.type))
             with gathered(teacher_weight, teacher_bias):
+                teacher: dict[str, Any] = {
+                    "teacher_hidden": rows,
+                    "teacher_weight": teacher_weight.detach().to(rows.dtype),
+                }
+                if teacher_bias is not None:
+                    teacher["teacher_bias"] = teacher_bias.detach().to(rows.dtype)
                 found = linear_divergence(
-                    hidden, weight, bias=bias, divergence="jsd", beta=beta, entropy=True, **teacher(), **scaled, **head
+                    hidden, weight, bias=bias, divergence="jsd", beta=beta, entropy=True, **teacher, **head
                 )
             assert isinstance(found, tuple)
             return found.divergence, found.entropy.detach()
 
-        def at_once(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Outputs]:
-            weight, bias = operands(hidden, weight, bias)
-            assert foreseen is not None
-            loss = mixes.jsd(beta, **scaled)
-            ((_, summand),) = loss.terms
-            (name,) = summand.needs
-            with gathered(teacher_weight, teacher_bias):
-                fields, measured = foreseen[1] | teacher(), (metrics.entropy(),)
-                total, _, stats = one_pass(hidden, weight, None, loss, fields, measured, bias=bias, **head)
-            values = stats[name].clone().requires_grad_(), stats["entropy"].clone()
-            return total, fields["mask"].to(total.dtype), values
-
-        foreseen = loss_of_step(self.losses, len(student_hidden))
         with gathered(student_weight, student_bias):
-            return inner_graph(run, student_hidden, student_weight, student_bias, foreseen and at_once)
+            return inner_graph(run, student_hidden, student_weight, student_bias)
 
 
 def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -192,10 +176,11 @@ def gathered(*parameters: Tensor | None) -> Any:
 
 
 def one_pass(
-    hidden: Tensor, weight: Tensor, target: Tensor | None, loss: Losses, batch: dict[str, Tensor],
+    hidden: Tensor, weight: Tensor, target: Tensor, loss: Losses, batch: dict[str, Tensor],
     measured: tuple[metrics.Metric, ...], temperature: float, **head: Any,
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """The sum of a loss over all tokens, whose gradients exist; its coefficients [N] and the statistics [N]."""
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The sum of a loss over all tokens, whose gradients exist; its derivatives by log-probabilities [N]; statistics
+    [N]."""
     options: Any = head
     call: Call[Any] = call_of(
         "linear_loss", hidden, weight, target, options, temperature=temperature, losses=loss, metrics=measured,
@@ -204,10 +189,10 @@ def one_pass(
     with on_device(call.device):
         ran = run_call(call, spec_of(call))
         with torch.no_grad():
-            return ran.outputs[0], ran.objective.coefficients_at_once(ran.stats), ran.stats.named()
+            return ran.outputs[0], -ran.objective.coefficients_at_once(ran.stats)["beta"], ran.stats.named()
 
 
-def inner_graph(run: Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, at_once: Run | None) -> Outputs:
+def inner_graph(run: Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, at_once: Run | None = None) -> Outputs:
     """``run(hidden, weight, bias)``. Its backward gathers a weight again that ZeRO-3 shards in between, or has the
     gradients of a loss that was foreseen: ``at_once`` gives that loss, its derivatives [N], and what ``run`` gives."""
     if not torch.is_grad_enabled() or (at_once is None and not hasattr(weight, "ds_id")):
@@ -267,89 +252,33 @@ def factor_of(foreseen: Tensor, upstream: Outputs) -> Tensor | None:
             return factor
     warnings.warn(
         "TRL's loss has another gradient than patch_trl(losses=...) foresaw from its config. It is computed from the "
-        "logits, again: leave this trainer out of losses, where it takes longer than without",
+        "logits, again: leave losses= out here, which takes longer than without",
         stacklevel=2,
     )
     return None
 
 
-Foreseen = tuple[Losses, dict[str, Tensor]]  # a loss and its fields, "mask" among them: the rows of the head
-
-
-def sft_loss(trainer: Any, inputs: Any) -> Foreseen:
-    labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-    return mixes.cross_entropy(token_scaling=trainer.args.loss_type == "dft"), {"mask": labels != -100}
-
-
-def grpo_loss(trainer: Any, inputs: Any) -> Foreseen | None:
-    args, kind, rows = trainer.args, trainer.loss_type, inputs["completion_mask"] != 0
-    known = (
-        kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo") and trainer.importance_sampling_level == "token"
-    )
-    filtered = trainer.top_entropy_quantile < 1.0 or trainer.off_policy_mask_threshold is not None
-    bounds = trainer.epsilon_low > 1.0 or (kind == "cispo" and trainer.epsilon_high < 1.0)  # not ours
-    if not known or filtered or bounds or trainer._entropy_bonus_enabled:
-        return None
-    weights = rows * inputs.get("tool_mask", rows).float()
-    if kind in ("grpo", "sapo"):
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1.0)
-    advantages = inputs["advantages"].view(len(rows), -1)
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        advantages = advantages * inputs["importance_sampling_ratio"]
-    fields = {"mask": rows, "token_weights": weights, "advantages": advantages.expand_as(weights)}
-    options: dict[str, Any] = {"token_weights": "token_weights", "ratio_clamp": None}
-    if kind == "cispo":
-        loss = mixes.cispo(trainer.epsilon_high, bounds="raw", **options)
-    elif kind == "sapo":
-        loss = mixes.sapo(args.sapo_temperature_pos, args.sapo_temperature_neg, **options)
-    else:
-        loss = mixes.grpo(trainer.epsilon_low, trainer.epsilon_high, args.delta, **options)
-    if trainer.beta:
-        corrected = args.use_bias_correction_kl
-        loss += trainer.beta * mixes.kl_to_reference("k3", corrected, log_ratio_clamp=None, **options)
-        fields["ref_logprobs"] = inputs["ref_per_token_logps"]
-    if inputs.get("old_per_token_logps") is not None:
-        fields["old_logprobs"] = inputs["old_per_token_logps"]
-    return loss, fields
-
-
-def distillation_loss(trainer: Any, inputs: Any) -> Foreseen:
-    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    return mixes.jsd(trainer.beta), {"mask": mask != 0}
-
-
-FORESEE: dict[str, Callable[[Any, Any], Foreseen | None]] = {
-    "SFT": sft_loss, "GRPO": grpo_loss, "Distillation": distillation_loss
-}  # fmt: skip
-
-
-def loss_of_step(kinds: Collection[str], tokens: int) -> Foreseen | None:
-    """The loss of the trainer's step that runs, with fields [tokens]; None where it is not asked for or not known."""
+def sft_loss(tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
+    """The loss of SFT's step that runs, and its fields [tokens]; None outside of one. TRL makes the rows that count, or
+    all of them."""
     step = STEP.get()
-    if step is None or step[0] not in kinds or not tokens or torch.compiler.is_compiling():
+    if step is None or not tokens or torch.compiler.is_compiling():
         return None
+    trainer, inputs = step
     try:
-        found = FORESEE[step[0]](*step[1:])
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+        loss = mixes.cross_entropy(token_scaling=trainer.args.loss_type == "dft")
     except (AttributeError, KeyError):  # another version's
         return None
-    if found is None:
-        return None
-    (loss, fields), mask = found, found[1]["mask"]
-    front = tokens // len(mask) - mask.shape[1]  # TRL makes all rows, those of prompts too, or those that count
-    if front >= 0:
-        fields = {name: F.pad(value, (front, 0)).flatten() for name, value in fields.items()}
-    else:
-        at = mask.flatten().nonzero().squeeze(1)
-        fields = {name: value.flatten()[at] for name, value in fields.items()}
-    return (loss, fields) if len(fields["mask"]) == tokens else None
+    return loss, {"mask": (labels != -100).flatten()} if labels.numel() == tokens else {}
 
 
-def with_step(kind: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A trainer's ``compute_loss``, whose head finds the step's batch in ``STEP``."""
+def with_step(place: Place, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """SFT's ``compute_loss``, whose head finds the step's batch in ``STEP``."""
 
     @functools.wraps(theirs)
     def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        before = STEP.set((kind, trainer, inputs) if torch.is_grad_enabled() else None)
+        before = STEP.set((trainer, inputs) if torch.is_grad_enabled() else None)
         try:
             return theirs(trainer, model, inputs, *args, **kwargs)
         finally:
@@ -370,38 +299,31 @@ TRL = Framework(
     },
     bound=tuple(f"trl.trainer.{kind}_trainer" for kind in ("dpo", "kto", "grpo", "distillation")),
 )  # fmt: skip
-STEPS = {
-    kind: Framework(
-        "trl", TRL.tested, {(f"trl.trainer.{kind.lower()}_trainer", f"{kind}Trainer.compute_loss"): "model, inputs, *"}
-    )
-    for kind in FORESEE
-}
+SFT = Framework("trl", TRL.tested, {("trl.trainer.sft_trainer", "SFTTrainer.compute_loss"): "model, inputs, *"})
 
 
 def seams(options: Execution, losses: Collection[str] = ()) -> list[tuple[Framework, Callable[[Place, Any], Any]]]:
     """The replacement of each of TRL's functions."""
     check_named(options, OPTIONS)
-    if isinstance(losses, str) or not set(losses) <= set(FORESEE):
-        raise ValueError(f"losses must be a tuple of {', '.join(map(repr, FORESEE))}, got {losses!r}")
+    if tuple(losses) not in ((), ("SFT",)):
+        raise ValueError(f'losses must be () or ("SFT",), the trainer whose loss is foreseen, got {losses!r}')
 
     def ours(place: Place, theirs: Any) -> Any:
         if place[1] == "ChunkedDivergenceFunction":
-            return DivergenceSeam(options, losses)
+            return DivergenceSeam(options)
         outputs = "outputs" in inspect.signature(theirs.forward).parameters
-        return LogProbSeam(options, len(OUTPUTS) if outputs else 2, losses)
+        return LogProbSeam(options, len(OUTPUTS) if outputs else 2, bool(losses))
 
-    of_steps = [(STEPS[kind], lambda place, theirs, kind=kind: with_step(kind, theirs)) for kind in losses]
-    return [(TRL, ours), *of_steps]
+    return [(TRL, ours), *[(SFT, with_step)] * bool(losses)]
 
 
 def patch_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> None:
     """Puts this library's head behind TRL's losses, for models and trainers made before the call too.
 
     Args:
-        losses: trainers whose gradients are made along with log-probabilities or divergences, in three matmuls instead
-            of four, and for distillation four instead of six: among ``"SFT"``, ``"GRPO"`` and ``"Distillation"``. TRL
-            computes loss and metrics as ever. Where its gradient is not the foreseen one, it is computed, with a
-            warning.
+        losses: ``("SFT",)`` makes the gradients of ``SFTTrainer`` along with log-probabilities, in three matmuls
+            instead of four. TRL computes loss and metrics as ever. Where its gradient is not the foreseen one, it is
+            computed, with a warning.
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
             call, as in ``linear_logprobs``. A second ``patch_trl`` puts its options in their place.
 
@@ -423,7 +345,7 @@ def unpatch_trl() -> None:
     Raises:
         RuntimeError: somebody has replaced ours since.
     """
-    for framework in (TRL, *STEPS.values()):
+    for framework in (TRL, SFT):
         framework.give_back()
 
 

@@ -162,7 +162,7 @@ def of_swift() -> set[str]:
 
 
 def of_trl_losses() -> set[str]:
-    return taken(trl.STEPS["SFT"], lambda: trl.STEPS["SFT"].replace(lambda place, theirs: trl.with_step("SFT", theirs)))
+    return taken(trl.SFT, lambda: trl.SFT.replace(trl.with_step))
 
 
 UTILS, KERNELS, SFT = "trl.trainer.utils", "trl.kernels.chunked_divergence", "trl.trainer.sft_trainer"
