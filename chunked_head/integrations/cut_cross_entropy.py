@@ -5,8 +5,7 @@
 in the place of the same import from ``cut_cross_entropy``, which is not needed. Gradients are exact, with nothing
 filtered out of them. No tokens that count give loss 0 rather than nan.
 
-Here too, for Liger's as well: options of another library's function as one table, which has this library's option for
-each, or the reason of a refusal.
+Here too, for Liger's as well: the table of another library's options.
 """
 
 import enum
@@ -17,25 +16,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import OptionsModule, check_options
-from ..core.checks import flag
+from ..call.options import CHECKS, OptionsModule
+from ..core.checks import PLAIN
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 
-# an option's name and value to ours; raises for a value that is wrong or refused
-Translation = Callable[[str, Any], dict[str, Any]]
+# the option here of the same meaning, or the options here for each value; ``...`` stands for any other value
+Ours = str | Mapping[Any, str | dict[str, Any]]
 
 
-def translated(table: Mapping[str, Translation], given: Mapping[str, Any]) -> dict[str, Any]:
-    """This library's options for those of ``given`` that the table has."""
+def translated(table: Mapping[str, Ours], given: Mapping[str, Any]) -> dict[str, Any]:
+    """This library's options for those of ``given`` that the table has; raises for a value that is wrong or refused."""
     found: dict[str, Any] = {}
-    for name, translate in table.items():
-        if name in given:
-            found |= translate(name, given[name])
+    for name in [name for name in table if name in given]:
+        ours, value = table[name], given[name]
+        value = value.name.lower() if isinstance(value, enum.Enum) else value
+        if not isinstance(ours, str):
+            plain, true_or_false = type(value) in PLAIN, isinstance(value, bool)
+            same = [key for key in ours if plain and isinstance(key, bool) == true_or_false and key == value]
+            if not same and ... not in ours:
+                known = " or ".join(map(repr, ours))
+                raise ValueError(f"{name} must be {known}, got {value!r}; docs/coming-from.md has what stands for it")
+            ours = ours[same[0] if same else ...]
+        if isinstance(ours, str):
+            try:
+                CHECKS[ours](value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(str(error).replace(ours, name)) from None
+            ours = {ours: value}
+        found |= ours
     return found
 
 
-def init_of(function: Callable[..., Any], table: Mapping[str, Translation]) -> Any:
+def init_of(function: Callable[..., Any], table: Mapping[str, Ours]) -> Any:
     """``__init__`` of an ``OptionsModule`` of a function's options, those and in the order of the table."""
     taken = inspect.signature(function).parameters
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -53,68 +66,19 @@ def init_of(function: Callable[..., Any], table: Mapping[str, Translation]) -> A
     return init
 
 
-def same(name: str, value: Any) -> dict[str, Any]:
-    """An option of this library's name and meaning."""
-    check_options({name: value})
-    return {name: value}
-
-
-def renamed(ours: str, check: Callable[[str, Any], Any]) -> Translation:
-    """An option of this library's meaning, checked by its name in the other library."""
-
-    def translate(name: str, value: Any) -> dict[str, Any]:
-        check(name, value)
-        return {ours: value}
-
-    return translate
-
-
-def switch(**on: Any) -> Translation:
-    """A bool, and our options where it is True."""
-    return lambda name, value: on if flag(name, value) else {}
-
-
-def only(*allowed: Any, reason: str) -> Translation:
-    """Values that need nothing of this library; any other is refused."""
-
-    def refuse(name: str, value: Any) -> dict[str, Any]:
-        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-            raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}: {reason}")
-        return {}
-
-    return refuse
-
-
+SWITCH: dict[Any, str | dict[str, Any]] = {True: {}, False: {}}
 EXACT = {"accumulate_dtype": torch.float32}
-IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+IMPLEMENTATIONS: dict[Any, str | dict[str, Any]] = {
     "cce": {}, "torch_compile": {"backend": "torch"}, "cce_exact": EXACT, "cce_kahan": EXACT, "cce_kahan_full": EXACT,
     "cce_kahan_full_c": EXACT, "cce_kahan_full_e": EXACT, "cce_kahan_full_c_full_e": EXACT,
 }  # fmt: skip
-
-
-def implementation(name: str, value: str | enum.Enum) -> dict[str, Any]:
-    chosen = value.name.lower() if isinstance(value, enum.Enum) else value
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {value!r}")
-    return IMPLEMENTATIONS[chosen]
-
-
-def steps(name: str, value: bool | int) -> dict[str, Any]:
-    if not isinstance(value, int):
-        raise TypeError(f"{name} must be True, False or an int, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}; 1 pairs position t with target t + 1")
-    return {"shift": int(value)}
-
-
-OPTIONS: dict[str, Translation] = {  # in the order of Apple's module, and ours
-    "ignore_index": same, "softcap": same, "reduction": same, "shift": steps,
-    "filter_eps": only("auto", None, 0, 0.0, reason="no part of a gradient is left out here"),
-    "accum_e_fp32": switch(**EXACT), "accum_c_fp32": switch(**EXACT), "filter_e_grad": switch(),
-    "filter_c_grad": switch(), "impl": implementation, "return_lse": switch(), "memory_budget": same,
-    "skip_ignored": same,
+OPTIONS: dict[str, Ours] = {  # in the order of Apple's module, and ours
+    "ignore_index": "ignore_index", "softcap": "softcap", "reduction": "reduction",
+    "shift": {True: {"shift": 1}, False: {"shift": 0}, ...: "shift"}, "filter_eps": {"auto": {}, None: {}, 0.0: {}},
+    "accum_e_fp32": SWITCH | {True: EXACT}, "accum_c_fp32": SWITCH | {True: EXACT}, "filter_e_grad": SWITCH,
+    "filter_c_grad": SWITCH, "impl": IMPLEMENTATIONS, "return_lse": SWITCH, "memory_budget": "memory_budget",
+    "skip_ignored": "skip_ignored",
 }  # fmt: skip
-ONE_RANK = only(None, reason="give parallel=VocabParallel(group) to chunked_head.linear_cross_entropy")
 
 
 def linear_cross_entropy(
@@ -156,7 +120,7 @@ def linear_cross_entropy(
     Returns:
         The loss, fp32, or ``(loss, lse)``.
     """
-    options = translated(OPTIONS | {"vocab_parallel_options": ONE_RANK}, locals())
+    options = translated(OPTIONS | {"vocab_parallel_options": {None: {}}}, locals())
     reduction, steps = options.pop("reduction"), options["shift"]
     length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
     if steps >= max(1, length):

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from .. import losses, metrics
 from ..call.options import OptionsModule
-from ..core import checks
 from ..functions.logprobs import linear_logprobs
 from ..functions.loss import linear_loss
-from .cut_cross_entropy import Translation, init_of, only, renamed, same, switch, translated
+from .cut_cross_entropy import SWITCH, Ours, init_of, translated
 
 
 @dataclass
@@ -35,18 +34,12 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-OPTIONS: dict[str, Translation] = {  # in the order of Liger's signatures, and ours
-    "ce_weight": renamed("class_weights", lambda name, value: checks.check_tensor(name, value, optional=True)),
-    "ignore_index": same,
-    "lse_square_scale": renamed("z_loss", lambda name, value: checks.number(None, name, value, 0.0)),
-    "label_smoothing": same, "reduction": same, "softcap": same, "return_z_loss": switch(),
-    "accum_dtype": renamed(
-        "accumulate_dtype", lambda name, value: checks.check_dtype(name, torch.float32 if value is None else value)
-    ),
-    "use_token_scaling": switch(), "return_token_accuracy": switch(), "return_predicted_tokens": switch(),
-    "memory_budget": same,
+OPTIONS: dict[str, Ours] = {  # in the order of Liger's signatures, and ours
+    "ce_weight": "class_weights", "ignore_index": "ignore_index", "lse_square_scale": "z_loss",
+    "label_smoothing": "label_smoothing", "reduction": "reduction", "softcap": "softcap", "return_z_loss": SWITCH,
+    "accum_dtype": "accumulate_dtype", "use_token_scaling": SWITCH, "return_token_accuracy": SWITCH,
+    "return_predicted_tokens": SWITCH, "memory_budget": "memory_budget",
 }  # fmt: skip
-ONE_CHUNKING = only(1, reason="memory_budget= says how much memory a call takes")
 
 
 def liger_fused_linear_cross_entropy(
@@ -81,7 +74,7 @@ def liger_fused_linear_cross_entropy(
     Token scaling, predicted tokens, and accuracy or z-loss of each token (``reduction="none"``) take a pass over the
     logits before the loss: one matmul more.
     """
-    options = translated(OPTIONS | {"chunk_mem_const": ONE_CHUNKING}, locals())
+    options = translated(OPTIONS | {"chunk_mem_const": {1: {}}}, locals())
     head = {name: options[name] for name in ("ignore_index", "softcap", "memory_budget")} | {"bias": bias}
     each = reduction == "none"
     batch: dict[str, Tensor] = {}
