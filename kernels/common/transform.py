@@ -137,7 +137,7 @@ def load_block(
     in_rows,
     strip_stride,  # from strip to strip of the offsets
     stride,
-    start,  # the first of offs, of one strip where logits are relative
+    start,  # the first of offs, of one strip where logits are relative; None where they are of several
     offs,
     in_columns,
     logit_scale,
@@ -150,8 +150,12 @@ def load_block(
     at = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     if strip_offset_ptr is not None:
-        offset_at = strip_offset_ptr + tl.cast(start // STRIP, tl.int64) * strip_stride + offs_row
-        offset = tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
+        if start is None:
+            offset_at = strip_offset_ptr + (offs // STRIP).to(tl.int64)[None, :] * strip_stride + offs_row[:, None]
+            offset = tl.load(offset_at, mask=mask, other=0.0)
+        else:
+            offset_at = strip_offset_ptr + tl.cast(start // STRIP, tl.int64) * strip_stride + offs_row
+            offset = tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
         if row_start is not None:
             offset = (offset - row_start) + row_rest
         return tl.load(at, mask=mask, other=float("-inf")).to(tl.float32) + offset

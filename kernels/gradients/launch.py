@@ -6,7 +6,6 @@ from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ..common.operands import Strips, even, matrix, mixture, row_stride, strip_stride, with_scale
 from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, TeacherTerms, Terms, Transform
 from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
-from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
 from .row_grad import level_rows_kernel, row_grad_kernel, scale_kernel
 
@@ -49,8 +48,8 @@ def row_grad(
     teacher, sizes, scalars, constants = teacher_arguments(teacher_terms)
     parts = (None, None) if teacher_terms is None else (teacher_terms.forward_kl, teacher_terms.teacher_entropy)
     row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, *terms.tensors, *teacher,
-        rows, columns, first_column, terms.second.columns, sizes[0],
+        dlogits, *parts, stored.logits, stored.offset, stored.bias, None, None, None, None, class_weights,
+        *terms.tensors, *teacher, rows, columns, first_column, terms.second.columns, sizes[0], None,
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         strip_stride(stored) if teacher_terms is None else strip_stride(stored, teacher_terms.stored),
         next((part.stride(0) for part in parts if part is not None), None),
@@ -78,11 +77,12 @@ def column_grad(
     if entries is not None:
         begins, ends, block = entries.begins, entries.ends, 128
         width = columns2 = ELSEWHERE  # behind every column
-    column_grad_kernel[(rows,)](
-        dlogits, logit, columns, sparse, begins, ends, class_weights, *terms.tensors, *teacher,
-        width, first_column, columns2, sizes[0], count, dlogits.stride(0), sizes[1],
-        0 if teacher_terms is None else strip_stride(teacher_terms.stored),
-        *transform, terms.second.ratio, *scalars, **constants, BLOCK=block, num_warps=1,
+    row_grad_kernel[(rows,)](
+        dlogits, None, None, logit, None, None, columns, sparse, begins, ends, class_weights, *terms.tensors, *teacher,
+        rows, width, first_column, columns2, sizes[0], count, 0, dlogits.stride(0), sizes[1],
+        0 if teacher_terms is None else strip_stride(teacher_terms.stored), None,
+        *ALL_ROWS, *transform, terms.second.ratio, *scalars,
+        **constants, COLUMN_PROGRAMS=1, BLOCK_ROWS=1, BLOCK=block, num_warps=1,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Gradients of raw logits [rows, columns] in the place of what is stored of a chunk.
 
-From logits, by the identity of ``identity.py``, ``row_grad_kernel``. On the way sums over columns that no gradient
-waits for: KL(q || p) and the entropy of q [rows] fp32, in a part for each program.
+From logits, by the identity of ``identity.py``, ``row_grad_kernel``: of all columns, or of few of each row, whose exact
+logits are entries [n]. On the way sums over columns that no gradient waits for: KL(q || p) and the entropy of q [rows]
+fp32, in a part for each program.
 
 From exponentials E that ``exp_logits`` left, ``level_rows_kernel``: brought to one offset per row, and their factors.
 Hidden states times the softmax factor [rows] fp32 are the other operand of the weight's gradient.
@@ -34,13 +35,17 @@ LEAST_FACTOR = tl.constexpr(2.0**-80)  # of a row's softmax; both it and its inv
 @kernel
 def row_grad_kernel(
     # outputs
-    dlogits_ptr,  # [rows, columns], may share the bytes of logits, in a type no wider
+    dlogits_ptr,  # [rows, columns], may share the bytes of logits, in a type no wider; of rows with sets [n] fp32
     forward_kl_ptr,  # [COLUMN_PROGRAMS, rows] fp32: each program's part of KL(q || p), or None
     teacher_entropy_ptr,  # [COLUMN_PROGRAMS, rows] fp32: its part of q's entropy, or None
     # inputs
-    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets
+    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets; of entries [n] fp32, exact
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
+    column_ptr,  # [n] int64 or int32, of entries, -1 for none; None: all columns are made
+    sparse_ptr,  # [n] fp32, what each adds to its column's gradient; or None
+    begin_ptr,  # [rows] int64: where the set of a row begins; None without sets: each row has ``count`` entries
+    end_ptr,  # [rows] int64: and ends
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where the row does not count
     target_logit_ptr,  # [rows] fp32, like all that follow
@@ -70,6 +75,7 @@ def row_grad_kernel(
     first_column,  # of these columns in the vocabulary
     columns2,  # of these that the second softmax is over
     teacher_columns,  # of these that the teacher has
+    count,  # of a row's entries; None without entries
     logits_stride,  # elements from row to row
     dlogits_stride,
     teacher_stride,
@@ -93,11 +99,19 @@ def row_grad_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a strip where logits are relative
 ):
-    """``dlogits = g(logits)``, g the gradient of ``identity.py``, 0 where a row does not count."""
+    """``dlogits = g(logits)``, g the gradient of ``identity.py``, 0 where a row does not count.
+
+    Entries overwrite the gradients of their columns: ``p - t`` out of a rounded ``p`` would lose everything as the
+    student nears the teacher. A column that is named twice gets both terms, once."""
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
-    last = columns
+    first, last = column_program * BLOCK, columns
+    if begin_ptr is not None:
+        first, last = tl.load(begin_ptr + tl.program_id(0)), tl.load(end_ptr + tl.program_id(0))
+    elif column_ptr is not None:
+        first = tl.program_id(0).to(tl.int64) * count
+        last = first + count
     if count_ptr is not None:
         # products read as many rows as a tile has
         behind = tl.cdiv(counted_rows(count_ptr, first_row, rows), PRODUCT_ROWS) * PRODUCT_ROWS
@@ -140,25 +154,44 @@ def row_grad_kernel(
         forward = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
     if teacher_entropy_ptr is not None:
         entropy = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-    for start in range(column_program * BLOCK, last, COLUMN_PROGRAMS * BLOCK):
+    for start in range(first, last, COLUMN_PROGRAMS * BLOCK):
+        # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
+        zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         offs = start + tl.arange(0, BLOCK)
-        in_columns = offs < columns
-        x = load_block(
-            logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
-            in_columns, logit_scale, softcap, row_scale, read_start, read_rest,
-        )  # fmt: skip
+        if column_ptr is None:
+            in_columns = offs < columns
+            x = load_block(
+                logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
+                in_columns, logit_scale, softcap, row_scale, read_start, read_rest,
+            )  # fmt: skip
+        else:
+            entry = offs
+            column = tl.load(column_ptr + entry, mask=entry < last, other=-1)
+            x = tl.load(logits_ptr + entry, mask=column >= 0, other=0.0)[None, :]
+            offs = column - first_column
+            in_columns = (column >= 0) & (offs >= 0) & (offs < columns)
+            if sparse_ptr is not None:
+                for other in range(first, last):
+                    same = column == tl.load(column_ptr + other)
+                    zero += tl.where(same, tl.load(sparse_ptr + other), 0.0)[None, :]
+                    in_columns &= (same & (entry > other)) == 0
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
             omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         log_q = None
         if teacher_ptr is not None:
-            in_teacher = offs < teacher_columns
-            # a block: the interpreter makes no mask of a block and a scalar
-            within = tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
-            with_teacher = in_rows & within  # a strip behind the teacher's last has no offset
+            in_teacher, with_teacher, of_strip = offs < teacher_columns, in_rows, start
+            if column_ptr is None:
+                # a block: the interpreter makes no mask of a block and a scalar
+                within = tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
+                with_teacher &= within  # a strip behind the teacher's last has no offset
+            else:
+                in_teacher &= in_columns
+                of_strip = None
             log_q = load_block(
-                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, with_teacher, strip_stride, teacher_stride,
-                start, offs, in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, teacher_start, teacher_rest,
+                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, with_teacher, strip_stride,
+                teacher_stride, of_strip, offs, in_teacher, teacher_scale, teacher_softcap, teacher_row_scale,
+                teacher_start, teacher_rest,
             )  # fmt: skip
             if teacher_offset_ptr is None:
                 log_q = (log_q - teacher_start) + teacher_rest
@@ -171,8 +204,6 @@ def row_grad_kernel(
         if teacher_entropy_ptr is not None:
             q = tl.exp2(log_q * log2_e)
             entropy -= q * tl.where(q != 0.0, log_q, 0.0)
-        # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
-        zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
             row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta, below,
@@ -183,8 +214,11 @@ def row_grad_kernel(
             grad = tl.where(counts[:, None], grad, 0.0)
         # a narrower dlogits[j] lands on the bytes of logits[j / 2]: all of the block must have been read
         tl.debug_barrier()
-        at = dlogits_ptr + wide_row * dlogits_stride + offs[None, :]
-        tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=written[:, None] & in_columns[None, :])
+        at, mask = dlogits_ptr + wide_row * dlogits_stride + offs[None, :], written[:, None] & in_columns[None, :]
+        if begin_ptr is not None:  # entries that are none get 0
+            grad = tl.where(mask, grad, 0.0)
+            at, mask = (dlogits_ptr + entry)[None, :], (entry < last)[None, :]
+        tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
     if forward_kl_ptr is not None:
         tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, tl.sum(forward, 1), mask=in_rows)
     if teacher_entropy_ptr is not None:
