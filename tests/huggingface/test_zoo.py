@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from zoo import __main__ as sweep
 from zoo.check import KINDS, Entry, check, find
 
-from chunked_head import linear_cross_entropy
+from chunked_head import linear_loss
 
 CLASSES = {entry.name: entry for entry in find()}
 
@@ -75,9 +75,9 @@ def test_a_part_of_the_tail_that_is_dropped_is_seen(
 
 def test_a_gradient_that_is_not_made_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def frozen(hidden: Any, **options: Any) -> Any:
-        return linear_cross_entropy(hidden, **(options | {"weight": options["weight"].detach()}))
+        return linear_loss(hidden, **(options | {"weight": options["weight"].detach()}))
 
-    monkeypatch.setattr(f"{FUSED_LOSS}.linear_cross_entropy", frozen)
+    monkeypatch.setattr(f"{FUSED_LOSS}.linear_loss", frozen)
     outcome = check(CLASSES["LlamaForCausalLM"])
     assert outcome.verdict == "WRONG" and "other parameters: lm_head.weight" in outcome.reason
 

@@ -5,21 +5,20 @@ Losses that a user writes himself read log-probabilities: ``log_softmax`` stays 
 One pass makes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ... import losses
 from ...core.checks import is_dtensor
-from ...functions.cross_entropy import linear_cross_entropy
 from ...functions.logprobs import linear_logprobs
 from ...functions.loss import linear_loss, logits_loss
 from ...losses.base import Losses
+from ...metrics import Metric
 from .source import Source, changed, running, version
 from .virtual import Rehearsed, Tail, Virtual, replay, tail_of
 
@@ -36,61 +35,36 @@ def rows_at_once(columns: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LazyLoss:
-    """A cross-entropy of lazy logits, with its options. ``plain``: ``patch_model``'s ``loss=`` and ``metrics=`` have no
-    part in it, as in none that is made outside of the model's forward."""
+    """A loss of lazy logits with its options, in the place of a cross-entropy of them."""
 
     source: Source
     tail: Tail
     steps: tuple[tuple[str, Any], ...]
     target: Tensor
-    class_weights: Tensor | None
     ignore_index: int
     reduction: str
-    label_smoothing: float
-    plain: bool
+    class_weights: Tensor | None  # of the cross-entropy
+    loss: Losses
+    measured: Sequence[Metric]
 
     def from_weight(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss from the head's weight; called inside of the head's call."""
-        patch = self.source.patch
         if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.by_chunks(hidden, forward)
         head = head_of(self.source, self.tail, module)
-        if patch.rehearsed is not None:
+        if self.source.patch.rehearsed is not None:
             return self.rehearse(hidden, head["weight"], head["bias"])
         head |= {"target": self.target.to(hidden.device), "ignore_index": self.ignore_index}
-        if self.plain:
-            return linear_cross_entropy(
-                hidden, class_weights=self.class_weights, reduction=self.reduction,
-                label_smoothing=self.label_smoothing, **head,
-            )  # fmt: skip
-        found = linear_loss(
-            hidden, loss=self.loss(self.reduction), metrics=patch.measured, reduction=self.reduction, **head
-        )
-        patch.takes(found)
+        found = linear_loss(hidden, loss=self.loss, metrics=self.measured, reduction=self.reduction, **head)
+        self.source.patch.takes(found)
         return found.loss
-
-    def loss(self, reduction: str) -> Losses:
-        """The losses in the place of the model's cross-entropy."""
-        patch, weights, smoothing = self.source.patch, self.class_weights, self.label_smoothing
-        if reduction == "none":
-            raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
-        if patch.loss is not None and (weights is not None or smoothing):
-            raise ValueError(
-                f"{patch.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; give "
-                "them to losses.cross_entropy in loss="
-            )
-        return losses.cross_entropy(smoothing, weights) if patch.loss is None else patch.loss
 
     def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """A loss without a number, of hidden states without numbers."""
         source = self.source
-        if self.plain:
-            loss = losses.cross_entropy(self.label_smoothing, self.class_weights)
-        else:
-            loss = self.loss(self.reduction)
         casts = [argument for name, argument in self.steps if name == "cast"]
         read = torch.float32 if source.autocast is not None else (hidden.dtype, *casts)[-1]
-        call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, loss, self.reduction)
+        call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, self.loss, self.reduction)
         source.patch.rehearses(call)
         shape = self.target.shape if self.reduction == "none" else ()
         return hidden.new_empty(shape, dtype=wide(hidden.dtype), requires_grad=True)
@@ -99,8 +73,7 @@ class LazyLoss:
         """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
         are more than a matrix (adapters, quantised weights, shards)."""
         patch = self.source.patch
-        terms = () if patch.loss is None else patch.loss.terms
-        if any(summand.normalizer is not None or summand.reduction is not None for _, summand in terms):
+        if any(summand.normalizer is not None or summand.reduction is not None for _, summand in self.loss.terms):
             name = f"{patch.name}, a {type(patch.head).__name__}"
             raise ValueError(f"loss= with a normalizer or reduction of its own does not go with {name}")
         if patch.rehearsed is not None:
@@ -125,18 +98,10 @@ class LazyLoss:
                     "the head's parameters have been modified by an inplace operation since; call backward before"
                 )
             before[:] = written
-        real = replay(head(rows), self.steps)
-        if self.plain:
-            values = F.cross_entropy(
-                real, ids, self.class_weights, ignore_index=self.ignore_index, reduction="none",
-                label_smoothing=self.label_smoothing,
-            )  # fmt: skip
-            # float16 does not hold the sum of many tokens
-            return values if self.reduction == "none" else values.sum(dtype=wide(values.dtype))
-        reduction = "none" if self.reduction == "none" else "sum"
         found = logits_loss(
-            real, ids, self.loss(reduction), metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
-        )
+            replay(head(rows), self.steps), ids, self.loss, metrics=self.measured, ignore_index=self.ignore_index,
+            reduction="none" if self.reduction == "none" else "sum",
+        )  # fmt: skip
         if not again:
             patch.takes(found)
         return found.loss
@@ -163,18 +128,26 @@ def cross_entropy(
         return NotImplemented
     rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)
-    by_model = running(source.head) is source.patch
-    smoothing, plain = float(label_smoothing), not by_model or not source.patch.asks
-    request = LazyLoss(source, tail, logits.steps, target, weight, ignore_index, reduction, smoothing, plain)
+    smoothing, patch, measured = float(label_smoothing), source.patch, ()
+    loss, by_model = losses.cross_entropy(smoothing, weight), running(source.head) is patch
+    if by_model and patch.asks:  # which have no part in a loss that is made outside of the model's forward
+        if reduction == "none":
+            raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
+        if patch.loss is not None and (weight is not None or smoothing):
+            raise ValueError(
+                f"{patch.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; give "
+                "them to losses.cross_entropy in loss="
+            )
+        loss, measured = patch.loss or loss, patch.measured
+    request = LazyLoss(source, tail, logits.steps, target, ignore_index, reduction, weight, loss, measured)
     if source.head.reads_weight:
-        loss = source.inside(logits.hidden, request.from_weight)
+        value = source.inside(logits.hidden, request.from_weight)
     else:
         with source.taken():
-            loss = request.by_chunks(logits.hidden, source.head.real)
+            value = request.by_chunks(logits.hidden, source.head.real)
         rounded = False  # a forward of its own may give other dtypes than it takes
-    loss = loss.to(logits.dtype if rounded else wide(logits.dtype))
-    source.patch.fuses(tail, by_model)
-    return loss
+    patch.fuses(tail, by_model)
+    return value.to(logits.dtype if rounded else wide(logits.dtype))
 
 
 def head_of(source: Source, tail: Tail, head: Any) -> dict[str, Any]:
