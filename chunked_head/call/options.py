@@ -100,7 +100,7 @@ class Execution(TypedDict, total=False):
             a frozen weight, nothing is written.
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
             operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). ``"wait"`` does it
-            for any operands and waits for their number, which a CUDA graph cannot. Hidden states and their gradient are
+            for any operands and waits for their number, which a CUDA graph cannot. The gradient of hidden states is
             copied. Losses see the tokens that count first, in their order.
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
             gradient depends on the other tokens or their number (docs/inference.md). For bfloat16 on GPUs of

@@ -102,13 +102,12 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
     call, spec, groups = tokens.call, tokens.spec, tokens.groups
     assert call.weight is not None
     asked, weight, buffer_dtype = spec.request, call.weight, None
-    if groups is not None:
-        tokens = in_order(tokens, groups)
     count, packing, rows = len(tokens.target), tokens.packing, call.rows
     if rows.dim() != 2:
         rows = rows.reshape(-1, rows.shape[-1])
-    # a view shares memory with what it views, a copy does not
-    copied = rows.numel() > 0 and (packing is not None or rows.data_ptr() != call.rows.data_ptr())
+    # a view shares memory with what it views, a copy does not; sets of ids read rows in the order in which they run
+    moved_sets = packing is not None and tokens.kept is not None
+    copied = rows.numel() > 0 and (moved_sets or rows.data_ptr() != call.rows.data_ptr())
     if call.accumulate_into is not None and call.gradient_buffer is not None:
         buffer_dtype = call.gradient_buffer.buffer.dtype
     skips, plain = packing is not None and packing.count is not None, rows.stride(1) == 1 or rows.shape[1] == 1
@@ -128,6 +127,7 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
                 late_upstream=again or bool(call.outputs),
                 by_segments=by_segments,
                 copied=copied,
+                moved=packing is not None or by_segments,
                 buffer_dtype=buffer_dtype,
                 skips=skips,
             )
@@ -142,11 +142,14 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
 
     plan, spans = plan_of(groups is not None), None
     if groups is not None and plan.schedule == "forward" and plan.chunks > 1:
-        spans = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens)
+        free = tokens.teacher is None or tokens.teacher.logits is None  # else another order would copy them
+        spans, order = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, free)
         plan = replace(plan, ending=sum(map(len, spans)))
         if plan.too_many_chunks:
             # segments are too uneven for so few bits
             plan, spans = plan_of(by_segments=False), None
+        else:
+            tokens = in_order(tokens, [groups[group] for group in order])
     return tokens, rows, plan, spans
 
 

@@ -56,7 +56,7 @@ from .tokens import Packing
 
 def sweep(
     call: "LocalCall",
-    given: Tensor,  # [tokens, hidden] in the order in which rows run, or logits [..., vocab]
+    given: Tensor,  # hidden states [tokens, hidden] or logits [..., vocab], as the caller gives them
     head: Head,
     known: tuple[RowStats, Coefficients] | None = None,
 ) -> tuple[RowStats, Gradients | None]:
@@ -228,19 +228,18 @@ class HeadCall(LocalCall):
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
             target = self.target if self.shard is None else self.shard.own_tokens(self.target)
+            hidden = hidden if self.packing is None else self.packing.pack(hidden)
             fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, hidden, target, sizes.deterministic)
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:
         """Statistics of all tokens, and gradients where the forward pass makes them."""
-        packing = self.packing
-        rows = hidden if packing is None else packing.pack(hidden)
-        head = self.head(weight, bias, rows)
-        if packing is None:
-            return sweep(self, hidden, head) if self.recordings is None else recorded(sweep, self, hidden, head)
-        stats, grads = sweep(self, rows, head)
-        if grads is not None and grads.hidden is not None:
-            grads.hidden = packing.unpack(grads.hidden)
+        head = self.head(weight, bias, hidden)
+        if self.recordings is not None:
+            return recorded(sweep, self, hidden, head)
+        stats, grads = sweep(self, hidden, head)
+        if self.packing is not None and grads is not None and grads.hidden is not None:
+            grads.hidden = self.packing.unpack(grads.hidden)
         return stats, grads
 
     def recomputing(self) -> "HeadCall":
@@ -269,8 +268,7 @@ class HeadCall(LocalCall):
         """Gradients of hidden states, weight and bias from coefficients of all tokens; logits are computed again."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
-        rows = hidden if packing is None else packing.pack(hidden)
-        _, grads = sweep(self, rows, self.head(weight, bias, rows), (stats, coefficients))
+        _, grads = sweep(self, hidden, self.head(weight, bias, hidden), (stats, coefficients))
         assert grads is not None
         of_hidden, *others = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan.sizes)
         return of_hidden if packing is None or of_hidden is None else packing.unpack(of_hidden), *others
@@ -288,14 +286,16 @@ class HeadCall(LocalCall):
 
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
         plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
+        order = None if self.packing is None else self.packing.order
         if self.objective.kept is not None:
             assert self.kept is not None
-            of_sets = Rows(given, self.every_target, self.columns, self.objective.scale)
+            packed = given if self.packing is None else self.packing.pack(given)
+            of_sets = Rows(packed, self.every_target, self.columns, self.objective.scale)
             sets = backend.sets_store(head, self.kept, of_sets, self.objective.demand)
             if not self.multiplies:
                 return sets, lambda at: of_sets, [(of_sets.tokens,)]
         teacher = None if teacher is None else teacher.cast()  # once, as the weight
-        every = Rows(given, self.target, self.columns, self.objective.scale, teacher, self.counted)
+        every = Rows(given, self.target, self.columns, self.objective.scale, teacher, self.counted, order=order)
         most, tokens = plan.block_tokens if known else plan.chunk_tokens, plan.sizes.tokens
         gathered = None if self.shard is None else self.shard.gathered(given, most)
         buffer = empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)
@@ -306,7 +306,7 @@ class HeadCall(LocalCall):
             """Tokens ``at`` of the call, for a store to clean; a teacher's are clean."""
             count = at.stop - at.start
             rows = every if count == tokens else every.at(at)
-            source, order, of_rows = rows.hidden, None, rows.teacher
+            source, order, of_rows = rows.hidden, rows.order, rows.teacher
             if gathered is not None:
                 source, order = gathered.chunk(at)  # by rank; clean rows stand in the call's order
             if of_rows is not None and of_rows.hidden is not None:

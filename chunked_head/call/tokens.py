@@ -35,8 +35,8 @@ LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, m
 class Packing:
     """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
 
-    Hidden states are copied into it where a pass begins, and their gradient is put back at its end. Matmuls are over
-    all of ``order``, or stop at ``count``, where only the device knows how many count.
+    Chunks read hidden states in it, and their gradient is put back at the end of a pass. Matmuls are over all of
+    ``order``, or stop at ``count``, where only the device knows how many count.
     """
 
     order: Tensor  # [kept] int64: where each token stands in the call's tensors

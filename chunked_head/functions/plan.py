@@ -173,9 +173,10 @@ def plan(
     if absent is not None and "gpu" in chosen.traits(place):
         nvidia = absent.name.startswith("sm_")
         traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
+    by_segments = segment_lengths and spec.by_segments
     sizes = sizes_of(
-        call, spec, tokens, (hidden_grad, weight_grad, learns_bias), teacher, copied=skip_ignored, skips=skip_ignored,
-        by_segments=segment_lengths and spec.by_segments, buffer_dtype=buffer_dtype, **traits,
+        call, spec, tokens, (hidden_grad, weight_grad, learns_bias), teacher, skips=skip_ignored,
+        moved=skip_ignored or by_segments, by_segments=by_segments, buffer_dtype=buffer_dtype, **traits,
     )  # fmt: skip
     return make_plan(sizes, spec.request)
 

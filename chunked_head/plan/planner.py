@@ -118,16 +118,13 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
     rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
     columns = sizes.vocab + sizes.teacher_columns * sizes.teacher_made
-    # a copy of all hidden states is no part of a chunk; where it brings pairs or tokens that count together it is extra
-    moved = sizes.copied and (sizes.by_segments or sizes.skips)
-    copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if moved else 0
     logits = rows * columns * sizes.dtype.itemsize
     if logits <= share:
-        return share + copy + (sizes.vocab * sizes.hidden if sizes.fp8 == "made" else 0)
+        return share + (sizes.vocab * sizes.hidden if sizes.fp8 == "made" else 0)
     # logits count as many bytes as they have in the operands' dtype, whatever the buffer keeps of them
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0
-    chunk = of_rows(of_one_row(replace(sizes, copied=copy > 0), "forward", 0), rows)
+    chunk = of_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # a copy of all is no part of one
     return chunk.extra_bytes - stored + logits
 
 

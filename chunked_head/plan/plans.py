@@ -136,6 +136,9 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
         yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate, LOOP)
     if sizes.copied:
         yield Buffer("copy of hidden states", (sizes.own_tokens, sizes.hidden), sizes.hidden_dtype, SWEEP, WEIGHT)
+    if sizes.moved and sizes.hidden_grad:
+        shape, dtype = (sizes.tokens, sizes.hidden), plan.hidden_accumulate
+        yield Buffer("gradient of hidden in the call's order", shape, dtype, HIDDEN, HIDDEN)
     if sizes.hidden_ranks > 1:
         yield Buffer("teacher's hidden states", (sizes.tokens, sizes.teacher_width), sizes.dtype, SWEEP, WEIGHT)
     if sizes.weight_dtype != sizes.dtype:

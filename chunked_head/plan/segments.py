@@ -1,8 +1,7 @@
 """Segments whose lengths the host knows: chunks end where segments end, and a chunk's gradients follow its statistics.
 
 A group of segments that belong together, as those of a pair do, is on one chunk or, where it is longer than a chunk,
-on several of its own, whose logits alone are computed twice. Pairs that do not stand together are brought together by a
-copy of the rows.
+on several of its own, whose logits alone are computed twice. Groups run in an order that fills the matmuls' tiles.
 """
 
 import itertools
@@ -11,7 +10,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .sizes import balanced, slices
+from .sizes import CHUNK_MULTIPLE, balanced, slices
+
+MOST_TRIED = 32  # groups, for the place of a chunk's last one
 
 
 class Segments(NamedTuple):
@@ -50,26 +51,35 @@ def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
     return [sorted(group) for group in {id(group): group for group in group_of}.values()]
 
 
-def spans_of(sizes: Sequence[int], most: int) -> Spans:
-    """Chunks of at most ``most`` rows of complete groups, several for a group that is longer; each near to an equal
-    part of the rows that are left."""
-    spans: list[tuple[slice, ...]] = []
-    ends = list(itertools.accumulate(sizes))
-    start, total, left = 0, sum(sizes), 0  # chunks
-    while start < total:
-        left = max(left, math.ceil((total - start) / most))
-        first, last = bisect_right(ends, start), bisect_right(ends, start + most)
-        if first == last:  # a group longer than a chunk
-            end, rows = ends[first], balanced(ends[first] - start, most)
-        elif ends[last - 1] == total:
-            end, rows = total, most
-        else:
-            wanted = start + (total - start) / left
-            behind = bisect_right(ends, wanted, first, last)
-            end = min(ends[max(behind - 1, first) : min(behind + 1, last)], key=lambda end: abs(end - wanted))
-            rows = most
-        parts = slices(end - start, rows)
+def spans_of(sizes: Sequence[int], most: int, free: bool) -> tuple[Spans, list[int]]:
+    """Chunks of at most ``most`` rows of complete groups, several for a group that is longer; and the order in which
+    groups run: their own or, where they are ``free``, one that leaves fewer rows of chunks' last tiles empty."""
+    left, order, spans = [*range(len(sizes))], list[int](), list[tuple[slice, ...]]()
+    start, total, chunks = 0, sum(sizes), 0
+    while left:
+        chunks = max(chunks, math.ceil((total - start) / most))
+        wanted = (total - start) / chunks  # near to equal parts of the rows that are left
+        ends = [*itertools.accumulate([sizes[group] for group in left])]
+        near = bisect_right(ends, wanted)
+        # a chunk: the first groups up to ``last``, in whose place another may come
+        choices = [
+            (ends[last] - sizes[left[last]] + sizes[left[other]], last, other)
+            for last in range(max(near - 1, 0), min(near + 1, len(left)))
+            for other in range(last, min(last + MOST_TRIED, len(left)) if free else last + 1)
+        ]
+        fitting = [choice for choice in choices if choice[0] <= most]
+        if ends[-1] <= most:
+            rows, last, other = ends[-1], len(left) - 1, len(left) - 1
+        elif fitting:
+            # rows that its last tile computes in vain weigh more than those by which chunks differ
+            vain = [-rows % CHUNK_MULTIPLE + abs(rows - wanted) / 4 for rows, _, _ in fitting]
+            rows, last, other = fitting[vain.index(min(vain))]
+        else:  # a group longer than a chunk
+            rows, last, other = ends[0], 0, 0
+        order += [*left[:last], left.pop(other)]
+        del left[:last]
+        parts = slices(rows, balanced(rows, most))
         spans.append(tuple([slice(start + part.start, start + part.stop) for part in parts]))
-        left -= len(spans[-1])
-        start = end
-    return tuple(spans)
+        chunks -= len(parts)
+        start += rows
+    return tuple(spans), order

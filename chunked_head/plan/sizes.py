@@ -101,7 +101,8 @@ class Sizes:
     teacher_cast: bool = False  # its head is cast for autocast
     teacher_made: bool = False  # its logits are made, or copied; False where the caller's are read
     # hidden states
-    copied: bool = False  # no view flattens them, or they run in another order
+    copied: bool = False  # no view flattens them
+    moved: bool = False  # they run in another order than the caller's, into which their gradient is brought back
     skips: bool = False  # products stop at a number of rows that only the device knows
     # logits of e4m3 operands: the weight's copy is made for the call, or the caller's
     fp8: Literal["made", "given"] | None = None

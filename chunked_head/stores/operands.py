@@ -130,7 +130,7 @@ class Rows(NamedTuple):
     counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
     first: int = 0  # of these rows within the call
     source: Tensor | None = None  # [rows, hidden] as given
-    order: Tensor | None = None  # [rows] int64: where in ``source`` each row is; None: in its order
+    order: Tensor | None = None  # [rows] int64: where each row is in what is given; None: in its order
 
     @property
     def tokens(self) -> slice:
@@ -143,5 +143,9 @@ class Rows(NamedTuple):
             return self
         columns, scale = (None if of is None else of[rows] for of in (self.columns, self.scale))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
-        first = self.first + rows.start
-        return Rows(self.hidden[rows], self.target[rows], columns, scale, teacher, self.counted, first)
+        first, hidden, order = self.first + rows.start, self.hidden, self.order
+        if order is None:
+            hidden = hidden[rows]
+        else:
+            order = order[rows]
+        return Rows(hidden, self.target[rows], columns, scale, teacher, self.counted, first, order=order)

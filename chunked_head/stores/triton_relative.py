@@ -323,14 +323,14 @@ class FastStore(RelativeStore):
             grads.hidden_done(at)
         if grads.weight is not None:
             self.add_dweight(exp, rows, grads.weight, rows.first == 0 and grads.fresh)
-            if rows.order is not None and rows.source is not None:
+            if rows.order is not None and rows.source is not None and self.every.order is None:
                 # hidden states of all ranks' tokens are here for this chunk only
                 self.add_target_rows(rows.source, rows.target, rows.first, grads.weight, rows.order)
                 self.gathered = True
 
     def finish(self, grads: Gradients) -> None:
         if grads.weight is not None and not self.gathered:
-            self.add_target_rows(self.every.hidden, self.every.target, 0, grads.weight, None)
+            self.add_target_rows(self.every.hidden, self.every.target, 0, grads.weight, self.every.order)
 
     def add_target_rows(
         self, hidden: Tensor, target: Tensor, first: int, d_weight: Tensor, order: Tensor | None
