@@ -37,24 +37,11 @@ NOTHING = (None,)
 AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
 
 
-class IntegerKinds(dict[int, object]):
-    """Properties of integers that Triton compiles anew for: equal to 1, a multiple of 16, within 32 bits."""
-
-    def __missing__(self, size: int) -> object:
-        if len(self) >= 1 << 16:
-            self.clear()
-        self[size] = found = 1 if size == 1 else (not size & 15, -(2**31) <= size < 2**31)
-        return found
-
-
-SIZES = IntegerKinds()
-
-
 def specialization(parameter: Any) -> str:
     """An expression of an argument for what Triton compiles a kernel anew for.
 
     A constant: itself. A descriptor: dtype and block. A pointer: dtype, and whether it is a multiple of 16 bytes. An
-    integer: see ``IntegerKinds``. Any other number: its type.
+    integer: whether it is 1, a multiple of 16, and within 32 bits. Any other number: its type.
     """
     name = parameter.name
     if parameter.is_constexpr:
@@ -68,7 +55,8 @@ def specialization(parameter: Any) -> str:
         return f"None if {name} is None else {name}.dtype if {aligned} else ({name}.dtype,)"
     if parameter.do_not_specialize:
         return f"-2147483648 <= {name} <= 2147483647"
-    return f"SIZES[{name}] if {name}.__class__ is int else {name}.__class__"
+    integer = f"({name} & 15 and 1 + ({name} == 1), {name} >> 31)"
+    return f"{integer} if {name}.__class__ is int else {name}.__class__"
 
 
 def launched(parameter: Any) -> str:
