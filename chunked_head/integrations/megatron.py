@@ -8,16 +8,16 @@ or ``attach_head(model)`` once, after which every forward with labels has it. Vo
 model's output layer is. Values are Megatron's, but for logits that ours does not round to 16 bits.
 """
 
+import functools
 import inspect
 import warnings
-from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ..call.options import CHECKS, Head
-from ..core.checks import flag
+from ..core.checks import choice, flag, refuse
 from ..functions.cross_entropy import linear_cross_entropy
 from ..functions.logprobs import linear_logprobs
 from ..parallel.groups import VocabParallel
@@ -51,9 +51,9 @@ class OutputProcessor:
         options: as in ``chunked_head.Execution``, and ``softcap``. ``accumulate_into="main_grad"`` adds the weight's
             gradient where Megatron's own layer does; with ``reduction="sum"`` it promises an upstream gradient of 1.
 
-    ``output_processor_context`` is None or a dict of ``temperature``, ``logprobs``, ``entropy`` for one call. Where
-    ``loss_mask`` is 0, values and gradients are 0. Of a model with MTP this is the main loss: Megatron computes those
-    of the further tokens before the hook, from logits.
+    A temperature of one batch is a processor of its own for that call. Where ``loss_mask`` is 0, values and gradients
+    are 0. Of a model with MTP this is the main loss: Megatron computes those of the further tokens before the hook,
+    from logits.
     """
 
     def __init__(
@@ -66,22 +66,18 @@ class OutputProcessor:
         **options: Unpack[Head],
     ):
         check_named(options, Head.__annotations__.keys() - set(REFUSED))
-        if reduction not in ("none", "sum"):
-            raise ValueError(f'reduction must be "none" or "sum", got {reduction!r}')
+        choice("OutputProcessor", "reduction", reduction, ("none", "sum"))
+        flag("logprobs", logprobs)
+        flag("entropy", entropy)
+        CHECKS["temperature"](temperature)
+        tempered = isinstance(temperature, Tensor) or temperature != 1.0
+        refuse({
+            "entropy and temperature go with logprobs=True; Megatron's loss has neither":
+                not logprobs and (entropy or tempered),
+            'logprobs=True are per token; leave reduction="none"': logprobs and reduction != "none",
+        })  # fmt: skip
+        self.logprobs, self.entropy, self.temperature = logprobs, entropy, temperature
         self.reduction, self.options = reduction, dict(options)
-        self.returned = self.checked({"logprobs": logprobs, "entropy": entropy, "temperature": temperature})
-
-    def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of what is returned; raises where the values do not go together."""
-        flag("logprobs", returned["logprobs"])
-        flag("entropy", returned["entropy"])
-        CHECKS["temperature"](returned["temperature"])
-        temperature = returned["temperature"]
-        if not returned["logprobs"] and (returned["entropy"] or isinstance(temperature, Tensor) or temperature != 1.0):
-            raise ValueError("entropy and temperature go with logprobs=True; Megatron's loss has neither")
-        if returned["logprobs"] and self.reduction != "none":
-            raise ValueError('logprobs=True are per token; leave reduction="none"')
-        return dict(returned)
 
     def __call__(
         self,
@@ -91,7 +87,7 @@ class OutputProcessor:
         output_weight: Tensor | None,  # [vocab / ranks, hidden]
         labels: Tensor | None,  # [batch, sequence]
         loss_mask: Tensor | None,  # [batch, sequence]
-        context: Mapping[str, Any] | None,
+        context: Any,
         config: Any,
         inference_context: Any,
         **others: Any,
@@ -99,46 +95,37 @@ class OutputProcessor:
         if others.keys() - UNREAD:
             new = ", ".join(sorted(others.keys() - UNREAD))
             warnings.warn(f"Megatron gives output_processor {new} too, which chunked_head does not read", stacklevel=2)
-        returned = self.returned
-        if context is not None:
-            if not isinstance(context, Mapping) or set(context) - set(returned):
-                names = ", ".join(sorted(returned))
-                raise TypeError(f"output_processor_context must be None or a dict of {names}, got {context!r}")
-            returned = self.checked({**returned, **context})
-        if labels is None or inference_context is not None:
-            raise ValueError(
-                "output_processor needs labels, and no inference_context; leave it out where logits are wanted"
-            )
+        refuse({
+            "output_processor_context must be None: OutputProcessor has temperature=, logprobs= and entropy=":
+                context is not None,
+            "output_processor needs labels, and no inference_context; leave it out where logits are wanted":
+                labels is None or inference_context is not None,
+        })  # fmt: skip
         check_layer(output_layer, config, "softcap" in self.options)
         scale = float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
-        layout = Layout(output_layer)
-
-        def compute(hidden: Tensor, weight: Tensor | None) -> Any:
-            return self.values(hidden, output_layer, weight, labels, loss_mask, returned, scale, layout)
-
+        compute = functools.partial(self.values, output_layer, labels, loss_mask, scale)
         return call_through(output_layer, compute, hidden_states, output_weight)
 
     def values(
-        self, hidden: Tensor, layer: Any, weight: Tensor | None, labels: Tensor, loss_mask: Tensor | None,
-        returned: dict[str, Any], scale: float, layout: "Layout",
-    ) -> Any:  # fmt: skip
+        self, layer: Any, labels: Any, loss_mask: Tensor | None, scale: float, hidden: Tensor, weight: Tensor | None
+    ) -> Any:
         """Values that the hook returns, of operands that the layer's hooks have made ready."""
-        weight = layer.weight if weight is None else weight
+        weight, layout = layer.weight if weight is None else weight, Layout(layer)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         target = layout.local(labels.t())
         head: dict[str, Any] = {**self.options, "bias": bias, "logit_scale": scale, "parallel": layout.parallel}
         weights = None if loss_mask is None else layout.local(loss_mask.t())
-        if returned["logprobs"]:
-            temperature = returned["temperature"]
+        if self.logprobs:
+            temperature = self.temperature
             if isinstance(temperature, Tensor):
                 temperature = layout.local(temperature.t())
             mask = None if weights is None else weights != 0
             found = linear_logprobs(
-                hidden, weight, target, entropy=returned["entropy"], temperature=temperature, mask=mask, **head
+                hidden, weight, target, entropy=self.entropy, temperature=temperature, mask=mask, **head
             )
-            values = (found,) if isinstance(found, Tensor) else tuple(found)
-            gathered = tuple(layout.all_tokens(value) for value in values)
-            return gathered if returned["entropy"] else gathered[0]
+            if isinstance(found, Tensor):
+                return layout.all_tokens(found)
+            return tuple(layout.all_tokens(value) for value in found)
         if weights is not None:
             target = target.masked_fill(weights == 0, -100)
         if self.reduction == "none":

@@ -155,9 +155,8 @@ def test_megatron_tied_and_scaled() -> None:
     hidden, weight, labels = operands()
     config = SimpleNamespace(use_mup=True, mup_output_mult=0.25)
     layer = ColumnParallelLinear(torch.zeros(VOCAB, HIDDEN))
-    processor = megatron.OutputProcessor(logprobs=True)
-    context = {"temperature": TEMPERATURES["per-token"], "entropy": True}
-    ours = hook(processor, hidden, layer, labels, output_weight=weight, config=config, context=context)
+    processor = megatron.OutputProcessor(logprobs=True, entropy=True, temperature=TEMPERATURES["per-token"])
+    ours = hook(processor, hidden, layer, labels, output_weight=weight, config=config)
     theirs = plain(hidden.transpose(0, 1), weight * 0.25, labels, TEMPERATURES["per-token"])
     close(ours, theirs)
     close(gradients(ours, [hidden, weight]), gradients(theirs, [hidden, weight]))
@@ -168,8 +167,7 @@ def test_megatron_refusals() -> None:
     layer, processor = ColumnParallelLinear(weight), megatron.OutputProcessor()
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("labels", {"labels": None}), ("inference_context", {"inference_context": 1}),
-        ("output_processor_context", {"context": {"temprature": 1.0}}),
-        ("logprobs=True", {"context": {"entropy": True}}),
+        ("output_processor_context", {"context": {"temperature": 1.0}}),
         ("defer_embedding", {"config": SimpleNamespace(defer_embedding_wgrad_compute=True)}),
     ]  # fmt: skip
     for words, given in wrong:
@@ -184,6 +182,8 @@ def test_megatron_refusals() -> None:
                                     reduction="sum"),
     )  # fmt: skip
     for words, given in (("parallel", {"parallel": None}), ("reduction", {"reduction": "mean"}),
+                         ("logprobs=True", {"entropy": True}), ("logprobs=True", {"temperature": 0.7}),
+                         ("per token", {"logprobs": True, "reduction": "sum"}),
                          ("memory_budget", {"memory_budget": "x"})):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=words):
             megatron.OutputProcessor(**given)
@@ -237,8 +237,8 @@ def of_ranks(rank: int, device: str) -> dict[str, Any]:
         found[f"megatron {sequence}"] = (
             [losses, *gradients((losses,), [own, layer.weight])], [true, expected, dweight.chunk(2)[rank]],
         )  # fmt: skip
-        context = {"entropy": True, "temperature": TEMPERATURES["per-token"]}
-        both = hook(megatron.OutputProcessor(logprobs=True), own, layer, labels, context=context)
+        processor = megatron.OutputProcessor(logprobs=True, entropy=True, temperature=TEMPERATURES["per-token"])
+        both = hook(processor, own, layer, labels)
         true_both = plain(rows, weight, labels, TEMPERATURES["per-token"])
         dhidden, dweight = gradients(true_both, [hidden, weight])
         expected = dhidden.chunk(2)[rank] if sequence else dhidden

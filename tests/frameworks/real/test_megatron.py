@@ -100,9 +100,9 @@ def logprobs(model: Any) -> dict[str, Any]:
     given = batch()
     temperature = torch.linspace(0.5, 2.0, BATCH * SEQUENCE).view(BATCH, SEQUENCE)
     found = {}
-    processor = OutputProcessor(logprobs=True, entropy=True)
+    processor = OutputProcessor(logprobs=True, entropy=True, temperature=temperature)
     model.zero_grad()
-    ours = forward(model, output_processor=processor, output_processor_context={"temperature": temperature})
+    ours = forward(model, output_processor=processor)
     upstream = torch.linspace(-1, 1, BATCH * SEQUENCE).view(BATCH, SEQUENCE) * given["loss_mask"]
     (ours[0] * upstream + ours[1] * upstream.square()).sum().backward()
     found["ours"] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
