@@ -56,26 +56,14 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
         return pool.submit(carried).result()
 
 
-class Plain(torch.autograd.Function):
-    """An empty Function that torch.func transforms refuse: its error shows that one is running."""
-
-    @staticmethod
-    def forward(ctx: Any) -> None:
-        pass
-
-
 def refuse_transforms() -> None:
-    """Raises inside of a transform of torch.func."""
+    """Raises inside of a transform of torch.func. Where torch does not tell, transforms refuse our Function itself."""
     active = private("_C._are_functorch_transforms_active")
-    if active is not None and not active[0]():
-        return
-    try:
-        Plain.apply()
-    except RuntimeError as error:
+    if active is not None and active[0]():
         raise RuntimeError(
             "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see "
             "through; use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
-        ) from error
+        )
 
 
 def in_backward() -> bool:

@@ -163,12 +163,12 @@ def test_the_least_recently_used_goes_first() -> None:
         cache[i] = str(i)
     assert cache.get(0) == "0" and cache.made(1, list) == "1"
     cache[3] = "3"
-    assert list(cache) == [0, 1, 3] and cache.get(2) is None
+    assert len(cache) == 3 and 1 in cache and cache.get(2) is None
     cache[0] = "another"
-    assert cache.made(4, lambda: "4") == "4" and list(cache) == [0, 3, 4] and cache.values()[0] == "another"
+    assert cache.made(4, lambda: "4") == "4" and 3 in cache and cache.get(0) == "another"
     assert 1 not in cache and len(cache) == 3
     cache.clear()
-    assert not list(cache)
+    assert len(cache) == 0
 
 
 def test_a_destructor_may_come_back() -> None:
