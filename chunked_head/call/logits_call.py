@@ -1,7 +1,5 @@
 """Calls on logits that exist already: statistics from one pass over them, their gradient from one more."""
 
-import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,12 +12,9 @@ from ..plan.plans import text_fields
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
 from ..stores.sets import WithSets
-from ..stores.store import GivenLogits, LogitsView, Store
 from .objectives import call_fields
 from .sweep import LocalCall, Work, sweep
 from .tokens import Tokens
-
-MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
 
 
 def check_inplace(logits: Tensor, inplace: bool) -> None:
@@ -48,20 +43,6 @@ class LogitsCall(LocalCall):
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
-    def views(self, logits: Tensor, grad: Tensor | None) -> list[LogitsView]:
-        """Logits [..., vocab] as views [rows, width]; ``grad``: [..., vocab] where their gradient goes."""
-        teacher, found, start = self.objective.teacher, list[LogitsView](), 0
-        flat = None if self.inplace or grad is None else grad.view(-1, grad.shape[-1])[:, : self.width]
-        for view in row_views(logits[..., : self.width]):
-            at = slice(start, start + len(view))
-            columns, scale = (None if of is None else of[at] for of in (self.columns, self.objective.scale))
-            of_rows = None if teacher is None else teacher.rows(at)
-            if len(view):
-                rows = Rows(view, self.target[at], columns, scale, of_rows, first=start)
-                found.append((rows, view if flat is None else flat[at]))
-            start = at.stop
-        return found
-
     def forward(self, logits: Tensor) -> tuple[RowStats, None]:
         """Statistics of all rows; gradients are made in backward."""
         return sweep(self, logits, self.head(logits))[0], None
@@ -82,29 +63,30 @@ class LogitsCall(LocalCall):
             return None
         grad = given.detach() if self.inplace else given.new_empty(given.shape)
         if self.width < grad.shape[-1]:
-            grad[..., self.width :] = 0.0
+            grad[:, self.width :] = 0.0
         return Gradients(grad, None, None)
 
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
         demand, backend = self.objective.demand, self.backend
         if self.shard is not None:
             demand = demand.of_columns(self.width)  # of the columns that are here
-        views = self.views(given, None if grads is None else grads.hidden)
-        every = Rows(given, self.every_target, self.columns, self.objective.scale)
-        store: Store = GivenLogits(functools.partial(backend.view_store, head, demand), views)
+        gradient = None if grads is None or grads.hidden is None else grads.hidden[:, : self.width]
+        rows = Rows(given[:, : self.width], self.target, self.columns, self.objective.scale, self.objective.teacher)
+        store = backend.given_store(head, demand, rows, gradient)
         if self.kept is not None:
-            sets = backend.sets_store(head, self.kept, every, demand, views)
+            sets = backend.sets_store(head, self.kept, rows._replace(target=self.every_target), demand, True, gradient)
             store = WithSets(store, sets) if self.multiplies else sets
-        # one chunk: ranks' strides may differ, and with them the views; their messages must not
-        return store, lambda at: every, [(every.tokens,)]
+        return store, lambda at: rows, [(rows.tokens,)]
 
 
 def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCall]:
-    """The logits as kernels read them, and the call on them."""
+    """The logits [tokens, vocab], a copy where no one stride reaches all rows of contiguous columns; and the call."""
     call, temperature = tokens.call, tokens.structure.temperature
     logits, shard = call.rows, call.shard
-    if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or len(row_views(logits)) > MOST_VIEWS:
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
+    if logits.dim() != 2:
+        logits = logits.reshape(-1, logits.shape[-1])
     if shard is not None:
         fields = {"tokens": str(call.leading), "logits.dtype": str(logits.dtype)}
         fields |= text_fields(objective.demand.of_columns(None), "demand.")
@@ -118,12 +100,3 @@ def logits_call(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCal
         inplace=call.inplace,
         width=call.columns,
     )
-
-
-def row_views(logits: Tensor) -> list[Tensor]:
-    """[rows, vocab] views that together are [..., vocab], in order: one where one stride reaches all rows."""
-    leading = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size != 1]
-    pairs = itertools.pairwise(leading if logits.shape[-1] == 1 else leading[:-1])
-    if logits.numel() == 0 or all(outer == size * inner for (_, outer), (size, inner) in pairs):
-        return [logits.view(-1, logits.shape[-1])]
-    return [view for part in logits for view in row_views(part)]

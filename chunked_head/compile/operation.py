@@ -260,7 +260,7 @@ def backward(
         names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):
-            return [grad for grad in call.late_gradients(of, kept, upstream) if grad is not None]
+            return shaped(call.late_gradients(of, kept, upstream), operands, wanted)
         if tokens.packing is not None:
             upstream = [tokens.packing.pack(each) for each in upstream]
         found = call.recompute(of, kept, call.objective.coefficients_for(kept, tuple(upstream)))

@@ -233,9 +233,9 @@ def logits_loss(
         out.loss.backward()
 
     Args:
-        logits: [..., vocab], any leading dimensions; float32, bfloat16, float16, on the torch backend float64. Rows may
-            lie anywhere, as in ``logits[:, :-1]``; where their elements are not contiguous, or more than 64 strides
-            would be needed to reach all rows, a copy is made.
+        logits: [..., vocab], any leading dimensions; float32, bfloat16, float16, on the torch backend float64. They are
+            copied where columns are not contiguous, or no one stride reaches all rows, as in ``logits[:, :-1]``: pass
+            all of them, with ``shift=1``.
         target, loss, batch, num_segments, metrics, reduction, normalizer, ignore_index, shift: as in ``linear_loss``;
             of dense teachers ``teacher_logits``. What stands in the logits of tokens that do not count changes nothing.
         softcap, logit_scale, temperature: as above.

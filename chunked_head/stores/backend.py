@@ -21,7 +21,7 @@ from .operands import Head, Rows, TeacherHead
 from .quantised import Quantised, RoundedHead, empty_quantised, frequent_blocks, largest_of, mean_of, quantise_
 from .sets import SetStore, kept_sets
 from .store import Store
-from .torch_store import GivenView, TorchStore
+from .torch_store import GivenLogits, TorchStore
 
 
 class Targets(NamedTuple):
@@ -41,9 +41,9 @@ class Backend:
     bounds_rows = False  # some of its stores' matmuls can stop at a number of rows that only the device knows
     reads_teacher = False  # a dense teacher's logits that exist, in place
     sets_store: type[SetStore] = SetStore  # of rows whose softmaxes are over sets of columns
-    # of a view of logits that exist, and where their gradient goes; of the head only scale, cap and class weights are
-    # read
-    view_store: Callable[[Head, Demand, Rows, Tensor | None], Store] = GivenView
+    # of logits that exist [rows, vocab], columns contiguous, and where their gradient goes, which may be the logits;
+    # of the head only scale, cap and class weights are read
+    given_store: Callable[[Head, Demand, Rows, Tensor | None], Store] = GivenLogits
     clean_rows = staticmethod(TorchStore.clean_rows)
     # the sets that tokens keep as entries of the rows that predict them, a bias given as 0; what is wrong makes both
     # numbers nan

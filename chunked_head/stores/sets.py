@@ -4,7 +4,7 @@ A row's set is some entries, one for each of its columns (``core.stats.Kept``); 
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..kernels.common.tiles import BEHIND
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .operands import Head, Kept, Rows, Sets
-from .store import LogitsView, Store
+from .store import Store
 from .torch_store import scratch_buffers, slope, softmax_term, transform_, wide_dtype
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
@@ -38,15 +38,24 @@ class SetStore(Store):
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
         yield from scratch_buffers(sizes, rows, columns, LOOP, LOOP)
 
-    def __init__(self, head: Head, kept: Kept, rows: Rows, demand: Demand, views: Sequence[LogitsView] = ()):
-        """``rows``: of the call, as given. ``views``: of logits that exist already."""
-        self.head, self.kept, self.rows, self.demand, self.views = head, kept, rows, demand, views
+    def __init__(
+        self,
+        head: Head,
+        kept: Kept,
+        rows: Rows,
+        demand: Demand,
+        exist: bool = False,
+        gradient: Tensor | None = None,
+    ):
+        """``rows``: of the call, as given; hidden states, or logits that ``exist``, whose ``gradient`` is stored."""
+        self.head, self.kept, self.rows, self.demand, self.exist = head, kept, rows, demand, exist
+        self.gradient = gradient
         self.wide = wide_dtype(head.weight)
         # each in memory of its own: kernels are compiled for where it begins
         count, device = len(kept.columns), head.weight.device
         self.logits = torch.empty(count, dtype=self.wide, device=device)
         self.dlogits = torch.empty(count, dtype=self.wide, device=device)
-        self.pick_logits() if views else self.make_logits()
+        self.pick_logits() if exist else self.make_logits()
         if self.kept.bias is not None:
             self.logits += self.kept.bias if self.scale is None else self.kept.bias * self.scale
 
@@ -77,10 +86,8 @@ class SetStore(Store):
 
     def pick_logits(self) -> None:
         """Reads the entries' logits out of logits that exist."""
-        self.logits.fill_(-torch.inf)
-        for some, _ in self.views:
-            here, rows, columns = self.among(some.tokens)
-            self.logits.copy_(torch.where(here, some.hidden[rows, columns].to(self.wide), self.logits))
+        here, rows, columns = self.among(self.rows.tokens)
+        self.logits.copy_(torch.where(here, self.rows.hidden[rows, columns].to(self.wide), -torch.inf))
         self.transform_logits_()
 
     def transform_logits_(self) -> None:
@@ -168,14 +175,13 @@ class SetStore(Store):
             self.dlogits[own] = grad.masked_fill(self.kept.columns[own] < 0, 0.0)
         if grads.hidden is None:
             return
-        for some, gradient in self.views:
-            assert gradient is not None
+        if self.gradient is not None:
             if self.kept.everywhere:
-                gradient.zero_()
-            here, places, columns = self.among(some.tokens)
-            values = torch.where(here, self.dlogits, 0.0).to(gradient.dtype)
-            gradient.index_put_((places, columns), values, accumulate=True)
-        if not self.views:
+                self.gradient.zero_()
+            here, places, columns = self.among(at)
+            values = torch.where(here, self.dlogits, 0.0).to(self.gradient.dtype)
+            self.gradient.index_put_((places, columns), values, accumulate=True)
+        else:
             out, every = grads.hidden_rows(at), self.kept.rows
             if self.kept.everywhere:
                 out.zero_()

@@ -1,6 +1,6 @@
 """The protocol of a store, what stores that multiply have in common, and the store of logits that exist already."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -132,30 +132,6 @@ class MatmulStore(Store):
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
         """``out (+)= gain * dlogits.T @ rows.hidden``, stored where ``first``."""
         add_dweight(dlogits, rows.hidden, out, first, gain)
-
-
-# Rows of logits that exist already, of which one stride reaches every row: ``hidden`` are the logits [rows, vocab] with
-# contiguous columns, of any floating-point dtype. And where their gradient goes [rows, vocab], which may be the logits.
-LogitsView = tuple[Rows, Tensor | None]
-
-
-class GivenLogits(Store):
-    """Logits of the caller's, the rows of all views at once; ``view_store`` makes the store of one view."""
-
-    def __init__(self, view_store: Callable[[Rows, Tensor | None], Store], views: Sequence[LogitsView]):
-        self.stores = [(some, view_store(some, gradient)) for some, gradient in views]
-
-    def statistics(self, rows: Rows, out: RowStats) -> None:
-        for some, store in self.stores:
-            store.statistics(some, out.at(some.tokens))
-
-    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        for some, store in self.stores:
-            store.pair_statistics(some, out.at(some.tokens))
-
-    def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        for some, store in self.stores:
-            store.add_gradients(some, stats.at(some.tokens), coefficients.at(some.tokens), grads)
 
 
 def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:

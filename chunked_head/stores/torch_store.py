@@ -17,7 +17,7 @@ from .gradients import Gradients
 from .matmul import project, project_biased
 from .operands import Head, Rows, TeacherHead
 from .quantised import RoundedHead, empty_quantised, quantise_
-from .store import MatmulStore
+from .store import MatmulStore, Store
 
 TILE_ELEMENTS = 1 << 18
 
@@ -192,8 +192,10 @@ class TorchStore(MatmulStore):
             x.scatter_add_(1, ids.clamp(0, columns - 1), added)
 
 
-class GivenView(TorchStore):
-    """A view of logits that exist already."""
+class GivenLogits(TorchStore):
+    """Logits that exist already."""
+
+    fill = Store.fill  # they are there
 
     def __init__(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
         self.head, self.demand, self.gradient_of, self.vocab = head, demand, gradient, rows.hidden.shape[1]

@@ -38,7 +38,7 @@ from .store import MatmulStore, Store
 from .triton_relative import FastStore, RelativeStore
 from .triton_store import (
     TMA_BYTES,
-    GivenView,
+    GivenLogits,
     GradStore,
     LogitsStore,
     merge_ranks,
@@ -104,7 +104,7 @@ class TritonBackend(Backend):
     bounds_rows = True
     reads_teacher = True
     sets_store = TritonSets
-    view_store = GivenView
+    given_store = GivenLogits
     clean_rows = staticmethod(statistics.clean_rows)
     merge_ranks = staticmethod(merge_ranks)
     read_fields = staticmethod(statistics.read_fields)

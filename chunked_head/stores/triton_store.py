@@ -29,7 +29,7 @@ from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, TeacherHead
 from .quantised import empty_quantised
-from .store import MatmulStore
+from .store import MatmulStore, Store
 from .torch_store import transform_
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
@@ -284,10 +284,11 @@ class LogitsStore(KernelStore):
         return self.differentiate_(dlogits, self.stored, head, tile.start, rows, stats, coefficients, teacher)
 
 
-class GivenView(LogitsStore):
-    """A view of logits that exist already, in the place of what a matmul makes of hidden states."""
+class GivenLogits(LogitsStore):
+    """Logits that exist already, in the place of what a matmul makes of hidden states."""
 
     tie = None
+    fill = Store.fill  # they are there
 
     def __init__(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
         self.head, self.demand, self.vocab, self.gradient_of = head, demand, rows.hidden.shape[1], gradient
