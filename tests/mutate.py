@@ -170,7 +170,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("PyTorch's op: another schema", "chunked_head/integrations/pytorch/__init__.py", "    if schema != SCHEMA:\n", "    if found is None:\n", "tests/frameworks/test_pytorch.py"),
     ("TRL 1.14: outputs", "chunked_head/integrations/trl.py", "return found[: self.returned]", "return found", "tests/frameworks/test_trl_seams.py"),
     ("verl: a gradient summed twice", "chunked_head/integrations/verl/__init__.py", "== GATHER:\n        return False", "== GATHER:\n        return True", "tests/frameworks/test_framework_seams.py"),
-    ("Liger: z-loss's factor", "chunked_head/integrations/liger.py", "float(lse_square_scale) * losses.z_loss()", "losses.z_loss()", "tests/frameworks/test_drop_ins.py"),
+    ("Liger: z-loss's factor", "chunked_head/integrations/liger.py", "float(z_loss) * losses.z_loss()", "losses.z_loss()", "tests/frameworks/test_drop_ins.py"),
     ("CCE: values that predict nothing", "chunked_head/integrations/cut_cross_entropy.py", "return loss[..., steps:] if", "return loss if", "tests/frameworks/test_drop_ins.py"),
     ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "layout.local(labels.t())", "layout.local(labels)", "tests/frameworks/test_framework_seams.py"),
     ("TRL: which targets are the likeliest", "chunked_head/integrations/trl.py", "found.argmax == targets", "found.argmax != targets", "tests/frameworks/test_trl_seams.py"),
