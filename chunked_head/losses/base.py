@@ -241,7 +241,7 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
         return loss
     if getattr(loss, "__module__", "").startswith(PACKAGE):
         name = getattr(loss, "__name__", "")
-        made = f"losses.{name}()" if name.isidentifier() and name != "custom" else "losses.custom(function, scope=...)"
+        made = f"losses.{name}()" if name != "custom" else "losses.custom(function, scope=...)"
         raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {made}")
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(

@@ -1,7 +1,7 @@
 """A loss of the user's own."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -13,32 +13,27 @@ from .user_checks import Function, checked
 ALWAYS = ("logprob", "lse")
 
 
-@overload
-def custom(function: Function, *, scope: Scope, **options: Any) -> Losses: ...
-@overload
-def custom(function: None = None, *, scope: Scope, **options: Any) -> Callable[[Function], Losses]: ...
 @breaks_graph
 def custom(
-    function: Function | None = None,
+    function: Function,
     *,
     scope: Scope,
     needs: Iterable[str] | None = None,
     fields: Mapping[str, Field | str] | Iterable[str] | None = None,
     unit: Unit = "token",
     name: str | None = None,
-    reads_target: bool | None = None,
     check: bool = True,
     options: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     teacher: Teacher | None = None,
     **summand: Any,
-) -> Losses | Callable[[Function], Losses]:
-    """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``. Without a function a
-    decorator of one.
+) -> Losses:
+    """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
 
-        @losses.custom(scope="token")
         def unlikelihood(stats, batch):
             return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
+
+        loss = losses.custom(unlikelihood, scope="token")
 
     ``stats`` are those of ``chunked_head.losses.batch.Stats``, ``batch`` is a ``chunked_head.losses.batch.Batch``;
     gradients are autograd's, to the statistics. Masks, weights, denominators and coefficients are applied to the
@@ -53,17 +48,11 @@ def custom(
     gradients. ``fields={"my_weights": "token"}`` declares fields of your own (or a ``losses.Field``, where they are not
     floating or have dimensions besides the kind's) and a dense teacher's tensors, ``needs`` a statistic that the
     function reads in some calls only. Fields without which it runs too are optional. ``check=False`` leaves
-    all this out and takes ``needs``, ``fields`` and ``reads_target`` as they are given.
+    all this out, takes ``needs`` and ``fields`` as they are given, and a target to be read.
 
     ``options`` and ``tensors`` are what the function gets as keyword arguments, ``teacher`` how it sees a dense
     teacher; ``summand``: ``SummandOptions``.
     """
-    if function is None:
-        given: dict[str, Any] = summand | {
-            "needs": needs, "fields": fields, "unit": unit, "name": name, "check": check,
-            "reads_target": reads_target, "options": options, "tensors": tensors, "teacher": teacher,
-        }  # fmt: skip
-        return lambda decorated: custom(decorated, scope=scope, **given)
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
     own = getattr(function, "__name__", "custom")
@@ -74,22 +63,17 @@ def custom(
     if unit != "token" and scope == "token":
         raise ValueError(f'{where} has values per {unit}, which need all tokens: scope="segment"')
     declared, extra = _declared(where, fields)
-    statistics, required, optional = set(needs or ()), set[str](), set[str]()
+    statistics, required, optional, reads_target = set(needs or ()), set(declared), set[str](), True
     if unknown := sorted(statistics - {*ALWAYS, *STATISTICS, *DENSE}):
         raise ValueError(f"needs of {where}: there is no statistic {unknown[0]!r}")
     options, tensors = dict(options or {}), dict(tensors or {})
     if check:
         question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
         read, required, optional = checked(where, question, extra)
-        of_target = "logprob" in read or "target" in required
-        if of_target and reads_target is False:
-            raise ValueError(f"{where} reads the target, in stats.logprob or batch.target: not reads_target=False")
-        if reads_target is None:  # a branch that a field would choose may read what this one did not
-            reads_target = of_target or bool(optional)
+        # a branch that a field would choose may read what this one did not
+        reads_target = "logprob" in read or "target" in required or bool(optional)
         statistics |= read
         required, optional = required - {"target"}, optional | set(declared)
-    else:
-        required = set(declared)
     if "topk_logprobs" in statistics:
         required.add("teacher_ids")
     if "weighted_sum" in statistics and "class_weights" not in tensors:
@@ -115,7 +99,7 @@ def custom(
         scope=scope,
         separable=scope == "token",
         unit=unit,
-        reads_target=reads_target is not False,
+        reads_target=reads_target,
     )
 
 

@@ -307,7 +307,7 @@ def test_bounds_that_bound_nothing() -> None:
     ("changes", "error", "message"),
     [
         ({"loss": losses.cross_entropy}, TypeError, r"loss is what makes a loss, cross_entropy, .* losses\.cross_entropy\(\)"),
-        ({"loss": losses.custom(scope="token")}, TypeError, r"call it: losses\.custom\(function, scope=...\)"),
+        ({"loss": losses.custom}, TypeError, r"call it: losses\.custom\(function, scope=...\)"),
         ({"loss": metrics.entropy()}, TypeError, "loss must be made of chunked_head.losses, got .* a function .* is taken"),
         ({"loss": torch.nn.CrossEntropyLoss}, TypeError, "loss must be made of chunked_head.losses, got .* a function .* is taken"),
         ({"loss": lambda stats, batch: stats.logprob.sum()}, ValueError, r"one value per token.*leave out \.sum\(\)"),

@@ -101,7 +101,6 @@ def test_an_id_that_the_teacher_lacks_far_above_those_it_has(
 def test_a_users_function_of_a_divergence(place: Place) -> None:
     """Its slope depends on the value, which has to come first."""
 
-    @losses.custom(scope="token", reads_target=False)
     def squared(stats: Any, batch: Any) -> Tensor:
         return stats.forward_kl.square()
 

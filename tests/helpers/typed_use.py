@@ -31,12 +31,12 @@ assert_type(loss, Tensor)
 torch.autograd.backward(loss)  # Tensor.backward has no types in torch
 
 
-@losses.custom(scope="token")
 def push(stats: Stats, batch: Batch) -> Tensor:
     return -stats.logprob * batch["advantages"]
 
 
-mix = losses.cross_entropy() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy() + torch.tensor(0.5) * push
+pushed = torch.tensor(0.5) * losses.custom(push, scope="token")
+mix = losses.cross_entropy() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy() + pushed
 mix = (-mix).times(loss.detach()) / 2.0
 assert_type(mix, losses.Losses)
 measured = [metrics.accuracy(), metrics.entropy(reduce="max")]

@@ -66,15 +66,14 @@ def test_what_it_reads(function: Callable, needs: list[str], fields: str, more: 
     """A call gives what the function was found to read: the same as where all of that is declared."""
     names = fields.split()
     batch = {name: FIELDS_OF_SIX[name] for name in names if name != "target"}
-    target = HEAD["target"] if "target" in names else None
 
-    def call(**told: Any) -> Tensor:
+    def call(target: Tensor | None, **told: Any) -> Tensor:
         loss = custom(function, **{"scope": "token", **more, **told})
         return linear_loss(HEAD["hidden"], HEAD["weight"], target, loss, batch=batch, num_segments=2).loss
 
     known = {"fields": list(batch), **more}["fields"]
-    told = call(check=False, needs=needs, fields=known, reads_target=target is not None)
-    torch.testing.assert_close(call(), told, rtol=0, atol=0)
+    told = call(HEAD["target"], check=False, needs=needs, fields=known)
+    torch.testing.assert_close(call(HEAD["target"] if "target" in names else None), told, rtol=0, atol=0)
     assert told.isfinite() and told != 0
 
 
@@ -150,7 +149,6 @@ def test_other_tokens_in_token_scope_are_caught(function: Callable) -> None:
         (lambda s, b: s.lse + sum(b.values()), {}, "raised RuntimeError on 24 made-up tokens"),
         (lambda s, b: s.logprobs, {}, "AttributeError .* statistic 'logprobs' was not asked for.*check=False"),
         (lambda s, b: s.lse / 0 + [], {}, "raised TypeError on 24 made-up tokens.*check=False with needs= and fields="),
-        (lambda s, b: s.lse + s.logprob, {"reads_target": False}, "reads the target"),
         (lambda s, b: s.weighted_sum, {}, 'tensors={"class_weights"'),
         (lambda s, b: s.jsd, {}, "pass teacher=Teacher"),
         (nll, {"needs": ["logits"]}, "no statistic 'logits'"),
@@ -190,8 +188,8 @@ def test_without_the_check() -> None:
     found = summand(custom(picky, scope="token", check=False, needs={"entropy"}, fields=("advantages",)))
     assert calls == []
     assert (found.needs, found.fields, found.reads_target) == ({"entropy"}, ("advantages",), True)
-    found = summand(custom(picky, scope="token", check=False, reads_target=False, fields={"mine": "row"}))
-    assert found.reads_target is False and found.extra_fields == {"mine": Field("row")}
+    found = summand(custom(picky, scope="token", check=False, fields={"mine": "row"}))
+    assert found.extra_fields == {"mine": Field("row")}
 
 
 def test_nothing_outside_is_changed() -> None:
@@ -355,7 +353,7 @@ def test_functions_alike_are_checked_once() -> None:
         assert runs_of(of(other)) > 2, other
     kept = of(2.0)
     assert runs_of(kept) == runs_of(of(0.25)) == 0
-    assert runs_of(kept, reads_target=True) == 0 and runs_of(kept, options={}) == 0
+    assert runs_of(kept, fields=()) == 0 and runs_of(kept, options={}) == 0
     assert custom(kept, scope="segment") and COUNTER  # another question
 
 
