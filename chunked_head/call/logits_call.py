@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.checks import flag, refuse
 from ..core.stats import RowStats
 from ..plan.plans import text_fields
 from ..stores.gradients import Gradients
@@ -15,21 +14,6 @@ from ..stores.sets import WithSets
 from .objectives import call_fields
 from .sweep import LocalCall, Work, sweep
 from .tokens import Tokens
-
-
-def check_inplace(logits: Tensor, inplace: bool) -> None:
-    if not (flag("inplace", inplace) and logits.requires_grad):
-        return
-    base = logits if logits._base is None else logits._base
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
-    refuse({
-        "inplace=True overwrites logits, and these are a leaf (or a view of one); pass computed ones, or inplace=False":
-            logits.is_leaf or (base.is_leaf and base.requires_grad),
-        "inplace=True overwrites logits, and the memory of these belongs to a tensor that autograd does not see behind "
-        "them (as DTensor.to_local() gives); pass inplace=False": logits._base is not None and base.grad_fn is None,
-        "inplace=True needs logits with memory of their own, these are expanded; use inplace=False":
-            expanded and logits.numel(),
-    })  # fmt: skip
 
 
 @dataclass(eq=False, kw_only=True)

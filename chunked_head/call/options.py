@@ -4,10 +4,10 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..core import checks
 from ..core.checks import PACKAGE, flag, nearest
 from ..losses.base import FIELDS, Losses
 from ..metrics import Metric
-from ..parallel.dtensor import PLAIN_TYPES, local_operands
+from ..parallel.dtensor import PLAIN_TYPES, local_logits, local_operands
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import Shard
 from ..plan.segments import Segments
@@ -137,6 +137,18 @@ class Head(Execution, total=False):
     softcap: float | None
     logit_scale: float
     shift: int
+
+
+class LogitsHead(TypedDict, total=False):
+    """Keywords of every function of logits that exist already, as ``logits_loss`` documents them."""
+
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    shift: int
+    vocab_size: int | None
+    backend: str | None
+    parallel: VocabParallel | TokenParallel | None
 
 
 def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = "spec") -> Any:
@@ -305,14 +317,8 @@ def call_of(
     function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: Head, **given: Any
 ) -> Call[Any]:
     """A call on hidden states; a TypeError for keywords that are none of ``Head``'s. ``given``: further fields."""
-    unknown = options.keys() - DEFAULTS.keys()
-    if unknown:
-        first = min(unknown)
-        field = function == "linear_loss" and first in FIELDS
-        # of the public function, which spells out its keywords and these
-        known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
-        hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, known)
-        raise TypeError(f"{function} has no option {first!r}{hint}")
+    if options.keys() - DEFAULTS.keys():
+        refuse_names(function, options.keys() - DEFAULTS.keys())
     if not PLAIN_TYPES.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
         options = options.copy()
         hidden, weight, target, options["bias"], options["vocab_size"], options["parallel"] = local_operands(
@@ -321,3 +327,43 @@ def call_of(
     if not isinstance(weight, Tensor):
         checks.check_tensor("weight", weight, optional=False)
     return Call(function=function, rows=hidden, weight=weight, target=target, **options, **given)
+
+
+def logits_call_of(
+    function: str, logits: Tensor, target: Tensor | None, options: LogitsHead, inplace: bool = False, **given: Any
+) -> Call[Any]:
+    """A call on logits that exist already; likewise."""
+    if options.keys() - LogitsHead.__annotations__.keys():
+        refuse_names(function, options.keys() - LogitsHead.__annotations__.keys())
+    options = options.copy()
+    logits, target, options["vocab_size"], options["parallel"] = local_logits(
+        logits, target, options.get("vocab_size"), options.get("parallel"), inplace
+    )
+    checks.check_tensor("logits", logits, optional=False)
+    check_inplace(logits, inplace)
+    return Call(function=function, rows=logits, target=target, inplace=inplace, **options, **given)
+
+
+def refuse_names(function: str, unknown: Set[str]) -> NoReturn:
+    """A TypeError for the first of some keywords that a function does not have."""
+    first = min(unknown)
+    field = function in ("linear_loss", "logits_loss") and first in FIELDS
+    # of the public function, which spells out its keywords and these
+    known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
+    hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, known)
+    raise TypeError(f"{function} has no option {first!r}{hint}")
+
+
+def check_inplace(logits: Tensor, inplace: bool) -> None:
+    if not (flag("inplace", inplace) and logits.requires_grad):
+        return
+    base = logits if logits._base is None else logits._base
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
+    checks.refuse({
+        "inplace=True overwrites logits, and these are a leaf (or a view of one); pass computed ones, or inplace=False":
+            logits.is_leaf or (base.is_leaf and base.requires_grad),
+        "inplace=True overwrites logits, and the memory of these belongs to a tensor that autograd does not see behind "
+        "them (as DTensor.to_local() gives); pass inplace=False": logits._base is not None and base.grad_fn is None,
+        "inplace=True needs logits with memory of their own, these are expanded; use inplace=False":
+            expanded and logits.numel(),
+    })  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..call.logits_call import LogitsCall
-from ..call.options import DEFAULTS, Call, Head
+from ..call.options import DEFAULTS, Call
 from ..call.run import Grads, kernel_context, on_device, prepared, run
 from ..call.spec import Spec, spec_of
 from ..call.streams import Streams
@@ -71,13 +71,14 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
     returned = signature.return_annotation
     (result,) = get_args(get_args(returned)[0] if get_origin(returned) in (Union, UnionType) else returned)
     public.__annotations__ = function.__annotations__ | {"return": result}
-    # for ``help`` and ``inspect`` the keywords of ``**options`` one by one
-    parameters, kinds = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD], Head.__annotations__
-    if len(parameters) < len(names):
-        parameters += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-            for name, default in DEFAULTS.items()
-        ]
+    # for ``help`` and ``inspect`` the keywords of ``**options``, which come last, one by one
+    *parameters, options = signature.parameters.values()
+    kinds = get_args(options.annotation)[0].__annotations__
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        for name, default in DEFAULTS.items()
+        if name in kinds
+    ]
     public.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
     return public
 

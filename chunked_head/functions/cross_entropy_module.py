@@ -1,15 +1,14 @@
 """``torch.nn.CrossEntropyLoss`` on logits that exist already."""
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from ..call.logits_call import check_inplace
-from ..call.options import Call, OptionsModule, check_options
+from ..call.options import Call, LogitsHead, OptionsModule, check_options, logits_call_of
 from ..compile.operation import IN_GRAPH, operation
 from ..core import checks
 from ..core.checks import is_dtensor
-from ..parallel.dtensor import complete, local_logits
+from ..parallel.dtensor import complete
 from ..parallel.groups import TokenParallel, VocabParallel
 from .cross_entropy import first_output, in_graph_cross_entropy, plain_loss, with_class_weights
 
@@ -86,25 +85,16 @@ def logits_cross_entropy(
     target: Tensor,  # [...] int64
     *,
     class_weights: Tensor | None,
-    ignore_index: int,
     reduction: str,
     label_smoothing: float,
     z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
     inplace: bool,
-    vocab_size: int | None,
-    parallel: VocabParallel | TokenParallel | None,
-    backend: str | None,
+    **options: Unpack[LogitsHead],
 ) -> Call[Tensor]:
     """The function of the module."""
-    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
-    checks.check_tensor("input", logits, optional=False)
-    check_inplace(logits, inplace)
-    call = Call(
-        function="CrossEntropyLoss", rows=logits, target=target, ignore_index=ignore_index, reduction=reduction,
-        softcap=softcap, logit_scale=logit_scale, inplace=inplace, vocab_size=vocab_size, parallel=parallel,
-        backend=backend, losses=plain_loss(label_smoothing, z_loss), shares_denominator=True, result=first_output,
+    call = logits_call_of(
+        "CrossEntropyLoss", logits, target, options, inplace, reduction=reduction, result=first_output,
+        losses=plain_loss(label_smoothing, z_loss), shares_denominator=True,
     )  # fmt: skip
     return with_class_weights(call, label_smoothing, z_loss, complete("weight", class_weights))
 

@@ -3,64 +3,19 @@
 import itertools
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from ..call.options import Call, Head, call_of
+from ..call.options import Call, Head, LogitsHead, call_of, logits_call_of
 from ..compile.operation import IN_GRAPH, operation
 from ..core.checks import flag
 from ..core.stats import all_at_targets
-from ..parallel.dtensor import local_logits
-from ..parallel.groups import TokenParallel, VocabParallel
 from .fields import with_candidates
 
 FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # results that are returned on demand, in order
 
 
-class PerTokenOptions(Head, total=False):
-    """Keywords of ``linear_logprobs`` but those that name its results."""
-
-    temperature: float | Tensor  # [...], indexed like the target
-    mask: Tensor | None
-    kept_ids: Tensor | None
-    kept_offsets: Tensor | None
-    kept_everywhere: bool
-    candidates: Tensor | None
-    candidate_bias: Tensor | None
-
-
-if TYPE_CHECKING:
-
-    class LogProbs(tuple[Tensor, ...]):
-        """Named tuple of the results that were asked for."""
-
-        logprobs: Tensor
-        entropy: Tensor
-        lse: Tensor
-        mean_logit: Tensor
-        log_sum_sq_probs: Tensor
-        argmax: Tensor
-        top_k_logprobs: Tensor
-        top_k_ids: Tensor
-
-
-@overload
-def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[PerTokenOptions]) -> Tensor: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    entropy: bool = False,
-    lse: bool = False,
-    argmax: bool = False,
-    top_k: int | None = None,
-    mean_logit: bool = False,
-    log_sum_sq_probs: bool = False,
-    **options: Unpack[PerTokenOptions],
-) -> "LogProbs": ...
 @operation
 def linear_logprobs(
     hidden: Tensor,  # [..., hidden]
@@ -81,7 +36,7 @@ def linear_logprobs(
     candidates: Tensor | None = None,  # [K] int64, or [..., K]
     candidate_bias: Tensor | None = None,  # of their shape
     **options: Unpack[Head],
-) -> Call[Tensor | tuple[Tensor, ...]]:
+) -> Call[Any]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
@@ -132,16 +87,23 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
-    names = output_names((entropy, lse, mean_logit, log_sum_sq_probs, argmax), top_k)
-    fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
-    call: Call[Tensor | tuple[Tensor, ...]] = call_of(
-        "linear_logprobs", hidden, weight, target, options, temperature=temperature, top_k=top_k, outputs=names,
-        batch={name: value for name, value in fields.items() if value is not None}, kept_everywhere=kept_everywhere,
-        result=lambda ran: laid_out(ran.outputs, names),
+    call = call_of(
+        "linear_logprobs", hidden, weight, target, options, temperature=temperature, top_k=top_k,
+        kept_everywhere=kept_everywhere,
+        **returned((entropy, lse, mean_logit, log_sum_sq_probs, argmax), top_k, mask, kept_ids, kept_offsets),
     )  # fmt: skip
     if candidates is not None or candidate_bias is not None:
         return with_candidates(call, candidates, candidate_bias)
     return call
+
+
+def returned(
+    flags: Sequence[bool], top_k: int | None, mask: Tensor | None, kept_ids: Tensor | None, kept_offsets: Tensor | None
+) -> dict[str, Any]:
+    """The fields of a call that say what it returns, and the batch."""
+    names, fields = output_names(flags, top_k), {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    batch = {name: value for name, value in fields.items() if value is not None}
+    return {"outputs": names, "batch": batch, "result": lambda ran: laid_out(ran.outputs, names)}
 
 
 def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
@@ -190,13 +152,7 @@ def logits_logprobs(
     kept_ids: Tensor | None = None,  # [n] int64, or [..., K]
     kept_offsets: Tensor | None = None,  # [tokens + 1] int64
     kept_everywhere: bool = False,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    shift: int = 0,
-    vocab_size: int | None = None,
-    parallel: VocabParallel | TokenParallel | None = None,
-    backend: str | None = None,
+    **options: Unpack[LogitsHead],
 ) -> Call[Any]:
     """The results of ``linear_logprobs``, from logits that exist already: for a loss of one's own, or per-token values
     of any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
@@ -205,14 +161,9 @@ def logits_logprobs(
     Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,
     parallel and backend as ``logits_loss``.
     """
-    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
-    names = output_names((entropy, lse, mean_logit, log_sum_sq_probs, argmax))
-    fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
-    return Call(
-        function="logits_logprobs", rows=logits, target=target, ignore_index=ignore_index, softcap=softcap,
-        logit_scale=logit_scale, temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size,
-        parallel=parallel, batch={name: value for name, value in fields.items() if value is not None},
-        kept_everywhere=kept_everywhere, outputs=names, result=lambda ran: laid_out(ran.outputs, names),
+    return logits_call_of(
+        "logits_logprobs", logits, target, options, temperature=temperature, kept_everywhere=kept_everywhere,
+        **returned((entropy, lse, mean_logit, log_sum_sq_probs, argmax), None, mask, kept_ids, kept_offsets),
     )  # fmt: skip
 
 

@@ -8,19 +8,15 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.logits_call import check_inplace
-from ..call.options import Call, Head, call_of
+from ..call.options import Call, Head, LogitsHead, call_of, logits_call_of
 from ..call.run import Outcome
 from ..call.streams import Streams
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..compile.recipes import TASKS
-from ..core import checks
 from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
-from ..parallel.dtensor import local_logits
-from ..parallel.groups import TokenParallel, VocabParallel
 from ..plan.plans import Plan
 from .fields import with_candidates, with_segments
 
@@ -211,15 +207,9 @@ def logits_loss(
     metrics: Sequence[Metric] = (),
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,  # or [...]
-    shift: int = 0,
     inplace: bool = False,
-    vocab_size: int | None = None,
-    parallel: VocabParallel | TokenParallel | None = None,
-    backend: str | None = None,
+    **options: Unpack[LogitsHead],
 ) -> Call[LossOutput]:
     """``linear_loss`` on logits that exist already: any sum of losses, with metrics, from one pass over the logits, and
     their gradient from one more in ``backward``. Same values and gradients as there, with
@@ -260,21 +250,16 @@ def logits_loss(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``, of tokens that count.
     """
-    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
-    checks.check_tensor("logits", logits, optional=False)
-    check_inplace(logits, inplace)
     if isinstance(batch, Mapping) and "teacher_hidden" in batch:
         raise ValueError(
             "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
             "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "
             "which holds the logits of neither"
         )
-    return Call(
-        function="logits_loss", rows=logits, target=target, losses=as_losses(loss), metrics=as_metrics(metrics),
+    return logits_call_of(
+        "logits_loss", logits, target, options, inplace, losses=as_losses(loss), metrics=as_metrics(metrics),
         batch=batch, num_segments=num_segments, kept_everywhere=kept_everywhere, reduction=reduction,
-        normalizer=normalizer, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-        temperature=temperature, shift=shift, inplace=inplace, backend=backend, vocab_size=vocab_size,
-        parallel=parallel, result=loss_output,
+        normalizer=normalizer, temperature=temperature, result=loss_output,
     )  # fmt: skip
 
 
