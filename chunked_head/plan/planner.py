@@ -348,7 +348,10 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
         tiles = sizes.vocab if best is None else (least - moved - 1) // each_tile
         if tiles < 1:
             break
-        tile = widest_tile(plan, functools.partial(needed, block))
+        narrowest = math.ceil(sizes.vocab / tiles)
+        if needed(block, narrowest) > plan.budget:
+            continue
+        tile = widest_tile(plan, functools.partial(needed, block), narrowest)
         if tile and math.ceil(sizes.vocab / tile) <= tiles:
             best, least = of_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * each_tile
     return best
@@ -364,13 +367,14 @@ def of_tile(plan: Plan, block: int, tile: int) -> Plan:
     return replace(plan, block_tokens=block, tile_columns=tile, hidden_accumulate=hidden_acc)
 
 
-def widest_tile(plan: Plan, needed: Callable[[int], int]) -> int:
-    """Columns of as many tiles as the widest that fit make, none much narrower than the others; 0 where none fits."""
+def widest_tile(plan: Plan, needed: Callable[[int], int], least: int) -> int:
+    """Columns of as many tiles as the widest that fit make, none much narrower than the others; 0 where none fits.
+    ``least``: as many as fit."""
     vocab = plan.sizes.vocab
     if plan.sizes.deterministic:
         tile = min(vocab, FIXED_TILE)
         return tile if needed(tile) <= plan.budget else 0
-    widest = largest(needed, plan.budget, vocab, TILE_MULTIPLE)
+    widest = largest(needed, plan.budget, vocab, TILE_MULTIPLE, least)
     if widest < TILE_MULTIPLE:
         return 0 if plan.sizes.fp8 and exact_blocks(vocab) else widest  # a block of exact logits lies in one tile
     columns = math.ceil(vocab / math.ceil(vocab / widest))
