@@ -74,28 +74,52 @@ class Demand(NamedTuple):
     @property
     def numbers(self) -> int:
         """Numbers of four bytes per token that all statistics are."""
-        ids = self.top + (self.pairing is not None and self.pairing.top) + 2 * self.top_k
-        return len(vector_names(self)) + ids + self.columns + self.top_k
+        each = statistics_of(self).values()
+        return sum((one.numbers or 1) * (2 if one.ids == torch.int64 else 1) for one in each)
+
+
+class Statistic(NamedTuple):
+    """A statistic of each row."""
+
+    numbers: int | None = None  # of a row, where it has so many; None: one, in a vector
+    ids: torch.dtype | None = None  # of one that holds ids; None: it is floating-point
+    sent: bool = True  # ranks send it each other
+
+
+OF_DEMAND: Cache[Demand, dict[str, Statistic]] = Cache(256)
+
+
+def statistics_of(demand: Demand) -> dict[str, Statistic]:
+    """The statistics of a demand by name, in the order of ranks' messages."""
+    return OF_DEMAND.made(demand, lambda: statistics_anew(demand))
+
+
+def statistics_anew(demand: Demand) -> dict[str, Statistic]:
+    number, local, two, pairing = Statistic(), Statistic(sent=False), len(demand.views) > 1, demand.pairing
+    wanted = [
+        (True, number, "start rest target_logit"), (True, local, "lse logprob"),
+        (demand.entropy[0], number, "entropy"), (demand.weighted_sum, number, "weighted_sum"),
+        (demand.top, number, "top"), (demand.top, Statistic(ids=torch.int32), "argmax"),
+        (two, number, "start2 rest2"), (two, local, "lse2 logprob2"), (two and demand.entropy[1], number, "entropy2"),
+        (demand.columns, Statistic(demand.columns), "column_logits"),
+        (demand.top_k, Statistic(demand.top_k), "top_k_logits"),
+        (demand.top_k, Statistic(demand.top_k, torch.int64), "top_k_ids"),
+    ]  # fmt: skip
+    if pairing is not None:
+        mixed = pairing.beta is not None
+        wanted += [
+            (True, number, "teacher_start teacher_rest"), (pairing.top, number, "teacher_top"),
+            (pairing.top, Statistic(ids=torch.int32), "teacher_argmax"), (pairing.forward_kl, local, "forward_kl"),
+            (pairing.reverse_kl, local, "reverse_kl"), (pairing.entropy, local, "teacher_entropy"),
+            (mixed, local, "kl_mixture jsd"), (pairing.tvd, local, "tvd"), (pairing.overlap, local, "overlap"),
+            (pairing.tvd or pairing.overlap, local, "below"),
+        ]  # fmt: skip
+    return {name: statistic for here, statistic, names in wanted if here for name in names.split()}
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
     """Names of the statistics that ranks send each other, in the order of the message."""
-    two, pairing = len(demand.views) > 1, demand.pairing
-    top = pairing is not None and pairing.top
-    wanted = {
-        "start": True, "rest": True, "target_logit": True, "start2": two, "rest2": two,
-        "teacher_start": pairing, "teacher_rest": pairing, "entropy": demand.entropy[0],
-        "entropy2": two and demand.entropy[1], "weighted_sum": demand.weighted_sum, "top": demand.top,
-        "argmax": demand.top, "teacher_top": top, "teacher_argmax": top, "column_logits": demand.columns,
-        "top_k_logits": demand.top_k, "top_k_ids": demand.top_k,
-    }  # fmt: skip
-    return tuple(name for name, here in wanted.items() if here)
-
-
-def numbers_sent(demand: Demand) -> int:
-    """Number of floats per row in that message."""
-    widths = {"column_logits": demand.columns, "top_k_logits": demand.top_k, "top_k_ids": demand.top_k}
-    return sum(widths.get(name, 1) for name in sent(demand))
+    return tuple(name for name, statistic in statistics_of(demand).items() if statistic.sent)
 
 
 class Vectors:
@@ -166,16 +190,10 @@ class RowStats(Vectors):
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
         # memory of their own: a graph's operator returns them, whose outputs must not share any
-        vectors = {name: empty(tokens, dtype=dtype, device=device) for name in vector_names(demand)}
-        if demand.top:
-            vectors["argmax"] = empty(tokens, dtype=torch.int32, device=device)
-        if demand.pairing is not None and demand.pairing.top:
-            vectors["teacher_argmax"] = empty(tokens, dtype=torch.int32, device=device)
-        if demand.columns:
-            vectors["column_logits"] = empty(tokens, demand.columns, dtype=dtype, device=device)
-        if demand.top_k:
-            vectors["top_k_logits"] = empty(tokens, demand.top_k, dtype=dtype, device=device)
-            vectors["top_k_ids"] = empty(tokens, demand.top_k, dtype=torch.int64, device=device)
+        vectors = {}
+        for name, (numbers, ids, _) in statistics_of(demand).items():
+            shape = (tokens,) if numbers is None else (tokens, numbers)
+            vectors[name] = empty(*shape, dtype=ids or dtype, device=device)
         return cls.of(vectors)
 
     def at(self, rows: slice) -> Self:
@@ -184,31 +202,6 @@ class RowStats(Vectors):
     def zero_(self) -> None:
         for value in self.named().values():
             value.zero_()
-
-
-NAMES: Cache[Demand, tuple[str, ...]] = Cache(256)
-
-
-def vector_names(demand: Demand) -> tuple[str, ...]:
-    """Names of the statistics that are one floating-point number per token."""
-    return NAMES.made(demand, lambda: names_of(demand))
-
-
-def names_of(demand: Demand) -> tuple[str, ...]:
-    two, pairing = len(demand.views) > 1, demand.pairing
-    wanted = {
-        "entropy": demand.entropy[0], "weighted_sum": demand.weighted_sum, "top": demand.top,
-        "lse2": two, "start2": two, "rest2": two, "logprob2": two, "entropy2": two and demand.entropy[1],
-    }  # fmt: skip
-    if pairing is not None:
-        wanted |= {
-            "teacher_start": True, "teacher_rest": True, "teacher_top": pairing.top, "forward_kl": pairing.forward_kl,
-            "reverse_kl": pairing.reverse_kl, "teacher_entropy": pairing.entropy,
-            "kl_mixture": pairing.beta is not None, "jsd": pairing.beta is not None, "tvd": pairing.tvd,
-            "below": pairing.tvd or pairing.overlap, "overlap": pairing.overlap,
-        }  # fmt: skip
-    always = ("lse", "start", "rest", "logprob", "target_logit")
-    return *always, *(name for name, here in wanted.items() if here)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ..core.checks import name
-from ..core.stats import numbers_sent
+from ..core.stats import statistics_of
 from .sizes import BYTE, HIDDEN, LOOP, LOSSES, SWEEP, WEIGHT, Buffer, MiB, Phase, Sizes, cast_rows, peak_of, phase_bytes
 
 # temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
@@ -246,7 +246,8 @@ def merged_bytes(sizes: Sizes) -> int:
     """Bytes of all ranks' statistics of a row: as they come, as fp64, and the numbers that merge their softmaxes."""
     if sizes.ranks == 1:
         return 0
-    numbers, demand = 1 + numbers_sent(sizes.demand), sizes.demand
+    demand = sizes.demand
+    numbers = 1 + sum(each.numbers or 1 for each in statistics_of(demand).values() if each.sent)
     largest = 8 * 2 * demand.top_k + 8 * demand.columns
     return sizes.ranks * (12 * numbers + 48 + largest) + 8 * numbers
 
