@@ -120,12 +120,17 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     columns = sizes.vocab + sizes.teacher_columns * sizes.teacher_made
     logits = rows * columns * sizes.dtype.itemsize
     if logits <= share:
-        return share + (sizes.vocab * sizes.hidden if sizes.fp8 == "made" else 0)
+        return share + e4m3_copy(sizes)
     # logits count as many bytes as they have in the operands' dtype, whatever the buffer keeps of them
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0
     chunk = of_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # a copy of all is no part of one
     return chunk.extra_bytes - stored + logits
+
+
+def e4m3_copy(sizes: Sizes) -> int:
+    """Bytes of a weight's copy that a call makes, of which chunks are no larger or smaller."""
+    return sizes.vocab * sizes.hidden if sizes.fp8 == "made" else 0
 
 
 def of_one_row(
@@ -318,7 +323,7 @@ def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, leas
     rows = largest(needed, budget, tokens, least=least) if needed(least) <= budget else 0
     if plan.schedule == "loss only" and not (fits_budget or plan.sizes.keeps_sweep):
         # where no logits are stored, larger chunks gain nothing
-        rows = min(rows, max(largest(needed, MODEST_SWEEP, tokens), GOOD_CHUNK))
+        rows = min(rows, max(largest(needed, MODEST_SWEEP + e4m3_copy(plan.sizes), tokens), GOOD_CHUNK))
     if rows == 0 or (plan.schedule == "forward" and plan.sizes.by_segments):
         return rows
     equal = balanced(tokens, rows)

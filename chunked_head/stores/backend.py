@@ -18,7 +18,7 @@ from ..plan.plans import Plan
 from ..plan.sizes import slices
 from . import torch_store
 from .operands import Head, Rows, TeacherHead
-from .quantised import Quantised, RoundedHead, empty_quantised, frequent_blocks, largest_of, mean_of, quantise_
+from .quantised import Quantised, RoundedHead, empty_quantised, frequent_blocks, mean_of, quantise_
 from .sets import SetStore, kept_sets
 from .store import Store
 from .torch_store import GivenLogits, TorchStore
@@ -111,7 +111,7 @@ class Backend:
     def quantised(self, weight: Tensor, mean: Tensor | None = None, dots: Tensor | None = None) -> Quantised:
         """A weight in e4m3, by one scale; in ``dots`` its products with ``mean``."""
         out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
-        self.quantise_(out, weight, largest_of(weight), mean, dots)
+        self.quantise_(out, weight, mean, dots)
         return out
 
     def rounded_head(
@@ -126,7 +126,7 @@ class Backend:
         if kept is None:
             kept = self.quantised(weight, mean, dots)
         else:
-            self.quantise_(None, weight, None, mean, dots)
+            self.quantise_(None, weight, mean, dots)
             kept = kept._replace(values=kept.values[: len(weight)])
         return RoundedHead(kept, mean, dots if bias is None else dots.add_(bias), blocks)
 

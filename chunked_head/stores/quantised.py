@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.private import breaks_graph
 from ..kernels.common.gpus import GPUS
-from ..kernels.common.tiles import EXACT_BLOCK, LARGEST_E4M3, LEAST_SCALE, Quantised, cdiv, exact_blocks
+from ..kernels.common.tiles import EXACT_BLOCK, LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv, exact_blocks
 from ..plan.sizes import cast_rows, slices
 
 SAMPLED = 256  # rows of hidden states, of which the mean is made
@@ -112,12 +112,6 @@ def version_of(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def largest_of(matrix: Tensor) -> Tensor:
-    """[] the largest absolute number, nan where one is nan. It gives all rows one scale: the range of e4m3, 2^18, is
-    more than what rows of a head differ by."""
-    return torch.linalg.vector_norm(matrix, math.inf)
-
-
 def mean_of(hidden: Tensor, target: Tensor) -> Tensor:
     """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths: so none decides it by
     its size, nor what is not finite. Any vector would do, and one of bf16's bits."""
@@ -136,32 +130,38 @@ def frequent_blocks(target: Tensor, vocab: int) -> Tensor:
         return torch.empty(0, dtype=torch.int32, device=target.device)
     at = torch.div(target, EXACT_BLOCK, rounding_mode="floor").clamp_(-1, blocks).add_(1)
     counts = target.new_zeros(blocks + 2).scatter_add_(0, at, torch.ones_like(at))
-    return counts[1:-1].topk(count).indices.int()
+    return counts[1:-1].sort(descending=True, stable=True).indices[:count].int()  # sooner than a topk
 
 
-def quantise_(
-    out: Quantised | None,
-    matrix: Tensor,
-    largest: Tensor | None = None,
-    mean: Tensor | None = None,
-    dots: Tensor | None = None,
-) -> None:
+def quantise_(out: Quantised | None, matrix: Tensor, mean: Tensor | None = None, dots: Tensor | None = None) -> None:
     """Operations of torch in the place of ``kernels.statistics.launch.quantise``."""
-    if mean is not None:
-        if dots is None:
-            matrix = matrix.float() - mean
-        else:
-            for part in slices(len(matrix), cast_rows(matrix.shape[1])):
-                torch.mv(matrix[part].float(), mean, out=dots[part])
-    if out is None:
-        return
-    found = (matrix.abs().amax(1, keepdim=True) if largest is None else largest).float()
-    scale = (found / LARGEST_E4M3).clamp(min=LEAST_SCALE) + found * 0.0
+    each_row = out is None or out.scale.dim() == 1
+    divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
     squares = torch.zeros(2, len(matrix), device=matrix.device)
     for part in slices(len(matrix), cast_rows(matrix.shape[1])):
-        exact = matrix[part].float() * (1.0 / (scale if largest is not None else scale[part]))  # not in its place
+        exact = matrix[part].float()
+        if mean is not None and dots is not None:
+            torch.mv(exact, mean, out=dots[part])
+        elif mean is not None:
+            exact = exact - mean
+        if out is None:
+            continue
+        if each_row:
+            largest = exact.abs().amax(1)
+            out.scale[part] = divisor = (largest / LARGEST_E4M3).clamp(min=LEAST_SCALE) + largest * 0.0
+        exact = exact * torch.reciprocal(divisor).unsqueeze(-1)
         out.values[part] = exact.to(torch.float8_e4m3fn)
-        squares[0, part] += exact.square_().sum(1)
-        squares[1, part] += exact.copy_(out.values[part]).square_().sum(1)
-    before, after = (squares if largest is None else squares.sum(1)) + 1.0  # of zeros
-    torch.mul(scale.squeeze(-1) if largest is None else scale, (before / after).sqrt_(), out=out.scale)
+        squares[0, part] = exact.square_().sum(1)
+        squares[1, part] = exact.copy_(out.values[part]).square_().sum(1)
+    if out is not None:
+        before, after = (squares if each_row else squares.sum(1)) + 1.0  # of zeros
+        torch.mul(out.scale if each_row else divisor, (before / after).sqrt_(), out=out.scale)
+
+
+def divisor_of(weight: Tensor) -> Tensor:
+    """[] a power of 2 by which a weight is divided: so that a few of its rows have root mean squares of 2 to 4, or by
+    more, where its largest number would be over e4m3's."""
+    some = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
+    logs = 0.5 * some.square().mean(1).clamp(min=LEAST_SCALE).log2()
+    divisor, largest = torch.exp2(logs.mean().floor() - 1.0), torch.linalg.vector_norm(weight, math.inf)
+    return divisor * (largest / divisor / LARGEST_E4M3).clamp(min=1.0).log2().ceil().exp2()

@@ -28,12 +28,13 @@ PRODUCT_ROWS = 128  # the most rows of logits' gradients that a product for dwei
 
 
 LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # a scale has an inverse, whatever it is of
+SAMPLED_ROWS = 4  # of a weight, which tell how large its numbers are
 EXACT_BLOCK = 256  # ids side by side whose logits are exact among those of e4m3; tiles' columns divide it
-IDS_PER_BLOCK = 16384  # of as many ids one block is, which takes a thirtieth of the others' time
+IDS_PER_BLOCK, MOST_BLOCKS = 2048, 8  # in chunks of 2048 rows 8 take one turn of the multiprocessors
 
 
 def exact_blocks(vocab: int) -> int:
-    return vocab // IDS_PER_BLOCK + (vocab >= IDS_PER_BLOCK // 2)
+    return min(vocab // IDS_PER_BLOCK, MOST_BLOCKS)
 
 
 class Quantised(NamedTuple):

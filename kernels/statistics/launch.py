@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..common.gpus import programs_of
+from ..common.gpus import multiprocessors_of, programs_of
 from ..common.operands import Strips, even, matrix, mixture, row_stride, strip_stride, with_scale
 from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Outputs, Stored, Transform
 from ..common.tiles import EXACT_BLOCK, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
@@ -12,7 +12,7 @@ from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
 from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
-from .quantise import quantise_kernel
+from .quantise import quantise_kernel, sum_parts_kernel
 from .row_stats import pair_stats_kernel, row_stats_kernel
 
 MOST_PARTS = 4  # that sum_rows_kernel takes
@@ -95,25 +95,31 @@ def sum_rows(
 def quantise(
     out: Quantised | None,
     matrix: torch.Tensor,
-    largest: torch.Tensor | None = None,
     mean: torch.Tensor | None = None,
     dots: torch.Tensor | None = None,
 ) -> None:
-    """Rounds a contiguous matrix: each row by its own scale, or all by that of ``largest`` [], their largest number.
-    ``mean`` [columns] fp32 is taken out of the rows before; or with ``dots`` [rows] fp32 its products with them are
-    left there, for no ``out`` these alone."""
+    """Rounds a contiguous matrix, by a scale for each row or one for all. ``mean`` [columns] fp32 is taken out of the
+    rows before; or with ``dots`` [rows] fp32 its products with them are left there, for no ``out`` these alone."""
     rows, columns = matrix.shape
-    values, made = (None, None) if out is None else out
-    if largest is not None:
-        made = torch.empty(3, rows, dtype=torch.float32, device=matrix.device)
-    quantise_kernel[(rows,)](
-        values, made, dots, matrix, largest, mean, rows, columns, BLOCK=power_of_2(columns),
-        num_warps=4 if columns <= 4096 else 8,
-    )  # fmt: skip
-    if largest is not None:
-        assert out is not None and made is not None
-        before, after = made[1:].sum(1).add_(1.0)  # of zeros
-        torch.mul(made[0, 0], (before / after).sqrt_(), out=out.scale)
+    values, scale = (None, None) if out is None else out
+    block, warps = power_of_2(columns), 4 if columns <= 2048 else 8
+    each_row = scale is not None and scale.dim() == 1
+    at_once = 1 if each_row else cdiv(2048 * warps, block)  # 64 numbers a thread
+    programs = cdiv(rows, at_once) if each_row else min(cdiv(rows, at_once), 4 * multiprocessors_of(matrix.device))
+
+    def launch(scale: torch.Tensor | None, parts: torch.Tensor | None, divisor: torch.Tensor | None) -> None:
+        quantise_kernel[(programs,)](
+            values, scale, parts, dots, matrix, divisor, mean, rows, columns,
+            ROWS=at_once, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+
+    if scale is None or each_row:
+        launch(scale, None, None)
+        return
+    parts, again = matrix.new_empty(4, programs, dtype=torch.float32), torch.empty_like(scale)
+    for divisor in (None, again):
+        launch(None, parts, divisor)
+        sum_parts_kernel[(1,)](scale, again, parts, programs, BLOCK=power_of_2(programs), num_warps=4)
 
 
 def exp_logits(

@@ -1,10 +1,14 @@
-"""Matrices in e4m3: ``out = matrix / s`` rounded, ``s = largest / 448`` of a row or of all rows; what belongs to it is
+"""Matrices in e4m3: ``out = matrix / s`` rounded; what belongs to it is
 
     scale = s sqrt(sum (matrix / s)^2 / sum out^2)
 
-of the same rows. Rounding to the nearest makes a row longer or shorter by up to 4e-3, by where ``largest`` happens to
+of the same rows. Rounding to the nearest makes a row longer or shorter by up to 4e-3, by where its numbers happen to
 lie, and all its logits with it: log-probabilities of flat heads were off by 1.5e-2 nats, each token's by as much. So
 lengths stay.
+
+Rows of hidden states have each ``s = largest / 448``. A weight has one ``s`` and is read once: a power of 2 that a few
+of its rows tell, with room for numbers of a hundred times their root mean square. Where that is too little, which the
+sums' kernel sees, it is rounded again.
 """
 
 import triton
@@ -15,6 +19,7 @@ from ..common.blocks import INTERPRETED
 from ..common.launcher import kernel
 
 LARGEST, LEAST = tl.constexpr(tiles.LARGEST_E4M3), tl.constexpr(tiles.LEAST_SCALE)
+SAMPLED_ROWS = tl.constexpr(tiles.SAMPLED_ROWS)
 
 
 @triton.jit
@@ -24,6 +29,7 @@ def to_e4m3(x):
         exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 2.0**-6))), -6.0)
         unit = tl.exp2(exponent - 3.0)
         x = ((x / unit + 12582912.0) - 12582912.0) * unit
+        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     return x.to(tl.float8e4nv)
 
 
@@ -31,43 +37,94 @@ def to_e4m3(x):
 def quantise_kernel(
     # outputs
     out_ptr,  # [rows, columns] e4m3 contiguous; None where only ``dots`` are wanted
-    scale_ptr,  # [rows] fp32; or with ``largest_ptr`` [3, rows]: what was divided by, and both sums of squares
+    scale_ptr,  # [rows] fp32, each row's; or None
+    parts_ptr,  # [4, programs] fp32: s, and of matrix / s the largest number and both sums of squares; or None
     dots_ptr,  # [rows] fp32: each row times ``mean``; or None, and the mean is taken out of the rows
     # inputs
     matrix_ptr,  # [rows, columns] contiguous
-    largest_ptr,  # [] of the whole matrix, or None for each row's own
+    divisor_ptr,  # [] fp32: s, or 0 where nothing is left to do; None for what some rows tell
     mean_ptr,  # [columns] fp32 or None
     # sizes
     rows,
     columns,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # all columns
 ):
-    """A row; its scale is nan where a number in it is not finite."""
-    row = tl.program_id(0).to(tl.int64)
+    """Some rows at a time; a scale is nan where a number of its rows is not finite."""
+    program = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
-    x = tl.load(matrix_ptr + row * columns + offs, mask=offs < columns, other=0.0).to(tl.float32)
+    in_columns, end = offs < columns, rows
+    if parts_ptr is not None:
+        if divisor_ptr is not None:
+            divisor = tl.load(divisor_ptr)
+            end = tl.where(divisor == 0.0, 0, rows)
+        else:
+            logs = 0.0
+            for i in tl.static_range(SAMPLED_ROWS):
+                row = matrix_ptr + tl.cast(rows, tl.int64) * i // SAMPLED_ROWS * columns
+                one = tl.load(row + offs, mask=in_columns, other=0.0).to(tl.float32)
+                logs += 0.5 * tl.log2(tl.maximum(tl.sum(one * one, 0) / columns, LEAST))
+            divisor = tl.exp2(tl.floor(logs / SAMPLED_ROWS) - 1.0)
     if mean_ptr is not None:
-        mean = tl.load(mean_ptr + offs, mask=offs < columns, other=0.0)
-        if dots_ptr is not None:
-            tl.store(dots_ptr + row, tl.sum(x * mean, 0))
-        else:
-            x -= mean
-    if out_ptr is not None:
-        if largest_ptr is not None:
-            largest = tl.load(largest_ptr).to(tl.float32)
-            finite = largest * 0.0
-        else:
-            largest = tl.max(tl.abs(x), 0)
-            finite = tl.sum(x * 0.0, 0)
-        scale = tl.maximum(tl.div_rn(largest, LARGEST), LEAST) + finite
-        x = x * tl.div_rn(1.0, scale)
-        e4m3 = to_e4m3(x)
-        tl.store(out_ptr + row * columns + offs, e4m3, mask=offs < columns)
-        rounded = e4m3.to(tl.float32)
-        before, after = tl.sum(x * x, 0), tl.sum(rounded * rounded, 0)
-        if largest_ptr is not None:
-            tl.store(scale_ptr + row, scale)
-            tl.store(scale_ptr + rows + row, before)
-            tl.store(scale_ptr + 2 * rows + row, after)
-        else:
-            tl.store(scale_ptr + row, scale * tl.sqrt_rn(tl.div_rn(before + 1.0, after + 1.0)))
+        mean = tl.load(mean_ptr + offs, mask=in_columns, other=0.0)[None, :]
+    largest = tl.zeros((ROWS,), dtype=tl.float32)
+    before = tl.zeros((ROWS,), dtype=tl.float32)
+    after = tl.zeros((ROWS,), dtype=tl.float32)
+    for start in range(program * ROWS, end, tl.num_programs(0) * ROWS):
+        offs_row = start + tl.arange(0, ROWS)
+        in_rows = offs_row < rows
+        mask = in_rows[:, None] & in_columns[None, :]
+        at = offs_row.to(tl.int64)[:, None] * columns + offs[None, :]
+        x = tl.load(matrix_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if mean_ptr is not None:
+            if dots_ptr is not None:
+                tl.store(dots_ptr + offs_row, tl.sum(x * mean, 1), mask=in_rows)
+            else:
+                x -= mean
+        if out_ptr is not None:
+            if scale_ptr is not None:
+                of_row = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), LEAST) + tl.sum(x * 0.0, 1)
+                x *= tl.div_rn(1.0, of_row)[:, None]
+            else:
+                x *= tl.div_rn(1.0, divisor)
+                largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+            e4m3 = to_e4m3(x)
+            tl.store(out_ptr + at, e4m3, mask=mask)
+            rounded = e4m3.to(tl.float32)
+            squares, kept = tl.sum(x * x, 1), tl.sum(rounded * rounded, 1)
+            if scale_ptr is not None:
+                scale = of_row * tl.sqrt_rn(tl.div_rn(squares + 1.0, kept + 1.0))
+                tl.store(scale_ptr + offs_row, scale, mask=in_rows)
+            else:
+                before += squares
+                after += kept
+    if parts_ptr is not None:
+        part, programs = parts_ptr + program, tl.num_programs(0)
+        tl.store(part, divisor, mask=end > 0)
+        tl.store(part + programs, tl.max(largest, 0), mask=end > 0)
+        tl.store(part + 2 * programs, tl.sum(before, 0), mask=end > 0)
+        tl.store(part + 3 * programs, tl.sum(after, 0), mask=end > 0)
+
+
+@kernel
+def sum_parts_kernel(
+    # outputs
+    scale_ptr,  # [] fp32
+    divisor_ptr,  # [] fp32: one that makes room for all numbers, 0 where they had it
+    # inputs
+    parts_ptr,  # [4, programs] fp32
+    # sizes
+    programs,
+    BLOCK: tl.constexpr,  # all programs
+):
+    """The scale of a matrix that programs have rounded."""
+    offs = tl.arange(0, BLOCK)
+    at, mask = parts_ptr + offs, offs < programs
+    divisor = tl.load(parts_ptr)
+    largest = tl.max(tl.load(at + programs, mask=mask, other=0.0), 0)
+    before = tl.sum(tl.load(at + 2 * programs, mask=mask, other=0.0), 0)
+    after = tl.sum(tl.load(at + 3 * programs, mask=mask, other=0.0), 0)
+    scale = divisor * tl.sqrt_rn(tl.div_rn(before + 1.0, after + 1.0)) + before * 0.0
+    tl.store(scale_ptr, scale)
+    room = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest / LARGEST, 1.0))))
+    tl.store(divisor_ptr, tl.where(largest > LARGEST, divisor * room, 0.0))

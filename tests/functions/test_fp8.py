@@ -32,7 +32,7 @@ from chunked_head import (
 )
 from chunked_head.call.spec import SPECS
 from chunked_head.stores import quantised
-from chunked_head.stores.quantised import empty_quantised, largest_of, quantise_
+from chunked_head.stores.quantised import empty_quantised, quantise_
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def all_rows_make_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 def rounded(matrix: Tensor, each_row: bool) -> tuple[Tensor, Tensor]:
     """The numbers of a matrix in e4m3, and their scale, in float64."""
     out = empty_quantised(*matrix.shape, matrix.device, each_row)
-    quantise_(out, matrix, None if each_row else largest_of(matrix))
+    quantise_(out, matrix)
     return out.values.double(), (out.scale[:, None] if each_row else out.scale).double()
 
 
@@ -82,8 +82,8 @@ def e4m3_logits(hidden: Tensor, weight: Tensor, target: Tensor, hopper: bool = F
 
 def fp8_logits(dtype: torch.dtype, target: Tensor, hopper: bool) -> Callable[..., Tensor]:
     """``oracle.logits`` by ``e4m3_logits``, whose gradient goes to the operands as they are; those of no target are
-    exact. ``hopper``: sums are those of its tensor cores in any dtype, the truth's too: on the mean they lie nearer to 0
-    than exact ones, by more than all else that a loss errs by."""
+    exact. ``hopper``: sums are those of its tensor cores in any dtype, the truth's too: on the mean they lie nearer to
+    0 than exact ones, by more than all else that a loss errs by."""
 
     def logits(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None
@@ -147,7 +147,7 @@ def test_blocks_of_frequent_ids(
     place: Place, options: dict[str, Any], budget: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Have exact logits, where gradients are made at once and by tiles of the vocabulary."""
-    monkeypatch.setattr(tiles, "IDS_PER_BLOCK", 1024)
+    monkeypatch.setattr(tiles, "IDS_PER_BLOCK", 512)
     case = Case("blocks", (40,), 64, 1100, options, {} if budget is None else {"memory_budget": budget})
     inputs = case.inputs(dtype, place.device)
     inputs.target[::2] = inputs.target[::2].clamp(min=-100, max=10)  # half of the tokens are in the first block

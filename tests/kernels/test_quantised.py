@@ -11,7 +11,7 @@ from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
-from chunked_head.stores.quantised import empty_quantised, largest_of, quantise_
+from chunked_head.stores.quantised import empty_quantised, quantise_
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 SIZES = [(70, 203, 80), (17, 40, 48), (33, 136, 112)]  # rows, vocab, hidden
@@ -19,7 +19,7 @@ SIZES = [(70, 203, 80), (17, 40, 48), (33, 136, 112)]  # rows, vocab, hidden
 
 def quantised(matrix: torch.Tensor, each_row: bool, in_torch: bool = False) -> Quantised:
     out = empty_quantised(*matrix.shape, matrix.device, each_row)
-    (quantise_ if in_torch else statistics.quantise)(out, matrix, None if each_row else largest_of(matrix))
+    (quantise_ if in_torch else statistics.quantise)(out, matrix)
     return out
 
 
@@ -41,6 +41,20 @@ def test_rounds_as_torch_does(place: Place, each_row: bool, columns: int) -> Non
     assert ((wide - exact).abs() <= (2.0**-4 + 0.02) * exact.abs() + 1.02 * 2.0**-10 * scale).all()
     lengths = [(t.norm(dim=1) if each_row else t.norm()) for t in (wide, exact)]
     torch.testing.assert_close(*lengths, rtol=1e-5, atol=1e-30)
+
+
+@crossed(place=PLACES, sampled=[0.0, 1e-3, 1.0], few=[1.0, 3e4])
+def test_a_weight_of_unlike_rows(place: Place, sampled: float, few: float) -> None:
+    """Has room for all numbers, whatever the rows are that tell its scale."""
+    matrix = torch.randn(400, 32, generator=torch.Generator().manual_seed(1))
+    matrix[::100] *= sampled
+    matrix[17, 3] = few
+    matrix = matrix.to(place.device, torch.bfloat16)
+    found, expected = quantised(matrix, False), quantised(matrix.cpu(), False, in_torch=True)
+    assert torch.equal(found.values.float().cpu(), expected.values.float())
+    torch.testing.assert_close(found.scale.cpu(), expected.scale, rtol=1e-6, atol=0.0)
+    wide, exact = found.values.double() * found.scale, matrix.double()
+    assert ((wide - exact).abs() <= 2.0**-4 * exact.abs() + few * 1e-4 + 1e-2).all()
 
 
 @pytest.mark.parametrize("place", PLACES)
