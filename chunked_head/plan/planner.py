@@ -19,6 +19,7 @@ from .plans import MAX_HALF_CHUNKS, Plan, Schedule, needed_by
 from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
+FEW_HALF_CHUNKS = 4  # over which sums in 16 bits come before an fp32 accumulator, whose passes take 4 % of a call
 MODEST_SWEEP = 60 * MiB
 SLACK = 1.25  # by how much chunks that end where segments do may be larger than equal ones in the default budget
 TILE_MULTIPLE = 256  # columns of the widest tile of the logits matmul: the rest of a narrower one is computed in vain
@@ -207,13 +208,14 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
         yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
-        # A 16-bit gradient of the weight: in one product, in an fp32 accumulator, in few sums of 16 bits, in an fp32
-        # accumulator besides the default budget, or by recomputing. Unscaled sums over tokens can pass fp16's 65504.
+        # A 16-bit gradient of the weight: in one product or few sums of 16 bits, in an fp32 accumulator, in some more
+        # sums of 16 bits, in an fp32 accumulator besides the default budget, or by recomputing. Unscaled sums over
+        # tokens can pass fp16's 65504.
         may_own = weight_dtype != torch.float16 and sizes.sums_into(weight_dtype) and wanted in (None, weight_dtype)
         may_wide = wanted in (None, torch.float32)
         least = -(-tokens // MAX_HALF_CHUNKS)
         if may_own:
-            yield from forward(sizes, request, weight_dtype, tokens)
+            yield from forward(sizes, request, weight_dtype, -(-tokens // FEW_HALF_CHUNKS))
         if may_wide:
             yield from forward(sizes, request, torch.float32, 1 if named else GOOD_CHUNK)
         if may_own:

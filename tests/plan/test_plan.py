@@ -109,6 +109,13 @@ def test_small_budget_recomputes() -> None:
     assert exact.extra_bytes <= 300 * MiB
 
 
+@pytest.mark.parametrize(("tokens", "chunks", "accumulate"), [(8192, 2, torch.bfloat16), (65536, 16, torch.float32)])
+def test_few_sums_in_16_bits_come_before_an_accumulator(tokens: int, chunks: int, accumulate: torch.dtype) -> None:
+    made = plan(tokens, hidden=768, vocab=50304, dtype=torch.bfloat16, device="sm_90")
+    assert (made.chunks, made.weight_accumulate) == (chunks, accumulate)
+    assert made.weight_error is not None and made.weight_error < 2.2e-3
+
+
 def test_autocast_names_the_cast_weight() -> None:
     made = plan(8192, **LLAMA, hidden_dtype=torch.float32, weight_dtype=torch.float32)
     (cast,) = (buffer for buffer in made.buffers if buffer.kind == "cast")
