@@ -169,14 +169,28 @@ def test_inductor() -> None:
         assert (parameter.grad - theirs.grads[name]).norm() <= 3e-2 * theirs.grads[name].norm()
 
 
-def test_ids_that_are_filled_in_a_graph_are_refused() -> None:
+def fill(logits: Any) -> None:
+    logits[..., torch.tensor([2, 5])] = -1e9
+
+
+def augment(logits: Any) -> None:
+    logits /= 2.0
+
+
+@pytest.mark.parametrize(("write", "name"), [
+    (fill, "__setitem__"), (augment, "__itruediv__"), (lambda logits: logits.mul_(2.0), "mul_"),
+    (lambda logits: logits.masked_fill_(torch.arange(97) > 9, -1e9), "masked_fill_"), (torch.relu_, "relu_"),
+])  # fmt: skip
+def test_logits_that_are_written_to_in_a_graph_are_refused(write: Any, name: str) -> None:
+    """What is written would reach a copy."""
+
     def loss(model: Any) -> torch.Tensor:
         logits = model(input_ids=tokens()["input_ids"]).logits
-        logits[..., torch.tensor([2, 5])] = -1e9
+        write(logits)
         return logits.logsumexp(-1).mean()
 
     model = patch_model(tiny_models.llama(), when="training")
-    with pytest.raises(RuntimeError, match=r"__setitem__ on lazy logits inside of torch\.compile is not supported"):
+    with pytest.raises(RuntimeError, match=rf"{name} on lazy logits inside of torch\.compile is not supported"):
         torch.compile(loss, backend="eager")(model)
 
 

@@ -15,7 +15,7 @@ from ...core.checks import is_dtensor
 from .fused import LOG_SOFTMAX, STATISTICS, Read, Rows, cross_entropy, log_softmax, nll_loss, outputs_of
 from .source import changed, version
 from .virtual import COPIES as PLAIN_COPIES
-from .virtual import IN_PLACE, OPERATORS, VIEWS, Virtual, picks
+from .virtual import OPERATORS, VIEWS, Virtual, picks
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
@@ -138,12 +138,6 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
         return RESULTS[name](virtual, *rest, **kwargs)
     if name in STATISTICS:
         return STATISTICS[name](virtual, first.rows_for, *rest, **kwargs)
-    if name in IN_PLACE:
-        found = IN_PLACE[name](virtual, *rest, **kwargs)
-        if found is NotImplemented:
-            return found
-        first._virtual, first._rows = found, None
-        return first
     found = (COPIES.get(name) or VIEWS[name])(virtual, *rest, **kwargs)
     if found is NotImplemented:
         return found
@@ -157,11 +151,15 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     return iter(parts) if name == "__iter__" else parts
 
 
+def writes(name: str) -> bool:
+    """True for the name of a function that writes to its tensor."""
+    return name in WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
 def refuse(logits: LazyLogits, function: Any) -> None:
     """Raises for a write that would not reach views of lazy logits, and where their gradient is waited for."""
     name = named(function)
-    writes = name in WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-    if writes and sum(one() is not None for one in logits._family) > 1:
+    if writes(name) and sum(one() is not None for one in logits._family) > 1:
         raise RuntimeError(
             f"{name} on lazy logits that other tensors are views of is not supported: call it on logits.materialise(), "
             "or leave the model unpatched"
@@ -191,8 +189,7 @@ def computed(value: Any, what: str) -> Any:
             value._virtual.source.patch.materialises(what)
         return value.materialise()
     if isinstance(value, TracedLogits):
-        value._virtual.source.patch.materialises(what)
-        return value.materialise()
+        return value.computed(what)
     if isinstance(value, (tuple, list)):
         return type(value)([computed(part, what) for part in value])
     if isinstance(value, dict):
@@ -238,7 +235,7 @@ def named(function: Any) -> str:
 
 def by_function() -> dict[Any, str]:
     """Every function of torch that means one of the operations, and which."""
-    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, *STATISTICS, *RESULTS)} | OPERATORS
+    names = {name: name for name in (*COPIES, *VIEWS, *STATISTICS, *RESULTS)} | OPERATORS
     found: dict[Any, str] = {}
     for name, meaning in names.items():
         for owner in (Tensor, torch, F):
@@ -268,7 +265,6 @@ class TracedLogits:
 
     def __init__(self, virtual: Virtual):
         self._virtual = virtual
-        self._viewed = False  # another shares what would be its memory
 
     @property
     def shape(self) -> torch.Size:
@@ -297,9 +293,16 @@ class TracedLogits:
         return self._virtual.source.real(self._virtual)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_virtual", "_viewed"):
+        if name.startswith("__") or name == "_virtual":
             raise AttributeError(name)
-        return getattr(computed(self, name), name)
+        return getattr(self.computed(name), name)
+
+    def computed(self, what: str) -> Tensor:
+        """The logits, for what only reads them: what is written to them would reach a copy."""
+        if writes(what):
+            raise RuntimeError(f"{what} on lazy logits inside of torch.compile is not supported; unpatch the model")
+        self._virtual.source.patch.materialises(what)
+        return self.materialise()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -319,23 +322,11 @@ class TracedLogits:
 
 def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor's method of lazy logits."""
-    operation = (IN_PLACE | PLAIN_COPIES | VIEWS).get(name)
+    operation = (PLAIN_COPIES | VIEWS).get(name)
     found = NotImplemented if operation is None else operation(logits._virtual, *args, **kwargs)
-    if name in IN_PLACE or name == "__setitem__":
-        if found is NotImplemented or logits._viewed:
-            raise RuntimeError(f"{name} on lazy logits inside of torch.compile is not supported; unpatch the model")
-        logits._virtual = found
-        return logits
     if found is NotImplemented:
-        return getattr(computed(logits, name), name)(*args, **kwargs)
-    if found is logits._virtual and name != "clone":
-        return logits  # as a tensor's cast to its own dtype is the tensor
-    made = TracedLogits(found) if isinstance(found, Virtual) else tuple([TracedLogits(part) for part in found])
-    if name in VIEWS and not (name == "__getitem__" and picks(args[0])):
-        logits._viewed = True
-        for one in made if isinstance(made, tuple) else (made,):
-            one._viewed = True
-    return made
+        return getattr(logits.computed(name), name)(*args, **kwargs)
+    return TracedLogits(found) if isinstance(found, Virtual) else tuple([TracedLogits(part) for part in found])
 
 
 def method(name: str) -> Callable[..., Any]:
@@ -345,6 +336,6 @@ def method(name: str) -> Callable[..., Any]:
     return called
 
 
-for _name in (*PLAIN_COPIES, *VIEWS, *IN_PLACE, *OPERATORS, "__setitem__"):
-    if _name != "__iter__" and OPERATORS.get(_name) not in IN_PLACE:
+for _name in (*PLAIN_COPIES, *VIEWS, *OPERATORS, *WRITING):
+    if _name != "__iter__":
         setattr(TracedLogits, _name, method(OPERATORS.get(_name, _name)))

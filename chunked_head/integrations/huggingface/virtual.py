@@ -259,11 +259,7 @@ VIEWS: dict[str, Callable[..., Any]] = {
     "unbind": by_rows("unbind", "dim", dim=0), "__iter__": by_rows("unbind", "dim", dim=0),
     "select": by_rows("select", "dim", "index"),
 }  # fmt: skip
-IN_PLACE: dict[str, Callable[..., Any]] = {
-    "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": step("tanh"), "add_": add,
-}  # fmt: skip
-OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add",
-             "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}  # fmt: skip
+OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
 
 
 @dataclass(frozen=True)
