@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 NAMES = (
-    "demo", "framework_steps", "frameworks", "head", "host", "losses", "memory", "model_curves", "models",
+    "demo", "fp8", "framework_steps", "frameworks", "head", "host", "losses", "memory", "model_curves", "models",
     "numbers", "parallel", "report", "sitting", "speed",
 )  # fmt: skip
 
