@@ -3,7 +3,6 @@
 Of descriptors Triton checks each anew: those of one address and form are one.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -71,11 +70,6 @@ class Strips(NamedTuple):
 def with_scale(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A matrix as it lies in memory, and its scale; None for 1."""
     return matrix if isinstance(matrix, Quantised) else (matrix, None)
-
-
-def mixture(beta: float | None) -> tuple[float | None, float | None]:
-    """Logarithms of the shares ``beta`` and ``1 - beta`` of two softmaxes; None where nothing mixes them."""
-    return (None, None) if beta is None else (math.log(beta), math.log1p(-beta))
 
 
 KEPT: Cache[tuple, TensorDescriptor] = Cache(4096)

@@ -75,12 +75,11 @@ def part_below(
 def log_mixture(
     log_a,  # log-probabilities
     log_b,
-    log_share_a,  # logarithms of the shares, which add up to 1
-    log_share_b,
+    share_a,  # in (0, 1)
 ):
-    """``log(share_a exp(log_a) + share_b exp(log_b))``, -inf where both are."""
-    a = log_a + log_share_a
-    b = log_b + log_share_b
+    """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``, -inf where both are."""
+    a = log_a + tl.log2(share_a) * ln_2
+    b = log_b + tl.log2(1.0 - share_a) * ln_2
     largest = tl.maximum(a, b)
     offset = tl.where(largest == float("-inf"), 0.0, largest)
     return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2

@@ -84,7 +84,7 @@ def store_gradient(
         grad = logits_gradient(
             x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
             start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
-            columns2 if SPECIAL else None, None, None, None, False, True,
+            columns2 if SPECIAL else None, None, None, False, True,
         )  # fmt: skip
         # selection, whatever stands in a row that does not count
         grad = to_type_of(dlogits, tl.where(counts[:, None], grad, 0.0))

@@ -49,8 +49,7 @@ def add_teacher_terms(
     tau,
     theta,
     below,
-    log_beta,  # of the shares of a mixture; None without one
-    log_rest,
+    share,  # of the teacher in a mixture; None without one
     tie,
 ):
     """``grad`` and the second line of the identity."""
@@ -60,7 +59,7 @@ def add_teacher_terms(
     if rho is not None:
         grad -= tl.where(p != 0.0, rho * p * tl.where(log_q < LOG_FLOOR, LOG_FLOOR, log_q), 0.0)
     if tau is not None:
-        grad += tl.where(p != 0.0, tau * p * (log_p - log_mixture(log_q, log_p, log_beta, log_rest)), 0.0)
+        grad += tl.where(p != 0.0, tau * p * (log_p - log_mixture(log_q, log_p, share)), 0.0)
     if theta is not None:
         # the sign of a column above 2/3 follows from the sum: where a sure student and a sure teacher nearly agree, the
         # sum and the column would else see different signs, and differ by all of p instead of by the rest of the row
@@ -122,8 +121,7 @@ def logits_gradient(
     row_scale,
     ratio2,
     columns2,  # that the second softmax is over; None for all
-    log_beta,  # of a mixture's shares, the teacher's first; None without one
-    log_rest,
+    share,  # of the teacher in a mixture; None without one
     tie,  # relative difference of probabilities that count as equal, or None
     SECOND: tl.constexpr,  # p of the teacher's terms is of the second temperature
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
@@ -163,5 +161,5 @@ def logits_gradient(
         grad -= kappa if omega is None else kappa * omega
     if log_q is not None:
         of_student = log_p2 if SECOND else log_p
-        grad = add_teacher_terms(grad, of_student, log_q, gamma, rho, tau, theta, below, log_beta, log_rest, tie)
+        grad = add_teacher_terms(grad, of_student, log_q, gamma, rho, tau, theta, below, share, tie)
     return grad * transform_derivative(x, logit_scale, softcap, row_scale)

@@ -3,7 +3,7 @@
 import torch
 
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
-from ..common.operands import Strips, even, matrix, mixture, row_stride, strip_stride, with_scale
+from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
 from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, TeacherTerms, Terms, Transform
 from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
 from .grad_logits import grad_logits_kernel
@@ -18,10 +18,10 @@ def row_programs(columns: int) -> int:
 def teacher_arguments(teacher_terms: TeacherTerms | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
     """A teacher as the kernels take it: tensors, columns and stride, numbers, constants; None for none."""
     if teacher_terms is None:
-        return (None,) * 10, (0, 0), (*PLAIN, *mixture(None), None), {"SECOND": False}
+        return (None,) * 10, (0, 0), (*PLAIN, None, None), {"SECOND": False}
     side = teacher_terms.stored
     tensors = (side.logits, side.offset, side.bias, *teacher_terms[1:3], *teacher_terms[5:10])
-    scalars = *side.transform, *mixture(teacher_terms.beta), teacher_terms.tie
+    scalars = *side.transform, teacher_terms.beta, teacher_terms.tie
     return tensors, (teacher_terms.columns, side.logits.stride(0)), scalars, {"SECOND": teacher_terms.second}
 
 

@@ -91,8 +91,7 @@ def row_grad_kernel(
     teacher_scale,
     teacher_softcap,
     teacher_row_scale_ptr,
-    log_beta,  # of a mixture's shares, the teacher's first; float or None without one
-    log_rest,
+    share,  # of the teacher in a mixture; float or None without one
     tie,  # relative difference of probabilities that count as equal, or None
     SECOND: tl.constexpr,  # p inside the teacher is of the second temperature
     COLUMN_PROGRAMS: tl.constexpr,
@@ -207,7 +206,7 @@ def row_grad_kernel(
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
             row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta, below,
-            logit_scale, softcap, row_scale, ratio2, columns2, log_beta, log_rest, tie, SECOND, False,
+            logit_scale, softcap, row_scale, ratio2, columns2, share, tie, SECOND, False,
         )  # fmt: skip
         if not LOGARITHMS:
             # selection: where a row does not count a teacher's logits, or a bias, may be nan

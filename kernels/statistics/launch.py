@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..common.gpus import multiprocessors_of, programs_of
-from ..common.operands import Strips, even, matrix, mixture, row_stride, strip_stride, with_scale
+from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
 from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Outputs, Stored, Transform
 from ..common.tiles import EXACT_BLOCK, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel
@@ -230,7 +230,7 @@ def pair_stats(
         *outs, student.logits, student.offset, student.bias, *softmax,
         teacher.logits, teacher.offset, teacher.bias, *teacher_softmax,
         strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
-        *student.transform, ratio, *teacher.transform, beta, *mixture(beta), tie,
+        *student.transform, ratio, *teacher.transform, beta, tie,
         BLOCK=block, num_warps=4,
     )  # fmt: skip
 

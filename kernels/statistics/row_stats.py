@@ -199,9 +199,7 @@ def pair_stats_kernel(
     teacher_scale,
     teacher_softcap,
     teacher_row_scale_ptr,
-    beta,  # float or None, with its logarithm and that of 1 - beta
-    log_beta,
-    log_rest,
+    beta,  # float or None
     tie,  # of part_below
     BLOCK: tl.constexpr,
 ):
@@ -245,7 +243,7 @@ def pair_stats_kernel(
         if teacher_entropy_ptr is not None:
             entropy -= tl.where(q != 0.0, q * log_q, 0.0)
         if jsd_ptr is not None:
-            log_m = log_mixture(log_q, log_p, log_beta, log_rest)
+            log_m = log_mixture(log_q, log_p, beta)
             p_to_mixture += tl.where(p != 0.0, p * (log_p - log_m), 0.0)
             q_to_mixture += tl.where(q != 0.0, q * (log_q - log_m), 0.0)
         if tvd_ptr is not None:
