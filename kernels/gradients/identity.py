@@ -69,27 +69,6 @@ def add_teacher_terms(
 
 
 @triton.jit
-def log_probability(
-    x,
-    start,
-    rest,
-    start2,
-    rest2,
-    ratio2,
-    SECOND: tl.constexpr,
-):
-    """log p that a teacher is compared with: of the first temperature, or of the second."""
-    if SECOND:
-        if ratio2 is not None:
-            x = x * ratio2
-        return (x - start2) + rest2
-    elif start is None:
-        return x
-    else:
-        return (x - start) + rest
-
-
-@triton.jit
 def logits_gradient(
     # per column: a block, or columns of one row
     x,  # logits as the softmax sees them

@@ -26,7 +26,7 @@ from ..common import tiles
 from ..common.blocks import counted_rows
 from ..common.launcher import kernel
 from ..common.transform import load_block, load_column, log2_e
-from .identity import log_probability, logits_gradient
+from .identity import logits_gradient
 
 PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
 LEAST_FACTOR = tl.constexpr(2.0**-80)  # of a row's softmax; both it and its inverse are far inside of bf16's range
@@ -197,8 +197,13 @@ def row_grad_kernel(
                 log_q = tl.where(in_rows[:, None] & in_teacher[None, :], log_q, float("-inf"))
         # as pair_stats sums them: a probability of 0 has no part in a sum, whatever its logarithm
         if forward_kl_ptr is not None:
-            q = tl.exp2(log_q * log2_e)
-            log_p = log_probability(x, row_start, row_rest, start2, rest2, ratio2, SECOND)
+            q, log_p = tl.exp2(log_q * log2_e), x
+            if SECOND:
+                if ratio2 is not None:
+                    log_p = x * ratio2
+                log_p = (log_p - start2) + rest2
+            elif not LOGARITHMS:
+                log_p = (x - row_start) + row_rest
             forward += q * tl.where(q != 0.0, log_q - log_p, 0.0)
         if teacher_entropy_ptr is not None:
             q = tl.exp2(log_q * log2_e)

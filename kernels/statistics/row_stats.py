@@ -12,7 +12,6 @@ Of a set of columns per row, from the logits [entries] fp32 of all sets, the sam
     lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
 
-import triton
 import triton.language as tl
 
 from ..common import tiles
@@ -20,37 +19,6 @@ from ..common.launcher import kernel
 from ..common.transform import ln_2, load_number, load_row, log2_e, log_mixture, part_below, transform_logits
 
 LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
-
-
-@triton.jit
-def add_to_lanes(
-    lane_max,  # of x, -inf where a lane has seen nothing
-    lane_sum,  # of exp(x - max)
-    lane_shifted,  # of exp(x - max) (x - max), where the entropy is wanted
-    x,  # one more for each lane
-    ENTROPY: tl.constexpr,
-):
-    new_max = tl.maximum(lane_max, x)
-    offset = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = tl.exp2((lane_max - offset) * log2_e)
-    z = x - offset
-    e = tl.exp2(z * log2_e)
-    if ENTROPY:
-        moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
-        lane_shifted = rescale * (lane_shifted + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0)
-    return new_max, lane_sum * rescale + e, lane_shifted
-
-
-@triton.jit
-def softmax_of_lanes(lane_max, lane_sum, lane_shifted):
-    """The largest logit of all lanes, the logarithm of their sum relative to it, and the entropy."""
-    row_max = tl.max(lane_max, 0)
-    distance = lane_max - tl.where(row_max == float("-inf"), 0.0, row_max)
-    weight = tl.exp2(distance * log2_e)
-    row_sum = tl.sum(lane_sum * weight, 0)
-    log_sum = tl.log2(row_sum) * ln_2
-    shifted = tl.sum(tl.where(weight > 0.0, weight * (lane_shifted + lane_sum * distance), 0.0), 0)
-    return row_max, log_sum, log_sum - shifted / row_sum
 
 
 @kernel
@@ -101,7 +69,8 @@ def row_stats_kernel(
             if bias_ptr is not None:
                 raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
             target_logit = transform_logits(raw, logit_scale, softcap, row_scale)
-    # every lane keeps a maximum and sums of its own, so the loop has no reduction in it
+    # every lane keeps a maximum, -inf where it has seen nothing, the sum of exp(x - max), and that of
+    # exp(x - max) (x - max): the loop has no reduction in it
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_shifted = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -131,8 +100,22 @@ def row_stats_kernel(
             lane_argmax = tl.where(x > lane_max, column, tl.where(same, tl.minimum(lane_argmax, column), lane_argmax))
         if ratio is not None:
             x = x * ratio
-        lane_max, lane_sum, lane_shifted = add_to_lanes(lane_max, lane_sum, lane_shifted, x, entropy_ptr is not None)
-    row_max, log_sum, entropy = softmax_of_lanes(lane_max, lane_sum, lane_shifted)
+        new_max = tl.maximum(lane_max, x)
+        offset = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2((lane_max - offset) * log2_e)
+        z = x - offset
+        e = tl.exp2(z * log2_e)
+        if entropy_ptr is not None:
+            moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
+            lane_shifted = rescale * (lane_shifted + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0)
+        lane_max, lane_sum = new_max, lane_sum * rescale + e
+    row_max = tl.max(lane_max, 0)
+    distance = lane_max - tl.where(row_max == float("-inf"), 0.0, row_max)
+    weight = tl.exp2(distance * log2_e)
+    row_sum = tl.sum(lane_sum * weight, 0)
+    log_sum = tl.log2(row_sum) * ln_2
+    shifted = tl.sum(tl.where(weight > 0.0, weight * (lane_shifted + lane_sum * distance), 0.0), 0)
+    entropy = log_sum - shifted / row_sum
     at = row + tl.arange(0, 1)
     here = at >= row
     if SETS:
