@@ -37,7 +37,7 @@ FORMULAS, EXTREMES, CONTRACT, METRICS = (
 KERNELS, GRAD_LOGITS = "tests/kernels/test_kernels.py", "tests/kernels/test_grad_logits.py"
 RANKS, RANKS_CALLS = "tests/ranks/test_every_loss.py", "tests/ranks/test_calls.py"
 MEMORY, LOSS_MEMORY, PLANS = "tests/plan/test_memory.py", "tests/plan/test_loss_memory.py", "tests/plan/test_plan.py"
-TORCH, BACKEND = "chunked_head/stores/torch_store.py", "chunked_head/stores/backend.py"
+TORCH = "chunked_head/stores/torch_functions.py"
 EVALUATE, MERGE = "chunked_head/arithmetic/evaluate.py", "chunked_head/parallel/merge.py"
 
 
@@ -51,21 +51,21 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [Mutation(*row) for row in (
     # PyTorch's operations
-    ("sign: the target's term", TORCH, "(rows.target, -c.beta, stats.target_logit)", "(rows.target, c.beta, stats.target_logit)", CROSS),
-    ("sign: label smoothing's term", TORCH, "grad -= c.kappa[:, None] * omega", "grad += c.kappa[:, None] * omega", CROSS),
+    ("sign: the target's term", TORCH, "(here.target, -here.beta, here.target_logit)", "(here.target, here.beta, here.target_logit)", CROSS),
+    ("sign: label smoothing's term", TORCH, "grad -= here.kappa[:, None]", "grad += here.kappa[:, None]", CROSS),
     ("sign: entropy", TORCH, "log_sum - expected(e, z) / total", "log_sum + expected(e, z) / total", LINEAR + " -k 'test_loss and entropy'"),
-    ("scale: log-probabilities at another temperature", TORCH, "(out.target_logit - top) * view.ratio - log_sum", "(out.target_logit - top) - log_sum", LINEAR + " -k test_loss"),
+    ("scale: log-probabilities at another temperature", TORCH, "- start) * ratio - log_sum", "- start) - log_sum", LINEAR + " -k test_loss"),
     ("sign: KL(q || p)", TORCH, '"forward_kl": expected(q, log_q - log_p)', '"forward_kl": expected(q, log_p - log_q)', LINEAR + " -k 'test_loss and kl'"),
-    ("swapped: shares of a mixture", TORCH, "pairing.beta * expected(q, log_q - log_m) + (1.0 - pairing.beta) *", "(1.0 - pairing.beta) * expected(q, log_q - log_m) + pairing.beta *", LINEAR + " -k 'test_loss and jsd'"),
+    ("swapped: shares of a mixture", TORCH, "beta * expected(q, log_q - log_m) + (1.0 - beta) *", "(1.0 - beta) * expected(q, log_q - log_m) + beta *", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
-    ("offset: columns of a tile", TORCH, "for each in (ids - first, values, exact)", "for each in (ids, values, exact)", RANKS + " -k 'budget and one'"),
-    ("offset: a loss's own columns in a tile", TORCH, "(ids >= 0) & (ids < columns) & counts", "(ids >= 0) & counts", RANKS + " -k 'budget and everything'"),
-    ("scale: bias", TORCH, "x.add_(bias)", "x.sub_(bias)", CROSS + " -k bias"),
-    ("scale: slope of scale and cap", TORCH, "neg_().add_(1.0).mul_(head.logit_scale * each)", "neg_().add_(1.0).mul_(each)", CROSS + " -k softcap"),
+    ("offset: columns of a tile", TORCH, "for each in (ids - first_column, values, exact)", "for each in (ids, values, exact)", RANKS + " -k 'budget and one'"),
+    ("offset: a loss's own columns in a tile", TORCH, "(ids >= 0) & (ids < width) & counts", "(ids >= 0) & counts", RANKS + " -k 'budget and everything'"),
+    ("scale: bias", TORCH, "x = x + bias", "x = x - bias", CROSS + " -k bias"),
+    ("scale: slope of scale and cap", TORCH, "neg_().add_(1.0).mul_(factor)", "neg_().add_(1.0).mul_(each)", CROSS + " -k softcap"),
     ("sign: total variation's gradient", TORCH, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
     ("swapped: logarithms of a mixture", TORCH, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
-    ("mask: an ignored token in a mean", BACKEND, "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
-    ("mask: a mask that is not read", BACKEND, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", "tests/functions/test_targets.py"),
+    ("mask: an ignored token in a mean", TORCH, "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
+    ("mask: a mask that is not read", TORCH, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", "tests/functions/test_targets.py"),
     # e4m3 operands
     ("scale: lengths of e4m3 rows", "kernels/statistics/quantise.py", "of_row * tl.sqrt_rn(", "of_row * 1.0 * (", "tests/kernels/test_quantised.py"),
     ("scale: rows of e4m3 hidden states", "kernels/common/blocks.py", "other=0.0) * tl.load(scale_ptr)", "other=0.0) * 1.0", "tests/kernels/test_quantised.py"),

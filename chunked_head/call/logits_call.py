@@ -10,7 +10,8 @@ from ..core.stats import RowStats
 from ..plan.plans import text_fields
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
-from ..stores.sets import WithSets
+from ..stores.sets import SetStore, WithSets
+from ..stores.store import GivenLogits, Store
 from .objectives import call_fields
 from .sweep import LocalCall, Work, sweep
 from .tokens import Tokens
@@ -56,9 +57,10 @@ class LogitsCall(LocalCall):
             demand = demand.of_columns(self.width)  # of the columns that are here
         gradient = None if grads is None or grads.hidden is None else grads.hidden[:, : self.width]
         rows = Rows(given[:, : self.width], self.target, self.columns, self.objective.scale, self.objective.teacher)
-        store = backend.given_store(head, demand, rows, gradient)
+        store: Store = GivenLogits(backend, head, demand, rows, gradient)
         if self.kept is not None:
-            sets = backend.sets_store(head, self.kept, rows._replace(target=self.every_target), demand, True, gradient)
+            every = rows._replace(target=self.every_target)
+            sets = SetStore(backend, head, self.kept, every, demand, True, gradient)
             store = WithSets(store, sets) if self.multiplies else sets
         return store, lambda at: rows, [(rows.tokens,)]
 

@@ -19,6 +19,7 @@ from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Request, Sizes
 from ..stores.gradients import Gradients
 from ..stores.operands import TeacherHead
+from ..stores.sets import SetStore
 from .logits_call import LogitsCall, logits_call
 from .objectives import call_fields, objective_of
 from .options import Call
@@ -167,7 +168,7 @@ def sizes_of(
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
     plain, columns = plain_rows and call.softcap is None and not wanted[2], traits.pop("columns", call.columns)
-    store: Any = backend.sets_store
+    store: Any = SetStore
     if not (call.kept_everywhere or spec.demand.columns_only):  # else no softmax is over the vocabulary
         store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), plain, teacher)
     fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
@@ -177,7 +178,6 @@ def sizes_of(
         "fp8": fp8,
         "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         "teacher_cast": teacher is not None and teacher.casts,
-        "teacher_made": teacher is not None and (teacher.logits is None or not backend.reads_teacher),
     }
     return Sizes(
         tokens,
@@ -201,7 +201,8 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     own_fp8 = sizes.fp8 is not None and tokens.spec.backend.bounds_rows
     if not (sizes.skips or sizes.deterministic or own_fp8):
         return
-    bounded, fixed, device = sizes.store.bounds_rows, sizes.deterministic, tokens.call.device
+    bounded = sizes.store.bounds_rows and tokens.spec.backend.bounds_rows
+    fixed, device = sizes.deterministic, tokens.call.device
     what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
     summed = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
     summed += [metric.label for metric, _ in tokens.structure.segment_metrics]

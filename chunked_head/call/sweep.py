@@ -21,7 +21,7 @@ from ..plan.sizes import DEFAULT_REQUEST, Request, slices
 from ..stores import Backend
 from ..stores.gradients import GradientBuffer, Gradients
 from ..stores.operands import Head, Kept, Rows
-from ..stores.sets import WithSets
+from ..stores.sets import SetStore, WithSets
 from ..stores.store import Store
 from .recording import Recorded, recorded
 from .tokens import Packing
@@ -291,7 +291,7 @@ class HeadCall(LocalCall):
             assert self.kept is not None
             packed = given if self.packing is None else self.packing.pack(given)
             of_sets = Rows(packed, self.every_target, self.columns, self.objective.scale)
-            sets = backend.sets_store(head, self.kept, of_sets, self.objective.demand)
+            sets = SetStore(backend, head, self.kept, of_sets, self.objective.demand)
             if not self.multiplies:
                 return sets, lambda at: of_sets, [(of_sets.tokens,)]
         teacher = None if teacher is None else teacher.cast()  # once, as the weight
@@ -311,7 +311,7 @@ class HeadCall(LocalCall):
                 source, order = gathered.chunk(at)  # by rank; clean rows stand in the call's order
             if of_rows is not None and of_rows.hidden is not None:
                 clean = teacher_buffer[:count]
-                backend.clean_rows(clean, of_rows.hidden, rows.target, None)
+                backend.clean_rows(clean, of_rows.hidden, rows.target)
                 of_rows = replace(of_rows, hidden=clean)
             out = buffer if count == most else buffer[:count]
             return rows._replace(hidden=out, source=source, order=order, teacher=of_rows)

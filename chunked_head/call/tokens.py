@@ -20,8 +20,7 @@ from ..parallel.shard import Shard
 from ..parallel.tokens import RankSums
 from ..plan.segments import Group, groups_of
 from ..plan.sizes import slices
-from ..stores import Targets
-from ..stores.operands import Kept, Sets, TeacherHead
+from ..stores.operands import Kept, TeacherHead
 from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
 from .options import Call
 from .spec import Spec, structure_at
@@ -136,9 +135,9 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
 
 def lay_fields(
     spec: Spec, call: Call[Any], target: Tensor | None, batch: Mapping[str, Tensor], leading: tuple[int, ...]
-) -> tuple[Targets, dict[str, Tensor]]:
-    """Targets [tokens] paired with the hidden states that predict them, and the fields that are read likewise: what
-    does not count is 0 (ids -1). ``leading``: the shape of both."""
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]:
+    """Targets [tokens] paired with the hidden states that predict them, with their three numbers as ``Tokens`` has
+    them, and the fields that are read likewise: what does not count is 0 (ids -1). ``leading``: the shape of both."""
     dtype, wanted, known, ignore_index = spec.statistics_dtype, spec.wanted, spec.known, call.ignore_index
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
@@ -146,10 +145,10 @@ def lay_fields(
         target = torch.zeros(leading, dtype=torch.int64, device=call.device)
     mask = batch["mask"] if "mask" in wanted else None
     targets = spec.backend.read_targets(target, mask, call.shift, ignore_index, call.vocab, dtype)
-    looks = reading_is_free(target)
-    if looks and targets.one_or_nan.isnan():
+    looks, (paired, _, *numbers_or_nan) = reading_is_free(target), targets
+    if looks and numbers_or_nan[0].isnan():
         refuse_target(call, target, mask, ignore_index)
-    target = targets.target
+    target = paired
     wrongs: list[Tensor] = []  # [] bool each: whether ids are out of range, where nothing has raised
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
@@ -177,8 +176,8 @@ def lay_fields(
     if "teacher_ids" in fields:
         fields |= columns_of_teacher(fields, target, call.vocab, wrongs)
     for wrong in wrongs:
-        targets.one_or_nan.masked_fill_(wrong, torch.nan)
-        targets.inverse.masked_fill_(wrong, torch.nan)
+        for number in numbers_or_nan:
+            number.masked_fill_(wrong, torch.nan)
     return targets, fields
 
 
@@ -307,8 +306,8 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     columns = torch.empty_like(rows, dtype=torch.int32)
     kept = Kept(starts, ends, rows, columns, everywhere, None if given is None else given.new_zeros(len(rows)))
     length, of = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
-    sets = Sets(ids, of, given, length, tokens.call.shift, vocab, everywhere)
-    tokens.spec.backend.kept_sets(kept, sets, target, (tokens.one_or_nan, tokens.inverse))
+    made = starts, ends, rows, columns, kept.bias, tokens.one_or_nan, tokens.inverse
+    tokens.spec.backend.kept_sets(*made, target, ids, of, given, length, tokens.call.shift, vocab, everywhere)
     if not reading_is_free(target):
         return kept
     missing = int(((target >= 0) & ~kept.has).sum())

@@ -10,7 +10,22 @@ import torch
 
 from ..core.checks import name
 from ..core.stats import statistics_of
-from .sizes import BYTE, HIDDEN, LOOP, LOSSES, SWEEP, WEIGHT, Buffer, MiB, Phase, Sizes, cast_rows, peak_of, phase_bytes
+from .sizes import (
+    BYTE,
+    HIDDEN,
+    LOOP,
+    LOSSES,
+    SWEEP,
+    TILE_ELEMENTS,
+    WEIGHT,
+    Buffer,
+    MiB,
+    Phase,
+    Sizes,
+    cast_rows,
+    peak_of,
+    phase_bytes,
+)
 
 # temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
 BYTES_PER_EVALUATED = 80
@@ -161,6 +176,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
     yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
     yield from sizes.store.buffers(sizes, rows, last, forward or sizes.keeps_sweep)
+    yield from block_buffers(sizes, rows, sizes.vocab, SWEEP, last)
     if sizes.store.multiplies:
         yield from operand_buffers(sizes, rows, SWEEP, last)
     yield from cast_buffers(sizes, sizes.vocab, SWEEP, last)
@@ -182,6 +198,7 @@ def tile_buffers(plan: Plan) -> Iterator[Buffer]:
     if sizes.hidden_grad and sizes.hidden_ranks > 1:
         yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
     yield from sizes.store.tile_buffers(sizes, block, tile)
+    yield from block_buffers(sizes, block, tile, LOOP, LOOP)
     yield from operand_buffers(sizes, block, LOOP, LOOP)
     # a tile of the weight's gradient is made in fp32 first where fp16 gets its scale, or the sums are of another dtype
     wide = sizes.dtype == torch.float16 or not sizes.sums_into(plan.weight_accumulate)
@@ -189,6 +206,21 @@ def tile_buffers(plan: Plan) -> Iterator[Buffer]:
         columns = min(tile, cast_rows(sizes.hidden))
         yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
     yield from cast_buffers(sizes, tile, LOOP, LOOP)
+
+
+def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
+    """Blocks of the largest statistic and gradient in torch operations, while no tile of the weight is cast."""
+    if not sizes.in_blocks:
+        return
+    pairs, wide = sizes.demand.pairing is not None, any(sizes.demand.entropy) or len(sizes.demand.views) > 1
+    cast = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
+    block = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
+    if first == SWEEP:
+        count = 8 if pairs else 4 if wide else 2
+        yield Buffer("blocks of statistics", (max(0, count * block - cast),), BYTE, SWEEP, SWEEP)
+    if last == LOOP:
+        count = 10 if pairs else 5 if wide else 3
+        yield Buffer("blocks of gradients", (max(0, count * block - cast),), BYTE, LOOP, LOOP)
 
 
 def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:

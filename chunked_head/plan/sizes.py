@@ -21,6 +21,7 @@ from ..kernels.common.tiles import PRODUCT_ROWS
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
 BYTE = torch.uint8
+TILE_ELEMENTS = 1 << 18  # of a block of logits whose elementwise work torch operations do at a time
 LEAST_DEMAND = Demand()
 # rows of a teacher's logits at a time, where no statistic waits for all of a chunk's: the weight is read again for each
 # so many, which is half as long as its product takes; a multiple of the rows that other products read at a time
@@ -99,7 +100,6 @@ class Sizes:
     # a dense teacher
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
     teacher_cast: bool = False  # its head is cast for autocast
-    teacher_made: bool = False  # its logits are made, or copied; False where the caller's are read
     # hidden states
     copied: bool = False  # no view flattens them
     moved: bool = False  # they run in another order than the caller's, into which their gradient is brought back
@@ -111,6 +111,7 @@ class Sizes:
     largest_part: int | None = None  # columns of the rank that has most of them
     hidden_ranks: int = 1  # that each have an equal part of the hidden states
     # the backend and the device
+    in_blocks: bool = False  # elementwise work goes by blocks of rows, in torch operations
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     gpu: Gpu | None = None  # the architecture whose matmuls of ours run; None: BLAS's
     multiprocessors: int = 0  # of that GPU
@@ -137,6 +138,11 @@ class Sizes:
     def teacher_columns(self) -> int:
         """Columns of a dense teacher's logits on this rank, those of ids that the student has too."""
         return 0 if self.demand.pairing is None else self.demand.pairing.columns
+
+    @property
+    def teacher_made(self) -> bool:
+        """True where the call makes the teacher's logits; those that the caller gives are read."""
+        return self.teacher_width > 0
 
     @property
     def returns_weight_grad(self) -> bool:

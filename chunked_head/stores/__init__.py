@@ -1,5 +1,5 @@
 """Ways of keeping a chunk's logits, and the two backends that make them."""
 
-from .backend import Backend, Targets, backend_of
+from .backend import Backend, backend_of
 
-__all__ = ["Backend", "Targets", "backend_of"]
+__all__ = ["Backend", "backend_of"]

@@ -1,7 +1,6 @@
 """Buffers of gradients: those that a call makes, and a caller's that the weight's gradient is added to instead
 (``accumulate_into=``)."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,12 +98,6 @@ class Gradients:
         if sizes.bias_grad:
             bias = make(rows, dtype=torch.promote_types(sizes.dtype, torch.float32), device=device)
         return cls(hidden, weight, bias, gradient_buffer, sizes.padding)
-
-    def of_this_rank(self) -> "Gradients":
-        """The buffers, without the sum of rows over ranks."""
-        found = copy.copy(self)
-        found.over_ranks = None
-        return found
 
     def hidden_rows(self, at: slice) -> Tensor:
         """The memory [rows, hidden] that the gradient of rows ``at`` of the call is made in."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..kernels.common.memory import RECORDERS, recorder
 from ..plan.sizes import cast_rows, slices
 
-# rows, and columns, of each thread from which on BLAS sums every product in one order
-FEW_ROWS, FEW_COLUMNS = 8, 16
-FEW_ELEMENTS = 1 << 18  # of a product of few rows that is made at a time
+# rows, and columns, of each thread from which on BLAS sums every product in one order; and elements of a product of
+# fewer rows that is made at a time
+FEW_ROWS, FEW_COLUMNS, FEW_ELEMENTS = 8, 16, 1 << 18
 # rows from which on cuBLAS's products with a bias do so; and columns of fewer rows that are made at a time
 GPU_ROWS, GPU_COLUMNS = 64, 1 << 14
 
@@ -21,72 +21,61 @@ def project(
     hidden: Tensor,  # [rows, hidden]
     weight: Tensor,  # [columns, hidden]
     out: Tensor,  # [rows, columns], of the operands' dtype or fp32
-) -> None:
-    """``out = hidden @ weight.T``"""
-    # On the CPU BLAS sums products of few rows for each thread, or of one column, in another order: a row's logits
-    # would depend on how many rows came with it.
-    threads = 0 if hidden.is_cuda else torch.get_num_threads()
-    rows, columns = len(hidden), len(weight)
-    if threads and columns == 1:
-        pair = out.new_empty(rows, 2)
-        project(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), pair)
+    bias: Tensor | None = None,  # [columns]
+    rows: int | None = None,
+) -> Tensor | None:
+    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added. On a GPU so many ``rows`` at a
+    time.
+
+    BLAS sums products of few rows in another order, and a row's logits would depend on how many rows came with it: few
+    have rows of zeros behind them.
+
+    ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
+    times as exact; so ours does too, and a product without a bias adds zeros.
+    """
+    fused = added = None
+    least = FEW_ROWS * torch.get_num_threads()
+    if hidden.is_cuda:
+        least, alike = GPU_ROWS, hidden.dtype == weight.dtype == out.dtype
+        if alike and bias is not None and bias.dtype == out.dtype:
+            fused = added = bias
+        elif alike and out.dtype == torch.float32:
+            added = out.new_zeros(len(weight))
+    step = rows if hidden.is_cuda and rows else max(1, len(hidden))
+    for first in range(0, len(hidden), step):
+        some, into = hidden[first : first + step], out[first : first + step]
+        missing = least - len(some)
+        if missing <= 0:
+            product_of(some, weight, added, into)
+            continue
+        some = torch.nn.functional.pad(some, (0, 0, 0, missing))
+        columns = max(min(cast_rows(weight.shape[1]), FEW_ELEMENTS // least), FEW_COLUMNS * torch.get_num_threads())
+        for tile in equal_tiles(len(weight), GPU_COLUMNS if hidden.is_cuda else columns):
+            product = out.new_empty(least, tile.stop - tile.start)
+            product_of(some, weight[tile], None if added is None else added[tile], product)
+            into[:, tile] = product[: len(into)]
+    return bias if fused is None else None
+
+
+def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = hidden @ weight.T``, and a bias of the same dtype in the product itself."""
+    if bias is not None:
+        torch.addmm(bias, hidden, weight.t(), out=out)
+    elif len(weight) == 1 and not hidden.is_cuda:  # summed in another order, as few rows are
+        pair = out.new_empty(len(hidden), 2)
+        product_of(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), None, pair)
         out.copy_(pair[:, :1])
-    elif 0 < rows < FEW_ROWS * threads:
-        few = torch.nn.functional.pad(hidden, (0, 0, 0, FEW_ROWS * threads - rows)).to(out.dtype)
-        width = min(cast_rows(weight.shape[1]), FEW_ELEMENTS // len(few))
-        for tile in equal_tiles(columns, max(width, FEW_COLUMNS * threads)):
-            out[:, tile] = (few @ weight[tile].to(out.dtype).t())[:rows]
     elif summed_by_blas(hidden, weight, out):
         multiply(hidden, weight.t(), out, first=True)
     else:
         wide = hidden.to(out.dtype)
-        for tile in equal_tiles(columns, max(cast_rows(weight.shape[1]), FEW_COLUMNS * threads)):
+        for tile in equal_tiles(len(weight), max(cast_rows(weight.shape[1]), FEW_COLUMNS * torch.get_num_threads())):
             torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
 def equal_tiles(columns: int, width: int) -> list[slice]:
     """Slices as wide as each other: the last one reaches back where fewer columns are left."""
     return [slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width)]
-
-
-def project_biased(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int | None = None
-) -> Tensor | None:
-    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added. On a GPU so many ``rows`` at a
-    time.
-
-    ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
-    times as exact; so ours does too. These sum a row of fp32 logits in one order however many rows there are, but for
-    few: a product without a bias adds zeros, and few rows have rows of zeros behind them.
-    """
-    if not hidden.is_cuda:
-        project(hidden, weight, out)
-        return bias
-    alike = hidden.dtype == weight.dtype == out.dtype
-    fused = bias if alike and bias is not None and bias.dtype == out.dtype else None
-    added = fused
-    if alike and fused is None and out.dtype == torch.float32:
-        added = out.new_zeros(len(weight))
-    for part in slices(len(hidden), rows or max(1, len(hidden))):
-        some, into = hidden[part], out[part]
-        missing = GPU_ROWS - len(some)
-        if missing <= 0:
-            biased_product(some, weight, added, into)
-            continue
-        some = torch.nn.functional.pad(some, (0, 0, 0, missing))
-        for tile in equal_tiles(len(weight), GPU_COLUMNS):
-            product = out.new_empty(GPU_ROWS, len(weight[tile]))
-            biased_product(some, weight[tile], None if added is None else added[tile], product)
-            into[:, tile] = product[: len(into)]
-    return bias if fused is None else None
-
-
-def biased_product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``out = hidden @ weight.T``, and a bias of the same dtype in the product itself."""
-    if bias is None:
-        project(hidden, weight, out)
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
 
 
 def add_dhidden(

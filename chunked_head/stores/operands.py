@@ -64,6 +64,11 @@ class TeacherHead:
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
+    def columns(self, columns: slice) -> "TeacherHead":
+        """The teacher of a slice of the vocabulary that it makes logits of."""
+        assert self.weight is not None
+        return replace(self, weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
+
     def rows(self, rows: slice | Tensor) -> "TeacherHead":
         """The teacher of a slice of rows, or of rows by their numbers."""
         given: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
@@ -105,18 +110,6 @@ class Kept:
     def has(self) -> Tensor:
         """Mask [tokens] of rows that have a set."""
         return self.ends > self.starts
-
-
-class Sets(NamedTuple):
-    """Sets of ids as the caller gives them, of which a backend makes ``Kept``."""
-
-    ids: Tensor  # [n] int, -1 for none, contiguous; those behind the last offset are ``BEHIND``
-    offsets: Tensor | None  # [tokens + 1] int64: where a token's ids begin; None where each has as many
-    bias: Tensor | None  # [n] of their logits
-    length: int  # of the dimension along which rows predict tokens
-    shift: int  # how many positions a row stands before its target
-    vocab: int
-    everywhere: bool  # a row that counts and keeps no set is an error
 
 
 class Rows(NamedTuple):

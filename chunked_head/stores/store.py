@@ -1,16 +1,80 @@
-"""The protocol of a store, what stores that multiply have in common, and the store of logits that exist already."""
+"""The protocol of a store, what stores that multiply have in common, and the stores of logits as they are: those that
+BLAS makes, and those that exist already."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, RowStats
+from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats
+from ..kernels.common.records import (
+    ALL_ROWS,
+    NO_SOFTMAX,
+    Counted,
+    Outputs,
+    Softmax,
+    Stored,
+    TeacherTerms,
+    Terms,
+    Transform,
+)
 from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
-from .matmul import add_dhidden, add_dweight, put
-from .operands import Head, Rows
+from .matmul import add_dhidden, add_dweight, project, put
+from .operands import Head, Rows, TeacherHead
+from .torch_functions import fp8_logits, transformed
+
+FP16_LARGEST = 64.0
+# relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, only
+# roundings differ, and their signs in the sum over a row would be others than in the gradient of its columns
+TIE = 2.0**-16
+# of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
+Parts = tuple[Tensor | None, Tensor | None]
+OUTPUTS = {view: tuple(name + view for name in Outputs._fields) for view in ("", "2")}
+
+
+def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
+    """Scale and cap as kernels take them, None for 1 and no cap. ``scale`` [rows]: of the rows."""
+    logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
+    return Transform(logit_scale, head.softcap, scale if head.scaled else None)
+
+
+def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
+    """Outputs of a softmax's statistics, by their names; ``view``: "2" for those of the second."""
+    return Outputs(*map(stats.get, OUTPUTS[view]))
+
+
+def teacher_outputs(out: RowStats) -> Outputs:
+    """Outputs of a teacher's statistics: those that make log-probabilities of its logits, the largest and its id."""
+    return Outputs(start=out.teacher_start, rest=out.teacher_rest, top=out.teacher_top, argmax=out.teacher_argmax)
+
+
+def ratio_of(ratio: float) -> float | None:
+    return None if ratio == 1.0 else float(ratio)
+
+
+def terms_of(
+    demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int, columns: int, vocab: int
+) -> Terms:
+    """Operands of the gradient of so many columns from ``first`` on."""
+    second = NO_SOFTMAX
+    if stats.start2 is not None:
+        columns2 = min(max((demand.views[1].columns or vocab) - first, 0), columns)
+        second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(demand.views[1].ratio), columns2)
+    return Terms(target, stats.target_logit, c.beta, c.kappa, Softmax(stats.start, stats.rest, c.alpha, c.eta), second)
+
+
+# ids [rows, K] of each row's own columns, the coefficients of their logits, and their exact logits
+OwnColumns = tuple[Tensor, Tensor, Tensor]
+
+
+def own_columns(rows: Rows, stats: RowStats, c: Coefficients) -> OwnColumns | None:
+    if c.columns is None:
+        return None
+    assert stats.column_logits is not None and rows.columns is not None
+    return rows.columns, c.columns, stats.column_logits
 
 
 class Store:
@@ -66,8 +130,10 @@ class MatmulStore(Store):
     the vocabulary at a time.
     """
 
-    # [rows, hidden] from rows [rows, hidden] as given, targets [rows] and an order of the rows: ``Backend.clean_rows``
-    clean_rows: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
+    tie: float | None = None  # relative difference of probabilities that count as equal
+    stored: Stored
+    teacher_stored: Stored | None = None  # of the same rows
+    raw_logits: Callable[[Rows, Head | TeacherHead], Stored]  # of a teacher where the caller gives none
     # [rows, columns] the gradient of the raw logits of a slice of the vocabulary
     gradient: Callable[[Rows, slice, RowStats, Coefficients], Tensor]
 
@@ -82,10 +148,11 @@ class MatmulStore(Store):
         columns += min(columns, sizes.teacher_columns) * sizes.teacher_made
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
-    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
-        """``every``: the call's rows as given."""
-        self.head, self.plan, self.every, self.tiled = head, plan, every, tiled
+    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
+        """``backend``: the functions that compute. ``every``: the call's rows as given."""
+        self.backend, self.head, self.plan, self.every, self.tiled = backend, head, plan, every, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
+        self.tie = TIE if self.sizes.half else None
         # logits in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
         if tiled:
@@ -96,7 +163,7 @@ class MatmulStore(Store):
         sums = dhidden = None if grads.hidden is None else grads.hidden_rows(at)
         if self.tiled:
             assert rows.source is not None
-            self.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
+            self.backend.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
         coefficients, gain = self.fitted(rows, coefficients)
         if dhidden is not None and self.plan.hidden_accumulate != dhidden.dtype:
             sums = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
@@ -121,9 +188,64 @@ class MatmulStore(Store):
             del dlogits  # gone before the next tile's are made
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
-        """Coefficients divided by a factor [] that brings gradients of logits into the range of their dtype, and this
-        factor; None for 1."""
-        return coefficients, None
+        """In fp16 the largest gradient of a logit becomes about 64: that keeps the probabilities of a 128K vocabulary
+        among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. The factor always has
+        an inverse: a gradient that is nan or infinite stays one token's."""
+        if not (self.backend.rounds and self.sizes.dtype == torch.float16):
+            return coefficients, None
+        values = coefficients.named().values()
+        sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
+        sizes = sizes * abs(self.head.logit_scale)
+        largest = (sizes if rows.scale is None else sizes * rows.scale).amax()
+        gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
+        gain = torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
+        return coefficients.times(1.0 / gain), gain
+
+    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
+        pairing = self.demand.pairing
+        assert pairing is not None
+        wanted, ratio = [getattr(out, name) for name in PAIR_STATS], ratio_of(self.demand.views[pairing.view].ratio)
+        student = self.stored, ((out.start2, out.rest2) if pairing.view else (out.start, out.rest)), ratio
+        teacher = self.teacher_stored, (out.teacher_start, out.teacher_rest)
+        self.backend.pair_stats(wanted, *student, *teacher, pairing.columns, pairing.beta, self.tie)
+
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
+        """A teacher's logits, the caller's or made; ``normalize`` receives what makes log-probabilities of them."""
+        teacher = rows.teacher
+        assert teacher is not None
+        if teacher.logits is None:
+            stored = self.raw_logits(rows, teacher.columns(columns))
+        else:
+            stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
+        if normalize is not None:
+            self.backend.row_stats(normalize, stored, stored.logits.shape[1])
+        return stored
+
+    def differentiate_(
+        self,
+        dlogits: Tensor,
+        stored: Stored,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        c: Coefficients,
+        teacher: Stored | None,
+        counted: Counted = ALL_ROWS,
+        parts: Parts = (None, None),
+    ) -> Tensor:
+        """The gradient of raw logits, of the columns from ``first`` on of which ``head`` is the head."""
+        pairing, columns, teacher_terms = self.demand.pairing, dlogits.shape[1], None
+        if teacher is not None and pairing is not None:
+            assert stats.teacher_start is not None and stats.teacher_rest is not None
+            columns_of_both = min(max(pairing.columns - first, 0), columns)
+            softmax = stats.teacher_start, stats.teacher_rest, columns_of_both, pairing.view == 1
+            factors = c.gamma, c.rho, c.tau, c.theta
+            teacher_terms = TeacherTerms(teacher, *softmax, *factors, stats.below, pairing.beta, self.tie, *parts)
+        common = terms_of(self.demand, rows.target, stats, c, first, columns, self.vocab)
+        made, own = transform(head, rows.scale), own_columns(rows, stats, c)
+        self.backend.row_grad(dlogits, stored, head.class_weights, common, teacher_terms, first, made, counted, own)
+        return dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
         """``out (+)= dlogits @ weight`` [rows, hidden], stored where ``first``."""
@@ -132,6 +254,101 @@ class MatmulStore(Store):
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
         """``out (+)= gain * dlogits.T @ rows.hidden``, stored where ``first``."""
         add_dweight(dlogits, rows.hidden, out, first, gain)
+
+
+class LogitsStore(MatmulStore):
+    """fp32 logits that BLAS makes, fp64 for fp64 operands; the gradient is written over their bytes, by kernels that of
+    16-bit operands 16-bit wide."""
+
+    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(backend, head, plan, every, tiled)
+        self.buffer = head.weight.new_empty(self.rows * self.columns, dtype=self.sizes.wide)
+        if self.sizes.teacher_made:
+            elements = self.rows * min(self.columns, self.sizes.teacher_columns)
+            self.teacher_buffer = head.weight.new_empty(elements, dtype=self.sizes.wide)
+
+    def raw_logits(self, rows: Rows, head: Head | TeacherHead, first: int = 0) -> Stored:
+        """Raw logits of a student or a teacher, of columns from ``first`` on, with the bias or the bias to be added, to
+        be read with the head's scale and cap."""
+        hidden, buffer = rows.hidden, self.buffer
+        if isinstance(head, TeacherHead):
+            assert head.hidden is not None
+            hidden, buffer = head.hidden, self.teacher_buffer
+        assert head.weight is not None
+        count, columns = hidden.shape[0], head.weight.shape[0]
+        logits, left = buffer[: count * columns].view(count, columns), None
+        if isinstance(head, Head) and head.fp8 is not None:
+            fp8_logits(logits, rows, first, head, head.fp8)
+        else:
+            at_once = self.plan.chunk_tokens if columns == self.vocab else None  # as the forward pass has made them
+            left = project(hidden, head.weight, logits, head.bias, at_once)
+        return Stored(logits, None, left, transform(head, rows.scale))
+
+    def fill(self, rows: Rows, out: RowStats) -> None:
+        assert rows.source is not None
+        self.backend.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
+        self.stored = self.raw_logits(rows, self.head)
+
+    def statistics(self, rows: Rows, out: RowStats) -> None:
+        head, logits, row_stats = self.head, self.stored.logits, self.backend.row_stats
+        named = out.named()
+        row_stats(outputs_of(named), self.stored, logits.shape[1], rows.target, head.class_weights)
+        if len(self.demand.views) > 1:
+            view = self.demand.views[1]
+            columns, ratio = view.columns or self.vocab, ratio_of(view.ratio)
+            row_stats(outputs_of(named, "2"), self.stored, columns, rows.target, ratio=ratio)
+        if out.column_logits is not None:
+            assert rows.columns is not None
+            self.pick_columns(out.column_logits, rows.columns)
+        if out.top_k_ids is not None:
+            assert out.top_k_logits is not None
+            if self.stored.bias is not None:
+                self.stored = self.stored._replace(logits=logits.add_(self.stored.bias), bias=None)
+            found = torch.empty_like(out.top_k_logits), out.top_k_ids
+            torch.topk(logits, out.top_k_ids.shape[1], largest=head.logit_scale > 0, out=found)
+            self.pick_columns(out.top_k_logits, out.top_k_ids)
+        if self.demand.pairing is not None:
+            columns_of_both = slice(0, self.demand.pairing.columns)
+            self.teacher_stored = self.teacher_logits(rows, columns_of_both, teacher_outputs(out))
+
+    def pick_columns(self, out: Tensor, ids: Tensor) -> None:
+        """Logits of the columns ``ids`` [rows, count] of each row, 0 where one is -1."""
+        at, bias = ids.clamp(min=0), self.stored.bias
+        x = self.stored.logits.gather(1, at).to(out.dtype)
+        x = transformed(x, None if bias is None else bias[at], self.stored.transform)
+        out.copy_(x.masked_fill(ids < 0, 0.0))
+
+    def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        """The gradient of the raw logits of a tile: of the chunk filled last, or of logits made here."""
+        head, pairing, teacher = self.head, self.demand.pairing, None
+        if self.tiled:
+            head = head.columns(tile)
+            self.stored = self.raw_logits(rows, head, tile.start)
+        if pairing is not None and tile.start < pairing.columns:
+            columns = slice(tile.start, min(tile.stop, pairing.columns))
+            teacher = self.teacher_logits(rows, columns, None) if self.tiled else self.teacher_stored
+        logits = self.stored.logits
+        # a 16-bit row lies in the first half of its fp32 row
+        dlogits = logits.view(self.sizes.dtype if self.backend.rounds else logits.dtype)[:, : logits.shape[1]]
+        return self.differentiate_(dlogits, self.stored, head, tile.start, rows, stats, coefficients, teacher)
+
+
+class GivenLogits(LogitsStore):
+    """Logits that exist already [rows, vocab], columns contiguous; of the head only scale, cap and class weights are
+    read. ``gradient``: where theirs goes, which may be the logits."""
+
+    fill = Store.fill  # they are there
+
+    def __init__(self, backend: Any, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
+        self.backend, self.head, self.demand, self.vocab = backend, head, demand, rows.hidden.shape[1]
+        self.stored, self.gradient_of = Stored(rows.hidden, None, None, transform(head, rows.scale)), gradient
+
+    def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
+        assert self.gradient_of is not None
+        pairing, teacher = self.demand.pairing, None
+        if pairing is not None:
+            teacher = self.teacher_logits(rows, slice(0, pairing.columns), None)
+        self.differentiate_(self.gradient_of, self.stored, self.head, 0, rows, stats, coefficients, teacher)
 
 
 def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:

@@ -13,81 +13,25 @@ Where statistics are known before any gradient (the plan recomputes) the first t
 writes their gradient. With a dense teacher, whose terms need both rows of logits, the third is taken there.
 """
 
-import math
-from collections.abc import Sequence
 from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, RowStats
+from ..core.stats import Demand
 from ..kernels.common.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
 from ..kernels.common.recording import recording
-from ..kernels.common.records import KeptEntries
 from ..kernels.common.tiles import INTERPRETED
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
-from ..plan.plans import Plan
-from .backend import Backend, Targets
+from .backend import Backend
 from .matmul import sums_halves
-from .operands import Head, Kept, Rows, Sets, TeacherHead
-from .sets import SetStore
-from .store import MatmulStore, Store
+from .operands import TeacherHead
+from .store import LogitsStore, Store
 from .triton_relative import FastStore, RelativeStore
-from .triton_store import (
-    TMA_BYTES,
-    GivenLogits,
-    GradStore,
-    LogitsStore,
-    merge_ranks,
-    outputs_of,
-    ratio_of,
-    terms_of,
-    transform,
-)
-
-
-class TritonSets(SetStore):
-    """Logits of rows that keep sets of columns, in kernels."""
-
-    bounds_rows = True
-    buffers, tile_buffers = Store.buffers, Store.tile_buffers
-
-    def make_logits(self) -> None:
-        head, kept, made = self.head, self.kept, transform(self.head, self.rows.scale)
-        of_rows = self.rows.hidden, head.weight, kept.columns, head.bias, made, kept.rows
-        statistics.dot_columns(self.logits, *of_rows, -math.inf)
-
-    def entries(self, at: slice) -> KeptEntries:
-        return KeptEntries(self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at])
-
-    def softmax_stats(self, at: slice, out: RowStats) -> None:
-        for suffix, view in zip(("", "2"), self.demand.views, strict=False):
-            outputs, ratio = outputs_of(out.named(), suffix), ratio_of(view.ratio)
-            statistics.set_stats(outputs, self.logits, self.entries(at), ratio, self.kept.everywhere)
-
-    def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
-        scale = None if self.rows.scale is None else self.rows.scale[at]
-        entries = self.entries(at)
-        terms = terms_of(self.demand, entries.target, stats, coefficients, 0, 0, 0)
-        gradients.column_grad(
-            self.dlogits,
-            self.logits,
-            entries.columns,
-            None,
-            None,
-            terms.without_unused(),
-            None,
-            0,
-            transform(self.head, scale),
-            entries,
-        )
-
-    def add_rows(self, out: Tensor, table: Tensor, places: Tensor, rows: Tensor, together: bool = False) -> None:
-        table = table if table.stride(1) == 1 else table.contiguous()
-        products.add_rows(out, table, places.int() if together else places, self.dlogits, rows, together=together)
+from .triton_store import TMA_BYTES, GradStore, merge_ranks
 
 
 def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -102,24 +46,23 @@ class TritonBackend(Backend):
     name = "triton"
     recording = staticmethod(recording)
     bounds_rows = True
-    reads_teacher = True
-    sets_store = TritonSets
-    given_store = GivenLogits
-    clean_rows = staticmethod(statistics.clean_rows)
-    merge_ranks = staticmethod(merge_ranks)
+    grad_store = GradStore
+    rounds = True
+    read_targets = staticmethod(statistics.read_targets)
     read_fields = staticmethod(statistics.read_fields)
+    clean_rows = staticmethod(statistics.clean_rows)
+    row_stats = staticmethod(statistics.row_stats)
+    pair_stats = staticmethod(statistics.pair_stats)
+    row_grad = staticmethod(gradients.row_grad)
+    kept_sets = staticmethod(statistics.kept_sets)
+    dot_columns = staticmethod(statistics.dot_columns)
+    set_stats = staticmethod(statistics.set_stats)
+    set_grad = staticmethod(gradients.set_grad)
+    add_rows = staticmethod(products.add_rows)
+    sum_rows = staticmethod(statistics.sum_rows)
+    factored = staticmethod(gradients.scale)
+    merge_ranks = staticmethod(merge_ranks)
     quantise_ = staticmethod(statistics.quantise)
-
-    def sum_rows(
-        self, table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
-        if len(coefficients) > statistics.MOST_PARTS:
-            return super().sum_rows(table, inverse, one_or_nan, coefficients)
-        return statistics.sum_rows(table, inverse, one_or_nan, coefficients)
-
-    @staticmethod
-    def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
-        statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         if device.type != "cuda" and not INTERPRETED:
@@ -130,11 +73,6 @@ class TritonBackend(Backend):
         if dtype == torch.float64:
             raise ValueError(f"backend='triton' computes in fp32 at most, {what} is float64: use backend='torch'")
 
-    def read_targets(
-        self, target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
-    ) -> Targets:
-        return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype))
-
     def store(
         self,
         dtype: torch.dtype,
@@ -144,6 +82,8 @@ class TritonBackend(Backend):
         plain: bool,
         teacher: TeacherHead | None,
     ) -> type[Store]:
+        """``dtype``: of the matmuls. ``plain``: without softcap and a bias's gradient, hidden states contiguous along
+        their columns."""
         heads = [(weight, dtype)]
         if teacher is not None and teacher.weight is not None:
             heads.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
@@ -161,24 +101,6 @@ class TritonBackend(Backend):
             "gpu": gpu_of(device),
             "multiprocessors": multiprocessors_of(device),
         }
-
-    def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
-        store: type[MatmulStore] = plan.sizes.store
-        if known:
-            store = GradStore if plan.sizes.grads_in_matmul else LogitsStore
-        return store(head, plan, every, known)
-
-    def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        out = torch.empty_like(source, dtype=dtype)
-        if source.numel():
-            gradients.scale(out, source, *factors)
-        return out
-
-    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        there = [source for source in sources if source.numel()]
-        factor, one_or_nan = (*factors, None)[:2]
-        for i in range(0, len(there), 2):
-            gradients.scale(there[i], there[i], factor, one_or_nan, *there[i + 1 : i + 2])
 
 
 TRITON = TritonBackend()

@@ -1,6 +1,7 @@
 """Stores of what our logits matmul writes: fp16 relative logits, or bf16 exponentials."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +20,8 @@ from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import add_dhidden
 from .operands import Head, Rows
-from .store import teacher_buffers
-from .triton_store import (
-    HalfStore,
-    Parts,
-    counted_of,
-    outputs_of,
-    ratio_of,
-    teacher_outputs,
-    terms_of,
-    transform,
-)
+from .store import Parts, outputs_of, ratio_of, teacher_buffers, teacher_outputs, terms_of, transform
+from .triton_store import HalfStore, counted_of
 
 
 class RelativeStore(HalfStore):
@@ -62,8 +54,8 @@ class RelativeStore(HalfStore):
             shape = rows, pairing.forward_kl + pairing.entropy, cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
             yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
 
-    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
-        super().__init__(head, plan, every, tiled)
+    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(backend, head, plan, every, tiled)
         sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or sizes.keeps_sweep
@@ -288,8 +280,8 @@ class FastStore(RelativeStore):
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 24,), BYTE, LOOP, LOOP)
 
-    def __init__(self, head: Head, plan: Plan, every: Rows, tiled: bool):
-        super().__init__(head, plan, every, tiled)
+    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
+        super().__init__(backend, head, plan, every, tiled)
         if self.buffer is None:
             return
         device = head.weight.device

@@ -34,6 +34,7 @@ def row_grad(
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may be left unwritten
+    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,  # of each row's columns, for ``column_grad``
 ) -> None:
     rows, columns = dlogits.shape
     if stored.offset is not None:
@@ -56,13 +57,15 @@ def row_grad(
         *counted, *transform, terms.second.ratio, *scalars,
         **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+    if own is not None:
+        column_grad(dlogits, *own, class_weights, terms, teacher_terms, first_column, transform)
 
 
 def column_grad(
     dlogits: torch.Tensor,  # [rows, columns]; [entries] fp32 with sets
-    logit: torch.Tensor,  # [rows, count] or [entries] fp32
-    columns: torch.Tensor,  # of logit's shape, int64 or int32, -1 for none
-    sparse: torch.Tensor | None,  # of logit's shape, fp32
+    columns: torch.Tensor,  # [rows, count] or [entries] int64 or int32, -1 for none
+    sparse: torch.Tensor | None,  # of columns' shape, fp32
+    logit: torch.Tensor,  # of columns' shape, fp32
     class_weights: torch.Tensor | None,
     terms: Terms,
     teacher_terms: TeacherTerms | None,
@@ -84,6 +87,18 @@ def column_grad(
         *ALL_ROWS, *transform, terms.second.ratio, *scalars,
         **constants, COLUMN_PROGRAMS=1, BLOCK_ROWS=1, BLOCK=block, num_warps=1,
     )  # fmt: skip
+
+
+def set_grad(
+    dlogits: torch.Tensor,  # [entries] fp32
+    logit: torch.Tensor,  # [entries] fp32
+    sets: KeptEntries,
+    terms: Terms,
+    transform: Transform,
+) -> None:
+    """Gradients of the logits of sets; other rows' entries stay as they are."""
+    terms = terms.without_unused()
+    column_grad(dlogits, sets.columns, None, logit, None, terms, None, 0, transform, sets)
 
 
 def grad_logits(

@@ -107,7 +107,7 @@ def sort_columns(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def add_rows(
     out: torch.Tensor,  # [places, width] contiguous
-    rows: torch.Tensor,  # [rows, width], columns contiguous
+    rows: torch.Tensor,  # [rows, width]
     places: torch.Tensor,  # [entries] int32 or int64, -1 for none
     factors: torch.Tensor,  # [entries] fp32
     row: torch.Tensor | None = None,  # [entries] int64 or int32, -1 for none; None: in the order of ``rows``
@@ -119,6 +119,7 @@ def add_rows(
     entries, width = places.shape[0], rows.shape[1]
     if not entries:
         return
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(out.device)
     at_once = 32 if width % 16 == 0 else 16  # registers, where vectors are read in pieces
     order = (places, None) if together else sort_columns(places)

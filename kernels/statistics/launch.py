@@ -15,7 +15,7 @@ from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
 from .quantise import quantise_kernel, sum_parts_kernel
 from .row_stats import pair_stats_kernel, row_stats_kernel
 
-MOST_PARTS = 4  # that sum_rows_kernel takes
+MOST_PARTS = 4  # that sum_rows_kernel puts together
 
 
 def read_targets(
@@ -79,16 +79,18 @@ def sum_rows(
     table: torch.Tensor,  # [rows, tokens] fp32 contiguous
     inverse: torch.Tensor,  # []
     one_or_nan: torch.Tensor,  # []
-    coefficients: Sequence[float],  # of losses, whose rows come first; at most MOST_PARTS
+    coefficients: Sequence[float],  # of losses, whose rows come first
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over tokens [rows], of losses times ``inverse``, of the others times ``one_or_nan``; and before them the sum
     of losses times their coefficients, [] in memory of its own."""
     parts = len(coefficients)
     total, sums = table.new_empty(()), table.new_empty(table.shape[0])
+    first = (*coefficients, *[0.0] * MOST_PARTS)[:MOST_PARTS]
     sum_rows_kernel[(table.shape[0],)](
-        total, sums, table, inverse, one_or_nan, table.shape[1], parts, *coefficients, *[0.0] * (MOST_PARTS - parts),
-        BLOCK=4096, num_warps=8,
-    )  # fmt: skip
+        total, sums, table, inverse, one_or_nan, table.shape[1], parts, *first, BLOCK=4096, num_warps=8
+    )
+    if parts > MOST_PARTS:
+        total = torch.stack([c * value for c, value in zip(coefficients, sums, strict=False)]).sum()
     return total, sums
 
 

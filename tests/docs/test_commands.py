@@ -12,7 +12,7 @@ import torch
 from chunked_head import __main__ as commands
 from chunked_head import explain_model, losses, plan
 from chunked_head.__main__ import main
-from chunked_head.stores.torch_store import TorchStore
+from chunked_head.stores.store import LogitsStore
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256"]
@@ -83,9 +83,9 @@ def test_doctor_of_a_broken_kernel(
 ) -> None:
     """A gradient a thousandth too large, one of nan, a call that raises."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the kernel is the CPU's
-    right = TorchStore.gradient
+    right = LogitsStore.gradient
     for factor in (1.001, float("nan")):
-        monkeypatch.setattr(TorchStore, "gradient", lambda *args, by=factor: right(*args).mul_(by))
+        monkeypatch.setattr(LogitsStore, "gradient", lambda *args, by=factor: right(*args).mul_(by))
         assert main(["doctor", "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert not found["passed"] and not found["self_test"]["weight_error"] <= found["self_test"]["gradient_bound"]

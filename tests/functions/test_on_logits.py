@@ -15,7 +15,7 @@ from torch import Tensor
 from tracking import Tracker
 
 from chunked_head import CrossEntropyLoss, logits_loss, losses
-from chunked_head.stores.torch_store import TILE_ELEMENTS
+from chunked_head.stores.torch_functions import TILE_ELEMENTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TRITON_PLACES = [place for place in PLACES if place.values[0].backend == "triton"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from chunked_head import linear_loss, losses, metrics
 from chunked_head.plan.segments import spans_of
-from chunked_head.stores.torch_store import TorchStore
+from chunked_head.stores.store import LogitsStore
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk
@@ -88,7 +88,7 @@ def test_three_matmuls(name: str, layout: str, shift: int, place: Place) -> None
 
 def swept(layout: str) -> list[int]:
     """Rows of each chunk whose logits are made."""
-    with mock.patch.object(TorchStore, "fill", autospec=True, side_effect=TorchStore.fill) as fill:
+    with mock.patch.object(LogitsStore, "fill", autospec=True, side_effect=LogitsStore.fill) as fill:
         step("gspo", layout, torch.float32, Place("torch", "cpu"), 0)
     return [len(rows.target) for (_, rows, _), _ in fill.call_args_list]
 

@@ -11,7 +11,7 @@ from tracking import MiB, Tracker, assert_predicted, no_host_synchronisation, pe
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.losses import Losses
-from chunked_head.stores import matmul, sets, torch_store
+from chunked_head.stores import matmul, torch_functions
 
 CHUNK = 32
 # the interpreter copies a kernel's arguments for itself
@@ -30,8 +30,8 @@ def call(case: LossCase, inputs: LossInputs, place: Place, **more: Any) -> LossO
 def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor of chunk x vocabulary elements at a time, and one more where there is a dense teacher."""
     # tiles much smaller than these small chunks, as they are beside real ones
-    monkeypatch.setattr(torch_store, "TILE_ELEMENTS", 1024)
-    monkeypatch.setattr(sets, "GATHERED", 1024)
+    monkeypatch.setattr(torch_functions, "TILE_ELEMENTS", 1024)
+    monkeypatch.setattr(torch_functions, "GATHERED", 1024)
     monkeypatch.setattr(matmul, "GPU_COLUMNS", 16)
     inputs = inputs_of(case, torch.float16 if place.backend == "triton" else torch.float32, place.device)
     weight = inputs.weight[:, :16].contiguous()  # its gradient is smaller than a chunk's logits
@@ -42,7 +42,7 @@ def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.
     with Tracker(hidden, weight, *given, large=large) as tracker:
         call(case, inputs, place, chunk_tokens=CHUNK).loss.backward()
     teacher = any(name.startswith(("teacher_logits", "teacher_hidden")) for name in case.batch)
-    in_place = place.backend == "triton" and "teacher_logits" in case.batch
+    in_place = "teacher_logits" in case.batch
     of_columns = case.name == "topk-topk"  # needs the logits of a teacher's ids alone
     assert tracker.most_large == (0 if of_columns else 1 + (teacher and not in_place))
     if place.backend == "triton":

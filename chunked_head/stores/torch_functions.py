@@ -1,0 +1,414 @@
+"""Torch operations in the place of kernels, for every device: functions of the arguments that ``kernels/*/launch.py``
+take, of fp32 (fp64) logits.
+
+Elementwise work goes by blocks of rows, a mebibyte or so each, so that temporaries are small.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.stats import PAIR_STATS, shift_left
+from ..kernels.common.records import KeptEntries, Outputs, Softmax, Stored, TeacherTerms, Terms, Transform
+from ..kernels.common.tiles import BEHIND, ELSEWHERE, EXACT_BLOCK, LOG_FLOOR
+from ..plan.sizes import TILE_ELEMENTS, slices
+from .matmul import project
+from .operands import Head, Rows
+from .quantised import RoundedHead, empty_quantised, quantise_
+
+GATHERED = 1 << 22  # elements of gathered rows at a time
+
+
+def read_targets(
+    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    paired = shift_left(target, shift, ignore_index).reshape(-1)
+    counts = paired != ignore_index
+    if mask is not None:
+        counts &= shift_left(mask, shift, 0).reshape(-1)
+    inside = (paired >= 0) & (paired < vocab)
+    one_or_nan = torch.ones((), dtype=dtype, device=target.device)
+    one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
+    counts &= inside
+    counted = counts.sum().to(dtype)
+    return torch.where(counts, paired, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0)
+
+
+def read_fields(values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    ignored = target < 0
+    shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
+    return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
+
+
+def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None = None) -> None:
+    """The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
+    gradient of 0 would not."""
+    out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
+
+
+def sum_rows(
+    table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    parts = len(coefficients)
+    sums = torch.stack([row * (inverse if i < parts else one_or_nan) for i, row in enumerate(table.sum(1))])
+    first, *others = [total * c for total, c in zip(sums[:parts], coefficients, strict=True)]
+    return sum(others, first), sums
+
+
+def scale(
+    out: Tensor, source: Tensor, factor: Tensor, one_or_nan: Tensor | None = None, more: Tensor | None = None
+) -> None:
+    factor = factor if one_or_nan is None else factor * one_or_nan
+    if (
+        out is source and factor.device.type == "cpu" and factor == 1
+    ):  # elsewhere to look would be to wait for the device
+        return
+    for into, of in [(out, source)] if more is None else [(out, source), (more, more)]:
+        for part in slices(of.numel(), TILE_ELEMENTS):
+            torch.mul(of.view(-1)[part], factor, out=into.view(-1)[part])
+
+
+def row_stats(
+    out: Outputs,
+    stored: Stored,
+    columns: int,
+    target: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    ratio: float | None = None,
+) -> None:
+    ratio = 1.0 if ratio is None else ratio
+    for at in row_blocks(stored.logits):
+        x = logits_of(stored, at, columns)
+        top = x.amax(1)
+        start = torch.where(top == -torch.inf, 0.0, top)
+        z = (x - start[:, None]).mul_(ratio)
+        e = z.exp()
+        total = e.sum(1)
+        log_sum = total.log()
+        found = {"lse": start * ratio + log_sum, "start": start * ratio, "rest": -log_sum, "top": top}
+        if out.entropy is not None:
+            found["entropy"] = log_sum - expected(e, z) / total
+        if target is not None:
+            ids = target[at]
+            here = ids < columns  # all of them, but where the vocabulary's other columns are elsewhere
+            picked = x.gather(1, torch.where(here, ids, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
+            found["target_logit"] = torch.where(here, picked, 0.0)
+            # not target_logit - lse, which has lost what lies below an ulp of the logits
+            found["logprob"] = torch.where(ids >= 0, (found["target_logit"] - start) * ratio - log_sum, 0.0)
+        if out.weighted_sum is not None:
+            # selection, so that a logit of -inf with weight 0 does not become nan
+            weighted = x if class_weights is None else (x * class_weights).masked_fill_(class_weights == 0, 0.0)
+            found["weighted_sum"] = weighted.sum(1)
+        if out.argmax is not None:
+            found["argmax"] = x.argmax(1)
+        for name, value in found.items():
+            into = getattr(out, name)
+            if into is not None:
+                into[at] = value
+
+
+def pair_stats(
+    outs: Sequence[Tensor | None],
+    student: Stored,
+    softmax: tuple[Tensor, Tensor],
+    ratio: float | None,
+    teacher: Stored,
+    teacher_softmax: tuple[Tensor, Tensor],
+    columns: int,
+    beta: float | None,
+    tie: float | None,
+) -> None:
+    for at in row_blocks(student.logits):
+        x, y = logits_of(student, at, columns), logits_of(teacher, at, columns)
+        log_p = logprobs(x if ratio is None else x * ratio, *(each[at] for each in softmax))
+        log_q = logprobs(y, *(each[at] for each in teacher_softmax))
+        p, q = log_p.exp(), log_q.exp()
+        found = {
+            "forward_kl": expected(q, log_q - log_p),
+            "reverse_kl": expected(p, log_p - log_q.clamp(min=LOG_FLOOR)),
+            "teacher_entropy": -expected(q, log_q),
+            "tvd": (p - q).abs().sum(1) / 2,
+            "below": part_below(p, q).sum(1),
+            "overlap": torch.minimum(p, q).sum(1),
+        }
+        if beta is not None:
+            log_m = log_mixture(log_q, log_p, beta)
+            found["kl_mixture"] = expected(p, log_p - log_m)
+            found["jsd"] = beta * expected(q, log_q - log_m) + (1.0 - beta) * found["kl_mixture"]
+        for name, into in zip(PAIR_STATS, outs, strict=True):
+            if into is not None:
+                into[at] = found[name]
+
+
+def row_grad(
+    dlogits: Tensor,
+    stored: Stored,
+    class_weights: Tensor | None,
+    terms: Terms,
+    teacher_terms: TeacherTerms | None,
+    first_column: int,
+    transform: Transform,
+    counted: Any = None,
+    own: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    width = dlogits.shape[1]
+    for at in row_blocks(dlogits):
+        x, here, made = logits_of(stored, at, width), of_rows(terms, at), of_rows(transform, at)
+        grad, log_p = torch.zeros_like(x), []
+        counts = (here.target >= 0).unsqueeze(1)
+        for softmax in (here.first, here.second):
+            if softmax.start is None:
+                continue
+            logs = logprobs(x if softmax.ratio is None else x * softmax.ratio, softmax.start, softmax.rest)
+            if softmax is here.second:
+                logs[:, softmax.columns :] = -torch.inf
+            log_p.append(logs)
+            if softmax.alpha is not None:
+                grad += softmax_term(logs, softmax)
+        if here.kappa is not None:
+            grad -= here.kappa[:, None] * (1.0 if class_weights is None else class_weights)
+        if teacher_terms is not None:
+            y = logits_of(teacher_terms.stored, at, teacher_terms.columns)
+            log_q = logprobs(y, teacher_terms.start[at], teacher_terms.rest[at])
+            count = teacher_terms.columns
+            grad[:, :count] += teacher_grad(log_p[teacher_terms.second][:, :count], log_q, teacher_terms, at)
+        grad.mul_(slope(x, made))
+        # the target's column, and the columns of each row, from their exact logits: a tile rounds
+        single = [] if here.beta is None else [(here.target, -here.beta, here.target_logit)]
+        if own is not None:
+            single.append(of_rows(own, at))
+        for ids, values, exact in single:
+            ids, values, exact = (each.view(len(x), -1) for each in (ids - first_column, values, exact))
+            inside = (ids >= 0) & (ids < width) & counts
+            added = torch.where(inside, values * slope(exact, made), 0.0)
+            grad.scatter_add_(1, ids.clamp(0, width - 1), added)
+        # selection: where a row does not count its logits, or a teacher's, may be nan
+        dlogits[at] = grad.masked_fill_(~counts, 0.0)
+
+
+def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Some rows at a time: their entries [rows, most], the number of all entries for none, the columns of these, and
+    where among them the target is: a row's first entry is its target's, if its column is here."""
+    counts = sets.ends - sets.begins
+    most = max(1, int(counts.max()))
+    place, every = torch.arange(most, device=counts.device), behind(sets.columns, -1)
+    for at in slices(len(counts), max(1, TILE_ELEMENTS // most)):
+        entries = torch.where(place < counts[at, None], sets.begins[at, None] + place, len(sets.columns))
+        columns = every[entries].long()
+        yield at, entries, columns, torch.where(columns[:, 0] == sets.target[at], 0, ELSEWHERE)
+
+
+def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fill: bool) -> None:
+    for at, entries, columns, target in set_blocks(sets):
+        x, has = behind(logit, -torch.inf)[entries], sets.ends[at] > sets.begins[at]
+        found = Outputs(*[None if into is None else torch.empty_like(into[at]) for into in out])
+        row_stats(found, Stored(x, None), x.shape[1], target, None, ratio)
+        if found.argmax is not None and found.top is not None:
+            columns = torch.where(x == found.top[:, None], columns, ELSEWHERE)
+            found.argmax.copy_(columns.amin(1))
+        for into, value in zip(out, found, strict=True):
+            if into is not None and value is not None:
+                into[at] = torch.where(has, value, torch.zeros_like(value) if fill else into[at])
+
+
+def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, transform: Transform) -> None:
+    for at, entries, _, target in set_blocks(sets):
+        x, here = behind(logit, -torch.inf)[entries], of_rows(terms, at)
+        here = here._replace(target=target, second=here.second._replace(columns=x.shape[1]))
+        made, real = torch.empty_like(x), entries < len(logit)
+        row_grad(made, Stored(x, None), None, here, None, 0, of_rows(transform, at))
+        dlogits[entries[real]] = made[real]
+
+
+def behind(values: Tensor, last: float) -> Tensor:
+    """Values [n] and one behind them."""
+    return torch.nn.functional.pad(values, (0, 1), value=last)
+
+
+def dot_columns(
+    logit: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    bias: Tensor | None,
+    transform: Transform,
+    rows: Tensor,
+    nothing: float = 0.0,
+) -> None:
+    for at in slices(len(columns), max(1, GATHERED // max(1, weight.shape[1]))):
+        ids = columns[at].clamp(min=0)
+        h, w = hidden[rows[at]].to(weight.dtype), weight[ids]
+        x = (h.to(logit.dtype) * w.to(logit.dtype)).sum(1, keepdim=True)
+        x = transformed(x, None if bias is None else bias[ids, None], of_rows(transform, rows[at]))
+        logit[at] = x.squeeze(1).masked_fill(columns[at] < 0, nothing)
+
+
+def add_rows(out: Tensor, table: Tensor, places: Tensor, factors: Tensor, row: Tensor, together: bool = False) -> None:
+    real = (places >= 0) & (row >= 0)
+    places, order = places[real].sort(stable=True)
+    row, factors = row[real][order], factors[real][order]
+    for at in slices(len(places), max(1, GATHERED // max(1, table.shape[1]))):
+        # each block of entries adds one row for each of its places
+        place, each = places[at].unique_consecutive(return_inverse=True)
+        terms = table[row[at]].to(factors.dtype) * factors[at, None]
+        out.index_add_(0, place, terms.new_zeros(len(place), terms.shape[1]).index_add_(0, each, terms).to(out.dtype))
+
+
+def kept_sets(
+    begins: Tensor,
+    ends: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    entry_bias: Tensor | None,
+    one_or_nan: Tensor,
+    inverse: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    length: int,
+    shift: int,
+    vocab: int,
+    everywhere: bool,
+) -> None:
+    for entries in (rows, columns):
+        entries.fill_(-1)
+    token, at = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
+    if offsets is None:
+        offsets = torch.cat([token, token[-1:] + 1]) * (len(ids) // len(target))
+    wrong = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
+    wrong = wrong | ((at >= offsets[-1]) & (ids != BEHIND)).any()
+    offsets = torch.where(wrong, 0, offsets)
+    within = token % length
+    # tokens that no row predicts go with rows that predict none
+    row = token - within + (within - shift) % length
+    counts = (within >= shift) & (target[row] >= 0)
+    of = (torch.searchsorted(offsets, at, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
+    real, known = (at < offsets[of + 1]) & counts[of] & (ids != -1), (ids >= 0) & (ids < vocab)
+    has = torch.zeros_like(token).index_add_(0, of, real.long()) > 0
+    # the first of equals stays, and the target has another entry
+    keys = torch.where(real, of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
+    again, is_target = torch.zeros_like(real), ids == target[row][of]
+    again[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
+    first = offsets[:-1] + token
+    if bias is not None and entry_bias is not None:
+        named = torch.where(real & is_target & ~again, first[of], len(entry_bias))
+        entry_bias.copy_(behind(entry_bias, 0.0).scatter_(0, named, bias)[:-1])
+        entry_bias[at + of + 1] = bias
+    again = again | is_target
+    begins[row], ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
+    rows[first], columns[first] = row, torch.where(has, target[row], -1).int()
+    rows[at + of + 1] = row[of]
+    columns[at + of + 1] = torch.where(real & known & ~again, ids, -1).int()
+    wrong = wrong | (real & ~known).any()
+    wrong = wrong | (counts & ~has).any() if everywhere else wrong
+    for number in (one_or_nan, inverse):
+        number.masked_fill_(wrong, torch.nan)
+
+
+def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:
+    """Raw logits of e4m3 operands, multiplied in fp32, some blocks' and the targets' of their own dtype; of columns
+    from ``first`` on."""
+    hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
+    quantise_(hidden, rows.hidden, mean=fp8.mean)
+    project(hidden.values.float(), fp8.weight.values, out)
+    out.mul_(hidden.scale[:, None] * fp8.weight.scale).add_(fp8.bias)
+    bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
+    for block in fp8.blocks.tolist():
+        ids = slice(max(0, block * EXACT_BLOCK - first), max(0, (block + 1) * EXACT_BLOCK - first))
+        project(rows.hidden, head.weight[ids], out[:, ids])
+        out[:, ids] += bias[ids]
+    column = rows.target - first
+    (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < out.shape[1]))
+    column = column[here]
+    out[here, column] = (rows.hidden[here].float() * head.weight[column].float()).sum(1) + bias[column]
+
+
+def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
+    """Rows of logits as a softmax sees them, in fp32 (fp64); the stored ones where these are just so."""
+    x, bias = stored.logits[rows, :columns], stored.bias
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return transformed(x, None if bias is None else bias[:columns], of_rows(stored.transform, rows))
+
+
+def transformed(x: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
+    """Logits [rows, columns] with bias, scale and cap, and at last the rows' scale."""
+    factor = 1.0 if transform.logit_scale is None else transform.logit_scale
+    if bias is not None:
+        x = x + bias
+    if transform.softcap is not None:
+        x = (x * (factor / transform.softcap)).tanh_().mul_(transform.softcap)
+    elif transform.logit_scale is not None:
+        x = x * factor
+    return x if transform.row_scale is None else x * transform.row_scale[:, None]
+
+
+def slope(x: Tensor, transform: Transform) -> Tensor | float:
+    """d x / d raw logit, from the transformed logit [rows, columns]."""
+    each = 1.0 if transform.row_scale is None else transform.row_scale[:, None]
+    factor = each if transform.logit_scale is None else each * transform.logit_scale
+    if transform.softcap is None:
+        return factor
+    return (x / (transform.softcap * each)).square_().neg_().add_(1.0).mul_(factor)
+
+
+def row_blocks(logits: Tensor) -> list[slice]:
+    """Slices of rows that make a block of some elements."""
+    rows, step = len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1]))
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def of_rows(record: Any, rows: slice | Tensor) -> Any:
+    """A tuple of vectors, and of such tuples, at some rows."""
+    found = [
+        one[rows] if isinstance(one, Tensor) else of_rows(one, rows) if isinstance(one, tuple) else one
+        for one in record
+    ]
+    return type(record)(*found) if hasattr(record, "_fields") else found
+
+
+def expected(p: Tensor, values: Tensor) -> Tensor:
+    """``sum p * values`` of each row; a probability of 0 has no part in it, whatever its value."""
+    return torch.where(p == 0, 0.0, p * values).sum(1)
+
+
+def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
+    """``p (alpha + eta log p)``, 0 where p is; nan where p is."""
+    p, alpha, eta = log_p.exp(), softmax.alpha[:, None], softmax.eta
+    return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta[:, None] * log_p))
+
+
+def teacher_grad(log_p: Tensor, log_q: Tensor, terms: TeacherTerms, rows: slice) -> Tensor:
+    """The terms of the gradient identity that have a teacher in them, of some rows."""
+    p, q = log_p.exp(), log_q.exp()
+    grad = torch.zeros_like(p)
+    if terms.gamma is not None:
+        grad -= terms.gamma[rows, None] * q
+    if terms.rho is not None:
+        grad -= torch.where(p > 0, terms.rho[rows, None] * p * log_q.clamp(min=LOG_FLOOR), 0.0)
+    if terms.tau is not None:
+        assert terms.beta is not None
+        grad += torch.where(p > 0, terms.tau[rows, None] * p * (log_p - log_mixture(log_q, log_p, terms.beta)), 0.0)
+    if terms.theta is not None:
+        assert terms.below is not None
+        below = terms.below[rows, None]
+        # as in the kernels' identity: the sign of a column above 2/3 follows from the sum
+        found = torch.where(below < 1 - p / 2, 0.0, torch.where(below > 1 + p / 2, 2 * p, p))
+        grad += terms.theta[rows, None] * (p * below - torch.where(p > 0.75, found, part_below(p, q)))
+    return grad
+
+
+def part_below(p: Tensor, q: Tensor) -> Tensor:
+    return p * (1 - (p - q).sign()) + 0.0 * q  # the sign of nan is 0
+
+
+def log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    """``log(beta q + (1 - beta) p)``"""
+    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+
+
+def logprobs(x: Tensor, start: Tensor, rest: Tensor) -> Tensor:
+    return (x - start[:, None]).add_(rest[:, None])
