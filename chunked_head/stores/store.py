@@ -24,7 +24,7 @@ from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slic
 from .gradients import Gradients
 from .matmul import add_dhidden, add_dweight, project, put
 from .operands import Head, Rows, TeacherHead
-from .torch_functions import fp8_logits, transformed
+from .torch_functions import fp8_logits, transform_, transformed
 
 FP16_LARGEST = 64.0
 # relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, only
@@ -268,8 +268,8 @@ class LogitsStore(MatmulStore):
             self.teacher_buffer = head.weight.new_empty(elements, dtype=self.sizes.wide)
 
     def raw_logits(self, rows: Rows, head: Head | TeacherHead, first: int = 0) -> Stored:
-        """Raw logits of a student or a teacher, of columns from ``first`` on, with the bias or the bias to be added, to
-        be read with the head's scale and cap."""
+        """Raw logits of a student or a teacher, of columns from ``first`` on, to be read with bias, scale and cap;
+        torch operations add these here, once for all that reads them."""
         hidden, buffer = rows.hidden, self.buffer
         if isinstance(head, TeacherHead):
             assert head.hidden is not None
@@ -282,7 +282,8 @@ class LogitsStore(MatmulStore):
         else:
             at_once = self.plan.chunk_tokens if columns == self.vocab else None  # as the forward pass has made them
             left = project(hidden, head.weight, logits, head.bias, at_once)
-        return Stored(logits, None, left, transform(head, rows.scale))
+        made = Stored(logits, None, left, transform(head, rows.scale))
+        return transform_(made) if self.sizes.in_blocks else made
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         assert rows.source is not None
@@ -305,7 +306,8 @@ class LogitsStore(MatmulStore):
             if self.stored.bias is not None:
                 self.stored = self.stored._replace(logits=logits.add_(self.stored.bias), bias=None)
             found = torch.empty_like(out.top_k_logits), out.top_k_ids
-            torch.topk(logits, out.top_k_ids.shape[1], largest=head.logit_scale > 0, out=found)
+            factor = self.stored.transform.logit_scale
+            torch.topk(logits, out.top_k_ids.shape[1], largest=factor is None or factor > 0, out=found)
             self.pick_columns(out.top_k_logits, out.top_k_ids)
         if self.demand.pairing is not None:
             columns_of_both = slice(0, self.demand.pairing.columns)
