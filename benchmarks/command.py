@@ -188,7 +188,6 @@ def measured(
     asked: Mapping[str, tuple[Row, Callable[[], measure.Step]]],
     floors: Mapping[str, Row],
     make_floors: Callable[[], Mapping[str, Callable[[], Any]]],
-    request: Callable[[Row], measure.MemoryRequest],
     watch: Watch,
     known: Callable[[measure.Step], Row] = lambda step: {},
 ) -> list[Row]:
@@ -225,7 +224,7 @@ def measured(
     for key, step in steps.items() if not args.no_memory else ():
         if rows[key]["status"] == "ok":
             watch.stage(f"{shape}: memory of {key}")
-            peak, failure = measure.peak(step, request(rows[key]))
+            peak, failure = measure.peak(step)
             rows[key] |= {"memory_error": failure.record()} if failure else peak or {}
             if peak:
                 rows[key]["beside_gradients_bytes"] = peak["peak_bytes"] - rows[key]["gradient_bytes"]

@@ -45,12 +45,8 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
         made = measure.floor_steps(operands, args.device, set(names.values()))
         return {name: made[measure.products_name(count)] for name, count in names.items()}
 
-    def request(row: Row) -> measure.MemoryRequest:
-        named = row["provider"], shape, row["dtype"], row["upstream"], args.data, args.targets
-        return measure.MemoryRequest(*named, backward=row["below"] != ONE)
-
     records = {name: {"provider": name} for name in names}
-    return command.measured(shape, args, operands, asked, records, floors, request, watch)
+    return command.measured(shape, args, operands, asked, records, floors, watch)
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -7,7 +7,7 @@ without: three; four with a dense teacher's logits, or with logits that are comp
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -157,17 +157,6 @@ def make_step(name: str, operands: Operands, options: dict[str, Any], upstream: 
     return measure.Step(Call(name, batch, options), operands, upstream, workload.products > 1)
 
 
-@dataclass(frozen=True)
-class Request(measure.MemoryRequest):
-    """A measurement for a fresh process: `provider` is a workload."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def step(self) -> measure.Step:
-        operands = shapes.make_operands(self.shape, shapes.parse_dtype(self.dtype), torch.device("cpu"))
-        return make_step(self.provider, operands, self.options, self.upstream)
-
-
 def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every workload at one shape; one row for each workload and upstream."""
     operands = shapes.make_operands(shape, args.dtype, args.device)
@@ -187,12 +176,9 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     products = {WORKLOADS[name].products for name in names}
     floors = {name: {"provider": f"floor, {name}"} for name in map(measure.products_name, sorted(products))}
 
-    def request(row: Row) -> Request:
-        return Request(row["workload"], shape, row["dtype"], row["upstream"], options=args.options)
-
     make_floors = functools.partial(measure.floor_steps, operands, args.device, products)
     rows = command.measured(
-        shape, args, operands, asked, floors, make_floors, request, watch,
+        shape, args, operands, asked, floors, make_floors, watch,
         lambda step: {"plan": providers.describe_plan(plan_of(step))},
     )  # fmt: skip
     return [row for row in rows if "workload" in row]

@@ -1,7 +1,6 @@
 """Time and peak memory of one step of a head (loss and backward), and the record of the machine it ran on."""
 
 import contextlib
-import ctypes
 import functools
 import gc
 import math
@@ -19,8 +18,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.providers import Loss, build
-from benchmarks.shapes import Operands, Shape, make_operands, parse_dtype
+from benchmarks.providers import Loss
+from benchmarks.shapes import Operands
 
 OUT_OF_MEMORY = "out of memory"
 # before what is timed, and timed: at least so many runs, and for so long
@@ -281,25 +280,6 @@ def quantile(values: list[float], fraction: float) -> float:
     return float(torch.tensor(values, dtype=torch.float64).quantile(fraction))
 
 
-@dataclass(frozen=True)
-class MemoryRequest:
-    """A measurement in plain values, so that a fresh process can draw the same operands."""
-
-    provider: str
-    shape: Shape
-    dtype: str
-    upstream: float = 1.0
-    data: str = "random"
-    targets: str = "random"
-    backward: bool = True
-
-    def step(self) -> Step:
-        """Draw the operands and make the step."""
-        device = torch.device("cpu")
-        operands = make_operands(self.shape, parse_dtype(self.dtype), device, data=self.data, targets=self.targets)
-        return Step(build(self.provider, device).call, operands, self.upstream, self.backward)
-
-
 def gpu_peak(step: Callable[[], Any], operands: Holder) -> dict[str, int]:
     """Peak bytes of one step over what is there before it, the gradients included, on a GPU.
 
@@ -319,11 +299,11 @@ def gpu_peak(step: Callable[[], Any], operands: Holder) -> dict[str, int]:
     return {"peak_bytes": int(peak), "requested_bytes": requested}
 
 
-def peak(step: Step, request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
-    """Peak bytes over the inputs: of this step on a GPU, of the request in a fresh process on a CPU."""
-    if step.operands.hidden.is_cuda:
-        return attempt(functools.partial(gpu_peak, step, step.operands), step.operands)
-    return cpu_peak(request)
+def peak(step: Step) -> tuple[dict[str, int] | None, Failure | None]:
+    """Peak bytes of a step over the inputs; none on a CPU, where nothing counts what tensors take."""
+    if not step.operands.hidden.is_cuda:
+        return None, None
+    return attempt(functools.partial(gpu_peak, step, step.operands), step.operands)
 
 
 def messages(target: Callable[..., None], *args: Any, seconds: float = _CHILD_SECONDS) -> Iterator[Any]:
@@ -348,44 +328,6 @@ def messages(target: Callable[..., None], *args: Any, seconds: float = _CHILD_SE
         receiver.close()
         child.join(0 if child.is_alive() and time.monotonic() > end else _EXIT_SECONDS)
         child.kill()
-
-
-def cpu_peak(request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
-    """Peak resident bytes of one step over its inputs, the gradients included, in a fresh process.
-
-    The figure is the process's resident set at its highest during the second step, minus its resident set before
-    that step. It counts pages that were written, so memory that is allocated but never touched does not show. It is
-    meaningful because glibc takes large blocks from mmap and returns them by munmap: what the first step made is
-    gone before the second, apart from what the matrix library keeps for good.
-    """
-    answer = next(messages(_cpu_child, request, torch.get_num_threads()))
-    return (None, answer) if isinstance(answer, Failure) else (answer, None)
-
-
-def _cpu_child(sender: multiprocessing.connection.Connection, request: MemoryRequest, threads: int) -> None:
-    try:
-        torch.set_num_threads(threads)
-        step = request.step()
-        _return_large_blocks()
-        step()
-        step.operands.clear()
-        gc.collect()
-        _return_large_blocks(trim=True)
-        with ResidentPeak() as peak:
-            step()
-        sender.send({"peak_bytes": peak.bytes})
-    except Exception as error:  # travels back as a row of the table
-        sender.send(Failure.of(error))
-
-
-def _return_large_blocks(trim: bool = False) -> None:
-    # glibc raises its mmap threshold (up to 32 MiB) each time a large block is freed, after which such blocks stay
-    # in the heap and hide from the next step's peak; a threshold set by hand stays where it is.
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**18)
-        if trim:
-            libc.malloc_trim(0)
 
 
 class ResidentPeak:

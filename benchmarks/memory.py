@@ -1,4 +1,4 @@
-"""Peak memory against the number of tokens, and the plan's prediction: `python -m benchmarks.memory`.
+"""Peak memory of a GPU against the number of tokens, and the plan's prediction: `python -m benchmarks.memory`.
 
 All figures are peaks over the inputs (hidden states, weight and targets), the gradients included.
 """
@@ -15,26 +15,10 @@ from benchmarks import command, measure, providers
 from benchmarks.command import Row, Watch, mebibytes, number
 from benchmarks.shapes import Shape, dtype_name, make_operands, parse_head
 
-_GPU_MODELS, _CPU_MODELS = ("llama3-8b", "qwen3-8b", "gpt-oss", "gemma2-2b"), ("llama3-8b", "gemma2-2b")
-_GPU_TOKENS = tuple(1024 * 2**power for power in range(7))
-_CPU_TOKENS = tuple(256 * 2**power for power in range(5))
-_CPU_HIDDEN = 256
+_MODELS = ("llama3-8b", "qwen3-8b", "gpt-oss", "gemma2-2b")
+_TOKENS = tuple(1024 * 2**power for power in range(7))
 # Not torch.compile: it compiles for a minute or more in all, and peaks where eager does or a little lower.
-_GPU_PROVIDERS = ("eager", "torch", *providers.PACKAGES, "ours")
-_CPU_PROVIDERS = ("eager", "torch", "ours")
-
-
-def defaults(args: Any) -> Any:
-    """Fill in what was not given: the real models on a GPU, a small hidden size and few tokens on a CPU."""
-    gpu = args.gpu
-    args.tokens = sorted(set(args.tokens or (_GPU_TOKENS if gpu else _CPU_TOKENS)))
-    args.provider = args.provider or (_GPU_PROVIDERS if gpu else _CPU_PROVIDERS)
-    hidden = args.hidden
-    if not (gpu or hidden or args.model):
-        hidden = _CPU_HIDDEN
-    models = args.model or [parse_head(name) for name in (_GPU_MODELS if gpu else _CPU_MODELS)]
-    args.model = list(dict.fromkeys((name, hidden or own, vocab) for name, own, vocab in models))
-    return args
+_PROVIDERS = ("eager", "torch", *providers.PACKAGES, "ours")
 
 
 def run_model(model: tuple[str, int, int], args: Any, watch: Watch) -> list[Row]:
@@ -66,8 +50,6 @@ def peak_of(
     provider: providers.Provider, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, measure.Failure | None]:
     """Peak bytes of one step after a warm-up, or why there are none."""
-    if device.type == "cpu":
-        return measure.cpu_peak(measure.MemoryRequest(provider.label, shape, dtype_name(dtype)))
 
     def run() -> dict[str, int]:
         step = measure.Step(provider.call, make_operands(shape, dtype, device))
@@ -119,8 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = "repeatable: llama3-8b, another name, or HIDDENxVOCAB"
     add("--model", action="append", type=command.argument(parse_head), help=words)
     add("--tokens", nargs="+", type=command.count, help="the numbers of tokens to try")
-    add("--hidden", type=command.count, help="a hidden size to use in place of the models' own")
-    args = defaults(command.read(parser, sys.argv[1:] if argv is None else argv))
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    if not args.gpu:
+        parser.error("argument --device: memory is measured on a GPU")
+    args.tokens, args.provider = sorted(set(args.tokens or _TOKENS)), args.provider or _PROVIDERS
+    args.model = list(dict.fromkeys(args.model or map(parse_head, _MODELS)))
     ready, skipped = providers.resolve(args.provider, args.device)
     if not ready:
         return command.nothing_runs(skipped)

@@ -41,12 +41,8 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     needed = [name for name in FLOORS if name in below or (name == THREE and SUMMED in below)]
     floors = {name: {"row": name, "provider": f"floor, {name}"} for name in needed}
 
-    def request(row: Row) -> measure.MemoryRequest:
-        ours = row["row"] if row["row"] in ROWS else ""
-        return speed_rows.Request(row["provider"], shape, row["dtype"], row["upstream"], targets=args.targets, row=ours)
-
     make_floors = functools.partial(bench.floors, needed, args.device)
-    return command.measured(shape, args, bench.operands, asked, floors, make_floors, request, watch)
+    return command.measured(shape, args, bench.operands, asked, floors, make_floors, watch)
 
 
 def _table(rows: Sequence[Row]) -> Table:

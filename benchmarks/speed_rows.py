@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import measure, providers, shapes
+from benchmarks import measure, providers
 from benchmarks.shapes import Operands, Shape
 from chunked_head import linear_cross_entropy, linear_logprobs
 
@@ -114,17 +113,3 @@ class Bench:
             SUMMED: summed,
         }
         return {name: made[name] for name in FLOORS if name in names}
-
-
-@dataclass(frozen=True)
-class Request(measure.MemoryRequest):
-    """A measurement for a fresh process: `provider` is a peer, or what a row is called."""
-
-    row: str = field(default="", kw_only=True)
-
-    def step(self) -> measure.Step:
-        if not self.row:
-            return super().step()
-        device, dtype = torch.device("cpu"), shapes.parse_dtype(self.dtype)
-        bench = Bench(shapes.make_operands(self.shape, dtype, device, targets=self.targets))
-        return bench.step(self.row, self.upstream)

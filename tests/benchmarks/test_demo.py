@@ -46,7 +46,7 @@ def test_end_to_end(text_file: Path, tmp_path: Path) -> None:
     ("words", "complaint"),
     [
         ("--steps 0", "--steps"), ("--batch many", "--batch"), ("--text no/such/file.txt", "no such file"),
-        ("--hidden 33", "--hidden 33"), ("--bpe-vocab 256", "--bpe-vocab 256"), ("--seed -1", "--seed"),
+        ("--hidden 193", "--hidden 193"), ("--bpe-vocab 256", "--bpe-vocab 256"), ("--seed -1", "--seed"),
         ("--bpe-vocab 513", "more than the head's --vocab 512"), ("--device abacus", "'abacus' is no device"),
         ("--device cuda:99", "argument --device"), ("--memory-budget 1", "--memory-budget 1"),
         ("--context 100000", "too short"), ("--text {same} --context 30", "tokens, and one window takes 31"),

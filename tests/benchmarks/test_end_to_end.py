@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("psutil")
 
 from benchmarks import (
     accuracy,
+    command,
     frameworks,
     head,
     host,
@@ -21,7 +23,6 @@ from benchmarks import (
     memory,
     model_curves,
     models,
-    numbers,
     parallel,
     parallel_rows,
     providers,
@@ -39,8 +40,8 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One figure in place of a process for each measurement, and a commit."""
-    monkeypatch.setattr(measure, "cpu_peak", lambda request: ({"peak_bytes": 2**20}, None))
+    """One figure in place of what a GPU's allocator counts, and a commit."""
+    monkeypatch.setattr(measure, "peak", lambda step: ({"peak_bytes": 2**20}, None))
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
 
 
@@ -102,12 +103,7 @@ def test_errors(tmp_path: Path, quick: None, kind: str) -> None:
     assert all(0 < row[f"d_{name}_error"] < 1e-5 for row in rows for name in ("hidden", "weight"))
 
 
-def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
-    asked = [*CPU, "--provider", "eager", "--provider", "ours"]
-    record, rows = made(memory.main, tmp_path, *asked, "--model", "32x20000", "--tokens", "128")
-    found = {row["provider"]: row for row in rows}
-    assert found["eager"]["peak_bytes"] > 2 * 128 * 20000 * 4 and "difference_percent" in found["ours"]
-    assert record["largest_difference"]["bytes"] == found["ours"]["difference_bytes"]
+def test_memory(monkeypatch: Any) -> None:
     tried = []
 
     def peak(provider: Any, shape: Any, dtype: Any, device: Any) -> Any:
@@ -117,9 +113,13 @@ def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
         return {"peak_bytes": shape.tokens * 2**20}, None
 
     monkeypatch.setattr(memory, "peak_of", peak)
-    words = [*asked, "--model", "16x320", "--tokens", "32", "64", "128"]
-    assert memory.main([*words, "--output", str(tmp_path / "few.json")]) == 0
+    given = {"tokens": [32, 64, 128], "provider": ("eager", "ours"), "device": torch.device("cpu")}
+    args = SimpleNamespace(**given, dtype=torch.float32)
+    rows = memory.run_model(("16x320", 16, 320), args, command.Watch(6))
     assert tried == [("eager", 32), ("ours", 32), ("eager", 64), ("ours", 64), ("ours", 128)]
+    ours = [row for row in rows if row["provider"] == "ours"]
+    assert all(row["difference_bytes"] == row["peak_bytes"] - row["plan"]["peak_bytes"] for row in ours)
+    assert memory.largest_difference(rows)["bytes"] == max(row["difference_bytes"] for row in ours)
 
 
 def test_losses(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
@@ -161,23 +161,6 @@ def test_speed(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     assert peers["compile"]["loss"] == pytest.approx(peers["loss"]["loss"], rel=1e-5)
 
 
-def test_memory_is_measured_in_a_process_of_its_own() -> None:
-    shape, peaks = shapes.Shape(1024, 256, 20000), {}
-    for name in ("default", "into"):
-        found, failure = measure.cpu_peak(speed_rows.Request("ours", shape, "float32", 0.37, row=name))
-        plan = speed_rows.predict(name, shape, torch.float32, torch.device("cpu"))
-        assert failure is None and found["peak_bytes"] == pytest.approx(plan["peak_bytes"], abs=8 * 2**20)
-        peaks[name] = found["peak_bytes"]
-    # the gradient is first written to when blocks of 3 MiB are gone, and only then counts in a process's memory
-    assert peaks["default"] - peaks["into"] == pytest.approx(4 * 20000 * 256, abs=2**22)
-    shape = shapes.Shape(1024, 16, 20000)
-    drawn = shapes.make_operands(shape, torch.float32, torch.device("cpu"))
-    step = losses.make_step("grpo", drawn, {"chunk_tokens": 256})
-    step()
-    found, failure = measure.peak(step, losses.Request("grpo", shape, "float32", options={"chunk_tokens": 256}))
-    assert failure is None and found["peak_bytes"] == pytest.approx(losses.plan_of(step).peak_bytes, abs=8 * 2**20)
-
-
 def test_parallel(tmp_path: Path, quick: None, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     record, rows = made(parallel.main, tmp_path, "--gpus", "2", *TINY, "64x32x1000")
@@ -196,14 +179,10 @@ def test_parallel(tmp_path: Path, quick: None, monkeypatch: Any, capfd: Any) -> 
     assert [found[name]["messages"] for name in names] == [3, 3, 4, 4]
 
 
-def test_host_and_numbers(tmp_path: Path, quick: None) -> None:
+def test_host(tmp_path: Path, quick: None) -> None:
     _, rows = made(host.main, tmp_path, *CPU, "--rounds", "2", "--calls", "3", "--lengths", "6")
     assert {"plain", "four chunks", "log-probabilities of 1", "5 new numbers of tokens"} <= {r["row"] for r in rows}
     assert all(row["host_ms"] > 0 for row in rows)
-    pytest.importorskip("triton")
-    _, rows = made(numbers.main, tmp_path, *CPU, "--calls", "2")
-    assert {"none", "clip_low", "a summand's temperature", "normalizer"} <= {row["row"] for row in rows}
-    assert all(row["changing_ms"] > 0 and row["compiled"] == 0 for row in rows)
 
 
 def test_sitting(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
