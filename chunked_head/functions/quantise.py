@@ -18,12 +18,12 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
         optimizer.step()
 
     It takes a byte for each number of the weight, and has one scale. A call on a weight that has changed since raises,
-    and on one that takes a gradient after any optimizer's step. What goes unnoticed: changes through ``weight.data``,
-    by a replayed CUDA graph, and of inference tensors. Of a DTensor it is this rank's part.
+    and any call after an optimizer's step. What goes unnoticed: changes through ``weight.data``, by a replayed CUDA
+    graph, and of inference tensors. Of a DTensor it is this rank's part.
     """
     own = local_part(weight)
     checks.check_tensor("weight", own, optional=False)
-    own, trained = own.detach(), own.requires_grad
+    own = own.detach()
     checks.refuse({
         f"weight must be [vocab, hidden], got {list(own.shape)}": own.dim() != 2 or not own.numel(),
         f"weight must be bfloat16, float16 or float32, got {own.dtype}":
@@ -34,4 +34,4 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
     if missing := e4m3_missing(chosen.traits(own.device), own.device):
         raise ValueError(missing)
     with on_device(own.device):
-        return QuantisedWeight(chosen.quantised(own.contiguous()), own, version_of(own), trained)
+        return QuantisedWeight(chosen.quantised(own.contiguous()), own, version_of(own))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.private import breaks_graph
@@ -30,13 +30,11 @@ class QuantisedWeight:
     """A weight in e4m3, which ``chunked_head.quantise`` makes, for ``fp8_weight`` of calls on that weight.
 
     ``matrix``: its numbers and their scale. ``weight``: the weight's memory, ``version`` how often it had been changed.
-    ``trained``: the weight takes a gradient.
     """
 
     matrix: Quantised
     weight: Tensor
     version: int
-    trained: bool
 
     def __post_init__(self) -> None:
         watch_optimizers()
@@ -68,19 +66,9 @@ def watch_optimizers() -> None:
 
 
 @breaks_graph
-def outdate(optimizer: Any, *_: Any) -> None:
-    """Outdates copies of weights that a step may have changed: of any that takes a gradient, since what the optimizer
-    has may be a shard or in another dtype; of others where its memory is among the optimizer's."""
-    for kept in [*CURRENT]:
-        stepped = (one for group in optimizer.param_groups for one in group["params"])
-        if kept.trained or memory_of(kept.weight) in map(memory_of, stepped):
-            CURRENT.discard(kept)
-
-
-def memory_of(tensor: Tensor) -> int | None:
-    """The address of a plain tensor's memory."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return tensor.untyped_storage().data_ptr() if plain else None
+def outdate(*_: Any) -> None:
+    """Outdates all copies: what an optimizer steps may be a shard of a weight, or its copy in another dtype."""
+    CURRENT.clear()
 
 
 class RoundedHead(NamedTuple):
@@ -159,9 +147,9 @@ def quantise_(out: Quantised | None, matrix: Tensor, mean: Tensor | None = None,
 
 
 def divisor_of(weight: Tensor) -> Tensor:
-    """[] a power of 2 by which a weight is divided: so that a few of its rows have root mean squares of 2 to 4, or by
-    more, where its largest number would be over e4m3's."""
+    """[] a power of 2 by which a weight is divided: so that the longest of a few rows has a root mean square of 2 to 4,
+    or by more, where its largest number would be over e4m3's."""
     some = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
-    logs = 0.5 * some.square().mean(1).clamp(min=LEAST_SCALE).log2()
-    divisor, largest = torch.exp2(logs.mean().floor() - 1.0), torch.linalg.vector_norm(weight, math.inf)
+    square = some.square().mean(1).amax().clamp(min=LEAST_SCALE)
+    divisor, largest = (0.5 * square.log2()).floor().sub(1.0).exp2(), torch.linalg.vector_norm(weight, math.inf)
     return divisor * (largest / divisor / LARGEST_E4M3).clamp(min=1.0).log2().ceil().exp2()

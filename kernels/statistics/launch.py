@@ -107,7 +107,7 @@ def quantise(
     block, warps = power_of_2(columns), 4 if columns <= 2048 else 8
     each_row = scale is not None and scale.dim() == 1
     at_once = 1 if each_row else cdiv(2048 * warps, block)  # 64 numbers a thread
-    programs = cdiv(rows, at_once) if each_row else min(cdiv(rows, at_once), 4 * multiprocessors_of(matrix.device))
+    programs = cdiv(rows, at_once) if each_row else min(cdiv(rows, at_once), 6 * multiprocessors_of(matrix.device))
 
     def launch(scale: torch.Tensor | None, parts: torch.Tensor | None, divisor: torch.Tensor | None) -> None:
         quantise_kernel[(programs,)](

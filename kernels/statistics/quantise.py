@@ -6,9 +6,9 @@ of the same rows. Rounding to the nearest makes a row longer or shorter by up to
 lie, and all its logits with it: log-probabilities of flat heads were off by 1.5e-2 nats, each token's by as much. So
 lengths stay.
 
-Rows of hidden states have each ``s = largest / 448``. A weight has one ``s`` and is read once: a power of 2 that a few
-of its rows tell, with room for numbers of a hundred times their root mean square. Where that is too little, which the
-sums' kernel sees, it is rounded again.
+Rows of hidden states have each ``s = largest / 448``. A weight has one ``s`` and is read once: a power of 2 that the
+longest of a few rows tells, with room for numbers of a hundred times its root mean square. Where that is too little,
+which the sums' kernel sees, it is rounded again.
 """
 
 import triton
@@ -59,12 +59,12 @@ def quantise_kernel(
             divisor = tl.load(divisor_ptr)
             end = tl.where(divisor == 0.0, 0, rows)
         else:
-            logs = 0.0
+            square = LEAST + 0.0
             for i in tl.static_range(SAMPLED_ROWS):
                 row = matrix_ptr + tl.cast(rows, tl.int64) * i // SAMPLED_ROWS * columns
                 one = tl.load(row + offs, mask=in_columns, other=0.0).to(tl.float32)
-                logs += 0.5 * tl.log2(tl.maximum(tl.sum(one * one, 0) / columns, LEAST))
-            divisor = tl.exp2(tl.floor(logs / SAMPLED_ROWS) - 1.0)
+                square = tl.maximum(square, tl.sum(one * one, 0) / columns)
+            divisor = tl.exp2(tl.floor(0.5 * tl.log2(square)) - 1.0)
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + offs, mask=in_columns, other=0.0)[None, :]
     largest = tl.zeros((ROWS,), dtype=tl.float32)
