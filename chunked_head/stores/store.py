@@ -11,6 +11,7 @@ from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats
 from ..kernels.common.records import (
     ALL_ROWS,
     NO_SOFTMAX,
+    PLAIN,
     Counted,
     Outputs,
     Softmax,
@@ -153,6 +154,7 @@ class MatmulStore(Store):
         self.backend, self.head, self.plan, self.every, self.tiled = backend, head, plan, every, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
         self.tie = TIE if self.sizes.half else None
+        self.tiles = slices(self.vocab, plan.tile_columns if tiled else max(1, self.vocab))
         # logits in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
         if tiled:
@@ -167,7 +169,7 @@ class MatmulStore(Store):
         coefficients, gain = self.fitted(rows, coefficients)
         if dhidden is not None and self.plan.hidden_accumulate != dhidden.dtype:
             sums = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
-        for tile in slices(self.vocab, self.plan.tile_columns if self.tiled else self.vocab):
+        for tile in self.tiles:
             weight, dweight, dbias = self.head.weight, grads.weight, grads.bias
             if tile.stop - tile.start < self.vocab:
                 weight = weight[tile]
@@ -283,7 +285,8 @@ class LogitsStore(MatmulStore):
             at_once = self.plan.chunk_tokens if columns == self.vocab else None  # as the forward pass has made them
             left = project(hidden, head.weight, logits, head.bias, at_once)
         made = Stored(logits, None, left, transform(head, rows.scale))
-        return transform_(made) if self.sizes.in_blocks else made
+        plain = left is None and made.transform == PLAIN
+        return made if plain or not self.sizes.in_blocks else transform_(made)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         assert rows.source is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import PAIR_STATS, shift_left
-from ..kernels.common.records import PLAIN, KeptEntries, Outputs, Softmax, Stored, TeacherTerms, Terms, Transform
+from ..kernels.common.records import KeptEntries, Outputs, Softmax, Stored, TeacherTerms, Terms, Transform
 from ..kernels.common.tiles import BEHIND, ELSEWHERE, EXACT_BLOCK, LOG_FLOOR
 from ..plan.sizes import TILE_ELEMENTS, slices
 from .matmul import project
@@ -336,9 +336,8 @@ def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
 
 def transform_(stored: Stored) -> Stored:
     """Raw logits as a softmax sees them, in place."""
-    if stored.bias is not None or stored.transform != PLAIN:
-        for rows in row_blocks(stored.logits):
-            stored.logits[rows] = logits_of(stored, rows, stored.logits.shape[1])
+    for rows in row_blocks(stored.logits):
+        stored.logits[rows] = logits_of(stored, rows, stored.logits.shape[1])
     return Stored(stored.logits, None)
 
 
