@@ -150,18 +150,6 @@ def test_megatron() -> None:
     close(torch.autograd.grad(one, layer.weight), torch.autograd.grad(again.sum(), weight))
 
 
-def test_megatron_tied_and_scaled() -> None:
-    """``output_weight`` is the embedding's, ``mup_output_mult`` a factor of the logits."""
-    hidden, weight, labels = operands()
-    config = SimpleNamespace(use_mup=True, mup_output_mult=0.25)
-    layer = ColumnParallelLinear(torch.zeros(VOCAB, HIDDEN))
-    processor = megatron.OutputProcessor(logprobs=True, entropy=True, temperature=TEMPERATURES["per-token"])
-    ours = hook(processor, hidden, layer, labels, output_weight=weight, config=config)
-    theirs = plain(hidden.transpose(0, 1), weight * 0.25, labels, TEMPERATURES["per-token"])
-    close(ours, theirs)
-    close(gradients(ours, [hidden, weight]), gradients(theirs, [hidden, weight]))
-
-
 def test_megatron_refusals() -> None:
     hidden, weight, labels = operands()
     layer, processor = ColumnParallelLinear(weight), megatron.OutputProcessor()

@@ -6,52 +6,21 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget
-from cases import FEW, PLACES, Case, Inputs, Place, bias, per_class, per_token, run_reference
+from cases import FEW, PLACES, Case, Inputs, Place, run_reference
 from tiers import crossed
 from torch import Tensor, nn
 from tracking import NoProducts
 
 from chunked_head import ChunkedHead, linear_cross_entropy
-from chunked_head.stores import matmul
 
 SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1, "z_loss": 1e-2},
-    "softcap": {"softcap": 3.0, "logit_scale": 0.7},
-    "weights": {"class_weights": per_class, "token_weights": per_token},
-    "bias": {"bias": bias},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-}
 
 
 def leaves(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, weight and an empty buffer for its gradient."""
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
     return hidden, weight, torch.zeros_like(inputs.weight, dtype=torch.float32)
-
-
-@crossed(place=PLACES, dtype=DTYPES, name=OPTIONS)
-def test_sums_are_gradients(place: Place, dtype: torch.dtype, name: str) -> None:
-    inputs = Case("", (FEW,), 64, 131, OPTIONS[name], {"chunk_tokens": 32}).inputs(dtype, place.device)
-    one = torch.ones((FEW,) if name == "none" else (), device=place.device)
-    truth, eager = (run_reference(inputs, d, one) for d in (torch.float64, dtype))
-    hidden, weight, buffer = leaves(inputs)
-    given = dict(inputs.options)
-    if "bias" in given:
-        given["bias"] = given["bias"].clone().requires_grad_()
-    loss = linear_cross_entropy(
-        hidden, weight, inputs.target, **given, chunk_tokens=32, accumulate_into=buffer, backend=place.backend
-    )
-    assert bool(buffer.any()) == (name != "none"), "written in the forward pass where the upstream gradient is known"
-    loss.backward(one)
-    assert weight.grad is None
-    assert_within_budget(hidden.grad, eager.hidden, truth.hidden, dtype, "hidden")
-    assert_within_budget(buffer, eager.weight, truth.weight, dtype, "buffer")
-    if "bias" in given:
-        assert_within_budget(given["bias"].grad, eager.bias, truth.bias, dtype, "bias")
 
 
 @crossed(place=PLACES, dtype=DTYPES, kind=["number", "tensor"])
@@ -148,17 +117,6 @@ def test_nothing_to_write(place: Place) -> None:
     linear_cross_entropy(inputs.hidden[:0], weight, inputs.target[:0], **options).backward()
     assert torch.equal(buffer, before)
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("first", [False, True])
-def test_product_with_a_gain(dtype: torch.dtype, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tile by tile, where one product sums the operands by itself and where they are cast."""
-    monkeypatch.setattr(matmul, "cast_rows", lambda hidden: 20)
-    dlogits, hidden, out = torch.randn(7, 53).to(dtype), torch.randn(7, 16).to(dtype), torch.ones(53, 16)
-    right = 3.0 * dlogits.double().t() @ hidden.double() + (0.0 if first else 1.0)
-    matmul.add_dweight(dlogits, hidden, out, first, torch.tensor(3.0))
-    torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
 
 
 @crossed(place=PLACES, dtype=[torch.bfloat16, torch.float16], reduction=["mean", "none"], vocab=[131, 1])

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from budget import assert_outcome, assert_within_budget
+from budget import assert_outcome
 from cases import CASES, PLACES, SIZE_CASES, Case, Place, combinations, hold, run_ours, run_reference
 from tiers import crossed
 from torch import nn
@@ -97,14 +97,6 @@ def test_paths_on_a_gpu() -> None:
         assert plan(256, 64, 507, torch.bfloat16, device="cuda", softcap=30.0).sizes.store.name == "relative"
     assert plan(256, 63, 507, torch.bfloat16, device="cuda").sizes.store.name == "logits"
     assert plan(256, 64, 507, torch.float32, device="cuda").sizes.store.name == "logits"
-
-
-def test_loss_is_within_budget_of_itself() -> None:
-    """The budget can fail: a gradient off by one part in a hundred breaks it."""
-    inputs = Case("", (70,), 64, 507).inputs(torch.float32, "cpu")
-    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, torch.float32)
-    with pytest.raises(AssertionError, match="over the budget"):
-        assert_within_budget(eager.weight * 1.01, eager.weight, truth.weight, torch.float32, "gradient")
 
 
 # ---- ChunkedHead beside nn.Linear

@@ -102,77 +102,24 @@ def test_sums_of_segments() -> None:
         linear_loss(hidden, weight, target, losses.gspo(), batch=batch, num_segments=3, deterministic=True)
 
 
-class Operands:
-    """Of a head whose padding is nan."""
-
-    def __init__(self, place: Place):
-        gpu = place.device != "cpu"
-        self.tokens, self.vocab, width = (300, 8000 - 24, 4096) if gpu else (20, 600, 64)
-        made = torch.Generator().manual_seed(5)
-        hidden = torch.randn(self.tokens, width, generator=made)
-        weight = torch.randn(self.vocab + 24, width, generator=made) * 2.4 / width**0.5
-        weight[self.vocab :] = torch.nan
-        self.hidden, self.weight = (each.to(place.device, torch.bfloat16) for each in (hidden, weight))
-        self.bias = torch.randn(self.vocab + 24, generator=made).to(place.device, torch.bfloat16)
-        target = torch.randint(0, self.vocab, (self.tokens,), generator=made)
-        target[0], target[15] = 0, self.vocab - 1
-        target[17] = -100
-        self.target = target.to(place.device)
-        self.temperature = torch.rand(self.tokens, generator=made).to(place.device) + 0.5
-        self.common = {"vocab_size": self.vocab, "deterministic": True, "backend": place.backend}
-
-    def options(self, kind: str) -> dict[str, Any]:
-        if kind == "plain":
-            return dict(self.common)
-        scaled = {"softcap": 20.0, "logit_scale": 0.8, "temperature": self.temperature}
-        return self.common | scaled | dict.fromkeys(EVERYTHING, True)
-
-    def values(self, options: dict[str, Any], tokens: Any = slice(None)) -> list[Tensor]:
-        """Log-probabilities, and what else is asked for, of some tokens."""
-        given = dict(options)
-        if "temperature" in options:
-            given |= {"bias": self.bias, "temperature": options["temperature"][tokens]}
-        found = linear_logprobs(self.hidden[tokens], self.weight, self.target[tokens], **given)
-        return [found] if isinstance(found, Tensor) else list(found)
-
-
 @pytest.mark.parametrize("place", OURS)
-def test_exact(place: Place) -> None:
-    given = Operands(place)
-    options = given.options("everything")
-    logits = given.hidden.double() @ given.weight.double().T + given.bias.double()
-    logits = 20.0 * torch.tanh(0.8 * logits[:, : given.vocab] / 20.0) / given.temperature.double()[:, None]
-    log_p, counts = logits.log_softmax(1), given.target >= 0
-    expected = [
-        log_p.gather(1, given.target.clamp(min=0)[:, None])[:, 0], -(log_p.exp() * log_p).sum(1), logits.logsumexp(1),
-        logits.mean(1), (2 * log_p).logsumexp(1), logits.argmax(1),
-    ]  # fmt: skip
-    with torch.no_grad():
-        for ours, exact in zip(given.values(options), expected, strict=True):
-            torch.testing.assert_close(ours.double(), exact.double().where(counts, 0.0), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("place", OURS)
-def test_any_batch(place: Place) -> None:
-    """Whatever the other tokens are, how many, in which order, in which chunks, with a gradient and without; and
-    whatever else is asked for."""
-    given = Operands(place)
-    options = given.options("plain")
-    with torch.no_grad():
-        (alone,) = given.values(options)
-    every = torch.arange(given.tokens, device=place.device)
+def test_whatever_else_is_asked_for(place: Place) -> None:
+    """Log-probabilities of any tokens in any order, with a gradient and without: the same bits; of padding nothing."""
+    hidden, weight, target = operands(place, torch.bfloat16)
+    target[1], target[3], target[4] = -100, 0, len(weight) - 1
+    weight = torch.cat([weight, torch.full_like(weight[:24], torch.nan)])
+    options: dict[str, Any] = {"vocab_size": len(weight) - 24, "deterministic": True, "backend": place.backend}
+    alone = linear_logprobs(hidden, weight, target, **options)
     # NumPy's products, which the interpreter takes, depend on where a row stands
-    batches = [every[:1], every[:7], every] if place.device == "cpu" else [every[7:8], every[3:10], every.flip(0)] * 3
-    for tokens in batches:
-        for chunk in (None, 16) if place.device == "cuda" else (None,):
-            for gradient in (False, True):
-                with torch.set_grad_enabled(gradient):
-                    given.weight.requires_grad_(gradient)
-                    (values,) = given.values(options | {"chunk_tokens": chunk}, tokens=tokens)
-                    assert values.requires_grad == gradient and torch.equal(values, alone[tokens])
-    with torch.no_grad():
-        # a small number shows the last bits of the sum
-        given.target.copy_(torch.where(given.target >= 0, given.values(options | {"argmax": True})[1], given.target))
-        (alone,) = given.values(options)
-        for asked in (("entropy",), ("argmax", "mean_logit"), EVERYTHING[:-1]):
-            assert torch.equal(given.values(options | dict.fromkeys(asked, True))[0], alone), asked
+    for tokens in (slice(7), slice(None), torch.arange(len(hidden)).flip(0))[: 2 if place.device == "cpu" else 3]:
+        values = linear_logprobs(hidden[tokens], weight.clone().requires_grad_(), target[tokens], **options)
+        assert values.requires_grad and torch.equal(values, alone[tokens])
+    for asked in (("entropy",), ("argmax", "mean_logit"), EVERYTHING[:-1]):
+        assert torch.equal(linear_logprobs(hidden, weight, target, **options, **dict.fromkeys(asked, True))[0], alone)
+    each = torch.linspace(0.5, 1.5, len(hidden), device=place.device)
+    options |= dict.fromkeys(EVERYTHING, True) | {"softcap": 20.0, "logit_scale": 0.8, "temperature": each}
+    ours, exact = (
+        linear_logprobs(hidden, weight, target, **(options | {"deterministic": flag})) for flag in (True, False)
+    )
+    for value, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(value, other, rtol=2e-5, atol=2e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import PLACES, Place
 from oracle import reference as oracle
-from tiers import Turn, crossed
+from tiers import Turn, crossed, first_of
 from torch import Tensor
 
 from chunked_head import linear_logprobs, linear_loss, losses, metrics
@@ -93,56 +93,30 @@ def test_fed_back(
         assert out.metrics["clip_fraction"].value == 0.0
 
 
-@pytest.mark.parametrize("top_k", [0, 34, True, 1.5])
-def test_wrong_top_k(top_k: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="top_k"):
-        linear_logprobs(torch.randn(2, 4), torch.randn(33, 4), torch.zeros(2, dtype=torch.int64), top_k=top_k)
-
-
-@crossed(
-    threads=[1, 2],
-    dtype=[torch.float32, torch.bfloat16],
-    vocab=[1, 331, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(4099, marks=pytest.mark.exhaustive)],
-)
-def test_chunks_of_few_rows_change_nothing(threads: int, dtype: torch.dtype, vocab: int) -> None:
-    """On the CPU BLAS sums few rows for each thread, or one column, otherwise, and log-probabilities would with it."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads_and_vocab", first_of([(1, 1), (2, 331), (1, 331), (2, 1), (2, 2), (2, 4099)], 2))
+def test_numbers_of_rows_change_nothing(threads_and_vocab: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """BLAS sums few rows for each thread, or one column, otherwise, and cuBLAS any number: log-probabilities would with
+    it."""
     made = torch.Generator().manual_seed(2)
-    before = torch.get_num_threads()
+    (threads, vocab), before = threads_and_vocab, torch.get_num_threads()
     torch.set_num_threads(threads)
+    vocab *= 97 if device == "cuda" else 1
     try:
-        hidden = torch.randn(97, 128, generator=made).to(dtype)
-        weight = (torch.randn(vocab, 128, generator=made) * 100.0 / 128**0.5).to(dtype)
-        target = torch.randint(0, vocab, (97,), generator=made)
-        options = {"bias": torch.randn(vocab, generator=made).to(dtype), "lse": True, "backend": "torch"}
+        hidden = torch.randn(97, 128, generator=made).to(device, dtype)
+        weight = (torch.randn(vocab, 128, generator=made) * 100.0 / 128**0.5).to(device, dtype)
+        target, bias = torch.randint(0, vocab, (97,), generator=made), torch.randn(vocab, generator=made)
+        options = {"bias": bias.to(device, dtype), "lse": True, "backend": "torch"}
         with torch.no_grad():
-            whole = linear_logprobs(hidden, weight, target, **options)
+            whole = linear_logprobs(hidden, weight, target.to(device), **options)
             for chunk in (1, 5, 9, 12, 17, 64):
-                found = linear_logprobs(hidden, weight, target, chunk_tokens=chunk, **options)
+                found = linear_logprobs(hidden, weight, target.to(device), chunk_tokens=chunk, **options)
                 # logits are the same to the bit, so that nothing is left but the order of sums of exponentials
                 torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=2e-7, atol=1e-6)
                 torch.testing.assert_close(found.lse, whole.lse, rtol=2e-7, atol=1e-6)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "vocab"), [(torch.float32, 331), (torch.float32, 32000), (torch.bfloat16, 32000)], ids=str
-)
-def test_numbers_of_rows_on_a_gpu_change_nothing(dtype: torch.dtype, vocab: int) -> None:
-    """Of which cuBLAS may choose the order of its sums."""
-    made = torch.Generator().manual_seed(2)
-    hidden = torch.randn(100, 128, generator=made).to("cuda", dtype)
-    weight = (torch.randn(vocab, 128, generator=made) * 10.0 / 128**0.5).to("cuda", dtype)
-    target, own = torch.randint(0, vocab, (100,), generator=made).cuda(), torch.randn(vocab).to("cuda", dtype)
-    for bias in (None, own):
-        options = {"bias": bias, "lse": True, "backend": "torch"}
-        with torch.no_grad():
-            whole = linear_logprobs(hidden, weight, target, **options)
-            for chunk in (1, 5, 16, 37, 64):
-                found = linear_logprobs(hidden, weight, target, chunk_tokens=chunk, **options)
-                torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=2e-7, atol=1e-6)
-                torch.testing.assert_close(found.lse, whole.lse, rtol=2e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -266,18 +266,6 @@ def test_inplace_refuses_what_must_keep_its_value() -> None:
 # ---- wrong calls
 
 
-def test_wrong_calls_of_the_module() -> None:
-    x, module = torch.randn(4, 11), CrossEntropyLoss(torch.rand(11))
-    with pytest.raises(TypeError, match=r"for class probabilities p .* call linear_loss or logits_loss"):
-        module(x, torch.rand(4, 11))
-    with pytest.raises(ValueError, match=r"target must have shape \(4,\), the leading shape of logits"):
-        module(x, torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"class_weights of cross_entropy must have shape \(12,\)"):
-        module(torch.randn(4, 12), torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(TypeError, match="input must be a"):
-        module([1.0], torch.zeros(4, dtype=torch.int64))
-
-
 @pytest.mark.parametrize("place", TRITON_PLACES)
 def test_float64_has_no_kernels(place: Place) -> None:
     x = made_logits(4, 9, dtype=torch.float64, device=place.device)

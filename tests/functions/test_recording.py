@@ -13,9 +13,7 @@ import pytest
 import torch
 from cases import GPU, TRITON, Place
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from tracking import unwatched
 
 pytest.importorskip("triton", reason="recorded are launches of Triton's kernels")
 
@@ -25,7 +23,7 @@ from chunked_head.kernels.gradients import launch as gradients
 from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
-from chunked_head.call import recording, run, spec, sweep
+from chunked_head.call import recording, run, spec
 from chunked_head.stores import matmul
 
 pytestmark = [pytest.mark.compiled, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -352,47 +350,6 @@ def test_no_recording_where_inputs_overlap(place: Place) -> None:
     with steps.recording([*inputs, inputs[0][10:20]]) as listening:
         found = sweep(inputs)
     assert listening.finish(found) is None
-
-
-KNOWN = {
-    "empty", "view", "slice", "select", "t", "unsqueeze", "alias", "detach", "as_strided", "unbind", "mm", "addmm",
-    "_unsafe_view", "squeeze", "transpose",
-}  # fmt: skip
-
-
-class Unknown(TorchDispatchMode):
-    """Operators of torch that a recording has no step for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := func.overloadpacket.__name__) not in KNOWN:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", CALLS)
-def test_a_recorded_sweep_has_no_other_operators(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that writes to memory, which a recording would leave out."""
-    found: list[str] = []
-    monkeypatch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))  # the interpreter's own operators
-    monkeypatch.setattr(matmul, "multiply", unwatched(matmul.multiply))
-    original = sweep.sweep
-
-    def watched(*args: Any) -> Any:
-        with Unknown() as unknown:
-            result = original(*args)
-        found.extend(unknown.names)
-        return result
-
-    monkeypatch.setattr(sweep, "sweep", watched)
-    results(CALLS[name], made(0, place.device))
-    monkeypatch.setattr(sweep, "sweep", original)
-    results(CALLS[name], made(1, place.device))
-    assert [one.steps is not None for one in recordings()] == [True] and not found
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -35,29 +35,32 @@ class Data(NamedTuple):
     scalar: Tensor
 
 
-def make_data(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int = 21, seed: int = 5) -> Data:
+def make_data(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int = 21, seed: int = 5, vocab: int = VOCAB,
+    width: int = HIDDEN,
+) -> Data:  # fmt: skip
     made = torch.Generator().manual_seed(seed)
     shape = (2, tokens)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=made).to(device)
 
-    target = torch.randint(0, VOCAB, shape, generator=made)
+    target = torch.randint(0, vocab, shape, generator=made)
     target[0, :3] = -100
     fields = {
         "old_logprobs": normal(*shape) * 0.2 - 5.0, "advantages": normal(*shape), "mask": normal(*shape) > -1,
         "segments": torch.randint(-1, SEGMENTS, shape, generator=made).to(device),
-        "teacher_ids": torch.randint(0, VOCAB, (*shape, 3), generator=made).to(device),
+        "teacher_ids": torch.randint(0, vocab, (*shape, 3), generator=made).to(device),
         "teacher_logprobs": normal(*shape, 3) * 0.1 - 3.0,
-        "teacher_hidden": normal(*shape, 8), "teacher_weight": normal(VOCAB, 8),
+        "teacher_hidden": normal(*shape, 8), "teacher_weight": normal(vocab, 8),
         "temperature": 0.5 + torch.rand(shape, generator=made).to(device),
-        "kept_ids": torch.randint(-40, VOCAB, (*shape, 4), generator=made).clamp(min=-1).to(device),
+        "kept_ids": torch.randint(-40, vocab, (*shape, 4), generator=made).clamp(min=-1).to(device),
     }  # fmt: skip
     fields["kept_ids"][..., ::3, :] = -1
-    operands = (normal(*shape, HIDDEN), normal(VOCAB, HIDDEN), normal(VOCAB))
+    operands = (normal(*shape, width), normal(vocab, width), normal(vocab))
     hidden, weight, bias = (t.to(dtype).requires_grad_() for t in operands)
     return Data(
-        hidden, weight, bias, target.to(device), normal(VOCAB).abs(), normal(*shape).abs(), fields, normal().abs() + 1
+        hidden, weight, bias, target.to(device), normal(vocab).abs(), normal(*shape).abs(), fields, normal().abs() + 1
     )
 
 
@@ -197,7 +200,7 @@ def named(out: Any) -> dict[str, Tensor]:
     return out._asdict()
 
 
-def outcome(call: Callable[[Data], Any], data: Data, upstream: float) -> tuple[Any, list[Tensor | None]]:
+def outcome(call: Callable[[Data], Any], data: Data, upstream: float | Tensor) -> tuple[Any, list[Tensor | None]]:
     out = call(data)
     leaves = [t for t in (data.hidden, data.weight, data.bias) if t.requires_grad]
     total = sum(value.sum() for value in named(out).values() if value.requires_grad)

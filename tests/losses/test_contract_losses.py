@@ -12,11 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chunked_head import linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
-from chunked_head.call import run, spec
+from chunked_head import linear_logprobs, linear_loss, logits_loss, losses, metrics
 from chunked_head.losses import Field, Losses
-from chunked_head.plan import planner
-from chunked_head.plan.plans import Plan
 
 HIDDEN, VOCAB, SEGMENTS = 6, 13, 3
 LEADING = (5, 4)
@@ -97,26 +94,6 @@ def test_a_losss_normalizer_is_an_error_where_it_would_not_be_used(loss: Losses)
         linear_loss(hidden, weight, target, loss, reduction="sum")
 
 
-def test_parts_add_up_and_reduce_themselves() -> None:
-    hidden, weight, target = operands()
-    tokens = target.numel()
-    half = torch.tensor(0.5)
-    loss = (losses.cross_entropy(reduction="sum") - half * losses.z_loss(normalizer=3.0)) / 2 + losses.entropy() * 0.1
-    out = linear_loss(hidden, weight, target, loss, normalizer=7.0)
-    x = (hidden @ weight.t()).detach()
-    parts = {
-        "cross_entropy": -own_logprobs(hidden, weight, target).sum(),
-        "z_loss": x.logsumexp(-1).square().sum() / 3.0,
-        "entropy": torch.distributions.Categorical(logits=x).entropy().sum() / 7.0,
-    }
-    assert out.parts.keys() == parts.keys() and tokens > 7
-    for name, expected in parts.items():
-        torch.testing.assert_close(out.parts[name], expected)
-        assert not out.parts[name].requires_grad
-    together = 0.5 * out.parts["cross_entropy"] - 0.25 * out.parts["z_loss"] + 0.1 * out.parts["entropy"]
-    torch.testing.assert_close(out.loss.detach(), together)
-
-
 def test_equal_names_raise() -> None:
     hidden, weight, target = operands()
     with pytest.raises(ValueError, match="called 'cross_entropy'"):
@@ -125,27 +102,6 @@ def test_equal_names_raise() -> None:
         linear_loss(hidden, weight, target, losses.z_loss(), metrics=[metrics.lse(), metrics.lse(temperature=2.0)])
     both = losses.cross_entropy() + losses.cross_entropy(temperature=2.0, name="warm")
     assert set(linear_loss(hidden, weight, target, both).parts) == {"cross_entropy", "warm"}
-
-
-def test_means_of_segments_count_those_with_a_token() -> None:
-    hidden, weight, target = operands()
-    batch = {"segments": torch.full(LEADING, -1), "advantages": torch.ones(LEADING)}
-    batch["segments"][0, :] = 4
-    batch["segments"][1, :2] = 1
-    batch["segments"][2, :] = 0
-    batch["mask"] = torch.ones(LEADING, dtype=torch.bool)
-    batch["mask"][2] = False  # segment 0 is there, and nothing of it counts
-    own = batch["old_logprobs"] = own_logprobs(hidden, weight, target)
-    out = linear_loss(
-        hidden, weight, target, losses.gspo() + losses.gspo(weighting="token", name="tokens"), batch=batch,
-        num_segments=6, metrics=[metrics.ratio(level="segment"), metrics.logprob(weighting="segment")],
-    )  # fmt: skip
-    # two segments of ratio 1; by tokens, those of no segment are counted too
-    torch.testing.assert_close(out.parts["gspo"], torch.tensor(-1.0, dtype=torch.float64))
-    torch.testing.assert_close(out.parts["tokens"], torch.tensor(-6 / 16, dtype=torch.float64))
-    assert out.metrics["ratio_segment"].count == 2
-    expected = (own[0].mean() + own[1, :2].mean()) / 2
-    torch.testing.assert_close(out.metrics["logprob"].value, expected)
 
 
 # ---- fields
@@ -306,20 +262,6 @@ def test_a_changed_dense_teacher_is_noticed(field: str) -> None:
         out.loss.backward()
 
 
-def test_a_call_changes_nothing_of_the_callers() -> None:
-    hidden, weight, target = operands()
-    names = ("advantages", "old_logprobs", "segments", "ref_logprobs", "pairs", "teacher_logits")
-    batch = fields_for(names, target)
-    tensors = {"hidden": hidden, "weight": weight, "target": target} | batch
-    before = {name: (value.detach().clone(), value._version) for name, value in tensors.items()}
-    loss = losses.gspo() + 0.5 * losses.dpo() + losses.forward_kl()
-    out = linear_loss(hidden, weight, target, loss, batch=batch, num_segments=SEGMENTS, shift=1, chunk_tokens=3)
-    assert hidden.grad is None and weight.grad is None
-    torch.autograd.grad(out.loss, (hidden, weight))
-    for name, (value, version) in before.items():
-        assert torch.equal(tensors[name].detach(), value) and tensors[name]._version == version, name
-
-
 def test_a_teacher_is_let_go_after_backward() -> None:
     hidden, weight, target = operands()
     teacher = normal(*LEADING, VOCAB)
@@ -358,24 +300,3 @@ def test_a_users_infinite_slope_where_nothing_counts() -> None:
     target = torch.where(target > 6, target, IGNORED)
     (grad,) = torch.autograd.grad(linear_loss(hidden, weight, target, loss).loss, hidden)
     assert grad.isfinite().all() and not grad[target == IGNORED].any() and grad[target != IGNORED].any()
-
-
-@pytest.mark.parametrize("chunk", [None, 10])
-@pytest.mark.parametrize("names", [(), ("entropy",), ("lse", "argmax"), ("log_sum_sq_probs", "mean_logit"), ("top_k",)])
-def test_the_plan_is_that_of_log_probabilities(
-    names: tuple[str, ...], chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden, weight = torch.randn(40, 16).requires_grad_(), torch.randn(50, 16).requires_grad_()
-    made: list[Plan] = []
-
-    def planned(*given: Any) -> Plan:
-        made.append(planner.make_plan(*given))
-        return made[-1]
-
-    monkeypatch.setattr(run, "make_plan", planned)
-    spec.SPECS.clear()  # another test's may have a plan
-    flags: dict[str, Any] = {name: 4 if name == "top_k" else True for name in names}
-    linear_logprobs(hidden, weight, torch.randint(0, 50, (40,)), chunk_tokens=chunk, **flags)
-    top_k, returns = flags.pop("top_k", None), ("logprobs", *flags)
-    options: dict[str, Any] = {"returns": returns, "top_k": top_k, "chunk_tokens": chunk}
-    assert [plan(40, 16, 50, torch.float32, device="cpu", **options)] == made

@@ -69,24 +69,6 @@ def test_segments_are_rows_unrolled(data, empty: str) -> None:
     assert packed["token_weights"].dtype == torch.float64  # which loses nothing in a call of any dtype
 
 
-def test_a_call_in_float64(data) -> None:
-    """Weights are as exact as the call is."""
-    mask, _ = data
-    target, hidden = torch.zeros(5, 6, dtype=torch.int64), torch.randn(5, 6, 8, dtype=F64)
-    weight = torch.randn(3, 8, dtype=F64)
-    loss = losses.cross_entropy(**weights.sequence_mean(mask))
-    found = linear_loss(hidden, weight, target, loss, batch={"mask": mask}).loss
-    logprobs = (hidden @ weight.t()).log_softmax(-1)[..., 0]
-    means = [row[kept].mean() for row, kept in zip(logprobs, mask, strict=True) if kept.any()]
-    torch.testing.assert_close(found, -torch.stack(means).sum() / 5, rtol=1e-14, atol=0)
-
-
-def test_tokens_of_no_segment_weigh_nothing() -> None:
-    mask = torch.tensor([True, True, True, False, True])
-    known = weights.sequence_mean(mask, torch.tensor([0, -1, 0, 0, 1]), 2)
-    assert known["token_weights"].tolist() == [0.5, 0.0, 0.5, 0.0, 1.0]
-
-
 def test_nothing_counts() -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     for empty, normalizer in (("counted", 2.0), ("excluded", 0.0)):

@@ -17,54 +17,6 @@ def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: flo
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    class_weights: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: float | Tensor | None = None,
-    token_weights: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    shift: int = 0,
-) -> Tensor:
-    """``chunked_head.linear_cross_entropy`` on full logits; autograd makes the gradients."""
-    if shift:
-        length = target.shape[-1]
-        kept = linear_cross_entropy(
-            hidden[..., : max(0, length - shift), :], weight, target[..., shift:],
-            bias=bias, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction,
-            normalizer=normalizer, token_weights=None if token_weights is None else token_weights[..., shift:],
-            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale,
-        )  # fmt: skip
-        return kept if reduction != "none" else F.pad(kept, (min(shift, length), 0))
-    counts = target != ignore_index
-    # rows that count, alone: whatever stands in the others cannot matter
-    x = logits(hidden[counts], weight, bias, logit_scale, softcap)
-    y = target[counts]
-    omega = None if class_weights is None else class_weights.to(x.dtype)
-    values = F.cross_entropy(x, y, omega, reduction="none", label_smoothing=label_smoothing)
-    values = values + z_loss * x.logsumexp(-1).square()
-    if token_weights is not None:
-        values = values * token_weights[counts].to(x.dtype)
-    if reduction == "none":
-        return torch.zeros(target.shape, dtype=x.dtype, device=x.device).masked_scatter(counts, values)
-    total = values.sum()
-    if reduction == "sum":
-        return total
-    if normalizer is None:
-        normalizer = float(len(y)) if omega is None else omega[y].sum()
-        normalizer = torch.as_tensor(normalizer, dtype=x.dtype, device=x.device)
-        return total / torch.where(normalizer == 0, 1.0, normalizer)
-    return total * 0.0 if normalizer == 0 else total / normalizer
-
-
 def of_kept(x: Tensor, ids: Tensor, target: Tensor) -> Tensor:
     """Logits [n, V] of the columns ``ids`` [n, K] and of the target, of all where there are none; the others have a
     probability of 0."""
@@ -114,8 +66,8 @@ def linear_loss(
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     if shift:
-        kept = max(0, target.shape[-1] - shift)
-        dim = target.dim() - 1
+        length, dim = target.shape[-1], target.dim() - 1
+        kept = max(0, length - shift)
         moved = {
             name: v.narrow(dim, v.shape[dim] - kept, kept) for name, v in batch.items() if kind_of(name) == "token"
         }
@@ -135,12 +87,39 @@ def linear_loss(
         x = of_kept(x, fields.pop("kept_ids"), target[counts])
     temperature = fields["temperature"][:, None].to(x.dtype) if isinstance(temperature, Tensor) else temperature
     y = target[counts]
-    total, parts = x.sum() * 0.0, {}
+    total, parts = torch.where(x.isfinite(), x, 0.0).sum() * 0.0, {}
     for term in terms:
         value = part(x, y, fields, term, reduction, normalizer, temperature)
         parts[term.options.get("name", term.kind)] = value
         total = total + term.coefficient * value
+    if reduction == "none":
+        each = torch.zeros(target.shape, dtype=x.dtype, device=x.device).masked_scatter(counts, total)
+        total = F.pad(each, (min(shift, length), 0)) if shift else each
     return total, parts
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    class_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """``chunked_head.linear_cross_entropy`` on full logits."""
+    own: dict[str, Any] = {"label_smoothing": label_smoothing}
+    if class_weights is not None:
+        own["class_weights"] = class_weights
+        kept = target[..., options.get("shift", 0) :] if target.dim() else target
+        if normalizer is None:  # z-loss is divided by it, too
+            normalizer = class_weights[kept[kept != options.get("ignore_index", -100)]].double().sum()
+    batch = {} if token_weights is None else {"token_weights": token_weights}
+    terms = [Term(1.0, "cross_entropy", own), *[Term(z_loss, "z_loss")][: z_loss > 0]]
+    return linear_loss(hidden, weight, target, terms, batch=batch, normalizer=normalizer, **options)[0]
 
 
 def part(
@@ -182,12 +161,12 @@ def part(
         if unit == "pair":
             present = present[fields["pairs"]].all(1)
         values, counted = values[present], present.sum().to(x.dtype)
-    if common.get("reduction", reduction) == "sum":
-        return values.sum()
+    if common.get("reduction", reduction) != "mean":
+        return values if reduction == "none" else values.sum()
     divisor = common.get("normalizer", normalizer)
     if divisor is None:
         return values.sum() / torch.where(counted == 0, 1.0, counted)
-    divisor = fields[divisor] if isinstance(divisor, str) else divisor
+    divisor = torch.as_tensor(fields[divisor] if isinstance(divisor, str) else divisor, dtype=x.dtype, device=x.device)
     return values.sum() * 0.0 if divisor == 0 else values.sum() / divisor
 
 

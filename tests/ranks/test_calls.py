@@ -11,7 +11,6 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import PLACES, Place
 from logits_cases import made_logits, made_target
 from tiers import ALL
 from torch import Tensor
@@ -357,16 +356,6 @@ def dtensors(rank: int) -> None:
             close([loss.detach(), given.grad.full_tensor()], [F.cross_entropy(logits, target), expected.grad])
 
 
-def nothing(rank: int) -> None:
-    """Logits of no tokens, and of none that count."""
-    for count in (0, 4):
-        logits, target = own(made_logits(count, 33), rank), torch.full((count,), -100)
-        parallel = VocabParallel(rows=COLUMNS)
-        out = logits_loss(logits, target, losses.cross_entropy(), metrics=[metrics.entropy()], parallel=parallel)
-        out.loss.backward()
-        assert out.loss == 0 and logits.grad is not None and not logits.grad.any()
-
-
 def messages(rank: int) -> None:
     """On logits one for the call, one more with a teacher, and none in backward."""
     logits, target = made_logits(9, 33), made_target(33, 9)
@@ -402,7 +391,7 @@ def begun_again(rank: int) -> None:
 
 
 OWN = (
-    averaged, partial_sums, far_rows, same_bits, late_messages, shifted, modules, dtensors, nothing, messages,
+    averaged, partial_sums, far_rows, same_bits, late_messages, shifted, modules, dtensors, messages,
     begun_again,  # the last: it begins another group
 )  # fmt: skip
 
@@ -604,36 +593,3 @@ def test_refusals(of_two: list[dict[str, Any]], name: str) -> None:
 def test_without_processes() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         VocabParallel()
-
-
-# ---- padding on one device
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("inplace", [False, True])
-def test_padded_columns(place: Place, inplace: bool) -> None:
-    """What stands in them changes nothing, in rows that are nobody's but theirs and in those of a batch."""
-    logits, target = made_logits(3, 9, 40, device=place.device), made_target(33, 3, 9, device=place.device)
-    loss = losses.cross_entropy(label_smoothing=0.1) + 0.1 * losses.entropy()
-    exact = logits[..., :33].clone().requires_grad_()
-    expected = logits_loss(exact[:, :-1], target[:, :-1], loss, backend=place.backend).loss
-    (expected * 3.0).backward()
-    logits[..., 33:] = torch.nan
-    given = logits.requires_grad_()
-    x = given * 1.0
-    ours = logits_loss(x[:, :-1], target[:, :-1], loss, vocab_size=33, inplace=inplace, backend=place.backend).loss
-    (ours * 3.0).backward()
-    assert given.grad is not None and exact.grad is not None
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(given.grad[..., :33], exact.grad, rtol=1e-6, atol=1e-8)
-    assert not given.grad[:, :-1, 33:].any()
-
-
-def test_vocab_size_is_checked() -> None:
-    logits, target = made_logits(6, 33), made_target(33, 6)
-    with pytest.raises(ValueError, match="vocab_size is 34, and logits have 33 columns"):
-        logits_loss(logits, target, losses.cross_entropy(), vocab_size=34)
-    with pytest.raises(ValueError, match="vocab_size must be at least 1"):
-        logits_loss(logits, target, losses.cross_entropy(), vocab_size=0)
-    with pytest.raises(IndexError, match=r"\[0, 30\)"):
-        CrossEntropyLoss(vocab_size=30)(logits, torch.full((6,), 31))
