@@ -14,8 +14,7 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and _one_of_them.i
 # ruff: noqa: E402  (after the path is set)
 from . import losses, metrics
 from .call.options import Execution
-from .functions.cross_entropy import ChunkedHead, linear_cross_entropy
-from .functions.cross_entropy_module import CrossEntropyLoss
+from .functions.cross_entropy import ChunkedHead, CrossEntropyLoss, linear_cross_entropy
 from .functions.divergence import linear_divergence
 from .functions.gathered_topk import gathered_topk_kl
 from .functions.logprobs import linear_logprobs, logits_logprobs

@@ -1,8 +1,8 @@
 """The run of a call of any function: its tokens, plan and objective, in this order, and its autograd.Function."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,16 +44,16 @@ class Outcome(NamedTuple):
 
 def run(call: Call[Any], spec: Spec) -> Outcome:
     """Runs the call at once, differentiable."""
-    found = list[Forward]()
+    found = list[RowStats]()
     tokens, made, operands = prepared(tokens_of(call, spec))
-    outputs = Loss.apply(functools.partial(forward_of, made), found, *operands)
+    outputs = Loss.apply([made], None, found, *operands)
     if call.outputs:
         if tokens.packing is not None:
             outputs = tuple(map(tokens.packing.unpack, outputs))
         if call.shard is not None and call.weight is not None:
             outputs = tuple(map(call.shard.own_tokens, outputs))
         outputs = all_at_targets(outputs, call.leading, call.shift)
-    return Outcome(outputs, made.plan, tokens, made.objective, found[0].stats)
+    return Outcome(outputs, made.plan, tokens, made.objective, found[0])
 
 
 def prepared(tokens: Tokens, wanted: Wanted | None = None) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Any, ...]]:
@@ -221,34 +221,36 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     })  # fmt: skip
 
 
-class Forward(NamedTuple):
-    """Results of a forward pass, and what its backward needs."""
+class Pass:
+    """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits: its results, and
+    what its backward needs."""
 
-    outputs: tuple[Tensor, ...]
-    stats: RowStats | None
-    grads: Gradients | None  # None where backward makes them
-    # True where backward reads the tensors that autograd has saved even if it has its gradients already. Under an
-    # activation checkpoint reading them runs the forward pass again, with its messages to ranks that hold other tokens:
-    # so either all ranks read them or none does.
-    reads_saved: bool
-    call: LocalCall  # without the teacher's tensors
-    saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
-    # the call and its statistics, from operands and ``saved``
-    later: Callable[[Sequence[Tensor]], tuple[LocalCall, RowStats]]
+    def __init__(self, call: LocalCall, *operands: Any):
+        self.stats, self.grads = call.forward(*operands)  # gradients: None where backward makes them
+        self.call, objective = call, call.objective
+        self.outputs = objective.outputs(self.stats)
+        # statistics that are outputs are saved by autograd: as attributes they would keep their own graph alive
+        self.known = self.stats if isinstance(objective, ScalarObjective) else None
+        saved = self.stats.named() if self.known is None else {}
+        self.names, self.saved = tuple(saved), [*saved.values()]
+        if objective.teacher is not None:
+            # autograd saves a teacher's tensors too, and frees them after backward
+            self.saved += objective.teacher.tensors
+            self.call = call.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
+        sizes = None if call.plan is None else call.plan.sizes
+        self.any_grad = sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
 
-    @property
-    def any_grad(self) -> bool:
-        sizes = None if self.call.plan is None else self.call.plan.sizes
-        return sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
-
-    def gradients(self, grads: Gradients | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
-        """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from ``saved``."""
+    def gradients(
+        self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
+    ) -> Grads:
+        """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from what autograd
+        saved."""
         buffer, expected, given = self.call.gradient_buffer, self.call.objective.expected, upstream[0]
         if buffer is not None:
             buffer.check_there()
         if grads is None:
-            call, stats = self.later(saved)
-            return call.late_gradients(saved, stats, upstream)
+            stats = self.known or RowStats.of(dict(zip(self.names, saved, strict=False)))
+            return self.call.with_teacher(saved[len(self.names) :]).late_gradients(operands, stats, upstream)
         assert expected is not None and given is not None and self.call.plan is not None
         factors, one_or_nan = expected.factors(given), expected.one_or_nan
         if buffer is not None and grads.weight is not None:
@@ -258,47 +260,46 @@ class Forward(NamedTuple):
         return grads.finish(self.call.backend, factors, one_or_nan, self.call.plan.sizes)
 
 
-def forward_of(call: LocalCall, *operands: Any) -> Forward:
-    """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits."""
-    stats, grads = call.forward(*operands)
-    objective, named, count = call.objective, stats.named(), len(operands)
-    # statistics that are outputs are saved by autograd: as attributes they would keep their own graph alive
-    attributes, saved_stats = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
-    names, saved = tuple(saved_stats), [*saved_stats.values()]
-    outputs, lasting = objective.outputs(stats), call
-    if objective.teacher is not None:
-        # autograd saves a teacher's tensors too, and frees them after backward
-        saved += objective.teacher.tensors
-        lasting = call.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
-
-    def later(saved: Sequence[Tensor]) -> tuple[LocalCall, RowStats]:
-        vectors = saved[count:]
-        found = RowStats.of({**attributes, **dict(zip(names, vectors, strict=False))})
-        return lasting.with_teacher(vectors[len(names) :]), found
-
-    return Forward(outputs, stats, grads, objective.exchanges, lasting, saved, later)
-
-
 class Loss(torch.autograd.Function):
-    """Outputs of ``run(*operands)``, a ``Forward`` that ``found`` receives. Operands: hidden states [tokens, hidden],
-    weight [vocab, hidden] and bias [vocab] or None; logits; or a weight, a bias and several streams of hidden states.
+    """Outputs of a call; of several, on streams of hidden states, the sum of their losses.
+
+    ``sums``: where the streams' gradients of the weight add up, a ``StreamsBuffer``. ``found`` receives the statistics
+    of each call. Operands: hidden states of each, weight and bias or None; or logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], found: list[Any], *operands: Tensor | None) -> tuple[Tensor, ...]:
-        first = operands[0]
+    def forward(
+        ctx: Any, calls: Sequence[LocalCall], sums: Any, found: list[RowStats], *operands: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        first, count, made = operands[0], len(calls), list[Pass]()
         assert first is not None
+        late = bool([call for call in calls if call.plan is None or call.plan.schedule == "recompute"])
         with kernel_context(first.device):
-            made = run(*operands)
-        found.append(made)
-        ctx.operands, outputs = len(operands), made.outputs
-        if made.any_grad:
+            if sums is not None and not late:
+                sums.begin(calls[0])
+            for call, rows in zip(calls, operands, strict=False):
+                made.append(Pass(call, rows, *operands[count:]))
+                if sums is not None and made[-1].grads is not None:
+                    sums.added(call, made[-1].grads)
+            outputs = made[0].outputs
+            if count > 1:
+                total, *others = [one.outputs[0] for one in made]
+                outputs = (sum(others, total),)
+        found += [one.stats for one in made]
+        ctx.operands = len(operands)
+        if [one for one in made if one.any_grad]:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that they have not changed
-            ctx.save_for_backward(*operands, *made.saved)
+            ctx.save_for_backward(*operands, *[tensor for one in made for tensor in one.saved])
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.made, ctx.grads = made._replace(outputs=(), stats=None, grads=None, saved=()), made.grads
-            ctx.overwritten = False
-        ctx.mark_non_differentiable(*outputs[made.call.objective.differentiable :])
+            ctx.made, ctx.sums, ctx.grads = made, sums, None if late else [one.grads for one in made]
+            ctx.ends = [*itertools.accumulate([len(one.saved) for one in made], initial=len(operands))]
+            for one in made:
+                del one.outputs, one.stats, one.grads, one.saved
+            # True where backward reads what autograd has saved even if it has its gradients already. Under an
+            # activation checkpoint reading runs the forward pass again, with its messages to ranks that hold other
+            # tokens: so either all ranks read or none does.
+            ctx.reads_saved, ctx.overwritten = bool([1 for one in made if one.call.objective.exchanges]), False
+        ctx.mark_non_differentiable(*outputs[calls[0].objective.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -307,25 +308,50 @@ class Loss(torch.autograd.Function):
         upstream = tuple([given if given is None else given.resolve_neg() for given in upstream])
         there = [given for given in upstream if given is not None]
         if not there:
-            return (None,) * (2 + ctx.operands)
+            return (None,) * (3 + ctx.operands)
         if ctx.overwritten:
             raise RuntimeError(
                 "a second backward through a loss with inplace=True, whose logits are gone; use inplace=False"
             )
-        made, grads, ctx.grads, graph = ctx.made, ctx.grads, None, torch.is_grad_enabled()
+        made, sums, grads, ctx.grads, graph = ctx.made, ctx.sums, ctx.grads, None, torch.is_grad_enabled()
         # once: an activation checkpoint gives them no second time
-        saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or made.reads_saved or graph else ()
+        saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or ctx.reads_saved or graph else ()
+        operands, count, each = saved[: ctx.operands], len(made), list[Grads]()
         with torch.no_grad(), kernel_context(there[0].device):
-            ctx.overwritten = made.call.inplace
-            found = made.gradients(grads, saved, upstream)
+            ctx.overwritten = made[0].call.inplace
+            if sums is not None and grads is None:
+                sums.begin(made[0].call)
+            for i, one in enumerate(made):
+                if not one.any_grad:
+                    each.append((None, None, None))
+                    continue
+                own, vectors = (*operands[i : i + 1], *operands[count:]), saved[slice(*ctx.ends[i : i + 2])]
+                each.append(one.gradients(None if grads is None else grads[i], own, vectors, upstream))
+                if sums is not None and grads is None:
+                    sums.added(one.call, None)
+            found = [*each[0]]
+            if count > 1 or sums is not None:
+                rows, weights, biases = zip(*each, strict=True)
+                weight = next((one for one in weights if one is not None), None)
+                weight = weight if sums is None else sums.finished(made, upstream, grads is None)
+                found = [*rows, weight, summed(biases)]
             if ctx.overwritten:
                 # kernels write unseen: a node that saved the logits must not take these for them
                 torch.autograd.graph.increment_version(saved[0])
         if graph:
             # a graph of gradients is made (create_graph), in which constants would silently drop a gradient penalty
-            inputs = [each for each in saved[: ctx.operands] if each is not None and each.requires_grad]
-            found = tuple([None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in found])
-        return None, None, *found
+            inputs = [each for each in operands if each is not None and each.requires_grad]
+            found = [None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in found]
+        return None, None, None, *found
+
+
+def summed(grads: Grads) -> Tensor | None:
+    """The sum of gradients, rounded once; None of none."""
+    there = [one for one in grads if one is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    dtype = there[0].dtype
+    return torch.stack(there).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 NOTHING = contextlib.nullcontext()
