@@ -111,7 +111,7 @@ class Sizes:
     largest_part: int | None = None  # columns of the rank that has most of them
     hidden_ranks: int = 1  # that each have an equal part of the hidden states
     # the backend and the device
-    in_blocks: bool = False  # elementwise work goes by blocks of rows, in torch operations
+    in_blocks: bool = False  # torch operations: by blocks of rows, and gradients are as wide as logits
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     gpu: Gpu | None = None  # the architecture whose matmuls of ours run; None: BLAS's
     multiprocessors: int = 0  # of that GPU

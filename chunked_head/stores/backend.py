@@ -26,7 +26,6 @@ class Backend:
     recording: Callable[..., Any] | None = None  # listens to a sweep, ``kernels/common/recording.py``
     bounds_rows = False  # some of its stores' matmuls can stop at a number of rows that only the device knows
     grad_store: type[MatmulStore] = LogitsStore  # of gradients that their matmul stores in place of the logits
-    rounds = False  # gradients of logits have the operands' dtype, where that is narrower than the logits'
     read_targets = staticmethod(functions.read_targets)
     read_fields = staticmethod(functions.read_fields)
     clean_rows = staticmethod(functions.clean_rows)

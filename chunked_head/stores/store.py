@@ -193,7 +193,7 @@ class MatmulStore(Store):
         """In fp16 the largest gradient of a logit becomes about 64: that keeps the probabilities of a 128K vocabulary
         among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. The factor always has
         an inverse: a gradient that is nan or infinite stays one token's."""
-        if not (self.backend.rounds and self.sizes.dtype == torch.float16):
+        if self.sizes.in_blocks or self.sizes.dtype != torch.float16:
             return coefficients, None
         values = coefficients.named().values()
         sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
@@ -334,7 +334,7 @@ class LogitsStore(MatmulStore):
             teacher = self.teacher_logits(rows, columns, None) if self.tiled else self.teacher_stored
         logits = self.stored.logits
         # a 16-bit row lies in the first half of its fp32 row
-        dlogits = logits.view(self.sizes.dtype if self.backend.rounds else logits.dtype)[:, : logits.shape[1]]
+        dlogits = logits.view(logits.dtype if self.sizes.in_blocks else self.sizes.dtype)[:, : logits.shape[1]]
         return self.differentiate_(dlogits, self.stored, head, tile.start, rows, stats, coefficients, teacher)
 
 

@@ -47,7 +47,6 @@ class TritonBackend(Backend):
     recording = staticmethod(recording)
     bounds_rows = True
     grad_store = GradStore
-    rounds = True
     read_targets = staticmethod(statistics.read_targets)
     read_fields = staticmethod(statistics.read_fields)
     clean_rows = staticmethod(statistics.clean_rows)
