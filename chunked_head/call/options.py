@@ -16,7 +16,7 @@ from ..core import checks
 from ..core.checks import PACKAGE, flag, nearest
 from ..losses.base import FIELDS, Losses
 from ..metrics import Metric
-from ..parallel.dtensor import PLAIN_TYPES, local_logits, local_operands
+from ..parallel.dtensor import PLAIN_TYPES, local_operands, local_part
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import Shard
 from ..plan.segments import Segments
@@ -335,11 +335,9 @@ def logits_call_of(
     """A call on logits that exist already; likewise."""
     if options.keys() - LogitsHead.__annotations__.keys():
         refuse_names(function, options.keys() - LogitsHead.__annotations__.keys())
-    options = options.copy()
-    logits, target, options["vocab_size"], options["parallel"] = local_logits(
-        logits, target, options.get("vocab_size"), options.get("parallel"), inplace
-    )
-    checks.check_tensor("logits", logits, optional=False)
+    for argument, tensor in (("logits", logits), ("target", target)):
+        checks.check_tensor(argument, tensor, optional=argument == "target")
+    logits, target = local_part(logits), local_part(target)
     check_inplace(logits, inplace)
     return Call(function=function, rows=logits, target=target, inplace=inplace, **options, **given)
 

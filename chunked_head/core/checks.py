@@ -107,8 +107,8 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
         raise TypeError(f"{argument} must be a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
     if is_dtensor(tensor):
         raise TypeError(
-            f"{argument} is a DTensor, which of a head's operands, logits and targets alone are taken as such; pass "
-            f"{argument}.full_tensor(), or .to_local() where it is split as they are"
+            f"{argument} is a DTensor, as a head's operands and their targets alone may be; pass .full_tensor(), or "
+            ".to_local() with parallel=VocabParallel(...) or TokenParallel(...)"
         )
 
 

@@ -12,10 +12,9 @@ from ..call.options import NO_LOSSES, Call, Head, LogitsHead, OptionsModule, cal
 from ..call.run import Outcome
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..core import checks
-from ..core.checks import flag, is_dtensor, nearest
+from ..core.checks import flag, nearest
 from ..kernels.common.cache import Cache
 from ..losses.base import Losses
-from ..parallel.dtensor import complete
 from ..parallel.groups import TokenParallel, VocabParallel
 
 
@@ -264,14 +263,12 @@ class CrossEntropyLoss(OptionsModule):
             "parallel": parallel, "backend": backend,
         }  # fmt: skip
         check_options(options)
-        if not is_dtensor(weight):
-            checks.check_tensor("weight", weight, optional=True)
+        checks.check_tensor("weight", weight, optional=True)
         self.register_buffer("weight", weight)
         self.keep(options)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if not is_dtensor(input):
-            input = classes_last(input, target, isinstance(self.parallel, VocabParallel))
+        input = classes_last(input, target, isinstance(self.parallel, VocabParallel))
         return logits_cross_entropy(input, target, class_weights=self.weight, **self.options())
 
     def extra_repr(self) -> str:
@@ -295,7 +292,7 @@ def logits_cross_entropy(
         "CrossEntropyLoss", logits, target, options, inplace, reduction=reduction, result=first_output,
         losses=plain_loss(label_smoothing, z_loss), shares_denominator=True,
     )  # fmt: skip
-    return with_class_weights(call, label_smoothing, z_loss, complete("weight", class_weights))
+    return with_class_weights(call, label_smoothing, z_loss, class_weights)
 
 
 IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy

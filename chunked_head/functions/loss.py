@@ -236,9 +236,8 @@ def logits_loss(
             changes nothing, and their gradient is 0.
         parallel: as in ``linear_loss``. ``VocabParallel``: ``logits`` [..., vocab / ranks] are each rank's own columns
             for the same tokens (Megatron's output layer without its gather), ``teacher_logits`` likewise.
-            ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, are refused. DTensors of
-            ``Shard(-1)`` or ``Replicate()`` need no ``parallel``. Ranks that were given different tokens get nan where
-            targets differ; without targets nothing would show it.
+            ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, are refused. Ranks that were
+            given different tokens get nan where targets differ; without targets nothing would show it.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     The upstream gradient is known when gradients are made, and comes in before they are rounded: 16-bit gradients lose

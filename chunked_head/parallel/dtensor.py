@@ -14,8 +14,8 @@ PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # of operands
 
 
 def local_operands(
-    hidden: Tensor,
-    weight: Tensor,
+    hidden: Any,  # tensors, or DTensors
+    weight: Any,
     target: Target,
     bias: Tensor | None,
     vocab_size: int | None,
@@ -29,18 +29,20 @@ def local_operands(
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
-        given: Any = weight
-        mesh = vocabulary_mesh("weight", given, 0, WEIGHT_REMEDY)
+        mesh = vocabulary_mesh(weight)
         if mesh is not None:
             hidden, target, sharded = local_tokens(hidden, target, mesh)
             rows = part_sizes(weight.shape[0], mesh.size())
             parallel = VocabParallel(mesh, rows, sequence_sharded=sharded, tokens=parallel)
             vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-        if bias is not None and getattr(bias, "placements", None) != given.placements:
-            raise ValueError(f"bias must be split as weight is, by placements {list(given.placements)}")
-    why = "weight is whole on every rank; pass hidden.to_local() for this rank's tokens, or"
-    hidden = complete("hidden", hidden, why)
-    weight, target, bias = (local_part(each) for each in (weight, target, bias))
+        if bias is not None and getattr(bias, "placements", None) != weight.placements:
+            raise ValueError(f"bias must be split as weight is, by placements {list(weight.placements)}")
+    if is_dtensor(hidden) and not all(placement.is_replicate() for placement in hidden.placements):
+        raise ValueError(
+            f"hidden has the placements {list(hidden.placements)}, and weight is whole on every rank; pass "
+            "hidden.to_local() for this rank's tokens, or hidden.full_tensor()"
+        )
+    hidden, weight, target, bias = (local_part(each) for each in (hidden, weight, target, bias))
     return hidden, weight, target, bias, vocab_size, parallel
 
 
@@ -66,63 +68,25 @@ def local_part(tensor: Any) -> Any:
     return Arrived.apply(tensor)
 
 
-def local_logits(
-    logits: Tensor, target: Target, vocab_size: int | None, parallel: Parallel, inplace: bool
-) -> tuple[Tensor, Target, int | None, Parallel]:
-    """Logits and targets as plain tensors, differentiable, with what the placements say; as ``local_operands``.
-
-    Logits of ``Shard(-1)`` (the output of ``ColwiseParallel`` without a gather) are split over the vocabulary, those of
-    ``Replicate()`` are whole.
-    """
-    if is_dtensor(logits):
-        if inplace:
-            raise ValueError(
-                "inplace=True writes where autograd sees it, and behind a DTensor it would not; pass inplace=False, or "
-                "logits that a matmul of local operands has made, with VocabParallel"
-            )
-        if isinstance(parallel, VocabParallel):
-            raise ValueError("logits are a DTensor, whose placements say how they are split; leave parallel=None")
-        mesh = vocabulary_mesh("logits", logits, logits.dim() - 1, LOGITS_REMEDY)
-        if mesh is not None:
-            parallel = VocabParallel(mesh, part_sizes(logits.shape[-1], mesh.size()), tokens=parallel)
-            vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-        target = complete("target", target)
-    return local_part(logits), local_part(target), vocab_size, parallel
-
-
-def complete(name: str, tensor: Any, why: str = "every rank needs all of it; pass") -> Any:
-    """A tensor that every rank has all of; ValueError for other placements."""
-    if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
-        raise ValueError(f"{name} has the placements {list(tensor.placements)}, and {why} {name}.full_tensor()")
-    return local_part(tensor)
-
-
 WEIGHT_REMEDY = (
     "a head takes Shard(0) along one dimension of the mesh, the tensor-parallel one, and Replicate() along others: "
     "inside of the forward of a module that fully_shard wraps they are, elsewhere pass weight.full_tensor()"
 )
-LOGITS_REMEDY = (
-    "a loss takes Shard(-1) along one dimension of the mesh, the tensor-parallel one, and Replicate() along others; "
-    "where ranks hold different tokens pass logits.to_local() with TokenParallel(mesh[...]), and where they split the "
-    "vocabulary too VocabParallel(mesh[...], tokens=...)"
-)
 
 
-def vocabulary_mesh(name: str, tensor: Any, dim: int, remedy: str) -> Any:
-    """The one-dimensional mesh that a tensor's ``dim`` of ids is split over, None where all have all of it."""
-    split = [(i, placement) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+def vocabulary_mesh(weight: Any) -> Any:
+    """The one-dimensional mesh that a weight's rows are split over, None where all ranks have all of them."""
+    split = [(i, placement) for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not split:
         return None
     (at, first), *more = split
-    if more or not first.is_shard(dim) or type(first).__name__ != "Shard":
-        raise ValueError(f"{name} has the placements {list(tensor.placements)}; {remedy}")
-    mesh = tensor.device_mesh
+    if more or not first.is_shard(0) or type(first).__name__ != "Shard":
+        raise ValueError(f"weight has the placements {list(weight.placements)}; {WEIGHT_REMEDY}")
+    mesh = weight.device_mesh
     if mesh.ndim == 1:
         return mesh
     if mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"the DeviceMesh of {name} needs mesh_dim_names, so that its tensor-parallel part can be named"
-        )
+        raise ValueError("the DeviceMesh of weight needs mesh_dim_names, so that its tensor-parallel part can be named")
     return mesh[mesh.mesh_dim_names[at]]
 
 

@@ -15,7 +15,7 @@ from logits_cases import made_logits, made_target
 from tiers import ALL
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import (
@@ -336,26 +336,6 @@ def modules(rank: int) -> None:
     close(ours(logits, target), F.cross_entropy(logits, target, reduction="none"))
 
 
-def dtensors(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    logits, target = made_logits(6, 33), made_target(33, 6)
-    expected = logits.clone().requires_grad_()
-    F.cross_entropy(expected, target).backward()
-    weighted = CrossEntropyLoss(torch.ones(33))
-    weighted.weight = distribute_tensor(torch.ones(33), mesh, [Replicate()])
-    for placement, placed_target in ((Shard(-1), False), (Shard(1), True), (Replicate(), False)):
-        given = distribute_tensor(logits, mesh, [placement]).requires_grad_()
-        ids = distribute_tensor(target, mesh, [Replicate()]) if placed_target else target
-        for function in (
-            lambda x, y: logits_loss(x, y, losses.cross_entropy()).loss, CrossEntropyLoss(), weighted,
-        ):  # fmt: skip
-            given.grad = None
-            loss = function(given, ids)
-            loss.backward()
-            assert isinstance(given.grad, DTensor) and given.grad.placements == given.placements
-            close([loss.detach(), given.grad.full_tensor()], [F.cross_entropy(logits, target), expected.grad])
-
-
 def messages(rank: int) -> None:
     """On logits one for the call, one more with a teacher, and none in backward."""
     logits, target = made_logits(9, 33), made_target(33, 9)
@@ -391,7 +371,7 @@ def begun_again(rank: int) -> None:
 
 
 OWN = (
-    averaged, partial_sums, far_rows, same_bits, late_messages, shifted, modules, dtensors, messages,
+    averaged, partial_sums, far_rows, same_bits, late_messages, shifted, modules, messages,
     begun_again,  # the last: it begins another group
 )  # fmt: skip
 
@@ -444,13 +424,10 @@ SAID = {
     "sequence of logits": "ValueError: sequence_sharded=True is of hidden states",
     "sum of logits": "ValueError: reduce_dhidden=False is of hidden states",
     "average of a module": "ValueError: average=True of TokenParallel multiplies the loss",
-    "placements": "ValueError: logits has the placements",
-    "target's placements": "every rank needs all of it", "both": "leave parallel=None",
-    "in place": "inplace=True writes where autograd sees it",
-    "few": "rows of VocabParallel must be 2 positive ints, one for each rank, got (1, 0)",
+    "logits": "TypeError: logits is a DTensor", "target of logits": "TypeError: target is a DTensor",
     "in place of local ones": "memory of these belongs to a tensor that autograd does not see",
-    "not chunks": "ids, rows of VocabParallel says", "second": "ValueError: input (2, ",
-    "field": "TypeError: batch['mask'] is a DTensor", "class weights": "weight has the placements",
+    "second": "ValueError: input (2, ",
+    "field": "TypeError: batch['mask'] is a DTensor", "class weights": "TypeError: weight is a DTensor",
     "saved": "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
     "afterwards": "13.358",
 }  # fmt: skip
@@ -463,8 +440,6 @@ def refused(rank: int) -> dict[str, str]:
     logits, ids = made_logits(8, 33), made_target(33, 8)
     placed = distribute_tensor(logits, mesh, [Shard(1)])
     second = made_logits(2, 33, 5).split(COLUMNS, 1)[rank]  # classes second
-    weighted = CrossEntropyLoss(torch.ones(33))
-    weighted.weight = distribute_tensor(torch.ones(33), mesh, [Shard(0)])
     ce, replicated = losses.cross_entropy, [Replicate()]
 
     def call(**options: Any) -> Any:
@@ -486,10 +461,6 @@ def refused(rank: int) -> dict[str, str]:
 
     def kinds(function: Any) -> str:
         return str([ranks.said(lambda v=v: function(v).item()) for v in (0.1, 0.2, 0.1 + 0.1 * rank)])
-
-    def uneven() -> DTensor:
-        part = logits.split([20, 13], 1)[rank].clone()
-        return DTensor.from_local(part, mesh, [Shard(1)], shape=logits.shape, stride=logits.stride())
 
     few = torch.randn(64 if rank else 6, 16).bfloat16(), torch.randn(40, 16).bfloat16().requires_grad_()
     calls: dict[str, Callable[[], Any]] = {
@@ -546,16 +517,13 @@ def refused(rank: int) -> dict[str, str]:
         "sum of logits": lambda: on_logits(parallel=VocabParallel(rows=COLUMNS, reduce_dhidden=False)),
         "average of a module": lambda: CrossEntropyLoss(
             reduction="none", parallel=TokenParallel(average=True))(logits, ids),
-        "placements": lambda: on_logits(distribute_tensor(logits, mesh, [Shard(0)]), parallel=None),
-        "target's placements": lambda: on_logits(placed, distribute_tensor(ids, mesh, [Shard(0)]), parallel=None),
-        "both": lambda: on_logits(placed), "in place": lambda: on_logits(placed, parallel=None, inplace=True),
-        "few": lambda: on_logits(distribute_tensor(logits[:, :1], mesh, [Shard(1)]), parallel=None),
+        "logits": lambda: on_logits(placed),
+        "target of logits": lambda: on_logits(logits, distribute_tensor(ids, mesh, replicated), parallel=None),
         "in place of local ones": lambda: on_logits(
             (placed.clone().requires_grad_() * 1.0).to_local()[:, :], inplace=True),
-        "not chunks": lambda: on_logits(uneven(), parallel=None),
         "second": lambda: CrossEntropyLoss(parallel=VocabParallel(rows=COLUMNS))(second, made_target(33, 2, 5)),
         "field": lambda: on_logits(batch={"mask": distribute_tensor(ids >= 0, mesh, replicated)}),
-        "class weights": lambda: weighted(placed, ids),
+        "class weights": lambda: CrossEntropyLoss(distribute_tensor(torch.ones(33), mesh, [Shard(0)])),
         "saved": lambda: pickle.dumps(CrossEntropyLoss(parallel=everyone)),
         "afterwards": lambda: call().item(),
     }  # fmt: skip
