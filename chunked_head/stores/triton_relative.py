@@ -65,6 +65,7 @@ class RelativeStore(HalfStore):
             self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         two = len(demand.views) > 1
         self.tile = gpu.logits_tile(rows)
+        self.tile_logit = empty(rows, dtype=torch.float32, device=device)  # targets' as they are in the strips' sums
         strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
         self.strips = Strips.empty(
             rows,
@@ -102,6 +103,7 @@ class RelativeStore(HalfStore):
         sums where there is no buffer."""
         head, count, stored = self.head, rows.target.shape[0], None
         made = transform(head, rows.scale)
+        tile_logit = None if head.fp8 is not None else self.tile_logit[:count]
         assert rows.source is not None
         statistics.clean_rows(
             rows.hidden,
@@ -113,6 +115,7 @@ class RelativeStore(HalfStore):
             head.bias,
             made,
             self.arrived,
+            tile_logit,
         )
         if self.known_targets and head.add_targets is not None:
             head.add_targets(out.target_logit)  # other ranks' part
@@ -132,25 +135,23 @@ class RelativeStore(HalfStore):
                 *operands,
                 head.class_weights,
                 None if self.level is None else out.target_logit,
-                rows.target,
                 made,
                 self.tile,
                 *self.second,
                 counted_of(rows),
-                out.target_logit,
+                *((None, None) if head.fp8 is None else (rows.target, out.target_logit)),
                 blocks,
             )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics of rows from those of their strips."""
         strips, vocab, into = self.stored_strips, self.vocab, out.named()
-        statistics.merge_strips(outputs_of(into), self.level, strips, out.target_logit, rows.target, vocab)
+        targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
+        statistics.merge_strips(outputs_of(into), self.level, strips, *targets, vocab)
         if "start2" in into:
             ratio2, columns2 = self.second
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
-            statistics.merge_strips(
-                outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2 or vocab, ratio2, True
-            )
+            statistics.merge_strips(outputs_of(into, "2"), None, second, *targets, columns2 or vocab, ratio2, True)
         if self.demand.pairing is not None and not self.plan.teacher_last:
             self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), teacher_outputs(out))
 
@@ -168,12 +169,11 @@ class RelativeStore(HalfStore):
             teacher.bias,
             None,
             None,
-            None,
             made,
             self.teacher_tile,
             counted=counted_of(rows),
         )
-        statistics.merge_strips(normalize, None, strips, None, None, columns.stop)
+        statistics.merge_strips(normalize, None, strips, None, None, None, columns.stop)
         return Stored(buffer, strips.offset)
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:

@@ -289,11 +289,13 @@ def level_rows_kernel(
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = target >= 0
         factor, at_target = alpha * softmax, alpha * tl.exp2(logprob * log2_e) - beta
-        # rows that are levelled below keep a 0 there, and those whose factor 16 bits would lose beside hidden states
-        inside = first & counts & (target < vocab) & (level == target_logit) & (tl.abs(factor) > LEAST_FACTOR)
-        ratio = at_target / tl.where(inside, factor, 1.0)
-        inside &= tl.abs(ratio) < 1.0 / LEAST_FACTOR
-        rounded = tl.where(inside, ratio, 0.0).to(exp_ptr.dtype.element_ty)
+        # those whose factor 16 bits would lose beside hidden states have a 0 there; rows that are levelled below have
+        # that, or less than e^-60 of the largest
+        inside = first & counts & (target < vocab)
+        fits = inside & (level == target_logit) & (tl.abs(factor) > LEAST_FACTOR)
+        ratio = at_target / tl.where(fits, factor, 1.0)
+        fits &= tl.abs(ratio) < 1.0 / LEAST_FACTOR
+        rounded = tl.where(fits, ratio, 0.0).to(exp_ptr.dtype.element_ty)
         tl.store(exp_ptr + offs_row.to(tl.int64) * stride + target, rounded, mask=inside)
         ratio = rounded.to(tl.float32)
         tl.store(softmax_factor_ptr + offs_row, factor, mask=first)

@@ -11,16 +11,17 @@ Of entries [n], some of each row, ``dot_columns_kernel``:
 
 import triton.language as tl
 
-from ..common.blocks import ELSEWHERE
+from ..common.blocks import ELSEWHERE, dot
 from ..common.launcher import kernel
-from ..common.transform import load_number, transform_logits
+from ..common.transform import transform_logits
 
 
 @kernel
 def clean_rows_kernel(
     # outputs
     out_ptr,  # [rows, hidden] contiguous: the source, 0 where a row does not count, whatever stands there
-    logit_ptr,  # [rows] fp32 as ``dot_columns_kernel`` makes them of one entry a row, or None
+    logit_ptr,  # [rows] fp32: the target's logit, 0 where it is ELSEWHERE; or None
+    tile_logit_ptr,  # [rows] fp32: the same with the bits that it has in a matmul of the rows; or None
     zeros_ptr,  # [zeros] int32 of 0, or None
     # inputs
     source_ptr,  # [rows, hidden]
@@ -29,6 +30,7 @@ def clean_rows_kernel(
     target_ptr,  # [rows] int64, -1 where the row does not count, or ELSEWHERE
     order_ptr,  # [rows] int64: rows of the source, or None for its first
     # sizes
+    rows,
     zeros,
     hidden,
     row_stride,
@@ -37,36 +39,52 @@ def clean_rows_kernel(
     logit_scale,
     softcap,
     row_scale_ptr,  # [rows] fp32 or None
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``out[i] = source[order[i]]`` where a row counts, else 0; ``logit[i] = out[i] @ weight[target[i]]``"""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
-    kept = tl.where(target >= 0, hidden, 0)
+    offs_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = offs_row < rows
+    row = offs_row.to(tl.int64)
+    target = tl.load(target_ptr + row, mask=in_rows, other=-1)
+    counts = target >= 0
     source_row = row
     if order_ptr is not None:
-        source_row = tl.load(order_ptr + row)
-    here = target < ELSEWHERE
-    column = tl.where(here, tl.maximum(target, 0), 0)
+        source_row = tl.load(order_ptr + row, mask=in_rows, other=0)
+    here = counts & (target < ELSEWHERE)
+    column = tl.where(here, target, 0)
     if zeros_ptr is not None:
-        for start in range(0, tl.where(row == 0, zeros, 0), BLOCK):
+        for start in range(0, tl.where(tl.program_id(0) == 0, zeros, 0), BLOCK):
             offs = start + tl.arange(0, BLOCK)
             tl.store(zeros_ptr + offs, tl.zeros((BLOCK,), dtype=tl.int32), mask=offs < zeros)
-    lanes = tl.zeros((1, BLOCK), dtype=tl.float32)
+    lanes = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    products = tl.zeros((ROWS, ROWS), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        at = source_ptr + source_row * row_stride + offs.to(tl.int64) * column_stride
-        value = tl.load(at, mask=offs < kept, other=0.0).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row * hidden + offs, value, mask=offs < hidden)
+        in_hidden = (offs < hidden)[None, :]
+        at = source_ptr + source_row[:, None] * row_stride + offs.to(tl.int64)[None, :] * column_stride
+        value = tl.load(at, mask=counts[:, None] & in_hidden, other=0.0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * hidden + offs[None, :], value, mask=in_rows[:, None] & in_hidden)
         if logit_ptr is not None:
-            w = tl.load(weight_ptr + column * hidden + offs, mask=offs < kept, other=0.0).to(tl.float32)
-            lanes += tl.where(target >= 0, value.to(tl.float32) * w, 0.0)[None, :]
+            at = weight_ptr + column[:, None] * hidden + offs[None, :]
+            w = tl.load(at, mask=here[:, None] & in_hidden, other=0.0)
+            lanes += value.to(tl.float32) * w.to(tl.float32)
+            if tile_logit_ptr is not None:
+                # each with all targets, of which one is its own: tensor cores sum an element alike in any tile
+                products = dot(value, w.T, products)
     if logit_ptr is not None:
-        x = tl.sum(lanes, 1)
+        bias = 0.0
         if bias_ptr is not None:
-            x += tl.load(bias_ptr + column).to(tl.float32)
-        x = tl.where(here, transform_logits(x, logit_scale, softcap, load_number(row_scale_ptr, row)), 0.0)
-        tl.store(logit_ptr + row + tl.arange(0, 1), x)
+            bias = tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)
+        row_scale = None
+        if row_scale_ptr is not None:
+            row_scale = tl.load(row_scale_ptr + row, mask=in_rows, other=1.0)
+        x = tl.where(here, transform_logits(tl.sum(lanes, 1) + bias, logit_scale, softcap, row_scale), 0.0)
+        tl.store(logit_ptr + row, x, mask=in_rows)
+        if tile_logit_ptr is not None:
+            own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
+            x = tl.sum(tl.where(own, products, 0.0), 1) + bias
+            tl.store(tile_logit_ptr + row, transform_logits(x, logit_scale, softcap, row_scale), mask=in_rows)
 
 
 @kernel

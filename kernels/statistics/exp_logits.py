@@ -12,11 +12,11 @@ things:
   Every statistic and every gradient can be made from them.
 - nothing, where only statistics are wanted.
 
-No logit is ever rounded by its own size. The target's own column is left out of E and of the sums, to be added from its
-exact logit: then loss and gradient see one and the same logit.
+No logit is ever rounded by its own size. The target's term has the tile's own logit here; ``merge.py`` and
+``level_rows_kernel`` put the exact one in its place: then loss and gradient see one and the same logit.
 
-Operands may be e4m3, with a scale for each row of hidden states and one for the weight. Blocks of ids whose logits are
-to be exact are then made once more, over those of e4m3.
+Operands may be e4m3, with a scale for each row of hidden states and one for the weight. The exact logit of the target
+stands in the tile then. Blocks of ids whose logits are to be exact are made once more, over those of e4m3.
 """
 
 import triton
@@ -40,15 +40,6 @@ REACH = tl.constexpr(60.0)
 
 
 @triton.jit
-def biased(x, bias_ptr, tile_n, vocab, logit_scale, softcap, row_scale, BLOCK_N: tl.constexpr):
-    """Logits of a product: with their bias, scaled and capped. In either branch: before it, registers would not do."""
-    if bias_ptr is not None:
-        offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
-    return transform_logits(x, logit_scale, softcap, row_scale)
-
-
-@triton.jit
 def finish_tile(
     out,  # matrix: exponentials or relative logits; a descriptor and a pointer of None where nothing is stored
     strips,  # pointers to what is left of each strip
@@ -56,8 +47,6 @@ def finish_tile(
     tile,  # [BLOCK_M, BLOCK_N] fp32
     class_weights_ptr,
     row_offset,  # None: each strip's own maximum
-    target,  # None where no column of these is one
-    exact,  # [BLOCK_M] the target's logit, in place of the one of e4m3 operands; None where the tile has it
     row_start,
     tile_n,
     vocab,
@@ -65,10 +54,11 @@ def finish_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
-    EDGE: tl.constexpr,
+    END: tl.constexpr,  # what the vocabulary is a multiple of: a tile's columns, half of them, or 1
+    INFINITE: tl.constexpr,  # a logit may be -inf
 ):
-    """Stores a tile and its strips' statistics but for the sum of exponentials of the last, which is returned: negative
-    where the offset is the strip's own instead of the row's."""
+    """Stores a tile and its strips' statistics; a sum of exponentials is negative where the offset is the strip's own
+    instead of the row's."""
     offset_ptr, sum_ptr, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
     columns2, ratio2 = second
     STRIPS: tl.constexpr = BLOCK_N // STRIP
@@ -85,8 +75,6 @@ def finish_tile(
         offs_col = strip * STRIP + tl.arange(0, STRIP)
         in_vocab = offs_col < vocab
         stats_at = strip.to(tl.int64) * strip_stride + offs_row
-        if exact is not None:
-            x = tl.where(offs_col[None, :] == target[:, None], exact[:, None], x)
         if weighted_sum_ptr is not None:
             omega = tl.where(in_vocab, 1.0, 0.0)
             if class_weights_ptr is not None:
@@ -94,9 +82,17 @@ def finish_tile(
             # selection, so that a logit of -inf with weight 0 does not become nan
             weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
             tl.store(weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
-        if EDGE:
+        if END == 1:
             x = tl.where(in_vocab[None, :], x, float("-inf"))
-        top = tl.max(x, 1)
+        # where a half ends with the vocabulary its sums are left out, which takes no operation of each element
+        if END == HALF:
+            top = row_offset
+            for half in tl.static_range(2 // STRIPS):
+                part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
+                largest = tl.where(strip * STRIP + half * HALF < vocab, tl.max(part, 1), float("-inf"))
+                top = largest if half == 0 else tl.maximum(top, largest)
+        else:
+            top = tl.max(x, 1)
         if top_ptr is not None:
             here = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
             tl.store(top_ptr + stats_at, top, mask=in_rows)
@@ -117,25 +113,26 @@ def finish_tile(
                 moved = tl.broadcast_to((shift * -log2_e)[:, None], part.shape)
                 z = tl.math.fma(part, tl.full(part.shape, log2_e, tl.float32), moved)
                 e = tl.exp2(z)
-            if target is not None:
-                is_target = (first + tl.arange(0, HALF))[None, :] == target[:, None]
-                e = tl.where(is_target, 0.0, e)
-            sums = tl.sum(e, 1) if half == 0 else sums + tl.sum(e, 1)
+            total = inside(tl.sum(e, 1), first, vocab, END == HALF)
+            sums = total if half == 0 else sums + total
             if shifted_sum_ptr is not None:
-                moment = tl.sum(e * tl.maximum(z, -160.0), 1)  # 0 below, where a logit of -inf would make it nan
+                finite = z
+                if INFINITE:
+                    finite = tl.maximum(z, -160.0)  # 0 below, where a logit of -inf would make it nan
+                moment = inside(tl.sum(e * finite, 1), first, vocab, END == HALF)
                 shifted = moment if half == 0 else shifted + moment
             if SECOND:
                 z2 = z
                 if ratio2 is not None:
                     z2 = z * ratio2
                 e2 = tl.exp2(z2 * log2_e)
-                if target is not None:
-                    e2 = tl.where(is_target, 0.0, e2)
+                end2 = vocab
                 if columns2 is not None:
-                    e2 = tl.where(first < columns2, e2, 0.0)
-                sums2 = tl.sum(e2, 1) if half == 0 else sums2 + tl.sum(e2, 1)
+                    end2 = columns2
+                total2 = inside(tl.sum(e2, 1), first, end2, True)
+                sums2 = total2 if half == 0 else sums2 + total2
                 if shifted_sum2_ptr is not None:
-                    moment2 = tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1)
+                    moment2 = inside(tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1), first, end2, True)
                     shifted2 = moment2 if half == 0 else shifted2 + moment2
             if STORED:
                 store_tile(out, row_start, first, z if RELATIVE else e)
@@ -157,8 +154,14 @@ def finish_tile(
             tl.store(sum2_ptr + stats_at, sums2, mask=in_rows)
             if shifted_sum2_ptr is not None:
                 tl.store(shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
-        if i < STRIPS - 1:
-            tl.store(sum_ptr + stats_at, sums, mask=in_rows)
+        tl.store(sum_ptr + stats_at, sums, mask=in_rows)
+
+
+@triton.jit
+def inside(sums, first, end, MAY_END: tl.constexpr):
+    """The sums of half a tile, 0 where it begins behind the last column."""
+    if MAY_END:
+        sums = tl.where(first < end, sums, 0.0)
     return sums
 
 
@@ -183,10 +186,10 @@ def exp_logits_kernel(
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
     row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
-    target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
+    target_ptr,  # [rows] int64, -1 where the row does not count; or None, with target_logit_ptr
     hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
     weight_scale_ptr,  # [] fp32, likewise
-    target_logit_ptr,  # [rows] fp32, in place of the one of e4m3 operands; or None
+    target_logit_ptr,  # [rows] fp32, in the place of the product's of e4m3 operands
     blocks_ptr,  # [made / EXACT_BLOCK] int32: which blocks of ids, none at the end, or None for all
     count_ptr,  # [] int64: how many rows of the call count, or None for all
     # sizes
@@ -208,7 +211,7 @@ def exp_logits_kernel(
     BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr,  # BLOCK_N or half of it
     GROUP_M: tl.constexpr,
-    EVEN_VOCAB: tl.constexpr,
+    END: tl.constexpr,  # the largest of BLOCK_N, half of it, and 1, that the vocabulary is a multiple of
     EVEN_HIDDEN: tl.constexpr,
 ):
     """``x = hidden @ weight.T``; stores ``exp(x - offset)`` or ``x - offset``, and sums of both for each strip."""
@@ -239,31 +242,18 @@ def exp_logits_kernel(
         row_scale = None
         if row_scale_ptr is not None:
             row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)[:, None]
-        row_offset, target = row_offset_ptr, target_ptr
-        special = tile_n < 0
+        if bias_ptr is not None:
+            offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
+        x = transform_logits(x, logit_scale, softcap, row_scale)
+        if target_logit_ptr is not None:
+            target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32) - tile_n * BLOCK_N
+            exact = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+            x = tl.where(tl.arange(0, BLOCK_N)[None, :] == target[:, None], exact[:, None], x)
+        row_offset = row_offset_ptr
         if row_offset_ptr is not None:
             row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
-        if target_ptr is not None:
-            target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
-            special = tl.max((target // BLOCK_N == tile_n).to(tl.int32), 0) > 0
-        if not EVEN_VOCAB:
-            special = special | (tile_n == tiles_n - 1)
-        # Few tiles hold a target or the end of the vocabulary. What these need would cost every element of every tile
-        # two operations, 3 to 10 % of the time; with its own stores in it, the branch stays a branch.
-        if special:
-            exact = None
-            if target_logit_ptr is not None:
-                exact = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
-            x = biased(x, bias_ptr, tile_n, vocab, logit_scale, softcap, row_scale, BLOCK_N)
-            sums = finish_tile(
-                out, strips, strip_stride, x, class_weights_ptr, row_offset, target, exact, row_start, tile_n,
-                vocab, second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB,
-            )  # fmt: skip
-        else:
-            x = biased(x, bias_ptr, tile_n, vocab, logit_scale, softcap, row_scale, BLOCK_N)
-            sums = finish_tile(
-                out, strips, strip_stride, x, class_weights_ptr, row_offset, None, None, row_start, tile_n, vocab,
-                second, BLOCK_M, BLOCK_N, STRIP, False,
-            )  # fmt: skip
-        last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1
-        tl.store(strip_sum_ptr + last_strip.to(tl.int64) * strip_stride + offs_row, sums, mask=in_rows)
+        finish_tile(
+            out, strips, strip_stride, x, class_weights_ptr, row_offset, row_start, tile_n, vocab, second, BLOCK_M,
+            BLOCK_N, STRIP, END, END == 1 or bias_ptr is not None,
+        )  # fmt: skip

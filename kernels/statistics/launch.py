@@ -7,7 +7,7 @@ import torch
 from ..common.gpus import multiprocessors_of, programs_of
 from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
 from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Outputs, Stored, Transform
-from ..common.tiles import EXACT_BLOCK, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import EXACT_BLOCK, INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
@@ -66,12 +66,13 @@ def clean_rows(
     bias: torch.Tensor | None = None,
     transform: Transform = PLAIN,
     zeros: torch.Tensor | None = None,  # [counters] int32 that become 0, for a later kernel to count in
+    tile_logit: torch.Tensor | None = None,  # [rows] fp32: ``logit`` as ``exp_logits`` sums it
 ) -> None:
     """``out = source[order]``, 0 where a row does not count; and the targets' logits where there is a weight."""
     rows, hidden = out.shape
-    clean_rows_kernel[(rows,)](
-        out, logit, zeros, source, weight, bias, target, order, 0 if zeros is None else len(zeros), hidden,
-        *source.stride(), *transform, BLOCK=min(power_of_2(hidden), 2048), num_warps=4,
+    clean_rows_kernel[(cdiv(rows, 16),)](
+        out, logit, tile_logit, zeros, source, weight, bias, target, order, rows, 0 if zeros is None else len(zeros),
+        hidden, *source.stride(), *transform, ROWS=16, BLOCK=64 if INTERPRETED else 256, num_warps=4,
     )  # fmt: skip
 
 
@@ -132,23 +133,22 @@ def exp_logits(
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     row_offset: torch.Tensor | None,  # [rows] fp32: then exponentials are stored, else relative logits
-    target: torch.Tensor | None,  # [rows] int64
     transform: Transform,
     tile: Tile,
     ratio2: float | None = None,
     columns2: int | None = None,  # that the second softmax is over, a multiple of a strip; None for all
     counted: Counted = ALL_ROWS,
-    target_logit: torch.Tensor | None = None,  # [rows] fp32, what it is among quantised ones
+    target: torch.Tensor | None = None,  # [rows] int64, with ``target_logit``
+    target_logit: torch.Tensor | None = None,  # [rows] fp32, in the place of the product's
     blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids each, and only these; None for all
 ) -> None:
     tile = tile.of(weight)
     hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
-    if hidden_scale is None or (strips.top is None and strips.weighted_sum is None):
-        target_logit = None  # of exponentials the target's is left out in any case
     rows, vocab = hidden.shape[0], weight.shape[0]
     tiles = cdiv(vocab, tile.block_n)
     strip = tile.block_n // (strips.offset.shape[0] // tiles)
     assert (columns2 or 0) % strip == 0
+    end = next(each for each in (tile.block_n, tile.block_n // 2, 1) if vocab % each == 0)
     made = tiles * tile.block_n if blocks is None else len(blocks) * EXACT_BLOCK
     programs = programs_of(tile, rows, made, hidden.device)
     exp_logits_kernel[(programs,)](
@@ -160,7 +160,7 @@ def exp_logits(
         strips.offset.stride(0), row_stride(out, tile), vocab, made, hidden.shape[1], columns2, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=strip,
-        GROUP_M=tile.group_m, EVEN_VOCAB=vocab % tile.block_n == 0, EVEN_HIDDEN=even(hidden.shape[1], tile),
+        GROUP_M=tile.group_m, END=end, EVEN_HIDDEN=even(hidden.shape[1], tile),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -170,6 +170,7 @@ def merge_strips(
     level: torch.Tensor | None,  # [rows] fp32
     strips: Strips,
     target_logit: torch.Tensor | None,  # known
+    tile_logit: torch.Tensor | None,  # what it is in the strips' sums; None where it is the same
     target: torch.Tensor | None,
     columns: int,
     ratio: float | None = None,
@@ -179,7 +180,7 @@ def merge_strips(
     count, rows = strips.offset.shape
     merge_strips_kernel[(cdiv(rows, 8),)](
         out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
-        *strips[:6], target_logit, target,
+        *strips[:6], target_logit, tile_logit, target,
         rows, strips.offset.stride(0), count, columns, ratio,
         SECOND=second, BLOCK_ROWS=8, BLOCK_STRIPS=512, num_warps=8,
     )  # fmt: skip

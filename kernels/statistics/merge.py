@@ -1,7 +1,7 @@
 """Statistics [rows] fp32 merged from those of parts of a row.
 
-From those of strips [strips, rows] that ``exp_logits`` left, ``merge_strips_kernel``; the target's term enters from its
-exact logit:
+From those of strips [strips, rows] that ``exp_logits`` left, ``merge_strips_kernel``; the target's term is taken out of
+them and enters from its exact logit:
 
     lse = log sum_s sum[s] exp(offset[s]),  log p = (x - start) + rest,  start = max_s offset[s],  rest = start - lse
     entropy = lse - sum p x, as (log_sum - shifted / sum) relative to start
@@ -36,12 +36,13 @@ def merge_strips_kernel(
     level_ptr,  # [rows] fp32: offset that all of the row is to have; None with offsets of each strip's own
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32; with a level only where the sum is negative
-    strip_sum_ptr,  # [strips, rows] fp32, without the target's term; with a level, negative where the offset is not it
+    strip_sum_ptr,  # [strips, rows] fp32; with a level, negative where the offset is not it
     strip_shifted_sum_ptr,  # [strips, rows] fp32 or None
     strip_weighted_sum_ptr,  # [strips, rows] fp32 or None
     strip_top_ptr,  # [strips, rows] fp32 or None
     strip_argmax_ptr,  # [strips, rows] int32 or None
     target_logit_ptr,  # [rows] fp32, and the offset that was asked for where there is a level; None without targets
+    tile_logit_ptr,  # [rows] fp32: the target's as the strips have it; None where that is the exact one
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     # sizes
     rows,
@@ -71,7 +72,6 @@ def merge_strips_kernel(
         if ratio is not None:
             asked = asked * ratio
         run_max = tl.where(counts, asked, run_max)
-        run_sum = tl.where(counts & (asked != float("-inf")), 1.0, run_sum)
     for start in range(0, strips, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         at = offs_strip[:, None].to(tl.int64) * strip_stride + offs_row[None, :]
@@ -111,6 +111,17 @@ def merge_strips_kernel(
             first = tl.min(tl.where(top == best[None, :], first, 2147483647), 0)
             run_argmax = tl.where(best > run_top, first, run_argmax)  # of equals the first block's
             run_top = tl.maximum(run_top, best)
+    if tile_logit_ptr is not None:
+        tile_logit = tl.load(tile_logit_ptr + offs_row, mask=in_rows, other=0.0)
+        if ratio is not None:
+            tile_logit = tile_logit * ratio
+        offset = tl.where(run_max == float("-inf"), 0.0, run_max)
+        removed = tl.where(counts, tl.exp2((tile_logit - offset) * log2_e), 0.0)
+        added = tl.where(counts, tl.exp2((asked - offset) * log2_e), 0.0)
+        others = run_sum - removed
+        run_sum = tl.where(others < 0.0, 0.0, others) + added
+        run_shifted -= tl.where(removed > 0.0, removed * (tile_logit - offset), 0.0)
+        run_shifted += tl.where(added > 0.0, added * (asked - offset), 0.0)
     log_sum = tl.log2(run_sum) * ln_2
     lse = run_max + log_sum
     if lse_ptr is not None:
@@ -119,7 +130,8 @@ def merge_strips_kernel(
     tl.store(rest_ptr + offs_row, -log_sum, mask=in_rows)
     # not asked - lse, which has lost what lies below an ulp of the logits
     if logprob_ptr is not None:
-        logprob = tl.where(counts, (asked - run_max) - log_sum, 0.0)
+        logprob = (asked - run_max) - log_sum
+        logprob = tl.where(counts, tl.where(logprob > 0.0, 0.0, logprob), 0.0)
         tl.store(logprob_ptr + offs_row, logprob, mask=in_rows)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + offs_row, log_sum - run_shifted / run_sum, mask=in_rows)

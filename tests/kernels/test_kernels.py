@@ -81,6 +81,25 @@ def test_clean_rows(place: Place, with_logits: bool) -> None:
             torch.testing.assert_close(logit[counts], scale[counts] * 3.0 * torch.tanh(raw / 3.0))
 
 
+@crossed(place=PLACES, hidden=[64, 200, 2880], dtype=[torch.bfloat16, torch.float16], tile=TILES, scale=[None, 0.6])
+def test_a_target_has_the_bits_of_its_tile(
+    place: Place, hidden: int, dtype: torch.dtype, tile: tiles.Tile, scale: float | None
+) -> None:
+    """What is taken out of the sums of a tile is what is in them. The interpreter's products are numpy's."""
+    states, weight, _, _ = head_operands(place, (70, 640, hidden), dtype, spread=4.0)
+    device, bias, made = states.device, torch.linspace(-1, 1, 640).to(states), records.Transform(scale)
+    strips = operands.Strips.empty(70, -(-640 // tile.block_n), device, top=True).of_rows(70)
+    statistics.exp_logits(None, strips, states, weight, bias, None, None, made, tile)
+    assert strips.top is not None and strips.argmax is not None
+    for top, target in zip(strips.top, strips.argmax.long(), strict=True):
+        exact, of_tile = torch.empty(2, 70, device=device).unbind()
+        statistics.clean_rows(torch.empty_like(states), states, target, None, exact, weight, bias, made, None, of_tile)
+        if states.is_cuda:
+            assert torch.equal(of_tile, top)
+        torch.testing.assert_close(of_tile, top, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(exact, top, rtol=1e-5, atol=3e-5)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("width", [1, 40, 700])
 def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
@@ -136,24 +155,19 @@ if torch.cuda.is_available():
 def head_operands(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, spread: float = 2.0
 ) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight, targets (some rows without one), the logits in float64 and those of the targets."""
+    """Hidden states, weight, the logits in float64 and one of each row as an offset."""
     (rows, vocab, hidden), made = sizes, torch.Generator().manual_seed(5)
     states = torch.randn(rows, hidden, generator=made).to(place.device, dtype)
     weight = (torch.randn(vocab, hidden, generator=made) * spread / hidden**0.5).to(place.device, dtype)
-    target = torch.randint(-1, vocab, (rows,), generator=made).to(place.device)
+    column = torch.randint(vocab, (rows,), generator=made).to(place.device)
     logits = states.double() @ weight.double().t()
-    offset = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float()
-    return states, weight, target, logits.masked_fill_(here(target, logits), -torch.inf), offset
-
-
-def here(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return target[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    offset = logits.gather(1, column[:, None])[:, 0].float()
+    return states, weight, logits, offset
 
 
 def run_exp_logits(
     states: torch.Tensor,
     weight: torch.Tensor,
-    target: torch.Tensor,
     offset: torch.Tensor | None,
     tile: tiles.Tile,
     **options,
@@ -165,7 +179,7 @@ def run_exp_logits(
     out = states.new_full((rows, -(-vocab // 8) * 8 + 8), torch.nan)[:, :vocab]  # rows further apart than long
     out = None if offset is None else out
     options = {"transform": records.PLAIN} | options
-    statistics.exp_logits(out, strips, states, weight, None, None, offset, target, **options, tile=tile)
+    statistics.exp_logits(out, strips, states, weight, None, None, offset, **options, tile=tile)
     return out, strips.offset.t(), strips.sum.t()
 
 
@@ -188,10 +202,10 @@ def test_exponentials(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: tiles.Tile, scale: float | None
 ) -> None:
     """Relative to a row's offset, and their sums; the same bits every time."""
-    states, weight, target, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
+    states, weight, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
     offset = offset * (scale or 1.0)
     (out, _, sums), again = (
-        run_exp_logits(states, weight, target, offset, tile, transform=records.Transform(scale)) for _ in range(2)
+        run_exp_logits(states, weight, offset, tile, transform=records.Transform(scale)) for _ in range(2)
     )
     exact = (logits * (scale or 1.0) - offset.double()[:, None]).exp()
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact + 1e-5).all()
@@ -221,8 +235,8 @@ def test_sums_of_losses_and_metrics(place: Place, coefficients: tuple[float, ...
 def test_far_above_the_offset(place: Place, tile: tiles.Tile) -> None:
     """Strips whose maximum lies more than REACH above take an offset of their own, which the sum's sign says."""
     sizes = (300, 3000, 1024) if torch.cuda.is_available() else (70, 203, 72)
-    states, weight, target, logits, offset = head_operands(place, sizes, torch.bfloat16, spread=25.0)
-    out, own_offset, sums = run_exp_logits(states, weight, target, offset, tile)
+    states, weight, logits, offset = head_operands(place, sizes, torch.bfloat16, spread=25.0)
+    out, own_offset, sums = run_exp_logits(states, weight, offset, tile)
     own = sums < 0
     assert own.any() and not own.all() and torch.equal(own, ~own_offset.isnan())
     level = torch.where(own, own_offset, offset[:, None]).double()
@@ -232,10 +246,81 @@ def test_far_above_the_offset(place: Place, tile: tiles.Tile) -> None:
     exact_sums = strip_sums(exact, sums.shape[1], tile.block_n)
     torch.testing.assert_close(sums.abs().double(), exact_sums, rtol=budget, atol=1e-6)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=1e-6)
-    states, weight, target, logits, _ = head_operands(place, sizes, torch.bfloat16)
-    _, offset, sums = run_exp_logits(states, weight, target, None, tile)  # without exponentials
+    states, weight, logits, _ = head_operands(place, sizes, torch.bfloat16)
+    _, offset, sums = run_exp_logits(states, weight, None, tile)  # without exponentials
     found = (offset.double() + sums.double().log()).logsumexp(1)
     torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
+
+
+@crossed(
+    place=PLACES,
+    vocab=[96, 129, 384, 1000, 1024 + 128],
+    kept=["exponentials", "relative", "nothing"],
+    tile=TILES[:1],
+    biased=[False, True],
+)
+def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.Tile, biased: bool) -> None:
+    """Sure tokens among others, rows that do not count, targets of other ranks, impossible ids; where exponentials are
+    not kept, two softmaxes."""
+    rows, hidden, (scale, ratio) = 70, 128, (0.8, 1.5)
+    states, weight, _, _ = head_operands(place, (rows, vocab, hidden), torch.bfloat16, spread=1.0)
+    device, made = states.device, torch.Generator().manual_seed(1)
+    target = torch.randint(vocab, (rows,), generator=made).to(device)
+    towards = weight[target].float() / weight[target].float().square().sum(1, keepdim=True)
+    states = (states.float() + torch.linspace(0, 60, rows, device=device)[:, None] * towards).bfloat16()
+    bias = torch.zeros(vocab, dtype=torch.bfloat16, device=device)
+    if biased:
+        bias[::7] = -torch.inf
+    logits = scale * (states.double() @ weight.double().t() + bias.double())
+    target[3::8], target[5::8] = -1, tiles.ELSEWHERE
+    states[target < 0] = torch.nan
+    counts, own = target >= 0, (target >= 0) & (target < vocab)
+    picked = logits.gather(1, target.where(own, 0)[:, None])[:, 0]
+    asked, of_tile, level = torch.empty(3, rows, device=device).unbind()
+    given, clean = records.Transform(scale), torch.empty_like(states)
+    statistics.clean_rows(clean, states, target, None, asked, weight, bias if biased else None, given, None, of_tile)
+    asked[counts & ~own] = 1.0  # as another rank has it
+    count = -(-vocab // tile.block_n) * (2 if kept == "relative" else 1)
+    wanted = dict.fromkeys(("shifted_sum", "top"), True) | {"weighted_sum": not biased}
+    wanted |= dict.fromkeys(("sum2", "shifted_sum2"), kept != "exponentials")
+    strips = operands.Strips.empty(rows, count, device, **wanted).of_rows(rows)
+    out = None
+    if kept != "nothing":
+        out = torch.empty(rows, -(-vocab // 8) * 8, device=device, dtype=torch.bfloat16)[:, :vocab]
+        out = out if kept == "exponentials" else out.view(torch.float16)
+    offset, columns2 = (asked if kept == "exponentials" else None), vocab // tile.block_n * tile.block_n
+    statistics.exp_logits(
+        out, strips, clean, weight, bias if biased else None, None, offset, given, tile, ratio, columns2
+    )
+    leveled, targets = None if offset is None else level, (asked, of_tile, target)
+    for second in (False, True)[: 1 + (kept != "exponentials")]:
+        every = logits[:, :columns2] * ratio if second else logits
+        own2 = own & (target < every.shape[1])
+        found = torch.full((8, rows), torch.nan, device=device)
+        lse, start, rest, logprob, entropy, weighted, top, _ = found
+        result = records.Outputs(lse, start, rest, logprob, None, entropy)
+        parts = strips
+        if second:
+            parts = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2)
+        elif not biased:
+            result = result._replace(weighted_sum=weighted, top=top, argmax=found[7].view(torch.int32))
+        statistics.merge_strips(
+            result, None if second else leveled, parts, *targets, every.shape[1], ratio if second else None, second
+        )
+        log_p = every - every.logsumexp(1, keepdim=True)
+        budget = 4e-6 + 2 * accumulation_error(states[counts], weight)
+        assert ((lse - every.logsumexp(1)).abs()[counts] <= budget).all()
+        torch.testing.assert_close(start - rest, lse, equal_nan=True)
+        entropies = -(log_p.exp() * log_p.where(log_p > -1e4, 0.0)).sum(1)
+        assert ((entropy - entropies).abs()[counts] <= 20 * budget).all()
+        expected = picked * (ratio if second else 1.0) - every.logsumexp(1)
+        assert ((logprob - expected).abs() <= budget)[own2 & (picked > -torch.inf)].all()
+        assert (logprob[own2] <= 0.0).all() and (logprob[own2 & (picked == -torch.inf)] == -torch.inf).all()
+        sure = own2 & (expected > -1e-6)
+        assert sure.sum() > 5 and ((logprob - expected).abs()[sure] <= 5e-7).all()
+        if top is result.top:
+            assert torch.equal(result.argmax[counts].long(), logits.argmax(1)[counts])
+            torch.testing.assert_close(weighted.double()[counts], logits.sum(1)[counts], rtol=1e-5, atol=1e-3)
 
 
 def dweight_operands(

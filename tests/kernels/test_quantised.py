@@ -97,8 +97,8 @@ def test_exp_logits(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile,
         out = None if stored == "nothing" else torch.zeros(rows, -(-vocab // 8) * 8, device=states.device, dtype=dtype)
         statistics.exp_logits(
             None if out is None else out[:, :vocab], strips, h, w, None, None,
-            logit if stored == "exponentials" else None, target, records.Transform(0.5), tile,
-            target_logit=0.5 * logit,
+            logit if stored == "exponentials" else None, records.Transform(0.5), tile,
+            target=target, target_logit=0.5 * logit,
         )  # fmt: skip
         kept = [out, *(strips[:3]), *([strips.top, strips.argmax] if top else [])]
         found.append([each for each in kept if each is not None])
@@ -112,8 +112,8 @@ def test_the_target_is_exact(place: Place, tile: tiles.Tile) -> None:
     rows, count = len(states), -(-len(weight) // tile.block_n)
     strips = operands.Strips.empty(rows, count, states.device, top=True).of_rows(rows)
     statistics.exp_logits(
-        None, strips, quantised(states, True), quantised(weight, False), None, None, None, target, records.PLAIN, tile,
-        target_logit=torch.full_like(logit, 1e6),
+        None, strips, quantised(states, True), quantised(weight, False), None, None, None, records.PLAIN, tile,
+        target=target, target_logit=torch.full_like(logit, 1e6),
     )  # fmt: skip
     best = strips.top.amax(0)
     assert torch.equal(best == 1e6, target >= 0)
