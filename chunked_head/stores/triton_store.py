@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, RowStats
-from ..kernels.common.records import Counted
+from ..kernels.common.records import Counted, Stored
 from ..kernels.common.tiles import Matrix, Quantised
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
@@ -102,8 +102,11 @@ class GradStore(HalfStore):
                 blocks,
             )
         if (columns := own_columns(rows, stats, coefficients)) is not None:
-            made = transform(head, rows.scale)
-            gradients.column_grad(dlogits, *columns, head.class_weights, common, None, tile.start, made)
+            (ids, added, exact), made = columns, transform(head, rows.scale)
+            entries = ids, added, None, None
+            gradients.row_grad(
+                dlogits, Stored(exact, None), head.class_weights, common, None, tile.start, made, entries=entries
+            )
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:

@@ -94,10 +94,6 @@ class Terms(NamedTuple):
         """The tensors in the order that kernels take them in."""
         return *self[:4], *self.first[:4], *self.second[:4]
 
-    def without_unused(self) -> "Terms":
-        """The terms without a second softmax that gets no gradient: only a teacher's gradient reads that."""
-        return self if self.second.alpha is not None else self._replace(second=NO_SOFTMAX)
-
 
 class TeacherTerms(NamedTuple):
     """The teacher's side of a gradient."""

@@ -26,67 +26,51 @@ def teacher_arguments(teacher_terms: TeacherTerms | None) -> tuple[tuple, tuple[
 
 
 def row_grad(
-    dlogits: torch.Tensor,  # [rows, columns], may share the bytes of the stored logits
-    stored: Stored,
+    dlogits: torch.Tensor,  # [rows, columns], may share the bytes of the stored logits; with sets [entries] fp32
+    stored: Stored,  # of entries their exact logits, fp32
     class_weights: torch.Tensor | None,
     terms: Terms,
     teacher_terms: TeacherTerms | None,
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may be left unwritten
-    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,  # of each row's columns, for ``column_grad``
+    # of each row's own columns, [rows, count] each: their ids, -1 for none, what is added there, and their exact logits
+    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    # columns, what each adds to the gradient, and of sets where those of rows begin and end; None for all columns
+    entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    rows, columns = dlogits.shape
-    if stored.offset is not None:
+    """Gradients of all columns, or of entries alone; others stay as they are."""
+    rows, columns, columns2, count = len(terms.target), dlogits.shape[-1], terms.second.columns, None
+    # one program walks a row, because a narrower gradient overwrites logits that lie before it
+    block_rows, column_programs = 1, 1
+    if entries[0] is not None:
+        count = entries[0].shape[-1]
+        block, warps = power_of_2(count), 1
+        if entries[2] is not None:
+            block, columns, columns2 = 128, ELSEWHERE, ELSEWHERE  # behind every column
+    elif stored.offset is not None:
         # several strips a program: what is per row is loaded once for them
         block_rows, column_programs = 8, row_programs(columns)
         block, warps = RELATIVE_STRIP, 4
     else:
-        # one program walks a row, because a narrower gradient overwrites logits that lie before it
-        block_rows, column_programs = 1, 1
         block, warps = row_block(columns)
         block = min(block, 4096) if teacher_terms else block
     teacher, sizes, scalars, constants = teacher_arguments(teacher_terms)
-    parts = (None, None) if teacher_terms is None else (teacher_terms.forward_kl, teacher_terms.teacher_entropy)
+    parts = (None, None)
+    if teacher_terms is not None and count is None:
+        parts = teacher_terms.forward_kl, teacher_terms.teacher_entropy
     row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, *parts, stored.logits, stored.offset, stored.bias, None, None, None, None, class_weights,
-        *terms.tensors, *teacher, rows, columns, first_column, terms.second.columns, sizes[0], None,
-        stored.logits.stride(0), dlogits.stride(0), sizes[1],
+        dlogits, *parts, stored.logits, stored.offset, stored.bias, *entries, class_weights, *terms.tensors, *teacher,
+        rows, columns, first_column, columns2, sizes[0], count, stored.logits.stride(0), dlogits.stride(0), sizes[1],
         strip_stride(stored) if teacher_terms is None else strip_stride(stored, teacher_terms.stored),
         next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, terms.second.ratio, *scalars,
         **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if own is not None:
-        column_grad(dlogits, *own, class_weights, terms, teacher_terms, first_column, transform)
-
-
-def column_grad(
-    dlogits: torch.Tensor,  # [rows, columns]; [entries] fp32 with sets
-    columns: torch.Tensor,  # [rows, count] or [entries] int64 or int32, -1 for none
-    sparse: torch.Tensor | None,  # of columns' shape, fp32
-    logit: torch.Tensor,  # of columns' shape, fp32
-    class_weights: torch.Tensor | None,
-    terms: Terms,
-    teacher_terms: TeacherTerms | None,
-    first_column: int,
-    transform: Transform,
-    entries: KeptEntries | None = None,  # the sets; other rows' entries stay as they are
-) -> None:
-    """Gradients at some columns of each row."""
-    rows, count = len(terms.target), columns.shape[-1]
-    teacher, sizes, scalars, constants = teacher_arguments(teacher_terms)
-    begins, ends, width, columns2, block = None, None, dlogits.shape[-1], terms.second.columns, power_of_2(count)
-    if entries is not None:
-        begins, ends, block = entries.begins, entries.ends, 128
-        width = columns2 = ELSEWHERE  # behind every column
-    row_grad_kernel[(rows,)](
-        dlogits, None, None, logit, None, None, columns, sparse, begins, ends, class_weights, *terms.tensors, *teacher,
-        rows, width, first_column, columns2, sizes[0], count, 0, dlogits.stride(0), sizes[1],
-        0 if teacher_terms is None else strip_stride(teacher_terms.stored), None,
-        *ALL_ROWS, *transform, terms.second.ratio, *scalars,
-        **constants, COLUMN_PROGRAMS=1, BLOCK_ROWS=1, BLOCK=block, num_warps=1,
-    )  # fmt: skip
+        ids, added, exact = own
+        given = class_weights, terms, teacher_terms, first_column, transform
+        row_grad(dlogits, Stored(exact, None), *given, entries=(ids, added, None, None))
 
 
 def set_grad(
@@ -97,8 +81,8 @@ def set_grad(
     transform: Transform,
 ) -> None:
     """Gradients of the logits of sets; other rows' entries stay as they are."""
-    terms = terms.without_unused()
-    column_grad(dlogits, sets.columns, None, logit, None, terms, None, 0, transform, sets)
+    entries = sets.columns, None, sets.begins, sets.ends
+    row_grad(dlogits, Stored(logit, None), None, terms, None, 0, transform, entries=entries)
 
 
 def grad_logits(
@@ -120,7 +104,6 @@ def grad_logits(
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     made = columns if blocks is None else len(blocks) * EXACT_BLOCK
     programs = programs_of(tile, rows, made, hidden.device)
-    terms = terms.without_unused()
     grad_logits_kernel[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
