@@ -38,7 +38,7 @@ KERNELS, GRAD_LOGITS = "tests/kernels/test_kernels.py", "tests/kernels/test_grad
 RANKS, RANKS_CALLS = "tests/ranks/test_every_loss.py", "tests/ranks/test_calls.py"
 MEMORY, LOSS_MEMORY, PLANS = "tests/plan/test_memory.py", "tests/plan/test_loss_memory.py", "tests/plan/test_plan.py"
 TORCH = "chunked_head/stores/torch_functions.py"
-EVALUATE, MERGE = "chunked_head/arithmetic/evaluate.py", "chunked_head/parallel/merge.py"
+EVALUATE = "chunked_head/arithmetic/evaluate.py"
 
 
 class Mutation(NamedTuple):
@@ -146,9 +146,9 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sums of losses: a coefficient", "kernels/statistics/merge.py", "* factor * coefficient", "* factor", "tests/kernels/test_kernels.py -k sums_of_losses"),
     ("ranks: gradients on their way that are written again", "chunked_head/parallel/merge.py", "by_rank.clone(memory_format=torch.contiguous_format)", "by_rank.contiguous()", RANKS_CALLS + " -k late_messages"),
     ("ranks: kinds of calls in checks of tokens", "chunked_head/parallel/shard.py", "((target + self.kind % MOST_IDS) % MOST_IDS)", "(target % MOST_IDS)", RANKS_CALLS),
-    ("ranks: shares of the probability", MERGE, "(starts - first_start) - (rests - first_rest)", "(starts - first_start) + (rests - first_rest)", RANKS + " -k cross-entropy"),
-    ("ranks: entropy", MERGE, "p * (pieces[entropy] - log_p)", "p * (pieces[entropy] + log_p)", RANKS + " -k entropy"),
-    ("ranks: the largest logit", MERGE, "largest = pieces[top].amax(0)", "largest = pieces[top].amin(0)", RANKS + " -k cross-entropy"),
+    ("ranks: shares of the probability", TORCH, "(starts - first_start) - (rests - first_rest)", "(starts - first_start) + (rests - first_rest)", RANKS + " -k cross-entropy"),
+    ("ranks: entropy", TORCH, 'p * (pieces["ENTROPY"] - log_p)', 'p * (pieces["ENTROPY"] + log_p)', RANKS + " -k entropy"),
+    ("ranks: the largest logit", TORCH, 'pieces["TOP"].amax(0)', 'pieces["TOP"].amin(0)', RANKS + " -k cross-entropy"),
     ("ranks: whose share a segment is", "chunked_head/parallel/tokens.py", "% self.parallel.ranks == self.parallel.rank", "% self.parallel.ranks >= 0", RANKS + " -k gspo"),
     ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", RANKS + " -k gspo"),
     ("ranks: counts of all ranks' tokens", "chunked_head/call/objectives.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", RANKS + " -k cross-entropy"),

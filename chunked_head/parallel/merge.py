@@ -9,14 +9,6 @@ from torch import Tensor, distributed
 
 from ..core.stats import RowStats
 
-# of each softmax over logits, student's and teacher's: where its logarithms are
-SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
-ADDED = ("target_logit", "weighted_sum")
-ARGMAX = {"top": "argmax", "teacher_top": "teacher_argmax"}
-ENTROPIES = {"start": "entropy", "start2": "entropy2"}
-# statistics that become nan where ranks have different tokens: whatever is made of a row depends on one of them
-CHECKED = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
-
 
 class GatheredStats(NamedTuple):
     """Statistics of a chunk's rows, of each rank's own columns: pieces of the vocabulary."""
@@ -54,38 +46,6 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
     return found
 
 
-def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
-    """Statistics of the whole vocabulary into ``out``, from those of its pieces; nan where they are of other tokens."""
-    # in fp64: logarithms have been rounded once already
-    pieces = unpack(gathered.message.double(), out, gathered.names)
-    for name in ADDED:
-        if name in pieces:
-            known = gathered.known_targets and name == "target_logit"
-            getattr(out, name).copy_(pieces[name][0] if known else pieces[name].sum(0))
-    for start, rest in SOFTMAXES:
-        if start not in pieces:
-            continue
-        whole_start, whole_rest = merge_softmax(pieces, out, start, rest)
-        if start == "teacher_start":
-            continue
-        suffix, ratio = ("2", gathered.ratio2) if start == "start2" else ("", 1.0)
-        logprob = (out.target_logit.double() * ratio - whole_start) + whole_rest
-        getattr(out, "logprob" + suffix).copy_(torch.where(gathered.target >= 0, logprob, 0.0))
-        getattr(out, "lse" + suffix).copy_(whole_start - whole_rest)
-    for top, argmax in ARGMAX.items():
-        if top in pieces:
-            largest = pieces[top].amax(0)
-            getattr(out, top).copy_(largest)
-            # of equal logits the first column's
-            ids = torch.where(pieces[top] == largest, pieces[argmax], torch.inf).amin(0)
-            getattr(out, argmax).copy_(torch.where(ids.isinf(), pieces[argmax][0], ids))
-    merge_lists(pieces, out)
-    for name in CHECKED:
-        value = getattr(out, name)
-        if value is not None:
-            value.add_(gathered.zero_or_nan)
-
-
 def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
     """Merges logits of the columns that a row names, and its largest logits, into ``out``."""
     if "column_logits" in pieces:
@@ -97,25 +57,6 @@ def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
         largest, at = logits.topk(out.top_k_logits.shape[1])
         out.top_k_logits.copy_(largest)
         out.top_k_ids.copy_(ids.gather(1, at))
-
-
-def merge_softmax(pieces: dict[str, Tensor], out: RowStats, start: str, rest: str) -> tuple[Tensor, Tensor]:
-    """``start`` and ``rest`` of the vocabulary, and its entropy, from the pieces' shares of the probability."""
-    starts, rests = pieces[start], pieces[rest]
-    largest = (starts - rests).argmax(0, keepdim=True)
-    first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
-    # log of each piece's probability to that of the most probable one
-    log_share = (starts - first_start) - (rests - first_rest)
-    share = log_share.exp()
-    log_sum = share.sum(0).log()
-    whole_start, whole_rest = first_start[0], first_rest[0] - log_sum
-    getattr(out, start).copy_(whole_start)
-    getattr(out, rest).copy_(whole_rest)
-    entropy = ENTROPIES.get(start)
-    if entropy in pieces:
-        p, log_p = share / share.sum(0), log_share - log_sum
-        getattr(out, entropy).copy_(torch.where(p > 0, p * (pieces[entropy] - log_p), 0.0).sum(0))
-    return whole_start, whole_rest
 
 
 class SummedRows:

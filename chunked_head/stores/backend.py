@@ -3,6 +3,7 @@
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 from ..core.checks import BACKENDS, choice
+from ..core.stats import RowStats
 from ..kernels.common.gpus import gpu_of
-from ..parallel.merge import merge_ranks
+from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan
 from . import torch_functions as functions
 from .operands import Head, Rows
 from .quantised import Quantised, RoundedHead, empty_quantised, frequent_blocks, mean_of, quantise_
-from .store import LogitsStore, MatmulStore, Store
+from .store import LogitsStore, MatmulStore, Store, outputs_of, teacher_outputs
+
+PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
 
 
 class Backend:
@@ -39,7 +43,7 @@ class Backend:
     add_rows = staticmethod(functions.add_rows)
     sum_rows = staticmethod(functions.sum_rows)
     factored = staticmethod(functions.scale)
-    merge_ranks = staticmethod(merge_ranks)
+    merge_softmax = staticmethod(functions.merge_softmax)
     quantise_ = staticmethod(quantise_)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -82,6 +86,25 @@ class Backend:
             self.quantise_(None, weight, mean, dots)
             kept = kept._replace(values=kept.values[: len(weight)])
         return RoundedHead(kept, mean, dots if bias is None else dots.add_(bias), blocks)
+
+    def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
+        """Statistics of the whole vocabulary into ``out``, from those of its pieces; nan where they are of other
+        tokens."""
+        at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
+        named = out.named()
+        softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]
+        if "start2" in named:
+            softmaxes.append((outputs_of(named, "2"), gathered.ratio2, ("start2", "rest2", "entropy2", "", "")))
+        if "teacher_start" in named:
+            names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
+            softmaxes.append((teacher_outputs(out), 1.0, names))
+        message, zero_or_nan, target = gathered.message, gathered.zero_or_nan, gathered.target
+        for outputs, ratio, names in softmaxes:
+            at_names = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
+            places = dict(zip(PLACES, at_names, strict=True))
+            self.merge_softmax(outputs, message, zero_or_nan, target, ratio, places, gathered.known_targets)
+        if out.column_logits is not None or out.top_k_logits is not None:
+            merge_lists(unpack(message.double(), out, gathered.names), out)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""

@@ -104,10 +104,15 @@ def row_stats(
             found["weighted_sum"] = weighted.sum(1)
         if out.argmax is not None:
             found["argmax"] = x.argmax(1)
-        for name, value in found.items():
-            into = getattr(out, name)
-            if into is not None:
-                into[at] = value
+        write(out, at, found)
+
+
+def write(out: Outputs, rows: slice, found: dict[str, Tensor]) -> None:
+    """Writes those statistics that there is room for."""
+    for name, value in found.items():
+        into = getattr(out, name)
+        if into is not None:
+            into[rows] = value
 
 
 def pair_stats(
@@ -141,6 +146,43 @@ def pair_stats(
         for name, into in zip(PAIR_STATS, outs, strict=True):
             if into is not None:
                 into[at] = found[name]
+
+
+def merge_softmax(
+    out: Outputs,
+    gathered: Tensor,
+    zero_or_nan: Tensor,
+    target: Tensor,
+    ratio: float,
+    places: dict[str, int],
+    known_targets: bool,
+) -> None:
+    # in fp64: logarithms have been rounded once already
+    pieces = {name: gathered[:, at].double() for name, at in places.items() if at >= 0}
+    starts, rests = pieces["START"], pieces["REST"]
+    largest = (starts - rests).argmax(0, keepdim=True)
+    first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
+    # log of each piece's probability to that of the most probable one
+    log_share = (starts - first_start) - (rests - first_rest)
+    share = log_share.exp()
+    log_sum = share.sum(0).log()
+    start, rest = first_start[0], first_rest[0] - log_sum
+    found = {"start": start + zero_or_nan, "rest": rest, "lse": start - rest + zero_or_nan}
+    if out.logprob is not None:
+        logit = (pieces["TARGET"][0] if known_targets else pieces["TARGET"].sum(0)).to(out.logprob.dtype)
+        logprob = torch.where(target >= 0, (logit.double() * ratio - start) + rest, 0.0)
+        found |= {"target_logit": logit, "logprob": logprob + zero_or_nan}
+    if out.entropy is not None:
+        p, log_p = share / share.sum(0), log_share - log_sum
+        found["entropy"] = torch.where(p > 0, p * (pieces["ENTROPY"] - log_p), 0.0).sum(0) + zero_or_nan
+    if out.weighted_sum is not None:
+        found["weighted_sum"] = pieces["WEIGHTED"].sum(0) + zero_or_nan
+    if out.top is not None:
+        found["top"] = pieces["TOP"].amax(0)
+        # of equal logits the first column's
+        ids = torch.where(pieces["TOP"] == found["top"], pieces["ARGMAX"], torch.inf).amin(0)
+        found["argmax"] = torch.where(ids.isinf(), pieces["ARGMAX"][0], ids)
+    write(out, slice(None), found)
 
 
 def row_grad(

@@ -31,7 +31,7 @@ from .matmul import sums_halves
 from .operands import TeacherHead
 from .store import LogitsStore, Store
 from .triton_relative import FastStore, RelativeStore
-from .triton_store import TMA_BYTES, GradStore, merge_ranks
+from .triton_store import TMA_BYTES, GradStore
 
 
 def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -60,7 +60,7 @@ class TritonBackend(Backend):
     add_rows = staticmethod(products.add_rows)
     sum_rows = staticmethod(statistics.sum_rows)
     factored = staticmethod(gradients.scale)
-    merge_ranks = staticmethod(merge_ranks)
+    merge_softmax = staticmethod(statistics.merge_softmax)
     quantise_ = staticmethod(statistics.quantise)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:

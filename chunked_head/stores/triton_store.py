@@ -1,6 +1,5 @@
 """Stores of 16-bit rows in Triton kernels, and of gradients of blocks whose statistics are known."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +12,11 @@ from ..kernels.common.tiles import Matrix, Quantised
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
-from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan, own_dweight
 from ..plan.sizes import LOOP, Buffer, Sizes, padded_columns
 from .operands import Head, Rows
 from .quantised import empty_quantised
-from .store import MatmulStore, outputs_of, own_columns, teacher_outputs, terms_of, transform
+from .store import MatmulStore, own_columns, terms_of, transform
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 
@@ -115,31 +113,3 @@ class GradStore(HalfStore):
             super().add_dhidden(dlogits, rows, weight, out, first)
         else:
             products.dhidden(out, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not first)
-
-
-PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
-
-
-def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
-    """``Backend.merge_ranks`` in one kernel for each softmax."""
-    at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
-    named = out.named()
-    softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]
-    if "start2" in named:
-        softmaxes.append((outputs_of(named, "2"), gathered.ratio2, ("start2", "rest2", "entropy2", "top", "argmax")))
-    if "teacher_start" in named:
-        names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
-        softmaxes.append((teacher_outputs(out), 1.0, names))
-    for outputs, ratio, names in softmaxes:
-        places = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
-        statistics.merge_ranks(
-            outputs,
-            gathered.message,
-            gathered.zero_or_nan,
-            gathered.target,
-            ratio,
-            dict(zip(PLACES, places, strict=True)),
-            gathered.known_targets,
-        )
-    if out.column_logits is not None or out.top_k_logits is not None:
-        merge_lists(unpack(gathered.message.double(), out, gathered.names), out)

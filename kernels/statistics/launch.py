@@ -258,7 +258,7 @@ def dot_columns(
     )  # fmt: skip
 
 
-def merge_ranks(
+def merge_softmax(
     out: Outputs,
     gathered: torch.Tensor,  # [ranks, numbers, rows] fp32
     zero_or_nan: torch.Tensor,  # [] fp32

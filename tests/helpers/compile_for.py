@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats
-from chunked_head.stores.triton_backend import TritonBackend, merge_ranks
+from chunked_head.stores.triton_backend import TRITON, TritonBackend
 
 MATMULS = "exp_logits_kernel", "grad_logits_kernel", "dhidden_kernel", "dweight_kernel"
 INSTRUCTIONS = (
@@ -125,7 +125,7 @@ def calls() -> None:
         linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, deterministic=True, backend="triton")
     stats, names = RowStats.empty(8, Demand(), torch.float32, torch.device("cpu")), sent(Demand())
     message, target = torch.zeros(2, len(names) + 1, 8), torch.zeros(8, dtype=torch.int64)
-    merge_ranks(GatheredStats(message, names, target, 1.0, False, torch.zeros(())), stats)
+    TRITON.merge_ranks(GatheredStats(message, names, target, 1.0, False, torch.zeros(())), stats)
 
 
 def spilled(compiled: Any) -> int:
