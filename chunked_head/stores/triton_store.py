@@ -87,6 +87,7 @@ class GradStore(HalfStore):
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
         common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns, self.vocab)
+        made = transform(head, rows.scale)
         for operands, blocks in self.operands(rows, head, tile.start == 0):
             gradients.grad_logits(
                 dlogits,
@@ -94,17 +95,25 @@ class GradStore(HalfStore):
                 head.class_weights,
                 common,
                 tile.start,
-                transform(head, rows.scale),
+                made,
                 self.gpu.logits,
                 counted_of(rows),
                 blocks,
             )
-        if (columns := own_columns(rows, stats, coefficients)) is not None:
-            (ids, added, exact), made = columns, transform(head, rows.scale)
-            entries = ids, added, None, None
-            gradients.row_grad(
-                dlogits, Stored(exact, None), head.class_weights, common, None, tile.start, made, entries=entries
-            )
+        targets = rows.target[:, None], None, common.target_logit[:, None]
+        for columns in (targets, own_columns(rows, stats, coefficients)):
+            if columns is not None:
+                ids, added, exact = columns
+                gradients.row_grad(
+                    dlogits,
+                    Stored(exact, None),
+                    head.class_weights,
+                    common,
+                    None,
+                    tile.start,
+                    made,
+                    entries=(ids, added, None, None),
+                )
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:

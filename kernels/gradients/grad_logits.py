@@ -1,14 +1,10 @@
 """The logits matmul whose epilogue leaves the gradient of the raw logits, where their statistics are known beforehand.
 
 The same persistent GEMM as ``exp_logits.py``, and in its epilogue the identity of ``identity.py`` without a teacher, 0
-for rows that do not count. No logit is ever stored.
-
-What only some tiles need (the target's column, the end of the second softmax's vocabulary) stands in a branch of its
-own: asked of every element it would cost 3 to 10 % of the matmul. The stores stand inside both sides of the branch,
-since a compiler that saw only values there would compute both and select.
+for rows that do not count. No logit is ever stored. Targets' columns are as all others here: ``row_grad_kernel``
+overwrites them, from the exact logits. To ask of every element whether it is one would cost 3 to 10 % of the matmul.
 """
 
-import triton
 import triton.language as tl
 
 from ..common.blocks import (
@@ -20,77 +16,10 @@ from ..common.blocks import (
     store_tile,
     tile_of_block,
     tile_place,
-    to_type_of,
 )
 from ..common.launcher import kernel
 from ..common.transform import load_column, transform_logits
 from .identity import logits_gradient
-
-
-@triton.jit
-def store_gradient(
-    dlogits,
-    acc,  # [BLOCK_M, BLOCK_N] fp32
-    bias_ptr,
-    class_weights_ptr,
-    target,  # [BLOCK_M] of these columns, negative where the row does not count or its target lies before them
-    counts,  # [BLOCK_M]
-    terms,  # pointers to numbers per row
-    # sizes
-    row_start,
-    column_start,
-    columns2,
-    # scalars
-    logit_scale,
-    softcap,
-    ratio2,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPECIAL: tl.constexpr,  # some column is a target, or past the second softmax's last
-):
-    """Stores a tile's gradient but for its right half, which is returned."""
-    target_logit_ptr, beta_ptr, kappa_ptr, start_ptr, rest_ptr, alpha_ptr, eta_ptr = terms[:7]
-    start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr, row_scale_ptr = terms[7:]
-    _, _, _, rows, columns = dlogits
-    HALF: tl.constexpr = BLOCK_N // 2
-    offs_row = row_start + tl.arange(0, BLOCK_M)
-    in_rows = offs_row < rows
-    row_scale = load_column(row_scale_ptr, offs_row, in_rows)
-    start = load_column(start_ptr, offs_row, in_rows)
-    rest = load_column(rest_ptr, offs_row, in_rows)
-    # the target's two numbers are read where a tile holds targets
-    target_logit = load_column(target_logit_ptr if SPECIAL else None, offs_row, in_rows)
-    beta = load_column(beta_ptr if SPECIAL else None, offs_row, in_rows)
-    kappa = load_column(kappa_ptr, offs_row, in_rows)
-    alpha = load_column(alpha_ptr, offs_row, in_rows)
-    eta = load_column(eta_ptr, offs_row, in_rows)
-    start2 = load_column(start2_ptr, offs_row, in_rows)
-    rest2 = load_column(rest2_ptr, offs_row, in_rows)
-    alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
-    eta2 = load_column(eta2_ptr, offs_row, in_rows)
-    halves = column_halves(acc, BLOCK_M, BLOCK_N)
-    for half in tl.static_range(2):
-        offs = column_start + half * HALF + tl.arange(0, HALF)
-        x = halves[half]
-        if bias_ptr is not None:
-            x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
-        x = transform_logits(x, logit_scale, softcap, row_scale)
-        is_target = None
-        if SPECIAL:
-            is_target = offs[None, :] == target[:, None]
-        omega = None
-        if kappa_ptr is not None and class_weights_ptr is not None:
-            omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
-        grad = logits_gradient(
-            x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
-            start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
-            columns2 if SPECIAL else None, None, None, False, True,
-        )  # fmt: skip
-        # selection, whatever stands in a row that does not count
-        grad = to_type_of(dlogits, tl.where(counts[:, None], grad, 0.0))
-        if half == 0:
-            store_tile(dlogits, row_start, column_start, grad)
-    return grad
 
 
 @kernel
@@ -109,9 +38,7 @@ def grad_logits_kernel(
     weight_scale_ptr,  # [] fp32, likewise
     blocks_ptr,  # [made / EXACT_BLOCK] int32: which blocks of the vocabulary's ids, or None for all these columns
     target_ptr,  # [rows] int64, -1 where the row does not count
-    target_logit_ptr,  # [rows] fp32, like all that follow
-    beta_ptr,  # or None
-    kappa_ptr,  # or None
+    kappa_ptr,  # [rows] fp32, like all that follow, or None
     start_ptr,  # log p = (x - start) + rest
     rest_ptr,
     alpha_ptr,  # or None, with eta
@@ -128,7 +55,7 @@ def grad_logits_kernel(
     made,  # of them
     hidden,
     first_column,  # of these columns in the vocabulary
-    columns2,  # of these that the second softmax is over
+    columns2,  # of these that the second softmax is over; None for all
     dlogits_stride,  # from row to row
     # scalars
     logit_scale,  # float or None for 1
@@ -147,10 +74,6 @@ def grad_logits_kernel(
     dlogits = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, columns, hidden
-    terms = (
-        target_logit_ptr, beta_ptr, kappa_ptr, start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr,
-        alpha2_ptr, eta2_ptr, row_scale_ptr,
-    )  # fmt: skip
     FLATTEN: tl.constexpr = hidden_desc is not None and blocks_ptr is None
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
@@ -167,22 +90,34 @@ def grad_logits_kernel(
             acc = dot(h, w.T, acc)
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
+        in_rows = offs_row < rows
         acc = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
-        target = tl.load(target_ptr + offs_row, mask=offs_row < rows, other=-1)
-        counts = target >= 0
-        target = (target - first_column).to(tl.int32)
-        here = (target >= column_start) & (target < column_start + BLOCK_N)
-        special = tl.max(here.to(tl.int32), 0) > 0
-        if alpha2_ptr is not None:
-            special = special | (column_start + BLOCK_N > columns2)
-        if special:
-            right = store_gradient(
-                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, terms, row_start, column_start,
-                columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
+        counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
+        row_scale = load_column(row_scale_ptr, offs_row, in_rows)
+        kappa = load_column(kappa_ptr, offs_row, in_rows)
+        start = load_column(start_ptr, offs_row, in_rows)
+        rest = load_column(rest_ptr, offs_row, in_rows)
+        alpha = load_column(alpha_ptr, offs_row, in_rows)
+        eta = load_column(eta_ptr, offs_row, in_rows)
+        start2 = load_column(start2_ptr, offs_row, in_rows)
+        rest2 = load_column(rest2_ptr, offs_row, in_rows)
+        alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
+        eta2 = load_column(eta2_ptr, offs_row, in_rows)
+        halves = column_halves(acc, BLOCK_M, BLOCK_N)
+        for half in tl.static_range(2):
+            first = column_start + half * (BLOCK_N // 2)
+            offs = first + tl.arange(0, BLOCK_N // 2)
+            x = halves[half]
+            if bias_ptr is not None:
+                x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
+            x = transform_logits(x, logit_scale, softcap, row_scale)
+            omega = None
+            if kappa_ptr is not None and class_weights_ptr is not None:
+                omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
+            grad = logits_gradient(
+                x, None, offs[None, :], omega, None, None, None, None, kappa, start, rest, alpha, eta,
+                start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
+                columns2, None, None, False, True,
             )  # fmt: skip
-        else:
-            right = store_gradient(
-                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, terms, row_start, column_start,
-                columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,
-            )  # fmt: skip
-        store_tile(dlogits, row_start, column_start + BLOCK_N // 2, right)
+            # selection, whatever stands in a row that does not count
+            store_tile(dlogits, row_start, first, tl.where(counts[:, None], grad, 0.0))

@@ -98,18 +98,20 @@ def grad_logits(
     counted: Counted = ALL_ROWS,
     blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids each, and only these; None for all columns
 ) -> None:
-    """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits."""
+    """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits, but for the targets' terms."""
     tile = tile.of(weight)
     hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     made = columns if blocks is None else len(blocks) * EXACT_BLOCK
     programs = programs_of(tile, rows, made, hidden.device)
+    second = terms.second
+    columns2 = None if second.alpha is None or second.columns >= columns else second.columns
     grad_logits_kernel[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, hidden_scale, weight_scale, blocks, *terms.tensors, *counted, rows, columns, made, width,
-        first_column, terms.second.columns, row_stride(dlogits, tile), *transform, terms.second.ratio,
+        bias, class_weights, hidden_scale, weight_scale, blocks, terms.target, *terms.tensors[3:], *counted, rows,
+        columns, made, width, first_column, columns2, row_stride(dlogits, tile), *transform, second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
