@@ -70,35 +70,21 @@ def _cross_entropy(
 
 
 @once
-def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: Any) -> Losses:
-    """``-alpha[y] * (1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
+def focal(gamma: float = 2.0, **summand: Any) -> Losses:
+    """``-(1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
 
-    ``alpha``: a tensor [V] of weights per class, or one number; it is no part of the denominator, unlike
-    ``class_weights`` of cross-entropy. ``summand``: ``SummandOptions``.
+    The paper's alpha is a coefficient, or ``token_weights=alpha[target]``. ``summand``: ``SummandOptions``.
     """
-    options: dict[str, Any] = {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3) or None}
-    known: dict[str, Any] = {}
-    if isinstance(alpha, Tensor):
-        check_weights("alpha of losses.focal", alpha)
-        check_shape("alpha of losses.focal", alpha, alpha.dim() == 1, "[vocab]")
-        known = {"tensors": {"alpha": alpha}}
-    else:
-        options["factor"] = 1.0 if alpha is None else number("losses.focal", "alpha", alpha, 0.0)
-    return make("focal", _focal, summand, options, **known)
+    return make("focal", _focal, summand, {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3) or None})
 
 
-def _focal(
-    stats: Stats, batch: Batch, gamma: float | None, factor: float | Tensor = 1.0, alpha: Tensor | None = None
-) -> Tensor:
-    if alpha is not None:
-        factor = alpha[batch.target].to(stats.logprob.dtype)
-    values = -factor * stats.logprob
+def _focal(stats: Stats, batch: Batch, gamma: float | None) -> Tensor:
     if gamma is None:
-        return values
+        return -stats.logprob
     rest = -torch.expm1(stats.logprob)
     # a power below 1 has an infinite slope at 0, where the loss has none
     certain = rest <= 0
-    return torch.where(certain, 0.0, torch.where(certain, 1.0, rest) ** gamma) * values
+    return torch.where(certain, 0.0, torch.where(certain, 1.0, rest) ** gamma) * -stats.logprob
 
 
 @once

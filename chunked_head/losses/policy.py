@@ -95,26 +95,16 @@ def _grpo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollou
 
 @once
 def cispo(
-    clip_high: float = 4.0,
-    clip_low: float | None = None,
-    bounds: str = "offset",
-    ratio_clamp: float | None = 20.0,
-    **policy: Any,
+    clip_high: float = 4.0, clip_low: float | None = None, ratio_clamp: float | None = 20.0, **policy: Any
 ) -> Losses:
     """``-r.clamp(max=1 + clip_high).detach() * A * logprob``: the clipped ratio is a detached factor, so that no token
     loses its gradient (MiniMax-M1, arXiv 2506.13585).
 
-    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). No lower bound unless ``clip_low`` is set.
-    ``bounds``: "offset" clips r to [1 - clip_low, 1 + clip_high]; "raw" to [clip_low, clip_high] itself, at least 1
-    above. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
+    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). No lower bound unless ``clip_low`` is set,
+    1 - clip_low. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
     """
-    choice("losses.cispo", "bounds", bounds, ("offset", "raw"))
-    if bounds == "offset":
-        high = 1.0 + bound("losses.cispo", "clip_high", clip_high)
-        low = None if clip_low is None else 1.0 - number("losses.cispo", "clip_low", clip_low, 0.0, 1.0)
-    else:
-        high = bound("losses.cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
-        low = None if clip_low is None else number("losses.cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
+    high = 1.0 + bound("losses.cispo", "clip_high", clip_high)
+    low = None if clip_low is None else 1.0 - number("losses.cispo", "clip_low", clip_low, 0.0, 1.0)
     options = {"low": low, "high": high, "ratio_clamp": ratio_clamp}
     return make_policy("cispo", _cispo, options, policy)
 

@@ -36,7 +36,7 @@ LOSSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("cross_entropy", {}, ()), ("cross_entropy", {"label_smoothing": 0.2}, ()),
     ("cross_entropy", {"token_scaling": True}, ()), ("cross_entropy", {"class_weights": CLASS_WEIGHTS}, ()),
     ("cross_entropy", {"class_weights": CLASS_WEIGHTS, "label_smoothing": 0.3}, ()), ("focal", {"gamma": 1.5}, ()),
-    ("focal", {"alpha": CLASS_WEIGHTS}, ()), ("unlikelihood", {}, ()), ("z_loss", {}, ()), ("entropy", {}, ()),
+    ("unlikelihood", {}, ()), ("z_loss", {}, ()), ("entropy", {}, ()),
     ("reinforce", {"rollout": "truncate"}, (*POLICY, "rollout_logprobs")), ("grpo", {}, POLICY),
     ("grpo", {"dual_clip": 1.1, "clip_high": 0.28}, POLICY), ("cispo", {"clip_high": 0.1}, POLICY),
     ("sapo", {}, POLICY), ("gspo", {}, (*POLICY, "segments")),

@@ -18,7 +18,7 @@ from oracle.reference import kind_of
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head import linear_loss, losses
+from chunked_head import linear_loss
 from chunked_head.losses.batch import Batch, Stats
 from chunked_head.metrics import Metric, MetricValue
 
@@ -40,9 +40,7 @@ LABEL: dict[str, tuple[str, list[dict[str, Any]]]] = {
         {"label_smoothing": smoothing, "token_scaling": scaling, **classes}
         for smoothing in (0.0, 0.1, 1.0) for classes in ({}, {"class_weights": CLASSES}) for scaling in (False, True)
     ] + [{"entropy_scaling": 0.5}]),
-    "focal": ("", [
-        {"gamma": gamma, "alpha": alpha} for gamma in (0.0, 0.5, 1.0, 2.0) for alpha in (None, 0.25, CLASSES)
-    ]),
+    "focal": ("token_weights", [{"gamma": gamma} for gamma in (0.0, 0.5, 1.0, 2.0)]),
     "unlikelihood": ("", [{}]), "z_loss": ("", [{}]), "entropy": ("", [{}]),
 }  # fmt: skip
 RATIO: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -57,8 +55,7 @@ RATIO: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ]),
     "cispo": (POLICY, [
         {}, {"clip_high": 0.3}, {"clip_high": 0.3, "clip_low": 0.2},
-        {"clip_high": 1.3, "clip_low": 0.8, "bounds": "raw"},
-        {"clip_high": 1.2, "bounds": "raw", "ratio_clamp": None}, {"clip_high": 0.5, "ratio_clamp": 0.1},
+        {"clip_high": 0.2, "ratio_clamp": None}, {"clip_high": 0.5, "ratio_clamp": 0.1},
     ]),
     "sapo": (POLICY, [{}, {"tau_pos": 3.0, "tau_neg": 0.5}, {"ratio_clamp": None}, {"ratio_clamp": 0.3}]),
     "gspo": (SEGMENTED, [
@@ -286,8 +283,6 @@ def test_a_docstring_opens_with_the_formula(factory: Any) -> None:
         "rejected": fields["pairs"][:, 1], "desirable": fields["segment_labels"], "segment_mean": batch.segment_mean,
         "segment_sum": batch.segment_sum, "per_token": batch.per_token, "s": p.gather(1, ids), "t": q.gather(1, ids),
     }  # fmt: skip
-    if factory is losses.focal:
-        words["alpha"] = torch.ones(7)
     part, said = factory(), words.value(formula).double()
     if isinstance(part, Metric):
         values = part.values(Stats(stats), batch).double()

@@ -28,13 +28,10 @@ def cross_entropy(
     return values
 
 
-def focal(
-    x: Tensor, target: Tensor, fields: Fields, *, gamma: float = 2.0, alpha: float | Tensor | None = None
-) -> Tensor:
+def focal(x: Tensor, target: Tensor, fields: Fields, *, gamma: float = 2.0) -> Tensor:
     one_hot = F.one_hot(target, x.shape[-1]).to(x.dtype)
     p = (torch.softmax(x, -1) * one_hot).sum(-1)
-    weight = 1.0 if alpha is None else (one_hot * alpha).sum(-1)
-    return -weight * (1 - p) ** gamma * p.log()
+    return -((1 - p) ** gamma) * p.log()
 
 
 def unlikelihood(x: Tensor, target: Tensor, fields: Fields) -> Tensor:

@@ -115,10 +115,8 @@ def grpo(
 
 
 @of_a_policy
-def cispo(b: Policy, clip_high: float = 4.0, clip_low: float | None = None, bounds: str = "offset") -> Tensor:
-    high = clip_high if bounds == "raw" else 1 + clip_high
-    low = 0.0 if clip_low is None else clip_low if bounds == "raw" else 1 - clip_low
-    factor = torch.clamp(b.ratio.detach(), low, high)
+def cispo(b: Policy, clip_high: float = 4.0, clip_low: float | None = None) -> Tensor:
+    factor = torch.clamp(b.ratio.detach(), 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high)
     return -factor * b.advantages * b.new * b.weights
 
 
