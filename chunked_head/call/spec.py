@@ -134,18 +134,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     extra |= {one.token_weights: Field("token") for one in summands if isinstance(one.token_weights, str)}
     tensors = [tensor for summand in summands for tensor in summand.tensors.values()]
     # a tensor that has a number for each token: equal for calls of other lengths
-    lengthless = [
-        one
-        if one is None
-        else (
-            one.shape[dims:] if one.shape[:dims] == leading else (one.shape,),
-            one.dtype,
-            one.device,
-            one.layout,
-            one.requires_grad,
-        )
-        for one in (*for_each, *[batch[name] for name in batch if name in FOR_EACH])
-    ]
+    of_tokens = *for_each, *[batch[name] for name in batch if name in FOR_EACH]
     # for each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax
     found = [given, *[given if part.temperature is None else part.temperature for part in parts]]
     key = (
@@ -158,7 +147,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         type(call.fp8_weight),
         segments is None,
         tuple(batch),
-        tuple(lengthless),
+        tuple([one if one is None else metadata(one, leading) for one in of_tokens]),
         tuple([one if one is None else metadata(one) for one in (*shared, *tensors)]),
         tuple([of_field(name, value, extra, call) for name, value in batch.items() if name not in FOR_EACH]),
         tuple([(one.signature, factor.device if isinstance(factor, Tensor) else None) for factor, one in terms]),
@@ -171,9 +160,11 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     return key, (numbers, *[part.settings for part in parts])
 
 
-def metadata(tensor: Tensor) -> tuple[Hashable, ...]:
-    """All of a tensor that checks look at."""
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+def metadata(tensor: Tensor, ahead: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
+    """All of a tensor that checks look at, without the first dimensions where they are ``ahead``, as they should be."""
+    shape, dims = tensor.shape, len(ahead)
+    rest = shape[dims:] if shape[:dims] == ahead else (shape,)
+    return rest, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
 
 def of_field(name: str, value: Tensor, extra: Mapping[str, Field], call: Call[Any]) -> Hashable:
@@ -187,13 +178,10 @@ def of_field(name: str, value: Tensor, extra: Mapping[str, Field], call: Call[An
         return len(shape), ahead, shape[:-1] == leading, fits, *metadata(value)[1:]
     kind = (extra.get(name) or FIELDS.get(name, Field("constant"))).kind
     if kind == "pair":
-        leading = tuple(batch.get("pairs", value).shape[:1])
-    elif kind == "segment" and segments is not None:
-        leading = (segments,)
-    elif kind not in ("token", "row"):
-        return shape == (segments,), *metadata(value)
-    rest = shape[len(leading) :] if shape[: len(leading)] == leading else (shape,)
-    return rest, *metadata(value)[1:]
+        return metadata(value, tuple(batch.get("pairs", value).shape[:1]))
+    if kind == "segment" and segments is not None:
+        return metadata(value, (segments,))
+    return metadata(value, leading) if kind in ("token", "row") else (shape == (segments,), *metadata(value))
 
 
 def parts_of(call: Call[Any]) -> list[Summand | Metric]:

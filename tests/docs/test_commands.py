@@ -61,26 +61,17 @@ def test_explain(tmp_path: Path, as_file: bool, capsys: pytest.CaptureFixture[st
     assert str(true.tail) in capsys.readouterr().out
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "ROUNDS", 4)
-    monkeypatch.setattr(commands, "TIMED", {"cpu": (32, 32, 64), "cuda": (256, 256, 1024)})
-
-
-def test_doctor(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     test = found["self_test"]
     assert found["passed"] and found["versions"]["torch"] == torch.__version__ and found["result"] == "pass"
     assert 0 < test["hidden_error"] <= test["gradient_bound"] and 0 < test["weight_error"] <= test["gradient_bound"]
-    assert test["call_ms"] > 0 and test["its_three_matmuls_ms"] > 0
     assert any("TRITON_INTERPRET" in one for one in found["odd"]) != torch.cuda.is_available()
     assert found["call"]["backend"] == ("triton" if torch.cuda.is_available() else "torch")
 
 
-def test_doctor_of_a_broken_kernel(
-    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_of_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A gradient a thousandth too large, one of nan, a call that raises."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the kernel is the CPU's
     right = LogitsStore.gradient
