@@ -1,7 +1,6 @@
 """Bad input: a clear error that names the argument, before any work."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,6 @@ def call(**changes: Any) -> torch.Tensor:
 
 HALF = torch.float16
 WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
-    ("hidden-list", TypeError, "hidden must be a torch.Tensor, got list", {"hidden": [1.0]}),
     ("hidden-0d", ValueError, r"hidden must have shape \[..., hidden\], got \(\)", {"hidden": torch.tensor(1.0)}),
     ("hidden-int", TypeError, "hidden must be one of float32.*int64", {"hidden": torch.ones(4, 6, 8, dtype=torch.int64)}),
     ("weight-3d", ValueError, r"weight must have shape \[vocab, hidden\]", {"weight": torch.randn(1, 11, 8)}),
@@ -60,31 +58,20 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("token-weights-grad", ValueError, "token_weights takes no gradient", {"token_weights": torch.rand(4, 6, requires_grad=True)}),
     ("token-weights-int", TypeError, "token_weights must be floating-point", {"token_weights": torch.ones(4, 6, dtype=torch.int64)}),
     ("ignore-index", TypeError, "ignore_index must be an int, got 1.5", {"ignore_index": 1.5}),
-    ("reduction", ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'", {"reduction": "avg"}),
     ("normalizer-sum", ValueError, 'normalizer goes with reduction="mean"', {"normalizer": 3.0, "reduction": "sum"}),
-    ("normalizer-negative", ValueError, r"normalizer must be a number in \[0, inf\)", {"normalizer": -3.0}),
-    ("normalizer-1d", ValueError, "normalizer must be a number or a 0-d tensor", {"normalizer": torch.ones(1)}),
-    ("normalizer-text", TypeError, "normalizer must be a number", {"normalizer": "mean"}),
     ("smoothing-large", ValueError, r"label_smoothing must be a number in \[0, 1\], got 1.5", {"label_smoothing": 1.5}),
-    ("z-loss-negative", ValueError, "z_loss must be a number in", {"z_loss": -1e-4}),
-    ("softcap-negative", ValueError, r"softcap must be a number in \(0, inf\), got -30.0", {"softcap": -30.0}),
     ("softcap-zero", ValueError, r"softcap must be a number in \(0, inf\), got 0.0", {"softcap": 0.0}),
-    ("scale-inf", ValueError, "logit_scale must be a number in", {"logit_scale": float("inf")}),
-    ("shift-negative", ValueError, "shift must be at least 0", {"shift": -1}),
     ("shift-0d", ValueError, "needs a target with a dimension", {"shift": 1, "hidden": torch.randn(8), "target": torch.tensor(1)}),
     ("budget-row", ValueError, r"too small: one row of logits and what goes with it needs \d+ bytes beside the gradients; raise", {"memory_budget": 10}),
     ("option", TypeError, "linear_cross_entropy has no option 'labelsmoothing'; did you mean 'label_smoothing'", {"labelsmoothing": 0.1}),
-    ("budget-text", ValueError, "memory_budget must be bytes or a size such as", {"memory_budget": "lots"}),
     ("budget-float", TypeError, "memory_budget must be an int", {"memory_budget": 0.5}),
     ("chunk-zero", ValueError, "chunk_tokens must be a positive int, got 0", {"chunk_tokens": 0}),
     ("chunk-against-budget", ValueError, "lower chunk_tokens", {"chunk_tokens": 24, "memory_budget": 1000}),
     ("accumulate", ValueError, "accumulate_dtype must be None or float32", {"accumulate_dtype": HALF}),
     ("accumulate-half", ValueError, "float16 cannot hold sums of unscaled gradients", {"hidden": torch.randn(4, 6, 8).half().requires_grad_(), "weight": torch.randn(11, 8).half().requires_grad_(), "accumulate_dtype": HALF}),
     ("accumulate-chunks", ValueError, "accurate over at most 8 chunks", {"hidden": torch.randn(4, 6, 8).bfloat16().requires_grad_(), "weight": torch.randn(11, 8).bfloat16().requires_grad_(), "accumulate_dtype": torch.bfloat16, "chunk_tokens": 2}),
-    ("accumulate-text", TypeError, "accumulate_dtype must be None or a torch.dtype such as torch.float32, got 'float32'", {"accumulate_dtype": "float32"}),
     ("upstream-none", ValueError, 'upstream goes with reduction="mean" or "sum"', {"upstream": 2.0, "reduction": "none"}),
     ("upstream-zero", ValueError, "upstream must not be 0", {"upstream": 0}),
-    ("backend", ValueError, "backend must be one of None, 'triton', 'torch', got 'cuda'", {"backend": "cuda"}),
     ("target-range", IndexError, r"target must be in \[0, 11\) .* got 11 for row 0.*; if ranks share the vocabulary, pass parallel=VocabParallel", {"target": torch.full((4, 6), 11)}),
     ("weight-device", ValueError, "weight is on meta, hidden on cpu; move one of them", {"weight": torch.randn(11, 8, device="meta")}),
     ("triton-float64", ValueError, r"(float64|CUDA device).*use backend='torch'", {"hidden": torch.randn(4, 6, 8).double(), "weight": torch.randn(11, 8).double(), "backend": "triton"}),
@@ -149,13 +136,18 @@ METRICS = [
     if inspect.isfunction(getattr(metrics, name)) and name not in ("all_reduce", "combine", "merge")
 ]  # fmt: skip
 PUBLIC += [(getattr(losses, name), {}) for name in LOSSES] + [(getattr(metrics, name), {}) for name in METRICS]
-NEGATIVE = -1
-NONSENSE: list[Any] = [
-    None, "x", [1], {"x": 1}, 1.5, True, float("nan"), float("inf"), NEGATIVE, object, torch.ones(2),
-    torch.ones(4, 6, dtype=torch.complex64), torch.ones((), requires_grad=True),
+WHOLE = {"weight", "ce_weight", "name"}  # a module's weights are looked at when it is called; a metric's name is not
+# what may stand in the place of an argument, and the names that take it
+NONSENSE: list[tuple[Any, set[str] | None]] = [
+    (None, None), (True, None), (1.5, None),
+    ("x", {"name", "token_weights", "normalizer", "accumulate_into"}),  # fields of the batch and attributes, by name
+    ([1], {"name"}), ({"x": 1}, {"name"}), (float("nan"), {"name"}), (object, {"name"}),
+    (float("inf"), {"clip_low", "clip_high", "delta", "dual_clip", "kl_clamp", "log_ratio_clamp", "ratio_clamp", "name"}),
+    (-1, {"alpha", "divergence_alpha", "gamma", "ignore_index", "logit_scale", "teacher_logit_scale", "upstream", "name"}),
+    (torch.ones(2), WHOLE | {"class_weights", "token_weights"}),
+    (torch.ones(4, 6, dtype=torch.complex64), WHOLE), (torch.ones((), requires_grad=True), WHOLE),
 ]  # fmt: skip
 OF_TORCH = ("device", "dtype")  # of ChunkedHead: what nn.Linear says of them
-OF_FIELDS = ("name", "token_weights", "normalizer")  # of a loss or a metric: any text is a name
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -173,29 +165,28 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 @pytest.mark.parametrize(("function", "right"), PUBLIC, ids=lambda given: getattr(given, "__name__", ""))
 def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[str, Any]) -> None:
-    """Whatever stands in the place of an argument: it is taken, or an error of ours says which it is and what came. No
-    option of a loss or a metric takes any text, and no bound of a ratio is negative."""
-    complaints, factory = [], function.__module__.startswith(("chunked_head.losses", "chunked_head.metrics"))
+    """Whatever stands in the place of an argument: it is among what the argument takes, or an error of ours says which
+    it is before any work."""
+    complaints = []
     for name in parameters(function):
-        for value in NONSENSE:
-            if function is ChunkedHead and name in OF_TORCH:
+        for value, taking in NONSENSE:
+            # a module's tensors are looked at when it is called
+            if function is ChunkedHead and (name in OF_TORCH or isinstance(value, torch.Tensor)):
                 continue
+            taken = "was taken"
             try:
-                function(**(right | {name: value}))
-                bound = value is NEGATIVE and name.startswith("clip_")
-                if (
-                    factory
-                    and function is not gathered_topk_kl
-                    and (bound or (isinstance(value, str) and name not in OF_FIELDS))
-                ):
-                    complaints.append(f"{name}={value!r} was taken")
+                with NoProducts():
+                    function(**(right | {name: value}))
+            except AssertionError as begun:
+                taken = str(begun)
             except (TypeError, ValueError) as error:
-                said = str(error)
                 others = function is gathered_topk_kl and name == "student_logits"  # whose shape others must have
-                if name not in said and not others:
-                    complaints.append(f"{name}={value!r}: {error!r}")
+                taken = "" if name in str(error) or others else repr(error)
+                taking = {name} if not taken else set()
             except Exception as error:
-                complaints.append(f"{name}={value!r}: {error!r}")
+                taken, taking = repr(error), set()
+            if taking is not None and name not in taking:
+                complaints.append(f"{name}={value!r}: {taken}")
     assert not complaints, "\n".join(complaints)
 
 
@@ -221,14 +212,6 @@ ONES = torch.ones(2, 3)
         (lambda: losses.gspo(clip_low=1.1), ValueError, r"clip_low of losses\.gspo must be a number in \[0, 1\]"),
         (lambda: losses.rloo(clip_low=1.1), ValueError, r"clip_low of losses\.rloo must be a number in \[0, 1\]"),
         (lambda: metrics.clip_fraction(clip_low=2), ValueError, r"clip_low of metrics\.clip_fraction must be a number in \[0, 1\]"),
-        (lambda: losses.dpo(beta=float("inf")), ValueError, r"beta of losses\.dpo must be a number in \(0, inf\), got inf"),
-        (lambda: losses.simpo(gamma=float("inf")), ValueError, r"gamma of losses\.simpo must be a number in \(-inf, inf\)"),
-        (lambda: losses.focal(gamma=float("inf")), ValueError, r"gamma of losses\.focal must be a number in \[0, 1000\]"),
-        (lambda: losses.dpo(average="yes"), TypeError, r"average of losses\.dpo must be True or False, got 'yes'"),
-        (lambda: losses.dpo(reference_free=1), TypeError, r"reference_free of losses\.dpo must be True or False"),
-        (lambda: losses.forward_kl(t_squared=1), TypeError, r"t_squared of losses\.forward_kl must be True or False"),
-        (lambda: losses.z_loss(normalizer=-1), ValueError, r"normalizer of losses\.z_loss must be a number in \[0, inf\), got -1"),
-        (lambda: losses.z_loss(normalizer=torch.ones(2)), ValueError, r"normalizer of losses\.z_loss .* got shape \(2,\)"),
         (lambda: losses.z_loss(token_weights=torch.ones(2, dtype=torch.int64)), ValueError, "token_weights of .* floating-point"),
         (lambda: losses.z_loss() * float("nan"), ValueError, r"coefficient of a loss must be a number in .*, got nan"),
         (lambda: losses.z_loss() * "a", TypeError, "the coefficient of a loss must be a number in .*, got 'a'"),
@@ -236,10 +219,8 @@ ONES = torch.ones(2, 3)
         (lambda: losses.z_loss() * torch.tensor(1j), ValueError, r"a number or a 0-d tensor .* torch\.complex64"),
         (lambda: losses.cross_entropy(1.1), EITHER, "label_smoothing of losses.cross_entropy"),
         (lambda: losses.cross_entropy(token_scaling=1), EITHER, "token_scaling of losses.cross_entropy"),
-        (lambda: losses.cross_entropy(class_weights=[1.0]), EITHER, "class_weights of losses.cross_entropy"),
         (lambda: losses.cross_entropy(class_weights=torch.ones(2, 2)), EITHER, r"shape \[vocab\], got \(2, 2\)"),
         (lambda: losses.cross_entropy(class_weights=torch.ones(3).long()), EITHER, "torch.int64"),
-        (lambda: losses.cross_entropy(class_weights=torch.ones(3).requires_grad_()), EITHER, "requires_grad=True"),
         (lambda: losses.focal(-1.0), EITHER, "gamma of losses.focal"),
         (lambda: losses.grpo(delta=0.0), EITHER, "delta of losses.grpo"),
         (lambda: losses.grpo(dual_clip=1.0), EITHER, "dual_clip of losses.grpo"),
@@ -253,23 +234,17 @@ ONES = torch.ones(2, 3)
         (lambda: losses.grpo(rollout_max=4.0), EITHER, "rollout_max .* of losses.grpo go with"),
         (lambda: losses.kl_to_reference("k3+", True), EITHER, "bias_correction of losses.kl_to_reference"),
         (lambda: losses.kl_to_reference("k3", 1), EITHER, "bias_correction of losses.kl_to_reference"),
-        (lambda: losses.kl_to_reference(kl_clamp=-1.0), EITHER, "kl_clamp of losses.kl_to_reference"),
         (lambda: losses.dpo(beta=0.0), EITHER, "beta of losses.dpo must be a number in"),
         (lambda: losses.dpo(variant="exo_pair"), EITHER, "must be above 0 and below 1 for variant 'exo_pair'"),
         (lambda: losses.dpo(variant="robust", label_smoothing=0.5), EITHER, "must be below 0.5 for variant 'robust'"),
         (lambda: losses.dpo(variant="hinge", label_smoothing=0.1), EITHER, "does not apply for variant 'hinge'"),
         (lambda: losses.dpo(variant="discopop", discopop_tau=0.0), EITHER, "discopop_tau of losses.dpo"),
         (lambda: losses.dpo(token_weights="token_weights"), EITHER, "values are per pair"),
-        (lambda: losses.orpo(beta=-1.0), EITHER, "beta of losses.orpo must be a number"),
-        (lambda: losses.kto(desirable_weight=-1.0), EITHER, "desirable_weight of losses.kto must be a number"),
         (lambda: losses.forward_kl(temperature=0), EITHER, "for T = 0 train on the argmax"),
         (lambda: losses.forward_kl(teacher_temperature=0), EITHER, "for T = 0 train on the argmax"),
-        (lambda: losses.tvd(teacher_temperature=-1.0), EITHER, "teacher_temperature of losses.tvd must be a number"),
-        (lambda: losses.tvd(teacher_temperature=math.inf), EITHER, r"must be a number in \(0, inf\), got inf"),
         (lambda: losses.reverse_kl(teacher_softcap=0.0), EITHER, "teacher_softcap of losses.reverse_kl must be a number in"),
         (lambda: losses.reverse_kl(t_squared=True), EITHER, "t_squared of losses.reverse_kl needs the loss's own"),
         (lambda: losses.jsd(1.5), EITHER, "beta of losses.jsd must be a number in"),
-        (lambda: losses.topk_kl(beta=-0.1), EITHER, "beta of losses.topk_kl must be a number in"),
         (lambda: losses.topk_kl(normalize="vocab", teacher_temperature=2.0), EITHER, "pass teacher_renormalize=True"),
         (lambda: losses.topk_kl(teacher_temperature=0.0), EITHER, "teacher_temperature of losses.topk_kl must be a number"),
         (lambda: gathered_topk_kl(ONES, ONES), EITHER, "lse is needed with normalize='tail'"),
@@ -279,7 +254,6 @@ ONES = torch.ones(2, 3)
         (lambda: gathered_topk_kl(ONES, ONES, normalize="topk", temperature=0.0), EITHER, "temperature of losses.gathered_topk_kl must be a number"),
         (lambda: metrics.entropy("max", weighting="segment"), EITHER, "weighting of metrics.entropy"),
         (lambda: metrics.ratio(level="segment", weighting="segment"), EITHER, "weighting of metrics.ratio"),
-        (lambda: metrics.ratio(ratio_clamp=-1.0), EITHER, "ratio_clamp of metrics.ratio"),
         (lambda: metrics.effective_sample_size(weighting="segment"), EITHER, "metrics.effective_sample_size"),
         (lambda: metrics.entropy(temperature=0), EITHER, "temperature of metrics.entropy"),
         (lambda: Metric("mine", max, unit="segment"), EITHER, 'scope="segment"'),
@@ -397,34 +371,13 @@ def test_transforms(transform: str) -> None:
             run(function, given)
 
 
-# ---- options, when they are given
-
-MAKES: list[Callable[..., Any]] = [
-    lambda **options: ChunkedHead(8, 11, **options),
-    lambda **options: ChunkedHead.from_linear(torch.nn.Linear(8, 11), **options), patch_trl,
-    CrossEntropyLoss, LigerFusedLinearCrossEntropyLoss,
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("options", "makes", "message"),
-    [
-        ({"memory_budget": "lots"}, MAKES[:3], "memory_budget must be bytes or a size"),
-        ({"chunk_tokens": 0}, MAKES[:3], "chunk_tokens must be a positive int"),
-        ({"accumulate_dtype": "float32"}, MAKES[:3], "accumulate_dtype must be None or a torch.dtype"),
-        ({"deterministic": "yes"}, MAKES[:3], "deterministic must be True or False"),
-        ({"backend": "cuda"}, MAKES[:3], "backend must be one of"),
-        ({"reduction": "avg"}, [MAKES[0], *MAKES[3:]], "reduction must be one of"),
-        ({"label_smoothing": 2.0}, [MAKES[0], *MAKES[3:]], "label_smoothing must be a number in"),
-        ({"ignore_index": "x"}, [MAKES[0], *MAKES[3:]], "ignore_index must be an int"),
-        ({"softcap": -1.0}, [MAKES[0], *MAKES[3:]], "softcap must be a number in"),
-    ],
-    ids=lambda value: None if isinstance(value, list) else str(value),
+    "make", [patch_trl, lambda **options: ChunkedHead.from_linear(torch.nn.Linear(8, 11), **options)]
 )
-def test_options_when_given(options: dict[str, Any], makes: list[Callable[..., Any]], message: str) -> None:
-    for make in makes:
-        with pytest.raises((TypeError, ValueError), match=message):
-            make(**options)
+def test_options_when_given(make: Callable[..., Any]) -> None:
+    for wrong in ({"chunk_tokens": 0}, {"memory_budget": "lots"}, {"deterministic": "yes"}):
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} must be"):
+            make(**wrong)
 
 
 def test_options_of_what_there_may_be_later() -> None:
