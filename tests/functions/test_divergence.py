@@ -34,14 +34,10 @@ def operands(dtype: torch.dtype, device: str, teacher_vocab: int = VOCAB) -> tup
     [
         ({"divergence": "kl"}, "divergence of linear_divergence must be one of 'forward_kl'"),
         ({"beta": 0.3}, 'beta goes with divergence="jsd" only'),
-        ({"divergence": "jsd", "beta": 1.5}, r"beta of losses.jsd must be a number in \[0, 1\]"),
-        ({"teacher_temperature": 0.0}, "teacher_temperature"),
         ({"teacher_hidden": None}, "teacher"),
         ({"teacher_weight": torch.zeros(5, 3)}, "teacher_weight"),
         ({"teacher_weight": torch.zeros(0, WIDTH), "teacher_bias": None}, r"must have shape \[vocabulary"),
         ({"teacher_weight": torch.zeros(5, WIDTH).to_sparse()}, r"teacher_weight'\] must be a dense tensor"),
-        ({"mask": torch.ones(TOKENS)}, "mask"),
-        ({"temperature": 0}, "temperature must be a number in"),
     ],
     ids=str,
 )

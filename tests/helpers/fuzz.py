@@ -277,7 +277,10 @@ class Call:
         return torch.randn(value.shape, generator=made, dtype=torch.float64).to(value)
 
     def reference_operands(self, dtype: torch.dtype) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
-        """Leaves, weight and bias without padding."""
+        """Leaves, weight and bias without padding; the identity makes logits their own hidden states."""
+        if self.function in ON_LOGITS:
+            eye = torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device)
+            return [self.logits(self.dtype).to(dtype).requires_grad_()], eye[: self.vocab], None
         leaves = self.leaves(dtype, ours=False)
         weight, bias = leaves[1], leaves[2]
         assert weight is not None
@@ -310,22 +313,36 @@ class Call:
     # ---- functions: each gives a way to compute ours and one to compute the oracle's
 
     def linear_cross_entropy(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
-        pick = self.pick
+        pick, module = self.pick, self.function == "CrossEntropyLoss"
         reduction = pick(["mean", "sum", "none"])
         given: dict[str, Any] = {
             "reduction": reduction,
             "label_smoothing": pick([0.0, 0.1]),
             "z_loss": pick([0.0, 0.1]),
         }
-        if reduction == "mean":
+        if reduction == "mean" and not module:
             given["normalizer"] = pick([None, 5.0, 0.0])
         tensors: dict[str, Tensor] = {}
         if pick([True, False]):
             tensors["class_weights"] = torch.rand(self.vocab, generator=self.made)
-        if pick([True, False]):
+        if pick([True, False]) and not module:
             tensors["token_weights"] = torch.rand(self.leading, generator=self.made)
         self.mask = None  # it has none
         foretold = pick([None, 0.37]) if reduction != "none" else None
+        if module:
+            self.head["shift"], self.accumulate = 0, False
+
+        def of_logits() -> Drawn:
+            logits = self.logits(self.dtype).requires_grad_()
+            rows = self.laid(torch.where(self.counts.to(self.device)[..., None], logits, torch.nan)).flatten(0, -2)
+            common = given | {name: value for name, value in self.head.items() if name != "shift"} | self.options()
+            weights = tensors["class_weights"].to(self.device) if tensors else None
+            inplace = self.seed % 2 == 0 and self.way != "again"
+            criterion = chunked_head.CrossEntropyLoss(weights, inplace=inplace, **common)
+            target = self.targets(ours=True)
+            loss = criterion(rows, target.flatten()).view(target.shape if reduction == "none" else ())
+            grad = self.upstream(loss) if reduction == "none" else loss.new_tensor(0.37)
+            return Drawn({"loss": loss.detach()}, self.taken((loss * grad).sum(), [logits]))
 
         def ours() -> Drawn:
             leaves = self.leaves(self.dtype, ours=True)
@@ -353,7 +370,7 @@ class Call:
             grad = self.upstream(loss) if reduction == "none" else loss.new_tensor(self.declared(foretold))
             return Drawn({"loss": loss.detach()}, self.taken_plain((loss * grad).sum(), leaves))
 
-        return ours, theirs
+        return of_logits if module else ours, theirs
 
     def declared(self, foretold: float | None) -> float:
         """The upstream gradient of a scalar loss: what was promised where something was."""
@@ -421,14 +438,6 @@ class Call:
         def theirs(dtype: torch.dtype) -> Drawn:
             leaves, weight, bias = self.reference_operands(dtype)
             hidden: Any = leaves[0]
-            if on_logits:  # the identity makes the logits their own hidden states
-                hidden = self.logits(self.dtype).to(dtype).requires_grad_()
-                leaves, weight, bias = (
-                    [hidden],
-                    torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device),
-                    None,
-                )
-                weight = weight[: self.vocab]
             common = {n: moved(v) for n, v in given.items()} | self.head | {
                 "batch": self.batch(names, dtype, ours=False), "num_segments": segments, "bias": bias,
             }  # fmt: skip
@@ -496,9 +505,6 @@ class Call:
     def rows(self, dtype: torch.dtype) -> tuple[list[Tensor | None], Tensor, Tensor]:
         """Leaves; final logits and targets of the rows that count."""
         leaves, weight, bias = self.reference_operands(dtype)
-        if self.function.startswith("logits_"):
-            leaves, bias = [self.logits(self.dtype).to(dtype).requires_grad_()], None
-            weight = torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device)[: self.vocab]
         hidden: Any = leaves[0]
         counted = hidden[self.predicts.to(self.device)]
         x = reference.logits(counted, weight, bias, self.head["logit_scale"], self.head["softcap"])
@@ -545,39 +551,6 @@ class Call:
 
         return ours, theirs
 
-    def CrossEntropyLoss(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
-        given = {
-            "reduction": self.pick(["mean", "sum", "none"]), "label_smoothing": self.pick([0.0, 0.1]),
-            "ignore_index": self.ignore_index,
-        }  # fmt: skip
-        more = {"z_loss": self.pick([0.0, 0.1]), "softcap": self.head["softcap"],
-                "logit_scale": self.head["logit_scale"]}  # fmt: skip
-        class_weights = torch.rand(self.vocab, generator=self.made) if self.pick([True, False]) else None
-        self.mask, self.head["shift"], inplace = None, 0, self.pick([False, True]) and self.way != "again"
-
-        def ours() -> Drawn:
-            logits = self.logits(self.dtype).requires_grad_()
-            given_logits = torch.where(self.counts.to(self.device)[..., None], logits, torch.nan)
-            extra = {"vocab_size": self.vocab} if self.padding else {}
-            weights = None if class_weights is None else class_weights.to(self.device)
-            module = chunked_head.CrossEntropyLoss(
-                weights, **given, **more, inplace=inplace, backend=self.backend, **extra
-            )
-            flat, target = self.laid(given_logits).flatten(0, -2), self.targets(ours=True).flatten()
-            loss = module(flat, target)
-            return Drawn({"loss": loss.detach()}, self.taken((loss * self.upstream(loss)).sum(), [logits]))
-
-        def theirs(dtype: torch.dtype) -> Drawn:
-            logits = self.logits(self.dtype).to(dtype).requires_grad_()
-            weight = torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device)[: self.vocab]
-            loss = reference.linear_cross_entropy(
-                logits.flatten(0, -2), weight, self.targets(ours=False).flatten(), class_weights=class_weights,
-                **given, **more,
-            )  # fmt: skip
-            return Drawn({"loss": loss.detach()}, self.taken_plain((loss * self.upstream(loss)).sum(), [logits]))
-
-        return ours, theirs
-
     def gathered_topk_kl(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
         """Held to ``linear_loss`` 's oracle: the whole vocabulary's logits, of which K are gathered."""
         pick = self.pick
@@ -612,18 +585,21 @@ class Call:
             return Drawn({"loss": loss.detach()}, self.taken(loss * 0.37, [logits]))
 
         def theirs(dtype: torch.dtype) -> Drawn:
-            logits = self.logits(self.dtype).to(dtype).requires_grad_()
+            leaves, weight, _ = self.reference_operands(dtype)
             loss, _ = reference.linear_loss(
-                logits, torch.eye(self.vocab, dtype=dtype, device=self.device), self.targets(ours=False),
-                [Term(1.0, "topk_kl", own)], batch=self.batch(names, dtype, ours=False),
-                temperature=self.temperature, **given,
+                leaves[0], weight, self.targets(ours=False), [Term(1.0, "topk_kl", own)],
+                batch=self.batch(names, dtype, ours=False), temperature=self.temperature, **given,
             )  # fmt: skip
-            return Drawn({"loss": loss.detach()}, self.taken_plain(loss * 0.37, [logits]))
+            return Drawn({"loss": loss.detach()}, self.taken_plain(loss * 0.37, leaves))
 
         return ours, theirs
 
     @property
     def ChunkedHead(self) -> Any:
+        return self.linear_cross_entropy
+
+    @property
+    def CrossEntropyLoss(self) -> Any:
         return self.linear_cross_entropy
 
     @property
@@ -702,6 +678,7 @@ FUNCTIONS = (
     "linear_cross_entropy", "linear_loss", "linear_logprobs", "logits_loss", "linear_divergence", "linear_loss",
     "ChunkedHead", "CrossEntropyLoss", "linear_loss", "gathered_topk_kl", "logits_logprobs",
 )  # fmt: skip
+ON_LOGITS = ("CrossEntropyLoss", "logits_loss", "logits_logprobs", "gathered_topk_kl")
 
 
 def sweep(seeds: range, **place: Any) -> Mapping[str, int]:
