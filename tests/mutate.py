@@ -82,7 +82,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: slope of a cap", "kernels/common/transform.py", "slope = 1.0 - capped * capped", "slope = 1.0 - capped", GRAD_LOGITS),
     ("scale: temperature of a token left out of backward", "kernels/common/transform.py", "slope = slope * row_scale", "slope = slope * 1.0", LOGPROBS + " -k temperature"),
     ("sign: entropy in kernels", "kernels/statistics/merge.py", "log_sum - run_shifted / run_sum", "log_sum + run_shifted / run_sum", LINEAR + " -k 'test_loss and entropy'"),
-    ("scale: sums of strips", "kernels/statistics/merge.py", "run_sum = run_sum * rescale + ", "run_sum = run_sum + ", CROSS),
+    ("scale: sums of strips", "kernels/statistics/merge.py", "run_sum = run_sum * rescale + ", "run_sum = run_sum + ", KERNELS + " -k more_strips"),
     ("sign: the target's factor", "kernels/gradients/row_grad.py", "tl.exp2(logprob * log2_e) - beta", "tl.exp2(logprob * log2_e) + beta", KERNELS + " -k level"),
     ("scale: total variation in kernels", "kernels/statistics/row_stats.py", "0.5 * tl.abs(p - q)", "tl.abs(p - q)", LINEAR + " -k tvd"),
     ("swapped: shares of a mixture in kernels", "kernels/statistics/row_stats.py", "beta * tl.sum(q_to_mixture, 0) + (1.0 - beta) * kl_mixture", "(1.0 - beta) * tl.sum(q_to_mixture, 0) + beta * kl_mixture", LINEAR + " -k jsd"),

@@ -29,7 +29,7 @@ from tiers import tier
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import ChunkedHead, linear_cross_entropy, linear_loss, losses, metrics
 from chunked_head.compile.recipes import described, text_of
 
 pytestmark = pytest.mark.compiled

@@ -323,6 +323,30 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
             torch.testing.assert_close(weighted.double()[counts], logits.sum(1)[counts], rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_more_strips_than_are_read_at_once(place: Place) -> None:
+    """As those of 131,072 ids: sums so far are brought to the largest offset yet."""
+    rows, count, made = 9, 1300, torch.Generator().manual_seed(4)
+    strips = operands.Strips.empty(rows, count, torch.device(place.device), shifted_sum=True).of_rows(rows)
+    assert strips.shifted_sum is not None
+    offset, (total, shifted) = (
+        torch.randn(count, rows, generator=made),
+        torch.rand(2, count, rows, generator=made) + 0.1,
+    )
+    offset[600] += torch.linspace(-6, 6, rows)
+    for kept, drawn in ((strips.offset, offset), (strips.sum, total), (strips.shifted_sum, -shifted)):
+        kept.copy_(drawn)
+    lse, start, rest, entropy = torch.full((4, rows), torch.nan, device=place.device)
+    statistics.merge_strips(
+        records.Outputs(lse, start, rest, None, None, entropy), None, strips, None, None, None, count
+    )
+    x, weight = offset.double(), (offset.double() - offset.double().amax(0)).exp()
+    exact = offset.amax(0) + (weight * total).sum(0).log()
+    torch.testing.assert_close(lse.cpu().double(), exact, rtol=0, atol=5e-6)
+    mean = (weight * (total * x - shifted)).sum(0) / (weight * total).sum(0)
+    torch.testing.assert_close(entropy.cpu().double(), exact - mean, rtol=0, atol=1e-5)
+
+
 def dweight_operands(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
