@@ -70,6 +70,14 @@ class Framework:
         """True where all names are as tested; else a warning says which are not."""
         return len(self.found()) == len(self.uses)
 
+    def require(self, fits: bool, name: str) -> None:
+        """Raises where a class on the framework's own cannot be made, since names are not as tested."""
+        if not fits:
+            raise RuntimeError(
+                f"{name} is not there for {self.package} {self.version()}, as the warning at its import says; leave it "
+                f"out for {self.package}'s own loss, or install one of the versions {', '.join(self.tested)}"
+            )
+
     def replace(self, ours: Callable[[Place, Any], Any]) -> None:
         """Puts ``ours(place, theirs)`` in each place that is as tested."""
         for place, theirs in self.found().items():
@@ -122,20 +130,6 @@ def differs(theirs: Any, wanted: str) -> str:
         if names[: len(first) if rest else None] == first and set(names) >= set(*rest):
             return ""
     return f"takes ({', '.join(names)}) instead of ({wanted})"
-
-
-class Unavailable:
-    """Stands for a class on a framework's own that this version of the framework cannot have: to make one raises."""
-
-    def __init__(self, framework: Framework, name: str):
-        self.framework, self.name, self.Config = framework, name, self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        package, tested = self.framework.package, ", ".join(self.framework.tested)
-        raise RuntimeError(
-            f"{self.name} is not there for {package} {self.framework.version()}, as the warning at its import says; "
-            f"leave it out for {package}'s own loss, or install one of the versions {tested}"
-        )
 
 
 def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.options import Execution
 from ..functions.cross_entropy import linear_cross_entropy
-from .frameworks import Framework, Unavailable, check_named, looked_up
+from .frameworks import Framework, check_named, looked_up
 
 BASE = ("nemo_automodel.components.loss.linear_ce_base", "LinearCrossEntropy")
 AUTOMODEL = Framework(
@@ -50,6 +50,7 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
         z_loss: float = 0.0,
         **options: Unpack[Execution],
     ):
+        AUTOMODEL.require(FITS, "ChunkedHeadCrossEntropy")
         super().__init__()
         if reduction not in ("sum", "mean"):
             raise ValueError(f'reduction must be "sum" or "mean", got {reduction!r}')
@@ -87,7 +88,3 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
             hidden_states, weight, labels, token_weights=loss_weights, normalizer=num_label_tokens,
             reduction=self.reduction if num_label_tokens is None else "mean", **self.options,
         )  # fmt: skip
-
-
-if not FITS:
-    ChunkedHeadCrossEntropy: Any = Unavailable(AUTOMODEL, "ChunkedHeadCrossEntropy")  # type: ignore[no-redef]

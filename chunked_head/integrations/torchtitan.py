@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..call.options import check_options
 from ..functions.cross_entropy import linear_cross_entropy
 from ..parallel.groups import VocabParallel
-from .frameworks import Framework, Unavailable, call_through
+from .frameworks import Framework, call_through
 
 LOSS = "torchtitan.components.loss"
 TORCHTITAN = Framework(
@@ -71,6 +71,9 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
         accumulate_dtype: torch.dtype | None = None
         skip_ignored: bool | str = False
 
+        def __post_init__(self) -> None:
+            TORCHTITAN.require(FITS, "ChunkedHeadLoss")
+
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         self.options = {f.name: getattr(config, f.name) for f in fields(config) if not f.name.startswith("_")}
         self.options["vocab_size"] = self.options.pop("global_vocab_size")
@@ -113,7 +116,3 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
             if checked:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, {}
-
-
-if not FITS:
-    ChunkedHeadLoss: Any = Unavailable(TORCHTITAN, "ChunkedHeadLoss")  # type: ignore[no-redef]

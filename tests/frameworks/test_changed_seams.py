@@ -105,8 +105,9 @@ def of_class(name: str, package: str, cls: str, make: Callable[[Any], Any]) -> S
     framework = framework_in(name, package)
 
     def ours() -> set[Place]:
-        found = getattr(imported(name), cls)
-        if isinstance(found, type):
+        module = imported(name)
+        found = getattr(module, cls)
+        if module.FITS:
             make(found)
             return set(framework.uses)
         with pytest.raises(RuntimeError, match=rf"{cls} is not there for .*own loss, or install one of the versions"):

@@ -5,7 +5,7 @@
     handle.undo()  # or: with chunked_head.override_torch(): ...
 
 PyTorch computes its chunked ``"mean"`` and ``"sum"`` by one operator, which has a kernel for each device. Ours stands
-in front of it for ``CPU`` and ``CUDA``; a call that ``declined`` names a reason for goes on to PyTorch's. What is
+in front of it for ``CPU`` and ``CUDA``; a call that is not ``served`` goes on to PyTorch's. What is
 before and behind the operator stays PyTorch's: its checks, autograd, graphs of ``torch.compile``.
 """
 
@@ -45,28 +45,28 @@ def operands(call: Any) -> list[tuple[Tensor | None, bool]]:
     ]  # fmt: skip
 
 
-def declined(call: Any) -> str:
-    """The reason why PyTorch computes a call itself; empty for one that is served here."""
+def served(call: Any) -> bool:
+    """True for a call that is computed here; PyTorch computes any other itself."""
     given = [operand for operand, _ in operands(call) if operand is not None]
-    dtype = call.input.dtype
-    if call.target.dtype != torch.int64 or call.target.dim() != 1:
-        return "targets are class probabilities"
-    if not len(call.input):
-        return "there are no tokens"
-    if call.reduction not in ("mean", "sum") or call.label_smoothing:
-        return "PyTorch's operator has neither smoothing nor another reduction"
-    if dtype not in DTYPES or any(operand.dtype != dtype for operand in given):
-        return "operands have several dtypes"
+    dtype, ids = call.input.dtype, call.target.dtype == torch.int64 and call.target.dim() == 1
     sums = (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,)
-    if call.acc_policy not in ("accurate", "compact") or call.acc_dtype not in sums:
-        return "sums are of another dtype"
-    if torch.is_autocast_enabled(call.input.device.type):
-        return "autocast is on"
-    if any(type(each) is not Tensor and not isinstance(each, torch.nn.Parameter) for each in (*given, call.target)):
-        return "an operand is of a subclass of Tensor"
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad > on for each, on in operands(call)):
-        return "a graph was traced without a gradient that is wanted now"
-    return ""
+    # a graph that was traced without a gradient that is wanted now
+    missing = torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad > on for each, on in operands(call)
+    )
+    return (
+        ids
+        and len(call.input) > 0
+        and call.reduction in ("mean", "sum")
+        and not call.label_smoothing
+        and dtype in DTYPES
+        and all(operand.dtype == dtype for operand in given)
+        and call.acc_policy in ("accurate", "compact")
+        and call.acc_dtype in sums
+        and not torch.is_autocast_enabled(call.input.device.type)
+        and all(type(each) is Tensor or isinstance(each, torch.nn.Parameter) for each in (*given, call.target))
+        and not missing
+    )
 
 
 @plainly
@@ -117,7 +117,7 @@ class Override:
 
             def kernel(keys: Any, *arguments: Any, theirs: Any = theirs) -> Any:
                 call = OpCall(*arguments)
-                return theirs.call_boxed(keys, *arguments) if declined(call) else tuple(computed(call, options))
+                return tuple(computed(call, options)) if served(call) else theirs.call_boxed(keys, *arguments)
 
             # torch.compile traces what runs between its graphs, unless an option of its own says otherwise
             (untraced,) = private("_disable_dynamo") or (torch.compiler.disable,)
