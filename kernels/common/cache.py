@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -69,6 +69,9 @@ class Cache(Generic[Key, Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(list(self._entries))
 
     def values(self) -> list[Value]:
         return [entry[0] for entry in list(self._entries.values())]

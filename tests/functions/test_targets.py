@@ -49,14 +49,14 @@ def test_as_one_after_the_other(place: Place, leading: tuple[int, ...], masked: 
         mask = (torch.rand(leading, generator=generator) < 0.7).to(place.device) if masked else None
         if mask is not None:
             target = torch.where(mask, target, -5)  # out of range where it does not count
-        found = backend_of(place.backend, target.device).read_targets(
+        paired, counted, one_or_nan, inverse = backend_of(place.backend, target.device).read_targets(
             target, mask, shift, ignore_index, VOCAB, torch.float32
         )
         right = expected(target, mask, shift, ignore_index)
-        assert torch.equal(found.target, right)
-        assert found.counted.item() == (right >= 0).sum().item()
-        assert found.one_or_nan.item() == 1.0
-        assert found.counted.dtype == found.one_or_nan.dtype == torch.float32
+        assert torch.equal(paired, right)
+        assert counted.item() == (right >= 0).sum().item()
+        assert one_or_nan.item() == 1.0 and inverse.item() == pytest.approx(1.0 / max(counted.item(), 1.0))
+        assert counted.dtype == one_or_nan.dtype == inverse.dtype == torch.float32
 
 
 @crossed(place=PLACES, wrong=[VOCAB, -1, 1 << 40, -(1 << 40)], at=[(0, 1), (1, 2499)])
@@ -64,13 +64,13 @@ def test_one_out_of_range_is_told(place: Place, wrong: int, at: tuple[int, int])
     target = torch.zeros(2, 2500, dtype=torch.int64, device=place.device)
     target[at] = wrong
     read = backend_of(place.backend, target.device).read_targets
-    found = read(target, None, 0, -100, VOCAB, torch.float32)
-    assert found.one_or_nan.isnan()
-    assert found.target[at[0] * 2500 + at[1]] == -1  # nobody uses it as an index
-    assert not read(target, None, 0, wrong, VOCAB, torch.float32).one_or_nan.isnan()
+    paired, _, one_or_nan, inverse = read(target, None, 0, -100, VOCAB, torch.float32)
+    assert one_or_nan.isnan() and inverse.isnan()
+    assert paired[at[0] * 2500 + at[1]] == -1  # nobody uses it as an index
+    assert not read(target, None, 0, wrong, VOCAB, torch.float32)[2].isnan()
     mask = torch.ones_like(target, dtype=torch.bool)
     mask[at] = False
-    assert not read(target, mask, 0, -100, VOCAB, torch.float32).one_or_nan.isnan()
+    assert not read(target, mask, 0, -100, VOCAB, torch.float32)[2].isnan()
 
 
 # ---- sequences that a shift leaves nothing of
