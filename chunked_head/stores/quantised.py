@@ -117,8 +117,9 @@ def frequent_blocks(target: Tensor, vocab: int) -> Tensor:
     if not count:
         return torch.empty(0, dtype=torch.int32, device=target.device)
     at = torch.div(target, EXACT_BLOCK, rounding_mode="floor").clamp_(-1, blocks).add_(1)
-    counts = target.new_zeros(blocks + 2).scatter_add_(0, at, torch.ones_like(at))
-    return counts[1:-1].sort(descending=True, stable=True).indices[:count].int()  # sooner than a topk
+    counts = torch.zeros(blocks + 2, dtype=torch.int32, device=target.device)  # which are sorted in half the time
+    counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+    return counts[1:-1].sort(descending=True, stable=True).indices[:count].int()
 
 
 def quantise_(out: Quantised | None, matrix: Tensor, mean: Tensor | None = None, dots: Tensor | None = None) -> None:
