@@ -31,6 +31,7 @@ FILES = {
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
+    "fp8": "fp8-cuda.json",
     "framework-steps": "framework_steps-cuda.json", "framework-axolotl": "framework_steps-axolotl-cuda.json",
 }  # fmt: skip
 NAMES = {
@@ -242,6 +243,31 @@ def host() -> str:
     return table(["ms of the host", *(shape.replace("x", " x ") for shape in shapes)], lines, "host")
 
 
+def fp8_times() -> str:
+    rows = [row for row in rows_of("fp8") if "head" not in row]
+    shapes, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "way"))
+    cells = {(row["shape"], row["products"], row["way"]): f"{row['ratio']:.3f}" for row in rows}
+    lines = [[one.replace("x", " x "), *(cells[one, n, way] for n in (3, 1) for way in ways)] for one in shapes]
+    return table(["tokens x hidden x vocabulary", *ways, *(f"without gradients, {way}" for way in ways)], lines, "fp8")
+
+
+def fp8_errors() -> str:
+    """A line for each head, with the errors of plain PyTorch in bf16 before those of fp8."""
+    rows = {(row["head"], row["way"]): row for row in rows_of("fp8") if "head" in row}
+    lines = []
+    for head in dict.fromkeys(head for head, _ in rows):
+        both = [rows[head, way] for way in ("plain", "fp8")]
+        cells = [
+            ", ".join(f"{row[f'{name}_error']:.1e}" for row in both) for name in ("logprob", "d_hidden", "d_weight")
+        ]
+        mean = ", ".join(f"{row['loss_error'] * row['nats']:.0e}" for row in both)
+        shape = both[0]["shape"].partition("x")[2].replace("x", " x ")
+        lines.append([f"{head}, {shape}", cells[0], mean, *cells[1:]])
+    return table(
+        ["head", "log-probability, rms in nats", "mean", "dhidden, relative", "dweight, relative"], lines, "fp8"
+    )
+
+
 def plans() -> str:
     """Plans for one GPU; the only table that is computed rather than measured."""
     heads = {
@@ -281,6 +307,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "gpus": gpus,
     "curves": curves, "parallel": parallel, "host": host, "plans": plans,
+    "fp8-times": fp8_times, "fp8-errors": fp8_errors,
 }  # fmt: skip
 
 

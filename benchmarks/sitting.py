@@ -31,6 +31,7 @@ PARTS = {
     "losses": ("losses-cuda.json", 3.8, "losses --rounds 3 --no-memory"),
     "models": ("models-cuda.json", 1.0, "models --rounds 3"),
     "curves": ("model_curves-cuda.json", 2.0, "model_curves"),
+    "fp8": ("fp8-cuda.json", 1.6, "fp8 --rounds 3"),
 }
 
 
