@@ -231,8 +231,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
 def forward(
     sizes: Sizes, request: Request, weight_acc: torch.dtype, least_rows: int = 1, grown: int = 0
 ) -> Iterator[Candidate]:
-    """Gradients in the forward pass, with the accumulators of hidden's gradient that go with that of the weight's."""
-    hidden_dtype, wide = sizes.hidden_dtype, torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
+    """Gradients in the forward pass."""
     half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.coupled
     named, wanted, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
     if named is None and half and wanted == sizes.weight_dtype and not request.explicit:
@@ -240,21 +239,13 @@ def forward(
         named = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
     elif named is not None and half and wanted is None and weight_acc == torch.float32:
         fits_budget = True  # fp32 unasked must fit the budget with the named chunk
-    # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
-    # (fp16 waits without its scale, and so wants the range as well)
-    # with a caller's buffer the upstream gradient is promised
-    waits = weight_acc != sizes.weight_dtype and sizes.buffer_dtype is None
-    keep_wide = waits or not sizes.weight_grad or sizes.dtype == torch.float16
-    choices = [wide] if keep_wide and wide != hidden_dtype else []
-    choices += [hidden_dtype] if sizes.sums_into(hidden_dtype) else [] if choices else [wide]
-    if sizes.deterministic:  # no choice by size
-        choices = [wide] if sizes.dtype == torch.float16 else choices[-1:]
-    modest = sizes.tokens * sizes.hidden * 4 <= request.default // 2
+    own, wide = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
+    choices = [own if sizes.sums_into(own) else wide]
+    if sizes.dtype == torch.float16 and wide not in choices:  # it waits without its scale, and wants the range of fp32
+        choices = [wide] if sizes.deterministic else [wide, own]
     for hidden_acc in choices:
-        # with a named chunk that overrides the default budget, a wide accumulator has to be modest
-        if named is None or fits_budget or modest or hidden_acc == choices[-1]:
-            plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)
-            yield Candidate(plan, least_rows, named, fits_budget)
+        plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)
+        yield Candidate(plan, least_rows, named, fits_budget)
 
 
 def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
