@@ -24,10 +24,11 @@ def cross_entropy(d: Data) -> Tensor:
 
 
 def segments(d: Data) -> LossOutput:
-    """Gradients that wait for all statistics."""
+    """Gradients that wait for all statistics, at a temperature where some ratios are not clipped."""
     return linear_loss(
-        d.hidden, d.weight, d.target, losses.gspo(), batch=chosen(d, "old_logprobs", "advantages", "segments"),
-        num_segments=SEGMENTS, chunk_tokens=256, metrics=[metrics.kl_old(weighting="segment"), metrics.accuracy()],
+        d.hidden, d.weight, d.target, 1e3 * losses.gspo(), batch=chosen(d, "old_logprobs", "advantages", "segments"),
+        temperature=16.0, num_segments=SEGMENTS, chunk_tokens=256,
+        metrics=[metrics.kl_old(weighting="segment"), metrics.accuracy()],
     )  # fmt: skip
 
 
