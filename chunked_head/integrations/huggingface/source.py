@@ -100,25 +100,19 @@ class Source:
         return replace(self, grad=False)
 
     @contextlib.contextmanager
-    def state(self) -> Iterator[None]:
-        """The state in which the head was called, for logits that are read later."""
-        with self.grad_mode(), torch.autocast(self.device_type, self.autocast, self.autocast is not None):
-            yield
-
-    @contextlib.contextmanager
-    def grad_mode(self) -> Iterator[None]:
+    def state(self, grad: bool | None = None, autocast: bool = True) -> Iterator[None]:
+        """The state in which the head was called, for what is computed later; with ``grad`` in the place of its own,
+        or without its autocast."""
         without: Any = contextlib.nullcontext()
         if self.grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             without = torch.inference_mode(False)  # else what is computed could have no gradient later
-        with without, torch.set_grad_enabled(self.grad):
+        grad, autocast = self.grad if grad is None else grad, autocast and self.autocast is not None
+        with without, torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, autocast):
             yield
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self) -> Any:
         """``state`` for a loss, which is differentiable where both the head's call and the loss's place are."""
-        grad = self.grad and torch.is_grad_enabled()
-        with self.state(), torch.set_grad_enabled(grad):
-            yield
+        return self.state(self.grad and torch.is_grad_enabled())
 
     def inside(self, hidden: Tensor, function: Callable[..., Any]) -> Any:
         """``function(head, hidden, forward)`` inside of the head's call, where its hooks have made its parameters
@@ -131,7 +125,7 @@ class Source:
         with self.state():
             computed = (self.head.real if self.fuses else self.head)(logits.hidden)
         # operations on them followed the autocast of their place: the steps say what came of it
-        with self.grad_mode(), torch.autocast(self.device_type, enabled=False):
+        with self.state(autocast=False):
             return replay(computed, logits.steps)
 
     def argmax(self, logits: Virtual, keepdim: bool) -> Tensor:
