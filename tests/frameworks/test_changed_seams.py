@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+
+pytest.importorskip("pydantic", reason="Axolotl's plugin has its options by it")
+pytest.importorskip("transformers", reason="ms-swift's callback is one of its")
+
 import transformers
 
 from chunked_head.integrations import llamafactory, megatron, ms_swift, trl, verl
