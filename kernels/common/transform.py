@@ -105,7 +105,7 @@ def load_column(ptr, offs_row, in_rows):
 
 @triton.jit
 def load_row(
-    logits_ptr,  # of the row: raw, or fp16 relative to the strips' offsets
+    logits_ptr,  # of the row: raw, or fp16 relative to the strips' offsets and in base 2
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
     row,
@@ -119,7 +119,8 @@ def load_row(
     """Columns ``offs`` of one row, as the softmax sees them; anything outside."""
     x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
     if strip_offset_ptr is not None:
-        x += tl.load(strip_offset_ptr + (offs // STRIP).to(tl.int64) * strip_stride + row, mask=inside, other=0.0)
+        offset_at = strip_offset_ptr + (offs // STRIP).to(tl.int64) * strip_stride + row
+        x = x * ln_2 + tl.load(offset_at, mask=inside, other=0.0)
     else:
         if bias_ptr is not None:
             x += tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
@@ -129,7 +130,7 @@ def load_row(
 
 @triton.jit
 def load_block(
-    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets
+    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets and in base 2
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
     offs_row,
@@ -157,7 +158,7 @@ def load_block(
             offset = tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
         if row_start is not None:
             offset = (offset - row_start) + row_rest
-        return tl.load(at, mask=mask, other=float("-inf")).to(tl.float32) + offset
+        return tl.load(at, mask=mask, other=float("-inf")).to(tl.float32) * ln_2 + offset
     else:
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:

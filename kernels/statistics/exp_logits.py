@@ -7,9 +7,9 @@ things:
 - exponentials ``E = exp(x - offset)`` in the operands' type, relative to an offset of the row that was given
   beforehand (the target's logit): the rest of the gradient is a factor per row and needs no pass over E. A strip whose
   maximum lies more than REACH above takes a larger offset, the sign that the row has to be levelled afterwards.
-- relative logits ``x - offset`` in fp16, relative to the row's maximum in the strip: off by 2^-12 of their distance
-  from the maximum, so a probability ``p`` by ``2^-12 log(p_max / p)`` of itself, for any row up to 65504 nats wide.
-  Every statistic and every gradient can be made from them.
+- relative logits ``x - offset`` in fp16 and in base 2, as the exponentials have them, relative to the row's maximum
+  in the strip: off by 2^-12 of their distance from the maximum, so a probability ``p`` by ``2^-12 log(p_max / p)`` of
+  itself, for any row up to 45,000 nats wide. Every statistic and every gradient can be made from them.
 - nothing, where only statistics are wanted.
 
 No logit is ever rounded by its own size. The target's term has the tile's own logit here; ``merge.py`` and
@@ -105,14 +105,10 @@ def finish_tile(
         for half in tl.static_range(2 // STRIPS):
             part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
             first = strip * STRIP + half * HALF
-            if RELATIVE or SECOND:
-                z = part - shift[:, None]
-                e = tl.exp2(z * log2_e)
-            else:
-                # one fused multiply-add; its constant's rounding is one for a row, and taken out of the sums
-                moved = tl.broadcast_to((shift * -log2_e)[:, None], part.shape)
-                z = tl.math.fma(part, tl.full(part.shape, log2_e, tl.float32), moved)
-                e = tl.exp2(z)
+            # one fused multiply-add; its constant's rounding is one for a row, and taken out of the sums
+            moved = tl.broadcast_to((shift * -log2_e)[:, None], part.shape)
+            z = tl.math.fma(part, tl.full(part.shape, log2_e, tl.float32), moved)
+            e = tl.exp2(z)
             total = inside(tl.sum(e, 1), first, vocab, END == HALF)
             sums = total if half == 0 else sums + total
             if shifted_sum_ptr is not None:
@@ -125,7 +121,7 @@ def finish_tile(
                 z2 = z
                 if ratio2 is not None:
                     z2 = z * ratio2
-                e2 = tl.exp2(z2 * log2_e)
+                e2 = tl.exp2(z2)
                 end2 = vocab
                 if columns2 is not None:
                     end2 = columns2
@@ -136,12 +132,11 @@ def finish_tile(
                     shifted2 = moment2 if half == 0 else shifted2 + moment2
             if STORED:
                 store_tile(out, row_start, first, z if RELATIVE else e)
-        if not (RELATIVE or SECOND):
-            # what the fused multiply-add's constant was rounded by; exponents are of base 2
-            rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
-            if shifted_sum_ptr is not None:
-                shifted = (shifted - rounded * sums) * (tl.exp2(-rounded) * ln_2)
-            sums = sums * tl.exp2(-rounded)
+        # what the fused multiply-add's constant was rounded by; exponents are of base 2
+        rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
+        if shifted_sum_ptr is not None:
+            shifted = (shifted - rounded * sums) * (tl.exp2(-rounded) * ln_2)
+        sums = sums * tl.exp2(-rounded)
         if row_offset is not None:
             own = offset != row_offset
             tl.store(offset_ptr + stats_at, offset, mask=in_rows & own)
@@ -151,9 +146,12 @@ def finish_tile(
         if shifted_sum_ptr is not None:
             tl.store(shifted_sum_ptr + stats_at, shifted, mask=in_rows)
         if SECOND:
-            tl.store(sum2_ptr + stats_at, sums2, mask=in_rows)
+            if ratio2 is not None:
+                rounded = rounded * ratio2
             if shifted_sum2_ptr is not None:
+                shifted2 = (shifted2 - rounded * sums2) * (tl.exp2(-rounded) * ln_2)
                 tl.store(shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
+            tl.store(sum2_ptr + stats_at, sums2 * tl.exp2(-rounded), mask=in_rows)
         tl.store(sum_ptr + stats_at, sums, mask=in_rows)
 
 

@@ -71,10 +71,12 @@ def clean_rows(
     """``out = source[order]``, 0 where a row does not count; and the targets' logits where there is a weight."""
     rows, hidden = out.shape
     # a product takes 16 rows at a time; without one each has a program of its own, which is sooner done
-    at_once, block = (1, min(power_of_2(hidden), 2048)) if tile_logit is None else (16, 64 if INTERPRETED else 256)
+    at_once, block, warps = 1, min(power_of_2(hidden), 2048), 4
+    if tile_logit is not None:
+        at_once, block, warps = 16, 64 if INTERPRETED else 512, 8
     clean_rows_kernel[(cdiv(rows, at_once),)](
         out, logit, tile_logit, zeros, source, weight, bias, target, order, rows, 0 if zeros is None else len(zeros),
-        hidden, *source.stride(), *transform, ROWS=at_once, BLOCK=block, num_warps=4,
+        hidden, *source.stride(), *transform, ROWS=at_once, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 

@@ -288,7 +288,7 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
     if kept != "nothing":
         out = torch.empty(rows, -(-vocab // 8) * 8, device=device, dtype=torch.bfloat16)[:, :vocab]
         out = out if kept == "exponentials" else out.view(torch.float16)
-    offset, columns2 = (asked if kept == "exponentials" else None), vocab // tile.block_n * tile.block_n
+    offset, columns2 = (asked if kept == "exponentials" else None), vocab // tile.block_n * tile.block_n or None
     statistics.exp_logits(
         out, strips, clean, weight, bias if biased else None, None, offset, given, tile, ratio, columns2
     )
@@ -317,7 +317,8 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
         assert ((logprob - expected).abs() <= budget)[own2 & (picked > -torch.inf)].all()
         assert (logprob[own2] <= 0.0).all() and (logprob[own2 & (picked == -torch.inf)] == -torch.inf).all()
         sure = own2 & (expected > -1e-6)
-        assert sure.sum() > 5 and ((logprob - expected).abs()[sure] <= 5e-7).all()
+        # exponentials and their sums in fp32, whatever the logits are
+        assert sure.sum() > 5 and ((logprob - expected).abs()[sure] <= 1e-6).all()
         if top is result.top:
             assert torch.equal(result.argmax[counts].long(), logits.argmax(1)[counts])
             torch.testing.assert_close(weighted.double()[counts], logits.sum(1)[counts], rtol=1e-5, atol=1e-3)
