@@ -68,6 +68,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("mask: a mask that is not read", TORCH, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", "tests/functions/test_targets.py"),
     # e4m3 operands
     ("scale: lengths of e4m3 rows", "kernels/statistics/quantise.py", "of_row * tl.sqrt_rn(", "of_row * 1.0 * (", "tests/kernels/test_quantised.py"),
+    ("scale: a weight whose numbers do not fit e4m3 is rounded again", "kernels/statistics/launch.py", "for divisor in (None, again):", "for divisor in (None,):", "tests/kernels/test_quantised.py -k unlike"),
     ("scale: rows of e4m3 hidden states", "kernels/common/blocks.py", "other=0.0) * tl.load(scale_ptr)", "other=0.0) * 1.0", "tests/kernels/test_quantised.py"),
     ("scale: what e4m3 hidden states have in common", "kernels/statistics/quantise.py", "            x -= mean\n", "            x -= mean * 0.5\n", "tests/functions/test_fp8.py -k blocks"),
     ("offset: blocks of exact logits in a tile", "kernels/gradients/grad_logits.py", "BLOCK_N) * BLOCK_N - first_column", "BLOCK_N) * BLOCK_N", "tests/functions/test_fp8.py -k blocks"),
