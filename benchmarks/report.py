@@ -164,7 +164,7 @@ def of_products(row: dict[str, Any]) -> str:
 
 
 def trainers() -> str:
-    """Time and memory of each trainer's step, in pairs of its own head and ours; TRL's are in a table of their own."""
+    """Time and memory of each trainer's step, by its own head and ours; TRL's are of an older ``patch_trl``."""
     lines = [[row["trainer"], *(f"{row['ways'][way]['ms']:.1f} ms" for way in ("plain", "ours")),
               *(f"{row['ways'][way]['peak_bytes'] / 2**30:.1f} GiB" for way in ("plain", "ours"))]
              for row in read("trainers")["rows"] if "ways" in row and not row["trainer"].startswith("TRL")]  # fmt: skip
