@@ -330,8 +330,6 @@ def patch_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> 
     A weight that has another dtype than the hidden states (fp32 masters with 16-bit activations without autocast, or
     ``cast_lm_head_to_fp32``) is cast in one piece, which the budget does not count.
 
-    A function that is not as in TRL 1.14, 1.15 or 1.16 stays TRL's own, and a warning says what differs.
-
     Raises:
         TypeError, ValueError: for an option that is wrong by itself. ImportError: TRL is not installed.
     """

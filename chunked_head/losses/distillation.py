@@ -155,28 +155,22 @@ def topk_kl(
     Fields: ``teacher_ids``, ``teacher_logprobs`` [..., K], and ``teacher_mask`` if entries are missing; indexed like
     the hidden states. The target may be None.
 
-    With ``t_k`` the teacher's and ``p_k`` the student's probability of the token's entries, ``rest`` what their sums
-    leave of 1, ``divergence`` one of ``forward`` KL(t || p), ``reverse`` KL(p || t), ``jsd`` (``beta`` as in
-    ``jsd``: 0 is forward, 1 reverse) and ``tvd``:
+    ``divergence`` is ``forward`` KL(t || s), ``reverse`` KL(s || t), ``jsd`` (``beta``: 0 is forward, 1 reverse) or
+    ``tvd``:
 
-    - ``normalize="tail"``: over K + 1 outcomes, the last being any other id, of probability ``rest``. At least 0, and
-      0 for equal distributions; with K = 1 it still learns.
-    - ``normalize="vocab"``: ``p`` over the vocabulary, a teacher of whom other ids have probability 0. ``forward`` is
-      ``sum_k t_k * (log t_k - log p_k)``, below 0 where the ``t_k`` sum to less than 1; ``reverse`` leaves other ids
-      out (they would be infinite); ``jsd`` and ``tvd`` count the student's rest.
-    - ``normalize="topk"``: both over the K ids alone. Moves no probability between them and the other ids; identically
-      0 for K = 1.
+    - ``normalize="tail"``: over K + 1 outcomes, the last being any other id.
+    - ``normalize="vocab"``: of a teacher of whom other ids have probability 0. ``forward`` is below 0 where ``t`` sums
+      to less than 1; ``reverse`` leaves other ids out (they would be infinite); ``jsd`` and ``tvd`` count ``rest_s``.
+    - ``normalize="topk"``: both over the K ids alone; identically 0 for K = 1.
 
-    ``teacher_renormalize`` divides the ``t_k`` by their sum first (then unnormalised logits serve as well): by
-    default for ``topk`` only. The log-probabilities are taken to have been made at the loss's temperature. With
-    ``teacher_temperature=T`` they are those of temperature 1, and ``t_k ** (1 / T)`` is normalised anew: over K where
-    the teacher is renormalised, for ``tail`` else over K and the rest as one outcome. ``temperature`` is the student's;
-    ``t_squared`` as in ``forward_kl``.
+    ``teacher_renormalize`` divides ``t`` by its sum first: by default for ``topk`` only. The log-probabilities are
+    taken to have been made at the loss's temperature. With ``teacher_temperature=T`` they are those of temperature 1,
+    and ``t ** (1 / T)`` is normalised anew: over K where the teacher is renormalised, for ``tail`` else over K and the
+    rest as one outcome. ``temperature`` is the student's; ``t_squared`` as in ``forward_kl``.
 
     An entry counts where ``teacher_mask`` says so and its log-probability is above -1e6 (-inf and -1e9 are padding);
-    its id may be anything otherwise. What does not count is taken out before any sum, the student's over K too. An id
-    that counts twice counts once, with the larger of its log-probabilities. A token without entries has value 0. Rests
-    are at least the dtype's epsilon under a logarithm: what sums of K probabilities leave of 1 is known to some 1e-7.
+    its id may be anything otherwise. An id that counts twice counts once, with the larger of its log-probabilities. A
+    token without entries has value 0. Rests are at least the dtype's epsilon under a logarithm.
     """
     options = topk_options("losses.topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
     options["factor"] = squared("losses.topk_kl", summand.get("temperature"), t_squared)

@@ -60,9 +60,8 @@ class TokenParallel(OfGroup):
     - ``out.metrics`` are those of the whole batch, the same on every rank.
     - The upstream gradient of the loss must be the same on all ranks, as a loss scale is.
 
-    docs/guides/multi-gpu.md says which messages there are. Their number depends on losses and metrics alone, not on the
-    tokens of a rank, their number or its plan. An id out of range on one rank makes loss, metrics and gradients nan on
-    all. On the CPU it raises there, as does everywhere whatever else one rank alone refuses: the others wait for it.
+    docs/guides/multi-gpu.md says which messages there are. An id out of range on one rank makes loss, metrics and
+    gradients nan on all. On the CPU it raises there, as does whatever else one rank alone refuses: the others wait.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same

@@ -52,14 +52,11 @@ def patch_model(
     strict: bool = False,
     **head_options: Any,
 ) -> Model:
-    """Makes the forward of a HuggingFace model compute its loss through this library. Same loss and gradients as
+    """Makes the forward of a HuggingFace model compute its loss through this library, without the logits.
 
-        output = model(input_ids, labels=labels)      # ForCausalLMLoss of lm_head(hidden), scaled, capped, ...
-
-    without the logits, for any model with ``get_output_embeddings()``: while labels are given, its head returns lazy
-    logits that remember what the model does to them (casts, scales, caps, slices, reshapes), and the model's own call
-    of ``F.cross_entropy`` becomes ``linear_cross_entropy``. Whatever else is done with them computes them, as before,
-    and says where, once. All of the model's code stays its own.
+    For any model with ``get_output_embeddings()``: while labels are given, its head returns lazy logits that remember
+    what the model does to them, and the model's own call of ``F.cross_entropy`` becomes ``linear_cross_entropy``.
+    Whatever else is done with them computes them, as before, and says where, once.
 
         model = patch_model(AutoModelForCausalLM.from_pretrained(name))
         Trainer(model, ...).train()
@@ -69,9 +66,9 @@ def patch_model(
         model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
         loss: what to compute instead of the cross-entropy inside of the forward: a sum of ``chunked_head.losses`` that
             need only labels, reduced as the model reduces its own, or a function as in ``linear_loss``.
-        metrics: of ``chunked_head.metrics`` that need only labels, from the same softmax pass: summed on the device
-            over forwards until ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. ``loss``
-            and ``metrics`` raise in a training step whose forward is given no labels.
+        metrics: of ``chunked_head.metrics`` that need only labels: summed on the device over forwards until
+            ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. ``loss`` and ``metrics`` raise in
+            a training step whose forward is given no labels.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
             ``"always"``: in every forward that is given no ``past_key_values``, for log-probabilities without gradient
@@ -88,8 +85,7 @@ def patch_model(
         options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
         warning that says why (an error where it was given a loss or metrics).
 
-    Where every label is -100 the loss is 0 with zero gradients rather than nan. Where a hook on the head is to see
-    logits they are computed, and said to be. Traced or exported, the model is the plain one.
+    Where every label is -100 the loss is 0 with zero gradients rather than nan.
 
     Raises:
         TypeError, ValueError: for options that are none or wrong; ``loss`` or ``metrics`` that need more than labels; a

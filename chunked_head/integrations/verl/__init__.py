@@ -50,7 +50,7 @@ def linear_cross_entropy(
         hidden, labels: of one order of tokens. Their leading dimensions may differ by dimensions of 1 or by flattening,
             as Megatron's [sequence, 1, hidden] does from [1, sequence].
         temperature: divides the logits: a number, a 0-d tensor, or a tensor of labels' shape, one for each token.
-        reduction: ``"none"``, or ``"sum"`` and ``"mean"`` of the log-probabilities; entropies are per token always.
+        reduction: of the log-probabilities; entropies are per token always.
         dist_process_group: ranks that hold the rows of the head in turn, as many each.
         mask: labels' shape, bool: tokens that count, such as those of responses. Any other, and one whose label is
             -100, has value 0 and no gradient; with ``skip_ignored=True`` they cost no matmul either.
