@@ -45,6 +45,7 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("hidden-int", TypeError, "hidden must be one of float32.*int64", {"hidden": torch.ones(4, 6, 8, dtype=torch.int64)}),
     ("weight-3d", ValueError, r"weight must have shape \[vocab, hidden\]", {"weight": torch.randn(1, 11, 8)}),
     ("weight-columns", ValueError, r"weight must be .* the 8 columns of hidden .* got \(11, 9\)", {"weight": torch.randn(11, 9)}),
+    ("vocab-size", ValueError, "vocab_size is 12, and weight has 11 rows", {"vocab_size": 12}),
     ("weight-empty", ValueError, "gather it first", {"weight": torch.randn(0, 8)}),
     ("weight-dtype", TypeError, "weight must have the dtype of hidden, float32, got float16", {"weight": torch.randn(11, 8, dtype=HALF)}),
     ("target-shape", ValueError, r"target must have shape \(4, 6\), the leading shape", {"target": torch.randint(0, 11, (24,))}),
@@ -325,6 +326,14 @@ def test_hidden_states_in_the_place_of_logits(function: Callable[..., Any]) -> N
         IndexError, match=r"in \[0, 8\).* got 9 .* or these are hidden states: pass them to linear_loss"
     ):
         function(HIDDEN, torch.full((4, 6), 9), *loss)
+
+
+def test_what_pytorchs_module_is_given() -> None:
+    module = CrossEntropyLoss()
+    with pytest.raises(TypeError, match=r"for class probabilities p .* call linear_loss or logits_loss"):
+        module(LOGITS["logits"], torch.rand(4, 6, 11))
+    with pytest.raises(TypeError, match=r"input must be a torch\.Tensor, got list"):
+        module([1.0], TARGET)
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight", "target", "token_weights", "class_weights"])

@@ -102,3 +102,11 @@ def test_adapted_heads_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(*evaluated)
         agreed = patched.get_base_model().chunked_head
         assert agreed.fused == 2 and agreed.materialised == 0
+
+
+def test_a_layer_norm_is_no_head() -> None:
+    model = tiny_models.llama()
+    model.lm_head = torch.nn.LayerNorm(32)
+    with pytest.warns(UserWarning, match="LayerNorm, has no in_features and out_features"):
+        patch_model(model)
+    assert type(model).__name__ == "LlamaForCausalLM"

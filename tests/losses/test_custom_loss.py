@@ -145,13 +145,15 @@ def test_other_tokens_in_token_scope_are_caught(function: Callable) -> None:
         (nll, {"fields": {"mine": "tokens"}}, "field 'mine' .* must be one of 'token'.* got 'tokens'"),
         (nll, {"fields": ("mine",)}, "field 'mine' .* must be one of 'token'"),
         (nll, {"fields": {"advantages": "segment"}}, "field 'advantages' .* cannot be another"),
+        (3.0, {}, "takes a function"),
+        (nll, {"fields": "advantages"}, "several names"),
         (nll, {"scope": "batch"}, "scope of losses.custom.* got 'batch'"),
         (nll, {"unit": "row"}, "unit of losses.custom"),
         (nll, {"temperature": 0}, "temperature of losses.custom"),
     ],
 )  # fmt: skip
 def test_refusals(function: Callable, known: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         custom(function, **{"scope": "token", **known})
 
 
@@ -365,7 +367,7 @@ def squared(stats: Any, batch: Any) -> Tensor:
 def test_a_plain_function_is_a_loss_of_tokens() -> None:
     right = linear_loss(**HEAD, loss=custom(squared, scope="token") + 0.1 * losses.z_loss())
     added = squared + 0.1 * losses.z_loss()
-    for loss in (added, 0.1 * losses.z_loss() + squared, 1.0 * added):
+    for loss in (added, 0.1 * losses.z_loss() + squared, (2.0 * added) / 2):
         found = linear_loss(**HEAD, loss=loss)
         torch.testing.assert_close(found.loss, right.loss)
         assert set(found.parts) == {"squared", "z_loss"}

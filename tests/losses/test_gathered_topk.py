@@ -74,6 +74,14 @@ def test_guards(dtype: torch.dtype, options: dict[str, Any], student: float, tea
         assert (values > -1e-5).all()
 
 
+def test_among_the_ids_alone_no_lse_is_needed() -> None:
+    """Of 16 bits float32 is made."""
+    data = Known()
+    student = data.x.gather(-1, data.teacher_ids).bfloat16()
+    mine, wide = (gathered_topk_kl(x, data.teacher_logprobs, normalize="topk") for x in (student, student.float()))
+    assert mine.dtype == torch.float32 and torch.equal(mine, wide) and mine > 0
+
+
 def test_tail_without_rest() -> None:
     """A teacher whose K probabilities sum to 1: the student's tail is pushed to 0, alpha = 1 and b = -t."""
     data = Known(k=4)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracking import MiB
 
-from chunked_head import linear_cross_entropy, losses, plan
+from chunked_head import linear_cross_entropy, linear_logprobs, losses, plan
+from chunked_head.call import run, spec
 from chunked_head.plan.planner import default_budget
 from chunked_head.plan.sizes import DEFAULT_BUDGET, parse_bytes, slices
 
@@ -141,6 +142,21 @@ def test_a_buffer_of_the_callers() -> None:
     with pytest.raises(ValueError, match=r"accumulate_dtype must be None or float32, the dtype of accumulate_into"):
         plan(10, **LLAMA, accumulate_into=True, accumulate_dtype=torch.bfloat16)
     assert plan(10, **LLAMA, accumulate_into=True, weight_grad=False) == plan(10, **LLAMA, weight_grad=False)
+
+
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_log_probabilities_are_planned_as_their_call_is(
+    top_k: int | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight = (torch.randn(rows, 16, requires_grad=True) for rows in (40, 50))
+    made, real = [], run.make_plan
+    monkeypatch.setattr(run, "make_plan", lambda *given: made.append(real(*given)) or made[-1])
+    options: dict[str, Any] = {"top_k": top_k, "chunk_tokens": chunk}
+    for names in ((), ("entropy",), ("lse", "argmax"), ("log_sum_sq_probs", "mean_logit")):
+        spec.SPECS.clear()  # another test's may have a plan
+        linear_logprobs(hidden, weight, torch.randint(0, 50, (40,)), **options, **dict.fromkeys(names, True))
+        assert made.pop() == plan(40, 16, 50, torch.float32, device="cpu", returns=("logprobs", *names), **options)
 
 
 def test_prints_as_a_table() -> None:
