@@ -254,11 +254,10 @@ def dot_columns(
 ) -> None:
     """Exact logits of some columns, ``nothing`` where there is none."""
     entries, count, width = columns.numel(), columns.shape[-1], hidden.shape[1]
-    # a target has a program of its own, whatever else is asked for: the same sum in the same order in every call
-    at_once, block = (1, 2048) if count == 1 and rows is None else (8, 256)
+    at_once = 8
     dot_columns_kernel[(cdiv(entries, at_once),)](
         logit, hidden, weight, columns, rows, bias, entries, count, width, *hidden.stride(), *weight.stride(), nothing,
-        *transform, AT_ONCE=at_once, BLOCK=min(power_of_2(width), block), num_warps=4,
+        *transform, AT_ONCE=at_once, BLOCK=min(power_of_2(width), 256), num_warps=4,
     )  # fmt: skip
 
 
