@@ -37,6 +37,9 @@ from ..common.transform import ln_2, log2_e, transform_logits
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
+# an offset below it, as of a strip of ids that a bias makes impossible, would move logits by a constant rounded so far
+# that exponentials overflow; a power of 2, whose own product with log2_e is not rounded
+LEAST_OFFSET = tl.constexpr(-(2.0**30))
 
 
 @triton.jit
@@ -100,7 +103,7 @@ def finish_tile(
         offset = top
         if row_offset is not None:
             offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
-        shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of nothing but -inf: exp(-inf - 0) = 0
+        shift = tl.where(offset < LEAST_OFFSET, LEAST_OFFSET, offset)  # exponentials below it are 0, as those of -inf
         sums, shifted, sums2, shifted2 = top, top, top, top  # until the first half's are there
         for half in tl.static_range(2 // STRIPS):
             part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]

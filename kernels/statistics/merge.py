@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ..common.launcher import kernel
 from ..common.transform import ln_2, log2_e
+from .exp_logits import LEAST_OFFSET
 
 
 @kernel
@@ -122,6 +123,12 @@ def merge_strips_kernel(
         run_sum = tl.where(others < 0.0, 0.0, others) + added
         run_shifted -= tl.where(removed > 0.0, removed * (tile_logit - offset), 0.0)
         run_shifted += tl.where(added > 0.0, added * (asked - offset), 0.0)
+    if target_ptr is not None:
+        least = LEAST_OFFSET + 0.0
+        if ratio is not None:
+            least = least * ratio
+        # strips have no sums so far below: where there is nothing above, the row shows it
+        run_sum = tl.where(counts & (run_max < least) & (run_max > float("-inf")), float("nan"), run_sum)
     log_sum = tl.log2(run_sum) * ln_2
     lse = run_max + log_sum
     if lse_ptr is not None:

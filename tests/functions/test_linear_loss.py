@@ -97,6 +97,36 @@ def test_an_id_that_the_teacher_lacks_far_above_those_it_has(
         assert worst < 4 * torch.finfo(dtype).eps, f"gradient of {name}: {worst:.4f}"
 
 
+@crossed(place=KERNELS, mask=[-1e9, -1e10, -1e30, -3.3e38, -torch.inf], kind=["fast", "relative", "second", "nothing"])
+def test_ids_that_a_bias_makes_impossible(mask: float, kind: str, place: Place) -> None:
+    """Whole strips of them, by any of the numbers that masks are made of; a row of nothing else is nan."""
+    made = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 64, generator=made).to(place.device, torch.bfloat16) for n in (40, 1024))
+    weight, target = 0.3 * weight, torch.randint(256, (40,), generator=made).to(place.device)
+    bias = torch.zeros(1024, device=place.device, dtype=torch.bfloat16)
+    bias[256:900] = mask
+    loss = losses.cross_entropy() + 0.1 * losses.entropy()
+    if kind == "fast":
+        loss = 1.0 * losses.cross_entropy()
+    elif kind == "second":
+        loss = losses.cross_entropy() + 0.5 * losses.cross_entropy(temperature=2.0, name="second")
+    x = (hidden.double() @ weight.double().t()).index_fill(1, torch.arange(256, 900, device=place.device), -torch.inf)
+    log_p, log_p2 = x.log_softmax(1), (x / 2.0).log_softmax(1)
+    each = -log_p.gather(1, target[:, None]).mean()
+    if kind == "second":
+        each -= 0.5 * log_p2.gather(1, target[:, None]).mean()
+    elif kind != "fast":
+        each -= 0.1 * (log_p.exp() * log_p.clamp(min=-1e4)).sum(1).mean()
+    hidden.requires_grad_(kind != "nothing")
+    found = linear_loss(hidden, weight, target, loss, bias=bias, backend=place.backend).loss
+    torch.testing.assert_close(found.double(), each, rtol=1e-5, atol=1e-5)
+    if kind != "nothing":
+        assert torch.autograd.grad(found, hidden)[0].isfinite().all()
+    if mask < -(2.0**30):
+        found = linear_loss(hidden, weight, target, loss, bias=bias.fill_(mask), backend=place.backend).loss
+        assert found.isnan()
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_users_function_of_a_divergence(place: Place) -> None:
     """Its slope depends on the value, which has to come first."""
