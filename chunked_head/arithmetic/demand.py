@@ -33,8 +33,8 @@ class Structure:
 
     @functools.cached_property
     def split(self) -> tuple[tuple, tuple[float, ...]]:
-        """A key, equal for structures that compile to the same code; and the arguments of that code: floats of the
-        options, ratios of softmaxes beyond the first (whose ratio is 1), and the teacher's part of a mixture."""
+        """A key, equal for structures that compile to the same code, and that code's arguments: floats of the options,
+        ratios of further softmaxes, the teacher's part of a mixture."""
         numbers = [number for part, _ in (*self.summands, *self.metrics) for number in part.split[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])

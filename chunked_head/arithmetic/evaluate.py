@@ -153,8 +153,7 @@ def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Na
 
 
 def masked(named: Named, mask: Tensor) -> Named:
-    """Vectors [n] or [n, c] with 0 where a token does not count: by selection, so that what stands there has no part in
-    anything."""
+    """Vectors [n] or [n, c], 0 where a token does not count: by selection, since a nan may stand there."""
     return {n: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for n, value in named.items()}
 
 
@@ -171,7 +170,7 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
-    """Mask of the segments or pairs that count and whose values are added to this rank's loss: each to one rank's."""
+    """Mask of the segments or pairs that count and that this rank adds to its loss: one rank adds each."""
     counted = unit_mask(unit, batch)
     return counted if batch.rank_sums is None else counted & batch.rank_sums.own_share(len(counted), counted.device)
 
@@ -230,10 +229,9 @@ def make_arithmetic(
 def evaluate(
     structure: Structure, stats: RowStats, inputs: Inputs, rows: slice, backend: Backend | None, table: Tensor
 ) -> tuple[Named, list[Tensor]]:
-    """Coefficients of the gradient of ``sum of factor * weight * value`` for the tokens ``rows`` of all, and the values
-    of summands [units] and metrics [c, units] whose unit is a segment or a pair; values of tokens go into ``table``
-    [rows of the table, tokens]. By a kernel where ``backend`` is Triton's and there is one, else in PyTorch: without
-    the hooks of an activation checkpoint around the call, since the vectors' graph lives and dies in here."""
+    """Coefficients of the tokens ``rows``, and values [units] or [c, units] of segments and pairs; values of tokens go
+    into ``table`` [rows of the table, tokens]. By a Triton kernel if there is one, else in PyTorch, without the hooks
+    of an activation checkpoint: the vectors' graph is freed in here."""
     if backend is not None and backend.name == "triton":
         arithmetic, given = arithmetic_of(structure, stats.named(), inputs)
         if arithmetic is not None:
@@ -280,9 +278,9 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
         d KL(q || p) = p - q,   d KL(p || q) = p (log p - log q - KL),   d JSD = (1 - b) p (log p - log m - KL(p || m)),
         d TVD = p (sign(p - q) - sum p sign) / 2 = -d overlap,   d x_k = 1[k]
 
-    each times the ratio of the softmax's temperature to that of the logits (inverse). Where p and q hardly overlap,
-    sign and its mean are both nearly 1, and the logarithm of the overlap has their difference as its slope: 1 is taken
-    out of both (the statistic ``below``), since probabilities of rounded logits do not quite add up to it.
+    each times the inverse ratio of the softmax's temperature to that of the logits. Where p and q hardly overlap, sign
+    and its mean are both nearly 1, and the logarithm of the overlap needs their small difference: 1 is taken out of
+    both (``below``), since probabilities of rounded logits do not quite add up to 1.
     """
     total: Named = {}
 

@@ -1,10 +1,9 @@
 """Results of a call and their derivatives: from statistics to values, and from upstream gradients to coefficients.
 
-A call returns one of three: a sum of losses as one number, with its parts and metrics (``ScalarObjective``), a sum of
-losses for each token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep asks an
-objective for ``visit`` of each chunk of tokens, which gives coefficients where gradients are made in the forward pass;
-the forward pass asks for ``outputs`` once, behind the sweep. A backward that makes gradients asks for
-``coefficients_for`` the upstream gradients. The arithmetic is that of ``evaluate.py``.
+A call returns a sum of losses as one number, with parts and metrics (``ScalarObjective``), a sum of losses for each
+token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep calls ``visit`` for each chunk,
+which gives coefficients where the forward pass makes gradients; ``outputs`` follows once, at its end. A backward that
+makes gradients calls ``coefficients_for`` with the upstream gradients. The arithmetic is that of ``evaluate.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,16 +76,16 @@ class Objective:
     dtype: torch.dtype  # of statistics and values
     differentiable: int = 1  # number of the outputs, the first ones, that take a gradient
     expected: Expected | None = None  # the upstream gradient that a forward pass makes gradients for, where it does
-    # ranks have different tokens of the batch. Losses that sum segments over them are evaluated once, in the forward
-    # pass, for values and gradients: ranks' plans differ, as their tokens do, and their messages must not.
+    # Ranks hold different tokens. Losses that sum segments over ranks are evaluated once, in the forward pass: ranks'
+    # plans differ, and their messages must not.
     exchanges: bool = False
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        """Coefficients of the tokens ``rows``, whose statistics are known; None where gradients are not made from these
-        alone. ``closed``: no other tokens belong to their segments. ``values``: the statistics that values need are
-        known too; those of a teacher may come with the gradients, and ``outputs`` then makes all values at once."""
+        """Coefficients of the tokens ``rows``; None where gradients need more than these. ``closed``: no other tokens
+        belong to their segments. ``values``: False where statistics of a teacher come later, with the gradients:
+        ``outputs`` then makes all values."""
 
     # from statistics of all tokens: values that the call returns, once all chunks have been visited
     outputs: ClassVar[Callable[..., tuple[Tensor, ...]]]
@@ -101,11 +100,10 @@ class LossObjective(Objective):
     inputs: Inputs  # of all tokens; factors at the expected upstream gradient
     loss_coefficients: list[float | Tensor]  # of the summands, tensors 0-d
     backend: Backend | None  # whose kernels may do the arithmetic
-    # coefficients that the forward pass has made, by the first row of their chunk, for backward: a user's function may
-    # do something else by then. None where backward computes them anew
+    # coefficients that the forward pass has made, by the first row of their chunk: a user's function may compute
+    # something else by backward. None where backward computes them anew
     forward_coefficients: dict[int, Named] | None
-    # values of each token [rows, tokens], summed in one go, so that a sum does not depend on the chunks; None before
-    # there are any, and once they are summed
+    # values of each token [rows, tokens], summed at once so that sums do not depend on chunks; None before and after
     table: Tensor | None = None
     apart: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
     coupled: bool = False  # a loss looks at more than its token

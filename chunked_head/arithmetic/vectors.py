@@ -54,9 +54,8 @@ class NoKernelError(Exception):
 
 
 class VectorKernel:
-    """A kernel launched for the tokens ``rows`` of inputs that hold those of all tokens: outputs of the chunk into rows
-    of ``chunk`` [outputs, tokens of the chunk], outputs of all tokens into rows of ``table`` [outputs, tokens].
-    ``used``: inputs that the source reads."""
+    """A kernel for the tokens ``rows`` of inputs that hold all tokens: it writes ``chunk`` [outputs, tokens of the
+    chunk] and ``table`` [outputs, tokens]. ``used``: inputs that the source reads."""
 
     def __init__(self, source: str, used: Sequence[int]):
         self.used = tuple(used)
@@ -83,9 +82,9 @@ class VectorKernel:
 def vector_kernel(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
 ) -> VectorKernel | None:
-    """One kernel of a function of inputs like these to outputs of a chunk and outputs of all tokens, each [n]; None
-    where the function can have none. ``token_dims``: the dimension of each input that tokens are counted along, or
-    None. The function gets floats as tensors [] of float32; the kernel takes any float in their place."""
+    """The kernel of a function of inputs like these, with outputs of a chunk and of all tokens, each [n]; or None.
+    ``token_dims``: the dimension of each input that counts tokens, or None. The function gets floats as float32
+    tensors []; the kernel takes any float."""
     try:
         one, other = (Writer(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
     except NoKernelError:

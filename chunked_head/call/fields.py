@@ -40,15 +40,14 @@ def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
 
 
 def named_by(part: Summand | Metric) -> dict[str, Field]:
-    """Fields that a loss names where it could hold a tensor, and so declares."""
+    """Fields of the batch that options name in place of a tensor."""
     named = {getattr(part, option, None): kind for option, kind in NAMING.items()}
     return {name: kind for name, kind in named.items() if isinstance(name, str)}
 
 
 def wanted_fields(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
-    """Names of the fields that losses and metrics read, all of them in the batch, else a ValueError; and the kinds of
-    all fields. A user's function may read any field, and is given all but a dense teacher's tensors and, without
-    ``num_segments``, fields of segments: these it has to declare."""
+    """Names of the fields that losses and metrics read (ValueError for a missing one), and the kinds of all fields.
+    A user's function must declare a dense teacher's tensors and, without ``num_segments``, fields of segments."""
     batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
     parts = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
     known = kinds_of(part for _, part in parts)
@@ -149,8 +148,7 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
 
 
 def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
-    """Ids of the teacher's vocabulary, None without one; its two matmul operands must fit each other, in their dtypes
-    too where autocast does not cast them, and ranks must split it as they split the student's."""
+    """Checks a dense teacher's operands and how ranks split it; returns its vocabulary's size, None without one."""
     batch: Any = call.batch
     if "teacher_logits" in wanted:
         rows = batch["teacher_logits"].shape[-1]

@@ -26,7 +26,7 @@ def objective_of(tokens: Tokens) -> Objective:
     """The sum of losses as one number, or for each token, or statistics of each token."""
     call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
-        # ranks that hold different tokens are not about to make different calls of them, or all of them raise
+        # all ranks raise if their calls differ
         agree(call_fields(tokens) | {"vocab": str(call.vocab)}, parallel.group, call.device, "TokenParallel")
     if call.outputs:
         return of_each_token(tokens)
@@ -97,7 +97,7 @@ def fields_of(
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
     class_weights = None
     if structure.weighted is not None:
-        # a copy: backward may read it, and would not notice that the caller had changed it
+        # a copy: the caller may change it before backward reads it
         given = tokens.call.losses.terms[structure.weighted][1].tensors["class_weights"]
         class_weights = given.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_only and columns is not None and len(columns):
@@ -208,7 +208,7 @@ def local_total(summand: Summand, tokens: Tokens) -> Tensor:
 
 
 def shown(value: Any) -> str:
-    """A plain value; of another its type, since in another process it may show otherwise."""
+    """A plain value, or the type of any other: its text may differ between processes."""
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 

@@ -25,19 +25,19 @@ from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_b
 from ..stores.quantised import QuantisedWeight
 
 Result = TypeVar("Result")
-# what another value of an option means: "spec" another Spec, "numbers" the Spec renewed, "call" nothing for the Spec
+# effect of a new value: "spec" another Spec, "numbers" the Spec renewed, "call" none on the Spec
 Decides = Literal["spec", "numbers", "call"]
 NO_LOSSES = Losses(())
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises what is wrong with options of a head by themselves, whatever tensors they will come with."""
+    """Checks options of a head, without any tensor."""
     for name, value in options.items():
         CHECKS[name](value)
 
 
 class OptionsModule(nn.Module):
-    """A module that has its options as attributes, as torch's losses have: later calls see a change of one."""
+    """A module with its options as attributes, as torch's losses: later calls see a change of one."""
 
     names: tuple[str, ...]
 
@@ -152,7 +152,7 @@ class LogitsHead(TypedDict, total=False):
 
 
 def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = "spec") -> Any:
-    """A row of the table of options. ``check`` raises what is wrong with a value, whatever tensors it comes with."""
+    """A row of the table of options; ``check`` raises for a bad value, without looking at operands."""
     return field(default=default, metadata={"check": check, "decides": decides})
 
 
@@ -289,7 +289,7 @@ class Call(Generic[Result]):
             "skip_ignored does not go with sequence_sharded=True; leave it False": sharded and self.skip_ignored,
             "sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions":
                 sharded and not self.leading,
-            # two shares have one sum, in the order of more torch.distributed goes by a row's place in the message
+            # two shares have one sum; torch.distributed adds more in an order that depends on a row's place
             "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient; use "
             "reduce_dhidden=False and a sum of your own, or deterministic=False":
                 self.deterministic and summed and ranks > 2,
@@ -302,7 +302,7 @@ class Call(Generic[Result]):
 
 OPTIONS = {one.name: one for one in fields(Call) if "check" in one.metadata}
 STATIC = attrgetter(*[name for name, one in OPTIONS.items() if one.metadata["decides"] == "spec"])
-# by name: of the table, and of arguments that only stand for a loss or a field
+# checks by name, also of arguments that stand for a loss or a field
 CHECKS: dict[str, Callable[[Any], Any]] = {name: one.metadata["check"] for name, one in OPTIONS.items()} | {
     "label_smoothing": number("label_smoothing", 0.0, 1.0),
     "z_loss": number("z_loss", 0.0),

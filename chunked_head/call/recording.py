@@ -1,8 +1,8 @@
-"""Sweeps that are run from a recording: which they are, and what of a call a recording is found by.
+"""Sweeps that run from a recording: which sweeps can, and the key that finds a recording.
 
-The first sweep of a key runs as ever, the second is recorded (``kernels/common/recording.py``), later ones run the
-recording. A key holds all that a sweep depends on but for addresses and contents of tensors. Of another key, and where
-a step finds other memory than it was recorded with, the sweep runs as ever.
+The first sweep of a key runs normally, the second is recorded (``kernels/common/recording.py``), later ones replay it.
+A key holds everything that a sweep depends on except addresses and contents of tensors. Where memory lies otherwise
+than a step recorded it, the sweep runs normally.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ..stores.operands import Head
 Sweep = Callable[[Any, Tensor, Head], tuple[RowStats, Gradients | None]]
 ALIGNED = 16  # bytes
 NOT_YET = object()  # in the place of a recording
-FEW_TOKENS = 8192  # of more torch sorts the targets; and the device takes longer than the host
+FEW_TOKENS = 8192  # above it torch sorts the targets, and the device takes longer than the host
 
 
 @dataclass(eq=False)
@@ -36,8 +36,8 @@ class Recorded:
 
 
 def is_recordable(plan: Plan, objective: Objective) -> bool:
-    """True where a sweep for statistics, or for gradients too, consists of launches, products and new memory: of the
-    library's own losses, without what another rank, a teacher, sets of columns or an order of the rows would add."""
+    """True where a sweep consists of launches, products and new memory: losses are the library's own, and there are no
+    other ranks, teacher, sets of columns or packed rows."""
     sizes = plan.sizes
     return (
         sizes.own_matmul
@@ -74,7 +74,7 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
     inputs = inputs_of(call, given, head)
     # the first product of the first stream is stored in the gradient's buffer, all others are added
     buffer, numbers = call.gradient_buffer, (call.logit_scale, call.softcap)
-    # all of the tensors that steps depend on but for addresses and contents
+    # everything that steps depend on except addresses and contents
     kinds = [one if one is None else (one.dtype, one.shape, one.stride(), one.data_ptr() % ALIGNED) for one in inputs]
     key = id(plan), numbers, None if buffer is None else buffer.fresh, given.device, tuple(kinds)
     found = recordings.get(key)
@@ -93,7 +93,7 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
     tables = [objective.table] if scalar else []
     made = [] if grads is None else [each for each in (grads.hidden, grads.weight) if each is not None]
     if not scalar or objective.table is not None:
-        # the statistics of one loss are for backward only, those of values per token are what a call returns
+        # backward alone reads the statistics of a scalar loss; those of values per token are returned
         steps = recorder.finish([*named.values(), *tables, *made], len(named) if scalar else 0)
         recordings[key] = Recorded(plan, steps, tuple(named))
     return stats, grads

@@ -57,14 +57,14 @@ def run(call: Call[Any], spec: Spec) -> Outcome:
 
 
 def prepared(tokens: Tokens, wanted: Wanted | None = None) -> tuple[Tokens, HeadCall | LogitsCall, tuple[Any, ...]]:
-    """The tokens in the order in which they run, the call on them, and its operands: hidden states [tokens,
-    hidden], weight and bias, or logits. ``wanted``: other gradients than autograd asks for here and now."""
+    """The tokens in the order in which they run, the call, and its operands: hidden states [tokens, hidden], weight and
+    bias, or logits. ``wanted``: gradients to make; None: those that autograd asks for."""
     call, spec = tokens.call, tokens.spec
     if call.weight is None:
         logits, on_logits = logits_call(tokens, objective_of(tokens))
         return tokens, on_logits, (logits,)
     tokens, rows, plan, spans = planned(tokens, wanted or wanted_of(call), wanted is None and in_backward())
-    # the first that ranks with other tokens send each other: what one of them refuses is known by now
+    # the first messages between ranks with other tokens: what one of them refuses is known by now
     objective = objective_of(tokens)
     temperature, shard = tokens.structure.temperature, call.shard
     if shard is not None:
@@ -99,7 +99,7 @@ def wanted_of(call: Call[Any]) -> Wanted:
 
 def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor, Plan, Spans | None]:
     """The tokens in the order in which they run, hidden states [tokens, hidden] as given, the plan, and spans of rows
-    whose gradients wait for each other only. ``again``: inside of a backward."""
+    that depend on each other only. ``again``: inside a backward."""
     call, spec, groups = tokens.call, tokens.spec, tokens.groups
     assert call.weight is not None
     asked, weight, buffer_dtype = spec.request, call.weight, None
@@ -133,7 +133,7 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
                 skips=skips,
             )
             check_own_matmuls(tokens, sizes)
-            # computed again in backward, a call recomputes whatever its request was made for
+            # inside a backward a call recomputes, whatever its request asked for
             plan = make_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
             if lasts:
                 spec.plans[kind, by_segments] = plan
@@ -222,8 +222,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
 
 
 class Pass:
-    """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits: its results, and
-    what its backward needs."""
+    """The forward pass of a call on operands that ``prepared`` made: its results, and what its backward needs."""
 
     def __init__(self, call: LocalCall, *operands: Any):
         self.stats, self.grads = call.forward(*operands)  # gradients: None where backward makes them
@@ -243,8 +242,7 @@ class Pass:
     def gradients(
         self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
     ) -> Grads:
-        """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from what autograd
-        saved."""
+        """Gradients of the operands: ``grads`` times the rest of the upstream gradient, or made from ``saved``."""
         buffer, expected, given = self.call.gradient_buffer, self.call.objective.expected, upstream[0]
         if buffer is not None:
             buffer.check_there()
@@ -254,7 +252,7 @@ class Pass:
         assert expected is not None and given is not None and self.call.plan is not None
         factors, one_or_nan = expected.factors(given), expected.one_or_nan
         if buffer is not None and grads.weight is not None:
-            # the caller promised it: where it is another, what the forward pass has added to the buffer is wrong
+            # the caller promised it; with another one the forward pass has added a wrong gradient to the buffer
             one_or_nan = expected.one_or_nan_for(given)
             factors = *factors[:1], one_or_nan
         return grads.finish(self.call.backend, factors, one_or_nan, self.call.plan.sizes)
@@ -295,9 +293,8 @@ class Loss(torch.autograd.Function):
             ctx.ends = [*itertools.accumulate([len(one.saved) for one in made], initial=len(operands))]
             for one in made:
                 del one.outputs, one.stats, one.grads, one.saved
-            # True where backward reads what autograd has saved even if it has its gradients already. Under an
-            # activation checkpoint reading runs the forward pass again, with its messages to ranks that hold other
-            # tokens: so either all ranks read or none does.
+            # Under an activation checkpoint reading saved tensors runs the forward pass again, with its messages: all
+            # ranks with other tokens must read, or none. True: backward reads even if it has its gradients already.
             ctx.reads_saved, ctx.overwritten = bool([1 for one in made if one.call.objective.exchanges]), False
         ctx.mark_non_differentiable(*outputs[calls[0].objective.differentiable :])
         ctx.set_materialize_grads(False)
@@ -374,7 +371,7 @@ def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[An
 
 
 class OnlyOnce(torch.autograd.Function):
-    """A gradient whose own derivative in the call's inputs is not computed: asking for it raises."""
+    """A gradient without a second derivative: asking for that raises."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Spec of a call: all of it that no tensor's content decides, checked and made once for calls of an equal key."""
+"""The Spec of a call: every decision that no tensor's content affects, checked and made once for calls of one key."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -25,7 +25,7 @@ from ..stores.quantised import e4m3_missing
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import STATIC, Call, check_options
 
-TENSORS = frozenset((Tensor, nn.Parameter))  # whose metadata say all there is to check; a subclass's may not
+TENSORS = frozenset((Tensor, nn.Parameter))  # their metadata say all there is to check; a subclass's may not
 # types of options that are equal where they mean the same
 PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
 FOR_EACH = frozenset([TEMPERATURE, *[name for name, field in FIELDS.items() if field.kind in ("token", "row")]])
@@ -112,8 +112,7 @@ def name_tensors(call: Call[Any]) -> None:
 
 
 def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
-    """A key, which calls have in common whose Specs differ in numbers at most, None where no other call can use the
-    Spec; and these numbers: the head's, the losses' and the metrics'."""
+    """The Spec's key without its numbers (None: no other call can use it), and the numbers of head, losses, metrics."""
     batch: Any = {} if call.batch is None else call.batch
     segments, terms, device = call.num_segments, call.losses.terms, call.device.type
     static, numbers = STATIC(call), (call.softcap, call.logit_scale, call.plain_temperature)
@@ -135,7 +134,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     tensors = [tensor for summand in summands for tensor in summand.tensors.values()]
     # a tensor that has a number for each token: equal for calls of other lengths
     of_tokens = *for_each, *[batch[name] for name in batch if name in FOR_EACH]
-    # for each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax
+    # which losses and metrics share a softmax: each one's first of equal temperature, 0 for the call's
     found = [given, *[given if part.temperature is None else part.temperature for part in parts]]
     key = (
         call.function,
@@ -161,7 +160,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
 
 
 def metadata(tensor: Tensor, ahead: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
-    """All of a tensor that checks look at, without the first dimensions where they are ``ahead``, as they should be."""
+    """Everything that checks read of a tensor; without its first dimensions if they are ``ahead``, as they should."""
     shape, dims = tensor.shape, len(ahead)
     rest = shape[dims:] if shape[:dims] == ahead else (shape,)
     return rest, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
@@ -169,7 +168,7 @@ def metadata(tensor: Tensor, ahead: tuple[int, ...] = ()) -> tuple[Hashable, ...
 
 def of_field(name: str, value: Tensor, extra: Mapping[str, Field], call: Call[Any]) -> Hashable:
     """``metadata`` of a field without its number of tokens, segments, pairs or kept ids, so that calls of other lengths
-    have it in common. Where a check compares this number with another field's, the result of that is in it instead."""
+    share a key. Where a check compares that number with another field's, the comparison's result is in the key."""
     batch: Any = call.batch
     leading, segments, shape = call.leading, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:
@@ -189,7 +188,7 @@ def parts_of(call: Call[Any]) -> list[Summand | Metric]:
 
 
 def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
-    """Checks everything that can be known before a tensor is looked into."""
+    """Checks everything that does not depend on the contents of tensors."""
     dtype, batch = call.check(), call.batch or {}
     check_losses(call)
     backend = backend_of(call.backend, call.device)

@@ -43,8 +43,8 @@ class StreamsBuffer(GradientBuffer):
         """None: the backward of all streams returns the gradient, once."""
 
     def finished(self, made: Sequence[Pass], upstream: Grads, late: bool) -> Tensor:
-        """The sums in the weight's dtype, which nothing here keeps, since a graph may outlive its backward; nan where
-        an id of any stream was out of range. ``late``: made in backward, with the upstream gradient in them."""
+        """The sums in the weight's dtype, nan if an id of any stream was out of range; lets go of them, since a graph
+        may outlive its backward. ``late``: made in backward, with the upstream gradient in them."""
         expected, one_or_nan = made[0].call.objective.expected, [one.call.objective.one_or_nan for one in made]
         factors: tuple[Tensor, ...] = (torch.stack(one_or_nan).prod(),)
         if not late:
@@ -74,7 +74,7 @@ class Streams(Generic[Result]):
         found = [prepared(tokens) for tokens in given]
         calls: list[Any] = [call for _, call, _ in found]  # ``HeadCall`` each
         if any(call.plan.schedule == "recompute" for call in calls):
-            # what one stream's gradients wait for, all of them do: sums of both kinds would not be scaled alike
+            # if one stream waits for backward all do: their sums must take the same factor
             calls = [call if call.plan.schedule == "loss only" else call.recomputing() for call in calls]
         one, stats = given[0].call, list[RowStats]()
         (total,) = Loss.apply(calls, buffer, stats, *[rows for *_, (rows, *_) in found], one.weight, one.bias)

@@ -152,8 +152,7 @@ class LocalCall:
 
     @functools.cached_property
     def every_target(self) -> Tensor:
-        """[tokens] int64: columns of this rank's, -1 where a token does not count, ``ELSEWHERE`` where it does and its
-        column is another rank's."""
+        """[tokens] int64: this rank's columns, -1 where a token does not count, ``ELSEWHERE`` for other ranks'."""
         target = self.objective.target
         return target if self.shard is None else self.shard.local_targets(target)
 

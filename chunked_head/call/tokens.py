@@ -136,8 +136,8 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
 def lay_fields(
     spec: Spec, call: Call[Any], target: Tensor | None, batch: Mapping[str, Tensor], leading: tuple[int, ...]
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]:
-    """Targets [tokens] paired with the hidden states that predict them, with their three numbers as ``Tokens`` has
-    them, and the fields that are read likewise: what does not count is 0 (ids -1). ``leading``: the shape of both."""
+    """Targets [tokens] and fields at the hidden states that predict them, 0 (ids -1) where a token does not count, and
+    the three numbers of ``Tokens``. ``leading``: the shape of targets and fields."""
     dtype, wanted, known, ignore_index = spec.statistics_dtype, spec.wanted, spec.known, call.ignore_index
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
@@ -170,7 +170,7 @@ def lay_fields(
         elif field == "pairs":
             value = in_range(field, value.to(torch.int64), call.num_segments or 0, None, wrongs)
         elif field not in TEACHER_FIELDS:
-            # a copy: backward may read it, and would not notice that the caller had changed it
+            # a copy: the caller may change it before backward reads it
             value = value.to(dtype if kind.type == "float" else value.dtype, copy=True)
         fields[field] = value
     if "teacher_ids" in fields:

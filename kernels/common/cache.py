@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 class Cache(Generic[Key, Value]):
-    """Values by key, at most ``most`` of them: of more, those go first that were asked for longest ago. Threads may
-    share one. Keys are equal as in a dict: where 1, 1.0 and True differ, a key holds their types as well.
+    """Values by key, at most ``most``: the least recently used go first. Threads may share one. Keys are equal as in a
+    dict: where 1, 1.0 and True differ, a key holds their types as well.
 
     A hit takes no lock and hashes the key once.
     """

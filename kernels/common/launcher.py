@@ -1,14 +1,11 @@
-"""Launching compiled kernels without what Triton does before each launch, most of which is the same every time.
+"""Launching compiled kernels without the work that Triton repeats before each launch.
 
-The first launch of a kind is Triton's, which compiles. Later launches find what was compiled by one key, and call the C
-function that Triton's own launches end with.
+The first launch of a kind is Triton's, which compiles. Later launches find the compiled kernel by one key, and call the
+C function that Triton's own launches end with.
 
-Kernels that serve any number of tokens: what follows that number is an argument of compiled code, not part of it.
-
-Triton compiles anew for an integer that is 1 or a multiple of 16 where another was not, and for a pointer that is a
-multiple of 16 bytes; it need not where neither makes the code better. What the number of tokens still decides is
-whether a chunk's products are stored or added to an earlier chunk's, whether tiles of dhidden are cut, and whether a
-size needs 64 bits.
+Triton compiles anew for an integer that is 1 or a multiple of 16 where another was not, and for a pointer on 16 bytes.
+Sizes that follow the number of tokens are plain arguments, since neither makes their code better. That number decides
+only whether a chunk's products are stored or added, whether tiles of dhidden are cut, and whether a size needs 64 bits.
 """
 
 import copy
@@ -31,7 +28,7 @@ from .tiles import INTERPRETED
 OLDEST, NEWEST = (3, 5), (3, 9)
 # of every launch: a product and a sum are one instruction, whatever Triton does by itself (from 3.10 on it does not)
 FUSED = {"enable_fp_fusion": True}
-# what somebody has set in place of what environment variables say, and what is to be called around each launch
+# settings in place of environment variables, and hooks around each launch
 RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
 NOTHING = (None,)
 AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]

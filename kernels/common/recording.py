@@ -5,9 +5,9 @@ only addresses differ. A ``Recorder`` listens to one sweep. Of each tensor among
 place: which input or which tensor that the sweep has made, and how many bytes behind its beginning. A ``Recording``
 makes such tensors anew, finds the addresses, and runs the steps.
 
-What addresses do not show is not recorded (``finish`` returns None): a step whose tensor lies in none of the
-inputs and of the memory made by ``empty``, or in two of them; and operators of torch that write to these, which their
-versions show. A result of any other operator has memory of its own, which no step can read unseen.
+``finish`` returns None where addresses do not show everything: a step's tensor lies in none of the inputs and tensors
+made by ``empty``, or in two of them; or an operator of torch wrote to one, as its version shows. Results of other
+operators have memory of their own, which no step can read unseen.
 """
 
 import functools
@@ -156,8 +156,7 @@ class Recorder:
         compiled: Compiled,
         given: Sequence[Any],
     ) -> None:
-        """A launch in C. ``given``: arguments as the C function takes them, constants and fields of descriptors among
-        them."""
+        """A launch in C. ``given``: arguments of the C function, with constants and fields of descriptors."""
         there, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
         found: list[Argument] = []
         for i, parameter in enumerate(launcher.kernel.params):
@@ -175,8 +174,7 @@ class Recorder:
         self.steps.append((run, before + found))
 
     def called(self, function: Callable[..., Any], *arguments: Any, written: torch.Tensor | None = None) -> None:
-        """A call of a function of tensors and descriptors: Triton's own launch, or a product that has been ``written``
-        to a tensor."""
+        """A call of a function: Triton's own launch, or a product that has been ``written`` to a tensor."""
         found: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
@@ -190,8 +188,7 @@ class Recorder:
         self.steps.append((function, found))
 
     def finish(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":
-        """The recording, which returns new tensors in the place of ``results``; None where there is none. The first
-        ``sharing`` of them may share memory."""
+        """The recording, or None. It returns new tensors for ``results``; the first ``sharing`` may share memory."""
         places = [self.place_of(result) for result in results]
         fits = all(
             self.tensors[place.slot].shape == result.shape
@@ -206,7 +203,7 @@ class Recorder:
 
 
 def is_row(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """True for a vector of as many fp32 numbers as another has, whose bytes are a multiple of those of alignment."""
+    """True for an fp32 vector as long as ``like``, of a multiple of ALIGNED bytes."""
     return tensor.dtype == torch.float32 and tensor.shape == like.shape and tensor.nbytes % ALIGNED == 0
 
 
@@ -224,7 +221,7 @@ class Recording:
     def __init__(self, recorder: Recorder, results: Sequence[int], sharing: int):
         # results have memory of their own, everything else lies in one block of bytes, which lives for the sweep
         own, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
-        # vectors that may share memory are rows of one tensor, where each begins on as many bytes as by itself
+        # vectors that may share memory are rows of one tensor, each aligned as by itself
         rows = [slot for slot in results[:sharing] if is_row(tensors[slot], like=tensors[results[0]])]
         own = [slot for slot in own if slot not in rows]
         self.rows = (len(rows), tensors[rows[0]].numel()) if rows else None
@@ -265,8 +262,7 @@ class Recording:
         return not unusual or all(launcher.direct() for launcher in self.launchers)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The results of the sweep on other inputs, of equal kinds; None where it cannot be run so, and nothing has
-        been."""
+        """The sweep's results on other inputs of equal kinds; None, with nothing run, where it cannot run so."""
         if not self.usable():
             return None
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.made]

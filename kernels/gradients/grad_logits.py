@@ -1,8 +1,8 @@
 """The logits matmul whose epilogue leaves the gradient of the raw logits, where their statistics are known beforehand.
 
-The same persistent GEMM as ``exp_logits.py``, and in its epilogue the identity of ``identity.py`` without a teacher, 0
-for rows that do not count. No logit is ever stored. Targets' columns are as all others here: ``row_grad_kernel``
-overwrites them, from the exact logits. To ask of every element whether it is one would cost 3 to 10 % of the matmul.
+The persistent GEMM of ``exp_logits.py`` with the identity of ``identity.py`` (without a teacher) in its epilogue, 0 for
+rows that do not count. No logit is stored. Targets' columns get the general term here, since a test of every element
+would cost 3 to 10 % of the matmul: ``row_grad_kernel`` overwrites them, from the exact logits.
 """
 
 import triton.language as tl

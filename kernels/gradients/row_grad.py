@@ -10,8 +10,8 @@ Hidden states times the softmax factor [rows] fp32 are the other operand of the 
     E = exp(x - level),  dlogits[i] = softmax_factor[i] E[i] + target_factor[i] onehot(target[i])
     softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta - softmax_factor E(target)
 
-As E(target) stands, in 16 bits, what makes target_factor nearly 0, ``ratio``. In a row of dweight for a frequent id the
-sums of both kinds of terms nearly cancel: they do so before that row is rounded.
+The kernel writes into E(target) the 16-bit number that makes target_factor nearly 0, ``ratio``: in the row of dweight
+for a frequent id the sums of both kinds of terms nearly cancel, and must do so before that row is rounded.
 
 The last factor of gradients [numel], known only in backward, in place or into the dtype that a gradient should have,
 ``scale_kernel``:

@@ -157,8 +157,8 @@ def add_rows_kernel(
 ):
     """``out[place[i]] +=`` the term of entry i, entries in sorted pieces of a fixed size.
 
-    A program finishes the places that begin in its piece, the last of them as far as its entries reach into others:
-    whatever the places, the order of every sum is fixed, and it is rounded once.
+    A program finishes the places that begin in its piece, with the entries of the last one that lie in later pieces:
+    the order of every sum is fixed, and it is rounded once.
     """
     end = (tl.program_id(0) + 1) * PIECE
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)

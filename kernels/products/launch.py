@@ -114,8 +114,8 @@ def add_rows(
     together: bool = False,  # equal places are together already, and int32
     products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),  # softmax_factor, ratio [entries]
 ) -> None:
-    """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits whenever it is done; and what
-    ``ratio * (softmax_factor * rows)`` lost where its last product was rounded to bf16."""
+    """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits each time; and what ``ratio *
+    (softmax_factor * rows)`` lost where its last product was rounded to bf16."""
     entries, width = places.shape[0], rows.shape[1]
     if not entries:
         return

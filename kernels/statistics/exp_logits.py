@@ -1,22 +1,21 @@
 """The logits matmul whose epilogue leaves statistics, and exponentials or relative logits instead of logits.
 
-A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles, each one or two column strips: from the fp32 accumulator come a
-strip's offset, its row sum of exponentials and what else was asked for. What goes out, 16 bits wide, is one of three
-things:
+A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles of one or two column strips. The fp32 accumulator gives a strip's
+offset, its row sum of exponentials and what else was asked for. The output, 16 bits wide, is one of three things:
 
-- exponentials ``E = exp(x - offset)`` in the operands' type, relative to an offset of the row that was given
-  beforehand (the target's logit): the rest of the gradient is a factor per row and needs no pass over E. A strip whose
-  maximum lies more than REACH above takes a larger offset, the sign that the row has to be levelled afterwards.
+- exponentials ``E = exp(x - offset)`` in the operands' dtype, relative to the row's given offset (the target's logit):
+  the gradient is E times a factor per row, without a pass over E. A strip with a maximum more than REACH above takes a
+  larger offset, and the row is levelled afterwards.
 - relative logits ``x - offset`` in fp16 and in base 2, as the exponentials have them, relative to the row's maximum
   in the strip: off by 2^-12 of their distance from the maximum, so a probability ``p`` by ``2^-12 log(p_max / p)`` of
   itself, for any row up to 45,000 nats wide. Every statistic and every gradient can be made from them.
 - nothing, where only statistics are wanted.
 
-No logit is ever rounded by its own size. The target's term has the tile's own logit here; ``merge.py`` and
-``level_rows_kernel`` put the exact one in its place: then loss and gradient see one and the same logit.
+No logit is rounded by its own size. The target's term has the tile's logit here; ``merge.py`` and
+``level_rows_kernel`` replace it by the exact one, so that loss and gradient see the same logit.
 
-Operands may be e4m3, with a scale for each row of hidden states and one for the weight. The exact logit of the target
-stands in the tile then. Blocks of ids whose logits are to be exact are made once more, over those of e4m3.
+Operands may be e4m3, with a scale for each row of hidden states and one for the weight. The tile then holds the
+target's exact logit, and blocks of ids with exact logits are made once more, over those of e4m3.
 """
 
 import triton

@@ -86,8 +86,8 @@ def sum_rows(
     one_or_nan: torch.Tensor,  # []
     coefficients: Sequence[float],  # of losses, whose rows come first
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over tokens [rows], of losses times ``inverse``, of the others times ``one_or_nan``; and before them the sum
-    of losses times their coefficients, [] in memory of its own."""
+    """The sum of losses times their coefficients [] in memory of its own, and sums over tokens [rows], of losses times
+    ``inverse``, of others times ``one_or_nan``."""
     parts = len(coefficients)
     total, sums = table.new_empty(()), table.new_empty(table.shape[0])
     first = (*coefficients, *[0.0] * MOST_PARTS)[:MOST_PARTS]

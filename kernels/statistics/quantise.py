@@ -1,14 +1,13 @@
-"""Matrices in e4m3: ``out = matrix / s`` rounded; what belongs to it is
+"""Matrices in e4m3: ``out = matrix / s`` rounded, with
 
     scale = s sqrt(sum (matrix / s)^2 / sum out^2)
 
-of the same rows. Rounding to the nearest makes a row longer or shorter by up to 4e-3, by where its numbers happen to
-lie, and all its logits with it: log-probabilities of flat heads were off by 1.5e-2 nats, each token's by as much. So
-lengths stay.
+of the same rows, which keeps their lengths. Rounding changes a row's length, and so all its logits, by up to 4e-3:
+log-probabilities of flat heads were off by 1.5e-2 nats.
 
-Rows of hidden states have each ``s = largest / 448``. A weight has one ``s`` and is read once: a power of 2 that the
-longest of a few rows tells, with room for numbers of a hundred times its root mean square. Where that is too little,
-which the sums' kernel sees, it is rounded again.
+Each row of hidden states has ``s = largest / 448``. A weight has one ``s`` and is read once: a power of 2 from the
+longest of a few rows, with room for numbers of 100 times its root mean square. If the sums' kernel finds that too
+little, the weight is rounded again.
 """
 
 import triton
