@@ -1,9 +1,8 @@
-"""The decorator of public functions, which run at once or as an operator of a graph being traced, and the operators: a
-call, and the gradients of one that cannot make them as it goes.
+"""The decorator of public functions, which run at once or as an operator of a graph being traced, and the operators.
 
-``forward`` returns values: per token, or the loss and in one vector those of its parts and metrics. Then, where a
-gradient is wanted, the expected upstream gradient and the gradients at it for a loss of hidden states; else the
-statistics, of which ``backward`` makes gradients.
+``forward`` returns values: per token, or the loss and one vector of its parts and metrics. If a gradient is wanted,
+the expected upstream gradient and gradients at it follow for a loss of hidden states, else the statistics, from which
+``backward`` makes gradients.
 """
 
 import functools
@@ -42,7 +41,7 @@ IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
 
 
 def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
-    """A public function of one that checks its arguments and says what to do.
+    """A public function, which runs the call that ``function`` makes of checked arguments.
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
     """
@@ -101,7 +100,7 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
     device = operands[0].device
     number = given.get("normalizer")
     if isinstance(number, NUMBERS) and not isinstance(number, bool) and number >= 0 and number < INFINITY:
-        # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
+        # a tensor may change at every step without another graph
         given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * number}
     tensors: list[Tensor] = []
     arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
@@ -131,8 +130,8 @@ DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_inclu
 
 
 def plainly(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """``function`` as if called from outside of any graph. A compiled one runs its operators with the dispatch of
-    autograd and of ``torch.func`` switched off, and losses are differentiated to their statistics by those."""
+    """``function`` as if called outside of a graph, which runs operators with the dispatch of autograd and
+    ``torch.func`` switched off: losses are differentiated to their statistics by these."""
 
     @functools.wraps(function)
     def outside_of_graphs(*args: Any) -> list[Tensor]:
@@ -214,9 +213,8 @@ def packed(asked: Call[Any], objective: ScalarObjective, stats: RowStats) -> Ten
 
 
 def waiting_dtypes(asked: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient, at any number of
-    tokens: the operands', or fp32 where ``accumulate_dtype`` says so and in fp16, whose range they may pass till then.
-    """
+    """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient: the operands', or
+    fp32 where ``accumulate_dtype`` says so and in fp16, whose range they may exceed till then."""
     assert asked.weight is not None
     hidden, weight = asked.rows.dtype, asked.weight.dtype
     wide = torch.promote_types(spec.dtype, torch.float32)

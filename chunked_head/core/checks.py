@@ -23,8 +23,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    """Checks shapes, dtypes and devices of hidden states and a head, or of logits where there is no weight; returns the
-    dtype of the matmuls, or that of the logits."""
+    """Checks shapes, dtypes and devices of hidden states and head, or of logits; returns the dtype of matmuls."""
     what = "logits" if weight is None else "hidden"
     tensors = {what: rows, "weight": weight, "target": target, "bias": bias}
     for argument, tensor in tensors.items():
@@ -132,7 +131,7 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, of:
 
 
 def check_temperature(temperature: float | Tensor) -> None:
-    """Checks a number, or of a tensor with one per token what needs no tokens."""
+    """Checks a number, or a tensor with one per token as far as that needs no tokens."""
     if not isinstance(temperature, Tensor):
         number(None, "temperature", temperature, 0.0, open_=True)
         return

@@ -1,5 +1,4 @@
-"""Names of torch that differ between versions or may be gone in the next one: looked up when they are first needed,
-each with a documented, slower way for a torch without it."""
+"""Private names of torch, looked up when first needed, each with a slower way for a torch without it."""
 
 import functools
 from collections.abc import Callable
@@ -43,8 +42,7 @@ def plain_saving() -> AbstractContextManager[Any]:
 
 
 def in_own_thread(function: Callable[[], Result]) -> Result:
-    """Result of ``function``, run by a new thread: torch keeps hooks and what is switched off of its dispatcher by
-    thread, and a new one begins without."""
+    """Result of ``function`` in a new thread, which begins without torch's hooks and switched-off dispatch keys."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
@@ -69,9 +67,8 @@ def refuse_transforms() -> None:
 def in_backward() -> bool:
     """True while autograd is running a backward: then a forward is a checkpointed region being computed again.
 
-    The non-reentrant kind throws the new graph away (its gradients wait in the old one), so gradients are left to
-    a backward that may never come. Where torch does not tell, so are those of every call under hooks such as a
-    checkpoint's, at one matmul more.
+    The non-reentrant kind throws the new graph away, so gradients are left to a backward that may never come. Where
+    torch does not tell, so are those of every call under hooks such as a checkpoint's, at one matmul more.
     """
     task = private("_C._current_graph_task_id")
     return under_hooks() if task is None else task[0]() != -1

@@ -1,5 +1,4 @@
-"""Vectors of numbers per token: statistics that rows of logits are reduced to, coefficients that gradients are made
-from, and values moved along with ``shift``."""
+"""Vectors of numbers per token: statistics of logits, coefficients of gradients, and values moved by ``shift``."""
 
 import functools
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ class Pairing(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """The statistics that a call needs, ``lse``, ``logprob`` and ``target_logit`` always among them, and what of them
-    its gradient depends on."""
+    """The statistics that a call needs besides ``lse``, ``logprob`` and ``target_logit``, and those of its gradient."""
 
     views: tuple[View, ...] = (View(),)  # the first over all columns at ratio 1
     entropy: tuple[bool, ...] = (False,)  # for each view
@@ -189,7 +187,7 @@ class RowStats(Vectors):
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
-        # memory of their own: a graph's operator returns them, whose outputs must not share any
+        # memory of their own: outputs of a graph's operator must not share any
         vectors = {}
         for name, (numbers, ids, _) in statistics_of(demand).items():
             shape = (tokens,) if numbers is None else (tokens, numbers)
@@ -239,8 +237,7 @@ def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
 
 
 def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
-    """Values [rows, ...] of rows of hidden states at the places of the targets that those predict [*leading, ...], 0 at
-    others; differentiable."""
+    """Values [rows, ...] moved to the targets that their rows predict [*leading, ...], 0 elsewhere; differentiable."""
     if len(leading) == 1 and not shift:
         return values
     values = values.reshape((*leading, *values.shape[1:]))

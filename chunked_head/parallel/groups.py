@@ -1,5 +1,4 @@
-"""Processes that share a call: ranks with rows of the head, ranks with tokens, what they agree on before they exchange
-messages, targets shifted over slices of sequences."""
+"""Ranks that share a call by rows of the head or by tokens, their agreement before messages, and shifted targets."""
 
 import contextlib
 import hashlib
@@ -17,8 +16,8 @@ from ..kernels.common.cache import Cache
 
 LONGEST = 160  # letters of a value in an error
 
-# Hashes of calls that all ranks of a group have agreed on, by group: its name may be another group's once
-# torch.distributed was shut down and begun again. All ranks forget the same ones, since they ask in the same order.
+# Hashes of calls that all ranks of a group have agreed on, by group: torch.distributed may reuse names once it was shut
+# down. All ranks forget the same ones, since they ask in the same order.
 AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
 MOST_IDS = 1 << 24  # ids travel with statistics as floats, exact up to here
 LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
@@ -123,8 +122,8 @@ class VocabParallel(OfGroup):
         object.__setattr__(self, "rows", rows)
 
     def split(self, rows: int, vocab_size: int | None) -> tuple[int, tuple[int, ...]]:
-        """Ids of the vocabulary, and of each rank, padding apart, where this rank has ``rows`` rows of the head, or
-        columns of logits; raises what one rank can see to be wrong, before any message."""
+        """Ids of the vocabulary and of each rank, without padding. ``rows``: of the head, or columns of logits, on this
+        rank. Raises what one rank can see to be wrong, before any message."""
         if self.rows is not None:
             sizes = self.rows
         elif vocab_size is not None and rows == part_sizes(vocab_size, self.ranks)[self.rank]:
@@ -182,10 +181,10 @@ def agrees_each_time(device: torch.device) -> bool:
 
 
 def agree(fields: dict[str, str], group: Any, device: torch.device, what: str) -> int:
-    """Compares ``fields``, texts that every process writes alike, over ranks; raises on all of them where they differ.
+    """Compares ``fields`` over ranks, raises on all of them where they differ, and returns the fields' hash.
 
-    Returns the fields' hash, of which one message has each rank's: on the CPU before every call, elsewhere, where the
-    host has to wait for it, before the first of its kind.
+    One message compares hashes: on the CPU before every call; elsewhere, where the host must wait for it, before the
+    first of its kind.
     """
     key = int.from_bytes(hashlib.sha256(repr(sorted(fields.items())).encode()).digest()[:7], "big")
     agreed = AGREED.setdefault(group, Cache(4096))

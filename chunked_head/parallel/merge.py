@@ -1,5 +1,4 @@
-"""Numbers of several ranks put together: statistics of ranks' columns merged, the same on every rank, to
-the bit; rows of hidden states gathered, their gradients summed or scattered."""
+"""Merging ranks' numbers: statistics of their columns (bit-identical on every rank), hidden states and gradients."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -101,7 +100,7 @@ class ScatteredRows:
         self.wait()
         local = hidden[at.start // self.ranks : at.stop // self.ranks]
         by_rank = self.buffer[: at.stop - at.start].view(len(local), self.ranks, -1).transpose(0, 1)
-        # a copy even of one row for each rank, which lies as it should: the next products write the buffer meanwhile
+        # a copy even where the layout is right already: the next products write to the buffer meanwhile
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)
         work = distributed.reduce_scatter_tensor(
             local, by_rank.view(-1, hidden.shape[1]), group=self.group, async_op=True

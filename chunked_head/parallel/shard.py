@@ -61,16 +61,14 @@ class Shard:
         return torch.where(inside, ids - self.here.start, -1)
 
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
-        """This part in a call that all ranks make alike; raises on every rank where they are about to do different
-        things."""
+        """This part, in a call that all ranks agree on; raises on every rank where ``fields`` differ."""
         split = {"rows of VocabParallel": str(list(self.rows)), "vocab_size": str(self.vocab)}
         split["sequence_sharded"] = str(self.parallel.sequence_sharded)
         return replace(self, kind=agree(split | fields, self.group, device, "VocabParallel"))
 
     def token_checks(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens] numbers that are equal on all ranks that make the same call: ids ``target`` [tokens] plus the hash
-        of the kind of call, modulo 2^24, up to which floats are exact. Ranks that make different calls, each of a kind
-        that was agreed on before, are found out like ranks with different tokens."""
+        """[tokens] numbers, equal on ranks that make the same call: ``target`` [tokens] plus the hash of the kind of
+        call, modulo 2^24, up to which floats are exact. They find ranks with other tokens, or in another known call."""
         return ((target + self.kind % MOST_IDS) % MOST_IDS).to(dtype)
 
     def add_targets(self, target_logit: Tensor) -> None:
@@ -88,12 +86,10 @@ class Shard:
         demand: Demand,
         known_targets: bool,
     ) -> None:
-        """The statistics of this rank's columns become those of the vocabulary, as a backend's ``merge_ranks`` makes
-        them: one message for the chunk.
+        """Merges statistics of ranks' columns into the vocabulary's, by a backend's ``merge_ranks``: a message a chunk.
 
-        ``token_checks`` [rows] go along, or where there are no targets sums of the hidden states (logits have nothing
-        of the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
-        out of each other's tokens, and get nan.
+        ``token_checks`` [rows] go along, or without targets sums of the hidden states (logits have neither): ranks with
+        different tokens, such as those of a data-parallel group, get nan.
         """
         for ids in (stats.argmax, stats.teacher_argmax, stats.top_k_ids):
             if ids is not None:

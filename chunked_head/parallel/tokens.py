@@ -1,7 +1,6 @@
 """Messages of ranks that have different tokens of a batch: sums, counts, metrics.
 
-How many messages there are depends on the losses and metrics of a call, on nothing else: not on tokens, their number,
-the plan, or whether a gradient is wanted.
+The number of messages depends only on a call's losses and metrics: not on tokens, the plan or wanted gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,8 +50,7 @@ class RankSums:
         return AddOverRanks.apply(local, self.parallel.group)
 
     def own_share(self, number: int, device: torch.device) -> Tensor:
-        """[number] bool: the segments or pairs whose values this rank adds to its share of the loss; ranks take turns,
-        since all of them have the values of all segments."""
+        """[number] bool: segments or pairs that this rank adds to its loss; ranks take turns, since all have values."""
         return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
 
 

@@ -44,8 +44,7 @@ class Candidate(NamedTuple):
 
     @property
     def is_hopeless(self) -> bool:
-        """True where sums of the weight's gradient in another dtype than its own exceed a budget that counts: found out
-        without a look at the buffers."""
+        """True where sums of the weight's gradient in another dtype exceed the budget: known without the buffers."""
         plan, sizes, counts = self.plan, self.plan.sizes, self.fits_budget or self.chunk_tokens is None
         waits = plan.weight_accumulate != sizes.weight_dtype and sizes.returns_weight_grad
         sums = sizes.weight_elements * plan.weight_accumulate.itemsize
@@ -85,8 +84,8 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
 
 
 def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:
-    """The plan of a rank that has ``sizes.vocab`` columns of a shared vocabulary, with the chunks of the rank that has
-    most of them, ``most``: all ranks have the same. The demand of ``sizes`` is of the whole vocabulary."""
+    """The plan of a rank with ``sizes.vocab`` columns of a shared vocabulary, in the chunks of the rank that has
+    ``most``, so that all ranks have the same. The demand of ``sizes`` is of the whole vocabulary."""
     demand = sizes.demand
     plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, demand=demand.of_columns(most)), request)
     if isinstance(plan, str):
@@ -110,11 +109,11 @@ def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
 
 
 def default_budget(sizes: Sizes, ranks: int) -> int:
-    """Bytes that a call may take where its caller says nothing: 640 MiB, or those of a chunk of 2048 tokens where its
-    logits alone, in the operands' dtype and with those of a teacher that gives hidden states, are more.
+    """Bytes that a call may take by default: 640 MiB, or those of a chunk of 2048 tokens if its logits alone, in the
+    operands' dtype and with those made for a teacher, take more.
 
-    Of ranks that share a vocabulary each is to do with less as they grow in number, and chunks become larger. A token's
-    hidden states are as long on any number of ranks, so from 16 on it stays.
+    The more ranks share a vocabulary, the less each takes and the larger chunks become; from 16 on the budget stays,
+    since a token's hidden states are as long on any number of ranks.
     """
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
     rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
@@ -130,7 +129,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
 
 
 def e4m3_copy(sizes: Sizes) -> int:
-    """Bytes of a weight's copy that a call makes, of which chunks are no larger or smaller."""
+    """Bytes of the weight's e4m3 copy that a call makes, whatever its chunks are."""
     return sizes.vocab * sizes.hidden if sizes.fp8 == "made" else 0
 
 
@@ -307,8 +306,8 @@ def largest(
 
 
 def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, least: int, fits_budget: bool) -> int:
-    """Rows of a chunk of a forward pass: as many as the plan's budget holds, or as the caller ``named``; 0 where those
-    do not fit and ``fits_budget`` says that they must, or not ``least``."""
+    """Rows of a forward pass's chunk: as many as the budget holds, or as the caller ``named``; 0 if ``least`` do not
+    fit, or the named ones do not and ``fits_budget``."""
     tokens, budget = max(plan.sizes.tokens, 1), plan.budget
     if named is not None:
         rows = balanced(tokens, named)
@@ -366,8 +365,7 @@ def of_tile(plan: Plan, block: int, tile: int) -> Plan:
 
 
 def widest_tile(plan: Plan, needed: Callable[[int], int], least: int) -> int:
-    """Columns of as many tiles as the widest that fit make, none much narrower than the others; 0 where none fits.
-    ``least``: as many as fit."""
+    """Columns of nearly equal tiles, as few as the budget allows; 0 where none fits. ``least``: as many as fit."""
     vocab = plan.sizes.vocab
     if plan.sizes.deterministic:
         tile = min(vocab, FIXED_TILE)

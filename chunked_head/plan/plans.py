@@ -109,8 +109,7 @@ class Plan:
 
     @functools.cached_property
     def in_common(self) -> dict[str, str]:
-        """The part of the plan that ranks of a vocabulary have in common, as text by name; losses and metrics say
-        their numbers themselves."""
+        """The plan's fields that ranks of a vocabulary share, as text by name; not numbers of losses and metrics."""
         demand = self.sizes.demand.of_columns(None)._replace(values=0)
         sizes = replace(self.sizes, vocab=0, padding=0, demand=demand)
         return text_fields(replace(self, sizes=sizes, tile_columns=0, budget=0))
@@ -285,8 +284,8 @@ def merged_bytes(sizes: Sizes) -> int:
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
-    """True where dweight's products are kernels of ours: where rows are skipped, since BLAS cannot, and where the only
-    one is ``stored`` rather than added, as fast as BLAS's and launched sooner."""
+    """True where dweight's products are our kernels: to skip rows, which BLAS cannot, or for one product that is
+    ``stored`` rather than added, as fast as BLAS's and launched sooner."""
     sizes = plan.sizes
     least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype

@@ -1,7 +1,7 @@
 """Segments whose lengths the host knows: chunks end where segments end, and a chunk's gradients follow its statistics.
 
-A group of segments that belong together, as those of a pair do, is on one chunk or, where it is longer than a chunk,
-on several of its own, whose logits alone are computed twice. Groups run in an order that fills the matmuls' tiles.
+Segments that belong together, such as a pair's, are a group on one chunk. A group longer than a chunk has several of
+its own, and only their logits are computed twice. Groups run in an order that fills the matmuls' tiles.
 """
 
 import itertools
@@ -52,8 +52,8 @@ def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
 
 
 def spans_of(sizes: Sequence[int], most: int, free: bool) -> tuple[Spans, list[int]]:
-    """Chunks of at most ``most`` rows of complete groups, several for a group that is longer; and the order in which
-    groups run: their own or, where they are ``free``, one that leaves fewer rows of chunks' last tiles empty."""
+    """Chunks of at most ``most`` rows of complete groups (several for a longer one), and the order of groups: their own
+    or, where they are ``free``, one that fills the last tiles of chunks better."""
     left, order, spans = [*range(len(sizes))], list[int](), list[tuple[slice, ...]]()
     start, total, chunks = 0, sum(sizes), 0
     while left:

@@ -23,8 +23,8 @@ CHUNK_MULTIPLE = 128
 BYTE = torch.uint8
 TILE_ELEMENTS = 1 << 18  # of a block of logits whose elementwise work torch operations do at a time
 LEAST_DEMAND = Demand()
-# rows of a teacher's logits at a time, where no statistic waits for all of a chunk's: the weight is read again for each
-# so many, which is half as long as its product takes; a multiple of the rows that other products read at a time
+# rows of a teacher's logits at a time, where no statistic needs all of a chunk's: reading the weight takes half as long
+# as their product; a multiple of the rows that other products read at a time
 TEACHER_ROWS = 6 * PRODUCT_ROWS
 
 
@@ -174,8 +174,8 @@ class Sizes:
 
     @functools.cached_property
     def teacher_last(self) -> bool:
-        """True where gradients made along with the statistics need no statistic of a dense teacher and the
-        student: the teacher's logits are then made when the student's become gradients, some rows at a time."""
+        """True where gradients of the forward pass need no statistic of both teacher and student: the teacher's logits
+        are then made when the student's become gradients, some rows at a time."""
         pairing = self.demand.pairing
         simple = self.ranks == 1 and not (self.coupled or self.by_segments)
         return pairing is not None and pairing.last and self.own_matmul and simple

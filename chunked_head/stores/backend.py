@@ -74,8 +74,7 @@ class Backend:
     def rounded_head(
         self, weight: Tensor, bias: Tensor | None, kept: Quantised | None, hidden: Tensor, target: Tensor, fixed: bool
     ) -> RoundedHead:
-        """A head for these hidden states and targets; ``fixed``: for any. ``kept``: its weight in e4m3, where the
-        caller has it."""
+        """A head for these hidden states and targets, or if ``fixed`` for any. ``kept``: the caller's e4m3 weight."""
         mean, dots = mean_of(hidden, target), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         blocks = frequent_blocks(target, len(weight))
         if fixed:  # a token's logits do not depend on other tokens
@@ -88,8 +87,7 @@ class Backend:
         return RoundedHead(kept, mean, dots if bias is None else dots.add_(bias), blocks)
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Statistics of the whole vocabulary into ``out``, from those of its pieces; nan where they are of other
-        tokens."""
+        """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
         at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
         named = out.named()
         softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]

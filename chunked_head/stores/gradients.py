@@ -1,5 +1,4 @@
-"""Buffers of gradients: those that a call makes, and a caller's that the weight's gradient is added to instead
-(``accumulate_into=``)."""
+"""Buffers of gradients: those of a call, and a caller's for the weight's gradient (``accumulate_into=``)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from ..plan.sizes import Sizes
 class GradientBuffer:
     """A buffer that the weight's gradient is added to.
 
-    Autograd gets None for the weight; hooks on its accumulation fire all the same. Megatron's hook wants a gradient to
-    be there, though it does not read it: a parameter that has ``grad_added_to_main_grad`` gets torch's zero that takes
-    no memory.
+    Autograd gets None for the weight; hooks on its accumulation fire all the same. Megatron's hook wants a gradient,
+    which it does not read: a parameter with ``grad_added_to_main_grad`` gets torch's zero that takes no memory.
     """
 
     weight: Tensor

@@ -24,14 +24,11 @@ def project(
     bias: Tensor | None = None,  # [columns]
     rows: int | None = None,
 ) -> Tensor | None:
-    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added. On a GPU so many ``rows`` at a
-    time.
+    """``out = hidden @ weight.T + bias``, or without the bias, which is then returned. On a GPU ``rows`` at a time.
 
-    BLAS sums products of few rows in another order, and a row's logits would depend on how many rows came with it: few
-    have rows of zeros behind them.
-
-    ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
-    times as exact; so ours does too, and a product without a bias adds zeros.
+    BLAS sums products of few rows in another order, and a row's logits would depend on the number of rows: few rows get
+    rows of zeros behind them. With a bias, as in ``F.linear``, cuBLAS takes other algorithms, up to two times as exact:
+    so does ours, and a product without a bias adds zeros.
     """
     fused = added = None
     least = FEW_ROWS * torch.get_num_threads()

@@ -101,8 +101,8 @@ def version_of(weight: Tensor) -> int:
 
 
 def mean_of(hidden: Tensor, target: Tensor) -> Tensor:
-    """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths: so none decides it by
-    its size, nor what is not finite. Any vector would do, and one of bf16's bits."""
+    """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths, so that no large or
+    infinite row decides it. Any vector would do, and one of bf16's bits."""
     every = cdiv(max(len(hidden), 1), SAMPLED)
     some = hidden[::every].to(torch.float32, copy=True)
     inverse = torch.linalg.vector_norm(some, dim=1).reciprocal_().nan_to_num_(0.0, 0.0).mul_(target[::every] >= 0)

@@ -1,5 +1,4 @@
-"""The protocol of a store, what stores that multiply have in common, and the stores of logits as they are: those that
-BLAS makes, and those that exist already."""
+"""The protocol of a store, the base of stores that multiply, and the stores of logits that BLAS made or that exist."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,8 +27,8 @@ from .operands import Head, Rows, TeacherHead
 from .torch_functions import fp8_logits, transform_, transformed
 
 FP16_LARGEST = 64.0
-# relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, only
-# roundings differ, and their signs in the sum over a row would be others than in the gradient of its columns
+# relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, signs
+# of mere roundings would differ between the sum over a row and the gradient of its columns
 TIE = 2.0**-16
 # of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
 Parts = tuple[Tensor | None, Tensor | None]
@@ -259,8 +258,8 @@ class MatmulStore(Store):
 
 
 class LogitsStore(MatmulStore):
-    """fp32 logits that BLAS makes, fp64 for fp64 operands; the gradient is written over their bytes, by kernels that of
-    16-bit operands 16-bit wide."""
+    """fp32 logits (fp64 for fp64 operands) that BLAS makes; the gradient overwrites them, by kernels 16-bit wide for
+    16-bit operands."""
 
     def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
         super().__init__(backend, head, plan, every, tiled)

@@ -52,8 +52,8 @@ class HalfStore(MatmulStore):
     def operands(
         self, rows: Rows, head: Head, anew: bool
     ) -> list[tuple[tuple[Matrix, Matrix, Tensor | None], Tensor | None]]:
-        """Operands and bias of the products that make the logits, each but the first of some blocks of ids. ``anew``:
-        where they are e4m3, the rows are others than those that were asked for last."""
+        """Operands and bias of the products that make the logits; those behind the first are of blocks of ids.
+        ``anew``: other rows than the last ones, so e4m3 operands are made again."""
         exact, fp8 = (rows.hidden, head.weight, head.bias), head.fp8
         if fp8 is None:
             return [(exact, None)]
