@@ -129,16 +129,16 @@ class Part:
 
     @functools.cached_property
     def split(self) -> tuple[Hashable, tuple[float, ...]]:
-        """A key of the function and its options without their floats, and the floats. Code is compiled for the key and
-        takes the floats as arguments; a user's function has neither, None and ()."""
+        """A key of the function and its options without floats, and the floats; None and () for a user's function.
+        Code is compiled for the key and takes the floats as arguments."""
         numbers: list[float] = []
         options = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
         return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
 
     @functools.cached_property
     def builtin(self) -> bool:
-        """True for the library's, a function of nothing but its arguments. A user's function may read what changes from
-        call to call: nothing that outlives the call depends on which it is, or refers to it."""
+        """True for the library's own functions, which read their arguments only. A user's may read other things:
+        nothing that outlives a call depends on it."""
         return self.split[0] is not None
 
     def at(self, numbers: Iterator[Any]) -> Self:
@@ -257,8 +257,8 @@ MADE: Cache[tuple, Any] = Cache(256)
 
 
 def once(factory: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A factory of losses or metrics that makes one object of equal numbers, flags and strings, so that a step with the
-    options of the step before checks nothing anew. With anything else, such as a tensor, it makes one at each call."""
+    """A factory that makes one object for equal numbers, flags and strings: later steps check nothing anew.
+    With anything else, such as a tensor, it makes one at each call."""
 
     @functools.wraps(factory)
     def made(*args: Given.args, **options: Given.kwargs) -> Made:
@@ -278,8 +278,8 @@ def make(
     needs: Iterable[str] = (),
     **known: Any,
 ) -> Losses:
-    """A sum of one loss; ``given`` are the user's ``SummandOptions``, ``known`` further fields of ``Summand``. Where
-    they don't fit, an error that names the loss."""
+    """A sum of one loss; an error that names it where options don't fit.
+    ``given``: the user's ``SummandOptions``. ``known``: further fields of ``Summand``."""
     shared.refuse_unknown("losses", kind, given, SUMMAND)
     summand, where = Summand(kind, function, options or {}, frozenset(needs), **known, **given), f"losses.{kind}"
     if summand.temperature is not None:
@@ -301,9 +301,8 @@ def make(
 
 
 def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
-    """A key of plain values, or tuples of some, in which every float is replaced by its type and appended to
-    ``numbers``: what decides which code runs (strings, flags, None, counts) stays, by type too. None for any other
-    value."""
+    """A key of plain values or tuples of them; None for others. Every float is replaced by its type and appended to
+    ``numbers``; strings, flags, None and counts, which decide the code, stay with their types."""
     key: list[Any] = [type(values)]
     for value in values:
         kind = type(value)

@@ -90,8 +90,8 @@ class Batch(Mapping[str, Tensor]):
         kept = self.mask & (ids >= 0)
         # what belongs nowhere goes into one segment more, which is dropped
         index = torch.where(kept, ids, self.num_segments)
-        # A GPU adds in whatever order it comes to them (index_put would keep one, and wait for the device to check the
-        # ids). In fp64 that is nothing to be seen in fp32, and ranks that share a vocabulary get the same loss.
+        # A GPU adds in any order (index_put keeps one, but waits for the device to check the ids). In fp64 that does
+        # not show in fp32 results, and ranks that share a vocabulary get the same loss.
         wide = values.dtype if values.device.type == "mps" else torch.float64  # which has no other
         zeros = values.new_zeros(self.num_segments + 1, dtype=wide)
         local = zeros.index_add(0, index, torch.where(kept, values, 0.0).to(wide))[:-1].to(values.dtype)
@@ -131,7 +131,7 @@ def clamped(values: Tensor, bound: float | None) -> Tensor:
     """Values within [-bound, bound], no gradient outside, infinite values included; a nan stays."""
     if bound is None:
         return values
-    # not torch.clamp, whose gradient at a bound is another in some versions, and for a bound that is a tensor
+    # torch.clamp's gradient at a bound differs between versions, and for tensor bounds
     return torch.where(values > bound, bound, torch.where(values < -bound, -bound, values))
 
 

@@ -2,7 +2,7 @@
 
 ``r = exp(logprob - old_logprobs)`` throughout, ``A`` the advantages, signs those of a loss to be minimised. Entropy
 bonus and KL to a reference are summands of their own. Normalisers (GRPO, Dr. GRPO, DAPO ...): ``chunked_head.weights``.
-Here are those whose values are per token, and what they share with those of segments, in ``policy_segments``.
+Here are per-token losses, and what they share with those of segments (``policy_segments``).
 """
 
 from typing import Any, NamedTuple
@@ -174,8 +174,7 @@ def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float
     """The ratio r such that ``-A r`` is the clipped surrogate: at most ``high`` where A > 0, at least ``low`` and at
     most ``ceiling`` where A < 0, 1 where A = 0; nan stays nan elsewhere.
 
-    Where a bound acts, or A is 0, the ratio is a constant chosen before exp: a product of 0 and an infinite ratio would
-    come out of the gradient of any clamp after it.
+    Bounds act before exp: the gradient of a clamp after it would multiply 0 by an infinite ratio.
     """
     ratio = log_ratio.detach().exp()
     above = (advantages > 0) & (ratio > high)
@@ -201,8 +200,7 @@ def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
 
 
 def weighted(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """Advantages of tokens [n] times the rollout weights: of a weight of 0, as of an advantage of 0, nothing is left
-    whatever the ratio is."""
+    """Advantages [n] times rollout weights; where either is 0 the value is 0, whatever the ratio is."""
     return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
 
 

@@ -32,8 +32,8 @@ def orpo(beta: float = 0.1, **summand: Any) -> Losses:
 
 def _orpo(stats: Stats, batch: Batch, beta: float) -> Tensor:
     a = batch.segment_mean(stats.logprob)
-    # a probability that rounds to 1 has infinite odds: value and gradient are those of the nearest number below 1,
-    # finite and large, so that a rejected segment of probability 1 is still pushed down
+    # a probability that rounds to 1 counts as the nearest number below: odds and gradient stay finite, and still push
+    # a rejected segment down
     eps = torch.finfo(a.dtype).eps
     a = torch.where(a > -eps, a - (a + eps).detach(), a)
     # log1p(-exp(a)) would be more exact far below 0, by less than the rounding of a itself

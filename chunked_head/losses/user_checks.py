@@ -1,6 +1,4 @@
-"""A function of the user's, run on made-up tokens: what it reads, whether its values are what it claims; and what was
-found out once, known again without a reference to what the function closes over.
-"""
+"""A user's function, run on made-up tokens: what it reads, and whether its claims hold; found once for equal code."""
 
 import functools
 import itertools
@@ -28,9 +26,8 @@ FOUND: Cache[Hashable, Any] = Cache(256)  # by contents of the function, and que
 
 
 def contents(value: Any, depth: int = 0) -> Hashable:
-    """A key of a value, of a function with its closure and defaults: equal where code and types are the same and plain
-    values are equal. A float enters with its sign, a tensor with dtype, device and dimensions, an opaque object as
-    itself."""
+    """A key of a value, or of a function with closure and defaults: equal for the same code, types and plain values. A
+    float enters with its sign, a tensor with dtype, device and dimensions, other objects as themselves."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value
@@ -132,8 +129,9 @@ class Synthetic:
 
 
 def found_once(part: Part, about: Hashable, extra: Mapping[str, Field], find: Callable[[Synthetic], Found]) -> Found:
-    """Result of ``find`` on made-up tokens: found once for all functions of the same code over equal values. It runs
-    without the modes around a call, whose random numbers it leaves as they are."""
+    """Result of ``find`` on made-up tokens, found once for equal ``contents``.
+
+    Runs without the modes around a call, and leaves random states as they are."""
     tensors = part.tensors if isinstance(part, Summand) else {}
     key = contents((part.function, part.options, tensors))
 
@@ -159,9 +157,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
-    """Runs the function on made-up tokens, all at once to see what it reads, and if it claims that a token's value
-    depends on no other token, in two pieces, which must give the same values and gradients. A field without which it
-    runs too is optional."""
+    """Runs the function on made-up tokens to see what it reads, and with scope "token" in two pieces, which must give
+    the same values and gradients. A field without which it runs too is optional."""
 
     def find(made: Synthetic) -> Reads:
         at_once, statistics, read = run(where, summand, made, WHOLE)
@@ -188,8 +185,8 @@ def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
 def run(
     where: str, summand: Summand, made: Synthetic, piece: slice, without: str = ""
 ) -> tuple[dict[str, Tensor], set[str], set[str]]:
-    """The function's values on some of the tokens, and the gradients of their weighted sum; the statistics and fields
-    that it read. ``without``: a field that is not there, or the target."""
+    """Values on some tokens, and gradients of their weighted sum; the statistics and fields that were read.
+    ``without``: a missing field, or the target."""
     leaves = {name: value[piece].detach().clone() for name, value in made.stats.items()}
     differentiable = {name: leaf.requires_grad_() for name, leaf in leaves.items() if name not in WITHOUT_GRADIENT}
     stats, tokens, unit = Stats(leaves), piece.stop - piece.start, summand.unit
@@ -235,8 +232,8 @@ def run(
 
 
 class OwnSums:
-    """``RankSums`` of one rank: ``own`` are its tokens' sums over segments, in turn; ``sums`` those of all tokens,
-    which it gets in their place where they are known."""
+    """``RankSums`` of one rank. ``own``: its sums over segments, in turn.
+    ``sums``: those of all tokens, returned in their place once known."""
 
     def __init__(self, sums: list[Tensor]):
         self.counts, self.sums, self.own = dict[str, Tensor](), iter(sums), list[Tensor]()

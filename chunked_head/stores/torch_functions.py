@@ -232,8 +232,8 @@ def row_grad(
 
 
 def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Some rows at a time: their entries [rows, most], the number of all entries for none, the columns of these, and
-    where among them the target is: a row's first entry is its target's, if its column is here."""
+    """Some rows at a time: their entries [rows, most] (the number of all entries for none), the entries' columns, and
+    where the target is: a row's first entry, if its column is here."""
     counts = sets.ends - sets.begins
     most = max(1, int(counts.max()))
     place, every = torch.arange(most, device=counts.device), behind(sets.columns, -1)

@@ -182,8 +182,7 @@ class RelativeStore(HalfStore):
             teacher = None if self.demand.pairing is None else self.teacher_stored
             counted = self.differentiated(rows)
             return self.differentiate_(dlogits, stored, head, 0, rows, stats, coefficients, teacher, counted)
-        # a teacher's logits are made here, some rows at a time, and its statistics: the pass over both makes the
-        # divergence too
+        # a teacher's logits and statistics are made here, some rows at a time, and the divergence with them
         for at in slices(len(dlogits), self.teacher_rows):
             some, out = rows.at(at), stats.at(at)
             self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), teacher_outputs(out))
@@ -257,14 +256,11 @@ def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 class FastStore(RelativeStore):
-    """bf16 exponentials E relative to one level per row, and in the target's column what gives its gradient:
+    """bf16 exponentials E relative to one level per row; ``kernels/gradients/row_grad.py`` defines their factors.
 
-        dlogits = softmax_factor * E + target_factor * onehot(target)
-        softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta - softmax_factor E(target)
-
-    so dhidden is ``E @ weight`` times a factor plus a row of the weight, dweight is ``E.T @ (factor * hidden)`` plus
-    rows of hidden states at their targets. The last, what 16 bits have rounded away of targets' terms, are added at the
-    end, when all tokens can be sorted by target.
+    dhidden is ``E @ weight`` times a factor plus a row of the weight; dweight is ``E.T @ (factor * hidden)`` plus rows
+    of hidden states at their targets. Those, and what 16 bits rounded away of targets' terms, are added at the end,
+    when all tokens can be sorted by target.
     """
 
     name = "fast"

@@ -3,9 +3,8 @@
     dhidden (+)= grad [rows, vocab] @ weight [vocab, hidden]
     dhidden (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
 
-A persistent GEMM that reads on the device how many rows count: what lies behind them costs nothing. Tiles of the last
-turn may be cut over the vocabulary; the program that is the last to leave its part of a tile adds up all of them, in a
-fixed order: the bits do not depend on which one it is.
+A persistent GEMM that reads on the device how many rows count: rows behind them cost nothing. Tiles of the last turn
+may be cut over the vocabulary; the last program to finish a part of a tile adds up all parts, in a fixed order.
 """
 
 import triton
@@ -51,9 +50,8 @@ def store_dhidden(
 def cut_tiles(tiles, most_parts, units, programs):
     """Number of tiles, the first, that one program each makes, and of parts that each other tile is cut into.
 
-    The programs make tiles in turns; of a last turn's, fewer than there are programs, each is cut into parts over
-    the vocabulary, so that all programs have work to the end. Their sums have ``units`` places, which fewer rows than
-    expected may not pass.
+    Programs make tiles in turns. If the last turn has fewer tiles than there are programs, each is cut into parts over
+    the vocabulary. ``units``: places for the parts' sums, a bound also where fewer rows count than expected.
     """
     left = tiles % programs
     parts = tl.maximum(tl.minimum(units // tl.maximum(left, 1), most_parts), 1)
