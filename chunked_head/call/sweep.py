@@ -299,7 +299,8 @@ class HeadCall(LocalCall):
         gathered = None if self.shard is None else self.shard.gathered(given, most)
         buffer = empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)
         if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
-            teacher_buffer = teacher.weight.new_empty(most, teacher.hidden.shape[1])
+            of_teacher = teacher.hidden
+            teacher_buffer = teacher.weight.new_empty(most, of_teacher.shape[1])
 
         def rows_of(at: slice) -> Rows:
             """Tokens ``at`` of the call, for a store to clean; a teacher's are clean."""
@@ -310,7 +311,7 @@ class HeadCall(LocalCall):
                 source, order = gathered.chunk(at)  # by rank; clean rows stand in the call's order
             if of_rows is not None and of_rows.hidden is not None:
                 clean = teacher_buffer[:count]
-                backend.clean_rows(clean, of_rows.hidden, rows.target)
+                backend.clean_rows(clean, of_rows.hidden if rows.order is None else of_teacher, rows.target, rows.order)
                 of_rows = replace(of_rows, hidden=clean)
             out = buffer if count == most else buffer[:count]
             return rows._replace(hidden=out, source=source, order=order, teacher=of_rows)

@@ -325,12 +325,14 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
 
 
 def packed(tokens: Tokens, packing: Packing) -> Tokens:
-    """The call with its tokens in another order."""
+    """The call with its tokens in another order; hidden states, a teacher's too, stay in their own."""
     teacher, kept, scale, own = tokens.teacher, tokens.kept, tokens.scale, tokens.token_fields
-    if teacher is not None and teacher.logits is not None and packing.count is not None:
-        raise ValueError(
-            "skip_ignored=True cannot move rows of batch['teacher_logits']; give teacher_hidden, or use 'wait'"
-        )
+    if teacher is not None and teacher.logits is not None:
+        if packing.count is not None:
+            raise ValueError(
+                "skip_ignored=True cannot move rows of batch['teacher_logits']; give teacher_hidden, or use 'wait'"
+            )
+        teacher = teacher.rows(packing.order)
     if kept is not None:
         starts, ends = packing.pack(kept.starts), packing.pack(kept.ends)
         kept = replace(kept, starts=starts, ends=ends, rows=packing.places(kept.rows))
@@ -340,6 +342,6 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
         kept=kept,
         packing=packing,
         fields={name: packing.pack(value) if name in own else value for name, value in tokens.fields.items()},
-        teacher=None if teacher is None else teacher.rows(packing.order),
+        teacher=teacher,
         scale=None if scale is None else packing.pack(scale),
     )

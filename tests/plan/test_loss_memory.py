@@ -124,6 +124,27 @@ def test_prediction(place: Place, name: str, dtype: torch.dtype, budget: str | N
     assert found[0].plan == expected
 
 
+@pytest.mark.parametrize("moved", ["segments", "those that count"])
+def test_a_teacher_of_moved_rows(moved: str) -> None:
+    """Hidden states of a teacher, most of the memory here, are read through the order of the rows, not copied."""
+    lengths, width, vocab = [300, 101, 299, 324], 2048, 300
+    made = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(rows, 16, generator=made).requires_grad_() for rows in (sum(lengths), vocab))
+    target = torch.randint(0, vocab, (len(hidden),), generator=made).masked_fill(torch.arange(len(hidden)) < 200, -100)
+    fields = {name: torch.randn(rows, width, generator=made) for name, rows in
+              (("teacher_hidden", len(hidden)), ("teacher_weight", vocab))}  # fmt: skip
+    options: dict[str, Any] = {"skip_ignored": "wait"}
+    loss = losses.reverse_kl()
+    if moved == "segments":
+        fields["advantages"] = torch.randn(len(hidden), generator=made)
+        options, loss = {"segment_lengths": lengths}, loss + losses.gspo()
+    with Tracker(hidden, weight, target, *fields.values()) as tracker:
+        out = linear_loss(hidden, weight, target, loss, batch=fields, backend="torch", chunk_tokens=400, **options)
+        out.loss.backward()
+    assert out.plan is not None and out.plan.schedule == "forward" and out.plan.chunks > 1
+    assert_predicted(tracker.peak_bytes, out.plan)
+
+
 MIXED = losses.grpo() + 1e-3 * losses.z_loss() - 0.01 * losses.entropy()
 MEASURED = metrics.clip_fraction(), metrics.kl_old(), metrics.entropy(), metrics.accuracy()
 TEMPERED = losses.grpo() + losses.kl_to_reference() - 0.01 * losses.entropy(temperature=2.0)
