@@ -104,7 +104,7 @@ def structure_of(
         return part.temperature or temperature, teacher_vocab if limited else None
 
     asked = list(dict.fromkeys(map(softmax_of, everything))) or [(temperature, None)]
-    # the first view is over all ids: its temperature becomes the head's scale, and its statistics are always made
+    # the first view is over all ids and always made: its temperature becomes the head's scale
     first = next((softmax for softmax in asked if softmax[1] is None), (asked[0][0], None))
     softmaxes = list(dict.fromkeys([first, *asked]))
     if len(softmaxes) > 2:

@@ -291,5 +291,5 @@ class StatsObjective(Objective):
         if (given := grads.pop("log_sum_sq_probs", None)) is not None:
             grads["lse2"] = given
             grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
-        # by selection: where a token does not count there may be no statistics, or those of a teacher that is nan
+        # by selection: where a token does not count statistics may be missing or nan
         return Coefficients.of(masked(coefficients_of(self.structure, grads, stats.named()), self.target >= 0))

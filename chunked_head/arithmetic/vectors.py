@@ -28,7 +28,7 @@ LENGTHS = (5, 7)  # numbers of tokens that it is traced for: of what differs bet
 NAMES = {
     torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
 }  # fmt: skip
-# operations of aten by how they take their operands: in the dtype of the result, in their common one, as truth values
+# aten's operations by how they take operands: in the result's dtype, in their common one, as truth values
 ARITHMETIC = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
     "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "abs": "tl.abs({0})",

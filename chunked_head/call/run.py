@@ -106,7 +106,7 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
     count, packing, rows = len(tokens.target), tokens.packing, call.rows
     if rows.dim() != 2:
         rows = rows.reshape(-1, rows.shape[-1])
-    # a view shares memory with what it views, a copy does not; sets of ids read rows in the order in which they run
+    # a view shares memory with its source, a copy does not; sets of ids read rows in the order in which they run
     moved_sets = packing is not None and tokens.kept is not None
     copied = rows.numel() > 0 and (moved_sets or rows.data_ptr() != call.rows.data_ptr())
     if call.accumulate_into is not None and call.gradient_buffer is not None:
@@ -252,7 +252,7 @@ class Pass:
         assert expected is not None and given is not None and self.call.plan is not None
         factors, one_or_nan = expected.factors(given), expected.one_or_nan
         if buffer is not None and grads.weight is not None:
-            # the caller promised it; with another one the forward pass has added a wrong gradient to the buffer
+            # with another one than promised the buffer holds a wrong gradient already
             one_or_nan = expected.one_or_nan_for(given)
             factors = *factors[:1], one_or_nan
         return grads.finish(self.call.backend, factors, one_or_nan, self.call.plan.sizes)
@@ -286,7 +286,7 @@ class Loss(torch.autograd.Function):
         found += [one.stats for one in made]
         ctx.operands = len(operands)
         if [one for one in made if one.any_grad]:
-            # inputs are saved for a recomputing or a repeated backward: autograd checks that they have not changed
+            # saved for recomputing and for a second backward: autograd checks that inputs have not changed
             ctx.save_for_backward(*operands, *[tensor for one in made for tensor in one.saved])
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.made, ctx.sums, ctx.grads = made, sums, None if late else [one.grads for one in made]
@@ -336,7 +336,7 @@ class Loss(torch.autograd.Function):
                 # kernels write unseen: a node that saved the logits must not take these for them
                 torch.autograd.graph.increment_version(saved[0])
         if graph:
-            # a graph of gradients is made (create_graph), in which constants would silently drop a gradient penalty
+            # with create_graph gradients as constants would silently drop a gradient penalty
             inputs = [each for each in operands if each is not None and each.requires_grad]
             found = [None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in found]
         return None, None, None, *found

@@ -269,7 +269,7 @@ def structure_at(
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
     if "kept_ids" in wanted:
-        # exponentials would be relative to a target's logit, which is not there for rows that keep columns
+        # exponentials are relative to a target's logit, which rows with sets do not have
         demand = demand._replace(rank_one=False)
     return structure, demand
 

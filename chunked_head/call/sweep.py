@@ -49,9 +49,9 @@ from .tokens import Packing
 #                          matmul               dlogits @ weight       -> dhidden [n, H], stored
 #                          matmul               dlogits.T @ rows       -> dweight [V, H], added
 #
-# Where the upstream gradient must be known first, or a loss needs all tokens' statistics, the forward pass ends above
-# the coefficients; backward's sweep has ``known`` statistics and coefficients and runs ``store.add_gradients`` only.
-# Logits that exist are one chunk that ``fill`` finds there, and dlogits are the gradient.
+# Where gradients wait for the upstream gradient or for all tokens' statistics, the forward pass ends above the
+# coefficients, and backward's sweep runs ``store.add_gradients`` only, from ``known`` statistics and coefficients.
+# Logits that exist are one chunk, and dlogits are their gradient.
 
 
 def sweep(
@@ -114,8 +114,7 @@ def sweep(
     return stats, grads
 
 
-# The work of one sweep: the store of the call's chunks, the rows that go into it, and spans: chunks that wait for the
-# statistics of each other.
+# The work of one sweep: the store, its rows, and spans (chunks that wait for each other's statistics).
 Work = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
 
 

@@ -120,7 +120,7 @@ def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
 
 # ---- the operators
 
-# operands are logits, or hidden states, weight and perhaps bias; ``wanted``: of which of them the gradient is
+# operands: logits, or hidden states, weight and perhaps bias; ``wanted``: which of them take a gradient
 FORWARD = "(Tensor[] operands, Tensor[] others, str key, bool[] wanted) -> Tensor[]"
 BACKWARD = "(Tensor[] operands, Tensor[] others, Tensor[] stats, Tensor[] upstream, str key, bool[] wanted) -> Tensor[]"
 SCALAR = ("loss", "packed")
@@ -297,7 +297,7 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
     else:
         expected, *made = ctx.saved_tensors
         ratio = torch.where(upstream[0] == expected, 1.0, upstream[0] / expected)
-        # plain arithmetic, which a compiler does in the memory of what it reads: the gradients have no other reader
+        # plain arithmetic, which a compiler does in place: the gradients have no other reader
         made = [
             (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
             for grad, dtype in zip(made, ctx.dtypes, strict=True)

@@ -25,8 +25,8 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their 
 FORMAT = 2  # of the operators' outputs: one more for other outputs, since compiled graphs are kept on disk
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
-# One for each call that a graph has been traced with, and none for any other; nothing is ever taken out, since code
-# of a graph names its recipe, and no event says when that code is freed.
+# one for each call that a graph has been traced with; never removed, since the graph's code names its recipe and no
+# event says when that code is freed
 RECIPES: dict[str, "Recipe"] = {}
 
 
@@ -99,8 +99,8 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
-    """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk. An empty one
-    where a function is a user's, which no graph holds: it may read what changes."""
+    """The key of a recipe, equal in every process, since compiled graphs are kept on disk; empty with a user's
+    function, which no graph holds."""
     if is_users(arguments):
         return ""
     digest = hashlib.sha256(text_of((FORMAT, arguments, autocast)).encode()).hexdigest()[:24]

@@ -267,7 +267,7 @@ IN_GRAPH["logits_loss"] = in_graph_loss
 
 # ---- several streams of hidden states: which arguments go with which, and what comes back
 
-# one value for all streams, or a list with one for each; of any other argument a list is one value for all
+# arguments that take a list of one value for each stream; for others a list is one value for all
 EACH = ("temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 

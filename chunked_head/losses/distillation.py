@@ -132,7 +132,7 @@ def dense(
     )  # fmt: skip
 
 
-# teachers' log-probabilities at and below this stand for none: collators pad with -1e9, -inf or the dtype's minimum
+# a teacher's log-probability up to this is padding: collators use -1e9, -inf or the dtype's minimum
 PADDING = -1e6
 NONE = -1e30  # the log-probability of what does not count: finite, and 0 when exponentiated at any temperature
 

@@ -138,7 +138,7 @@ def _sapo(
 ) -> Tensor:
     advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    # for temperatures above 1e-30 the gate is flat long before exp(80), whose square would overflow in its gradient
+    # above temperatures of 1e-30 the gate is flat long before exp(80); a larger square would overflow in its gradient
     ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80.0).exp()
     positive, negative = (gate(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
     return -advantages * torch.where(advantages > 0, positive, negative)
@@ -303,7 +303,7 @@ def estimated_kl(
     if kl_clamp is None:
         values = kl_estimate(d, estimator)
     else:
-        # outside, found before any gradient is, d has no part in the value: its slope may be infinite
+        # outside of the clamp d has no part in the value: its slope may be infinite
         value = kl_estimate(d.detach(), estimator)
         outside = ~(value.abs() <= kl_clamp) & ~d.isnan()
         value = torch.where(value.isnan(), kl_clamp, value)  # the difference of two infinities

@@ -13,7 +13,7 @@ from ..kernels.common.tiles import ELSEWHERE
 from .groups import MOST_IDS, VocabParallel, agree
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
-# of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
+# of a row's sum of absolute values: less than between different rows, more than between roundings of one row
 SAME_HIDDEN = 1e-3
 
 
@@ -104,7 +104,7 @@ class Shard:
         distributed.all_gather_into_tensor(gathered.view(-1, local.shape[1]), local, group=self.group)
         same = gathered[:, -1] == tokens
         if self.compares_hidden:
-            # ranks that computed the same hidden states each by itself may have rounded them otherwise
+            # ranks that each computed the same hidden states may have rounded them differently
             size = torch.linalg.vector_norm(hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
         zero_or_nan = torch.where(same.all(), 0.0, torch.nan).to(dtype)

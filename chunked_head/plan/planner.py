@@ -78,7 +78,7 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
     less = first_that_fits(sizes, replace(request, default=default_budget(sizes, sizes.ranks)))
     if isinstance(less, str):
         return plan
-    # a rank's share of the default where chunks stay large enough: buffers that no rank divides may fill it
+    # a rank's share of the default if chunks stay large: buffers that no rank divides may fill it
     as_good = less.schedule == plan.schedule and less.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
     return less if as_good and less.chunk_tokens >= min(GOOD_CHUNK, plan.chunk_tokens) else plan
 
@@ -121,7 +121,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     logits = rows * columns * sizes.dtype.itemsize
     if logits <= share:
         return share + e4m3_copy(sizes)
-    # logits count as many bytes as they have in the operands' dtype, whatever the buffer keeps of them
+    # logits count in the operands' dtype, whatever the buffer keeps
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0
     chunk = of_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # a copy of all is no part of one
@@ -207,9 +207,8 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
         yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
-        # A 16-bit gradient of the weight: in one product or few sums of 16 bits, in an fp32 accumulator, in some more
-        # sums of 16 bits, in an fp32 accumulator besides the default budget, or by recomputing. Unscaled sums over
-        # tokens can pass fp16's 65504.
+        # A 16-bit gradient of the weight: in one product or few 16-bit sums, an fp32 accumulator, more 16-bit sums, an
+        # fp32 accumulator besides the default budget, or recomputed. Unscaled sums over tokens can pass fp16's 65504.
         may_own = weight_dtype != torch.float16 and sizes.sums_into(weight_dtype) and wanted in (None, weight_dtype)
         may_wide = wanted in (None, torch.float32)
         least = -(-tokens // MAX_HALF_CHUNKS)
@@ -252,7 +251,7 @@ def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate
     half_weight = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4
     least = CHUNK_MULTIPLE
     if half_weight:
-        # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
+        # the weight's gradient takes one sum per block of tokens: in 16 bits for few blocks only
         few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
         least = max(least, -(-sizes.tokens // few))
     plan = of_one_row(sizes, "recompute", request.budget, weight_acc=sizes.buffer_dtype, note=note)
@@ -293,7 +292,7 @@ def largest(
     if needed(most) <= budget:
         return most
     for step, top in ((multiple, -(-most // multiple)), (1, multiple)):
-        # bytes grow with the size, nearly evenly: sizes that fit and sizes that do not close in on the budget
+        # bytes grow nearly evenly with the size: a size that fits and one that does not close in on the budget
         low, fits, high, exceeds = least // step, needed(least), top, needed(min(top * step, most))
         while high - low > 1:
             share = (high - low) * (budget - fits) // max(1, exceeds - fits)

@@ -27,7 +27,7 @@ from .sizes import (
     phase_bytes,
 )
 
-# temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
+# bytes of the losses' temporaries for each token at a time, and for each of its columns
 BYTES_PER_EVALUATED = 80
 BYTES_PER_COLUMN = 96
 # relative error of one rounding; the error of a sum of 16-bit roundings grows as sqrt((chunks + 1) / 2)
@@ -183,7 +183,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
     if plan.schedule == "recompute":
         yield from tile_buffers(plan)
-    # a loss that sees all tokens at once does its arithmetic for all of them at once, as does one whose values are last
+    # the arithmetic runs for all tokens at once if a loss sees all of them, or its values come last
     at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
     each = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
     yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, each), BYTE, LOSSES, LOSSES)
@@ -199,7 +199,7 @@ def tile_buffers(plan: Plan) -> Iterator[Buffer]:
     yield from sizes.store.tile_buffers(sizes, block, tile)
     yield from block_buffers(sizes, block, tile, LOOP, LOOP)
     yield from operand_buffers(sizes, block, LOOP, LOOP)
-    # a tile of the weight's gradient is made in fp32 first where fp16 gets its scale, or the sums are of another dtype
+    # a tile is made in fp32 first where fp16 gets its scale, or the sums have another dtype
     wide = sizes.dtype == torch.float16 or not sizes.sums_into(plan.weight_accumulate)
     if sizes.weight_grad and wide and (sizes.half_products or not sizes.half):
         columns = min(tile, cast_rows(sizes.hidden))

@@ -126,7 +126,7 @@ def backend_of(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's default; never another one than was asked for."""
     choice(None, "backend", name, BACKENDS)
     if name is None:
-        # our kernels are the default of NVIDIA's GPUs, and of those of AMD's that they have been compiled for
+        # our kernels are the default on NVIDIA's GPUs, and on those of AMD's that they were compiled for
         ours = device.type == "cuda" and has_triton() and (torch.version.hip is None or gpu_of(device) is not None)
         name = "triton" if ours else "torch"
     if name == "torch":

@@ -10,10 +10,9 @@ from torch import Tensor
 from ..kernels.common.memory import RECORDERS, recorder
 from ..plan.sizes import cast_rows, slices
 
-# rows, and columns, of each thread from which on BLAS sums every product in one order; and elements of a product of
-# fewer rows that is made at a time
+# rows and columns of each thread from which on BLAS sums in one order; elements of a smaller product at a time
 FEW_ROWS, FEW_COLUMNS, FEW_ELEMENTS = 8, 16, 1 << 18
-# rows from which on cuBLAS's products with a bias do so; and columns of fewer rows that are made at a time
+# rows from which on cuBLAS does so with a bias; columns of a smaller product at a time
 GPU_ROWS, GPU_COLUMNS = 64, 1 << 14
 
 

@@ -61,7 +61,7 @@ class RelativeStore(HalfStore):
         keep = plan.schedule == "forward" or sizes.keeps_sweep
         self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
-            # numbers of the parts of each tile that are finished: set to 0 before a chunk's tiles are made
+            # numbers of finished parts of each tile: 0 before a chunk's tiles are made
             self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         two = len(demand.views) > 1
         self.tile = gpu.logits_tile(rows)

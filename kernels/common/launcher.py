@@ -26,7 +26,7 @@ from .tiles import INTERPRETED
 
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
-# of every launch: a product and a sum are one instruction, whatever Triton does by itself (from 3.10 on it does not)
+# a product and a sum are one instruction in every launch; from 3.10 on Triton does not fuse them by itself
 FUSED = {"enable_fp_fusion": True}
 # settings in place of environment variables, and hooks around each launch
 RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
@@ -237,8 +237,7 @@ PER_CALL = (
     "each", "entries", "first_row", "length", "more_numel", "more_steps", "most_parts", "numel", "pieces",
     "programs", "rows", "steps", "tokens", "units",
 )  # fmt: skip
-# pointers to one number, or to one or a few per row: a chunk's start wherever its first row is, and no thread reads
-# several rows at a time
+# pointers to one number, or to one or a few per row: they start at any row, and no thread reads several rows at a time
 PER_ROW = (
     "alpha2_ptr", "alpha_ptr", "argmax_ptr", "begin_ptr", "below_ptr", "beta_ptr", "column_ptr", "count_ptr",
     "counted_ptr", "dlogit_ptr", "end_ptr", "entropy_ptr", "eta2_ptr", "eta_ptr", "factor_ptr", "forward_kl_ptr",

@@ -219,7 +219,7 @@ class Recording:
     """
 
     def __init__(self, recorder: Recorder, results: Sequence[int], sharing: int):
-        # results have memory of their own, everything else lies in one block of bytes, which lives for the sweep
+        # results have memory of their own; all else lies in one block of bytes, freed with the sweep
         own, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
         # vectors that may share memory are rows of one tensor, each aligned as by itself
         rows = [slot for slot in results[:sharing] if is_row(tensors[slot], like=tensors[results[0]])]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-# the column of a target that is none of those at hand, for rows that count: a vocabulary in parts has it elsewhere
+# the column of a target that counts and lies in another part of the vocabulary
 ELSEWHERE = 1 << 30
 BEHIND = -2  # behind the last of the ids that tokens keep
 # stands for log q where a teacher's probability is 0 and KL(p || q) would be infinite

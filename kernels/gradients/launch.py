@@ -34,9 +34,9 @@ def row_grad(
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may be left unwritten
-    # of each row's own columns, [rows, count] each: their ids, -1 for none, what is added there, and their exact logits
+    # own columns of each row, [rows, count] each: ids (-1 for none), what is added there, exact logits
     own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    # columns, what each adds to the gradient, and of sets where those of rows begin and end; None for all columns
+    # columns, what each adds to the gradient, begins and ends of rows' sets; None for all columns
     entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
     """Gradients of all columns, or of entries alone; others stay as they are."""

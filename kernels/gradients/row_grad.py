@@ -119,8 +119,8 @@ def row_grad_kernel(
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
     counts = target >= 0
     target = (target - first_column).to(tl.int32)[:, None]
-    # Relative logits are read as log-probabilities, where neither a second softmax nor the slope of a cap needs them:
-    # what a row and a strip add is one number then. Of rows that do not count nothing is read, and no part is written.
+    # Without a second softmax or a cap relative logits are read as log-probabilities: a row and a strip add one number.
+    # Rows that do not count are not read and write no part.
     LOGARITHMS: tl.constexpr = strip_offset_ptr is not None and start2_ptr is None and softcap is None
     if LOGARITHMS:
         in_rows = in_rows & counts
@@ -154,7 +154,7 @@ def row_grad_kernel(
     if teacher_entropy_ptr is not None:
         entropy = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
     for start in range(first, last, COLUMN_PROGRAMS * BLOCK):
-        # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
+        # a sum that starts from zero takes 32 registers for plain rows, one from the first term 49
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         offs = start + tl.arange(0, BLOCK)
         if column_ptr is None:
@@ -289,8 +289,8 @@ def level_rows_kernel(
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = target >= 0
         factor, at_target = alpha * softmax, alpha * tl.exp2(logprob * log2_e) - beta
-        # those whose factor 16 bits would lose beside hidden states have a 0 there; rows that are levelled below have
-        # that, or less than e^-60 of the largest
+        # 0 where 16 bits would lose the factor beside hidden states; rows that are levelled below have 0, or less than
+        # e^-60 of the largest
         inside = first & counts & (target < vocab)
         fits = inside & (level == target_logit) & (tl.abs(factor) > LEAST_FACTOR)
         ratio = at_target / tl.where(fits, factor, 1.0)

@@ -34,7 +34,7 @@ from ..common.blocks import (
 from ..common.launcher import kernel
 from ..common.transform import ln_2, log2_e, transform_logits
 
-# nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
+# most nats of a logit above the row's offset: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
 # an offset below it, as of a strip of ids that a bias makes impossible, would move logits by a constant rounded so far
 # that exponentials overflow; a power of 2, whose own product with log2_e is not rounded
@@ -86,7 +86,7 @@ def finish_tile(
             tl.store(weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
         if END == 1:
             x = tl.where(in_vocab[None, :], x, float("-inf"))
-        # where a half ends with the vocabulary its sums are left out, which takes no operation of each element
+        # sums of a half behind the vocabulary are left out, without an operation per element
         if END == HALF:
             top = row_offset
             for half in tl.static_range(2 // STRIPS):
@@ -107,7 +107,7 @@ def finish_tile(
         for half in tl.static_range(2 // STRIPS):
             part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
             first = strip * STRIP + half * HALF
-            # one fused multiply-add; its constant's rounding is one for a row, and taken out of the sums
+            # one fused multiply-add; the rounding of its constant, one per row, is taken out of the sums
             moved = tl.broadcast_to((shift * -log2_e)[:, None], part.shape)
             z = tl.math.fma(part, tl.full(part.shape, log2_e, tl.float32), moved)
             e = tl.exp2(z)
@@ -225,7 +225,7 @@ def exp_logits_kernel(
         strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr,
     )  # fmt: skip
     second = columns2, ratio2
-    # flattened the tile loop is one with the loop over K, so that the next tile's loads run under this one's epilogue
+    # flattened with the loop over K, so that the next tile's loads run under this tile's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         tile_n = tile_of_block(blocks_ptr, tile_n, BLOCK_N)

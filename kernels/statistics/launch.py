@@ -70,7 +70,7 @@ def clean_rows(
 ) -> None:
     """``out = source[order]``, 0 where a row does not count; and the targets' logits where there is a weight."""
     rows, hidden = out.shape
-    # a product takes 16 rows at a time; without one each has a program of its own, which is sooner done
+    # a product takes 16 rows at a time; without products a program per row is faster
     at_once, block, warps = 1, min(power_of_2(hidden), 2048), 4
     if tile_logit is not None:
         at_once, block, warps = 16, 64 if INTERPRETED else 512, 8
