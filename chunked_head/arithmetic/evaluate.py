@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .vectors import VectorKernel  # imports Triton
 
 Named = dict[str, Tensor]
-Arithmetic = tuple["VectorKernel", tuple[str, ...]]  # a kernel, and names of the coefficients that it makes, in order
+Arithmetic = tuple["VectorKernel", tuple[str, ...]]  # a kernel, and names of its coefficients in order
 KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     factors: Tensor  # [summands] coefficient / D of each
     tensors: list[Named]  # of each summand
     metric_weights: Named  # [n] for each weighting but "token"
-    token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
+    token_fields: frozenset[str] = frozenset()  # of ``fields``, sliced with the tokens
     withheld: frozenset[str] = frozenset()  # fields of the call that are not among ``fields``
     rank_sums: RankSums | None = None  # where segments are summed over ranks
 

@@ -71,11 +71,11 @@ class Objective:
     teacher: TeacherHead | None
     class_weights: Tensor | None
     scale: Tensor | None  # [tokens] factor of a token's logits, None for 1
-    kept: Kept | None  # columns that tokens' softmaxes are over, None where all are over the vocabulary
-    one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
+    kept: Kept | None  # sets of columns of softmaxes; None: all are over the vocabulary
+    one_or_nan: Tensor  # [] nan where an id is out of range, which makes all results nan
     dtype: torch.dtype  # of statistics and values
-    differentiable: int = 1  # number of the outputs, the first ones, that take a gradient
-    expected: Expected | None = None  # the upstream gradient that a forward pass makes gradients for, where it does
+    differentiable: int = 1  # how many of the first outputs take a gradient
+    expected: Expected | None = None  # upstream gradient of a forward pass that makes gradients
     # Ranks hold different tokens. Losses that sum segments over ranks are evaluated once, in the forward pass: ranks'
     # plans differ, and their messages must not.
     exchanges: bool = False

@@ -24,7 +24,7 @@ from ..kernels.common.tiles import INTERPRETED, cdiv
 
 Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 BLOCK = 1024 if INTERPRETED else 256
-LENGTHS = (5, 7)  # numbers of tokens that it is traced for: of what differs between them there is no kernel
+LENGTHS = (5, 7)  # numbers of tokens that are traced; no kernel where traces differ
 NAMES = {
     torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
 }  # fmt: skip
@@ -130,7 +130,7 @@ class Writer:
     ):
         self.token_dims = token_dims
         self.lines: list[str] = []
-        self.names: dict[str, str] = {}  # by expression: what is computed twice is computed once
+        self.names: dict[str, str] = {}  # by expression, so that each is computed once
         self.values: dict[fx.Node, str] = {}
         self.used: list[int] = []
         self.numbers = {i for i, value in enumerate(inputs) if isinstance(value, float)}
@@ -193,7 +193,7 @@ class Writer:
             return x
         if operation == "pow" and node.args[1] in POWERS:
             return self.computed(POWERS[node.args[1]], node.args[:1], dtype)  # type: ignore[index]
-        if node.kwargs or len(node.args) > 2:  # a factor or a way of rounding, which the tables know nothing of
+        if node.kwargs or len(node.args) > 2:  # a factor or a rounding mode, which the tables lack
             raise NoKernelError(str(node))
         if operation in ("sign", "sgn") and dtype == torch.float32:
             x = self.cast(node.args[0], dtype)
@@ -236,7 +236,7 @@ class Writer:
             if value.meta["val"].dim() != (dim is not None):
                 raise NoKernelError(str(value))
         else:
-            if value not in self.values:  # what is read for its shape only need not be a function of one token
+            if value not in self.values:  # values read for their shape only may be any
                 self.values[value] = self.value(value)
             name = self.values[value]
         if own == dtype:

@@ -14,7 +14,7 @@ from ..metrics import Metric
 from ..stores.operands import TeacherHead
 from .options import Call
 
-TEMPERATURE = "temperature of each token"  # an argument of the call, brought into the order of rows as fields are
+TEMPERATURE = "temperature of each token"  # an argument of the call, moved like a field
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
 SEGMENT_IDS = ("segments", "documents")
 SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}

@@ -21,7 +21,7 @@ from .tokens import Tokens
 class LogitsCall(LocalCall):
     """A call on logits that exist already."""
 
-    width: int  # columns of the logits, the first ones, that stand for an id
+    width: int  # how many of the first columns stand for an id
 
     def head(self, logits: Tensor) -> Head:
         """The steps from raw logits to those that a softmax sees; there is no weight."""

@@ -217,7 +217,7 @@ def call_fields(tokens: Tokens) -> dict[str, str]:
     call, batch = tokens.call, tokens.batch
     found = {"function": call.function}
     for name in ("reduction", "normalizer", "upstream"):
-        value = getattr(call, name)  # another number at every step is no other kind of call
+        value = getattr(call, name)  # a new number is no new kind of call
         found[name] = "number" if isinstance(value, int | float) else shown(value)
     for coefficient, summand in tokens.call.losses.terms:
         factor = coefficient if isinstance(coefficient, int | float) else "tensor"

@@ -32,7 +32,7 @@ class Recorded:
     plan: Plan  # alive as long as its number is in the key
     # ``kernels.common.recording.Recording``; NOT_YET after the first sweep, None where there can be none
     steps: Any = NOT_YET
-    stats: tuple[str, ...] = ()  # names of the first results; behind them values of losses and metrics, and gradients
+    stats: tuple[str, ...] = ()  # names of the first results; values and gradients follow
 
 
 def is_recordable(plan: Plan, objective: Objective) -> bool:

@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     """A call that ran, and its results."""
 
     outputs: tuple[Tensor, ...]
-    plan: Plan | None = None  # None for logits that exist already too, which leave nothing to plan
+    plan: Plan | None = None  # None also for logits that exist
     tokens: Any = None  # ``Tokens``
     objective: Any = None
     stats: Any = None  # ``RowStats``

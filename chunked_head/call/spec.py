@@ -40,11 +40,11 @@ class Spec:
     statistics_dtype: torch.dtype
     backend: Backend
     structure: Structure | None  # None with a user's function, which must not outlive the call: ``structure_at``
-    demand: Demand  # the statistics: what losses and metrics need, and what the function returns
+    demand: Demand  # the statistics that losses, metrics and the result need
     wanted: tuple[str, ...]  # names of fields that losses and metrics read
     known: Mapping[str, Field]  # kind and type of every field, by name
     request: Request
-    coupled: bool  # a loss needs other tokens' statistics for a token's value, and gradients wait for them
+    coupled: bool  # a token's loss needs other tokens' statistics; gradients wait for them
     by_segments: bool  # ... those of the token's segment or pair only
     columns: int  # K of teacher_ids, 0 without
     teacher_vocab: int | None  # of a dense teacher

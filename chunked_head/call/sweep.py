@@ -56,7 +56,7 @@ from .tokens import Packing
 
 def sweep(
     call: "LocalCall",
-    given: Tensor,  # hidden states [tokens, hidden] or logits [..., vocab], as the caller gives them
+    given: Tensor,  # hidden states [tokens, hidden] or logits [..., vocab], as given
     head: Head,
     known: tuple[RowStats, Coefficients] | None = None,
 ) -> tuple[RowStats, Gradients | None]:
@@ -103,7 +103,7 @@ def sweep(
         if len(span) == 1:
             store.add_gradients(rows, out, coefficients, grads)
             continue
-        for at in span:  # later chunks' logits have overwritten earlier ones': they are made again
+        for at in span:  # made again: later chunks have overwritten them
             rows, out = filled(at)
             of_chunk = coefficients.at(slice(at.start - every.start, at.stop - every.start))
             store.add_gradients(rows, out, of_chunk, grads)
@@ -129,7 +129,7 @@ class LocalCall:
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
     plan: Plan | None = None  # None for logits that exist already
     gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
-    spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
+    spans: Spans | None = None  # rows that wait for each other only; None: as the plan says
     inplace: bool = False  # the gradient overwrites the logits
 
     # statistics of all tokens, and gradients where the forward pass makes them
@@ -222,7 +222,7 @@ class HeadCall(LocalCall):
         if sizes.padding:
             weight = weight[: sizes.vocab]
         if len(weight) == 1:
-            weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels, and may be any
+            weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
             target = self.target if self.shard is None else self.shard.own_tokens(self.target)

@@ -27,7 +27,7 @@ from .spec import Spec, structure_at
 
 NO_FIELDS: frozenset[str] = frozenset()
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, may be rounded so far
+LARGEST_LOGPROB = 1.0  # above 0 by rounding: 16-bit logits near 100, less their logsumexp
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Tokens:
     scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
     kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None
-    groups: tuple[Group, ...] | None = None  # of rows whose gradients wait for each other only
+    groups: tuple[Group, ...] | None = None  # of rows that wait for each other only
     rank_sums: RankSums | None = None  # where ranks hold different tokens
 
     @functools.cached_property
@@ -149,7 +149,7 @@ def lay_fields(
     if looks and numbers_or_nan[0].isnan():
         refuse_target(call, target, mask, ignore_index)
     target = paired
-    wrongs: list[Tensor] = []  # [] bool each: whether ids are out of range, where nothing has raised
+    wrongs: list[Tensor] = []  # [] bool each: ids are out of range (where nothing raised)
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
     numbers = [field for field in read if known[field] == Field("token") and field != TEMPERATURE]

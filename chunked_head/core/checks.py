@@ -11,7 +11,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INFINITY = float("inf")
-PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values are equal where they mean the same
+PLAIN = frozenset({type(None), bool, int, float, str})  # values are equal where they mean the same
 BACKENDS = (None, "triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 

@@ -34,7 +34,7 @@ class Pairing(NamedTuple):
     top: bool  # the teacher's most probable id
     beta: float | None  # of the Jensen-Shannon divergence, or None
     columns: int  # that both vocabularies have
-    last: bool = False  # no gradient depends on what is wanted: it may be made along with the gradient
+    last: bool = False  # no gradient depends on it: made along with the gradient
 
 
 class Demand(NamedTuple):
@@ -47,8 +47,8 @@ class Demand(NamedTuple):
     columns: int = 0  # K: logits of so many columns of each row's own
     top_k: int = 0  # largest logits and their columns
     pairing: Pairing | None = None
-    rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view, and nothing else
-    columns_only: bool = False  # nothing but the logits of each row's own columns, up to a constant of the row
+    rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view
+    columns_only: bool = False  # only logits of each row's own columns, up to a constant of the row
     values: int = 0  # numbers per token that losses and metrics make
     field_bytes: int = 0  # bytes per token of the fields that they read
 

@@ -164,8 +164,8 @@ class Part:
 class Summand(Part):
     """One loss; its values are unreduced."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # as long as the vocabulary: inputs of what is compiled
-    separable: bool = True  # of scope "segment": a segment's (a pair's) tokens are all that its values depend on
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # [vocab] each: inputs of compiled code
+    separable: bool = True  # of scope "segment": values depend on one segment's or pair's tokens only
     teacher: Teacher | None = None
     # (batch, **tensors) -> what each token adds to the default denominator (None: 1)
     counted: Callable[..., Tensor] | None = None
@@ -232,7 +232,7 @@ class Losses:
         return "Losses(" + " + ".join(f"{coefficient} * {summand.label}" for coefficient, summand in self.terms) + ")"
 
 
-TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []  # the one of ``user.custom``, which imports this module
+TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []  # that of ``user.custom``, which imports this file
 
 
 def as_losses(loss: Any, argument: str = "loss") -> Losses:

@@ -57,7 +57,7 @@ class Batch(Mapping[str, Tensor]):
         self.target = target.clamp(min=0)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.withheld:  # not a KeyError, which ``get`` and ``in`` would take for a field that is not there
+        if name in self.withheld:  # ``get`` and ``in`` would take a KeyError for a missing field
             raise ValueError(
                 f"field {name!r} of this call was not asked for; declare it, losses.custom(fields=[{name!r}]) or "
                 f"Metric(fields=({name!r},)), and give num_segments where it is of segments"

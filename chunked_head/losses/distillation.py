@@ -134,7 +134,7 @@ def dense(
 
 # a teacher's log-probability up to this is padding: collators use -1e9, -inf or the dtype's minimum
 PADDING = -1e6
-NONE = -1e30  # the log-probability of what does not count: finite, and 0 when exponentiated at any temperature
+NONE = -1e30  # log-probability of entries that do not count: finite, its exp 0 at any temperature
 
 
 @once
@@ -217,7 +217,7 @@ def topk_options(
     return {
         "divergence": divergence,
         "normalize": normalize,
-        "beta": beta if divergence == "jsd" else 0.5,  # of no effect on the others, nor on what is compiled
+        "beta": beta if divergence == "jsd" else 0.5,  # the others do not read it; one value, one compiled kernel
         "teacher_renormalize": renormalize,
         "teacher_temperature": temperature,
     }

@@ -221,7 +221,7 @@ def run(
             "to be logged is a Metric"
         )
     total = values.sum()
-    if unit == "token":  # not all of one weight, which would hide what a mean gives to each
+    if unit == "token":  # different weights: equal ones would hide a mean's share
         total = torch.where(made.mask[piece], values * made.upstream[piece], 0.0).sum()
     gradients = torch.autograd.grad(total, list(differentiable.values()), allow_unused=True, materialize_grads=True)
     found = {f"gradients to stats.{name}": grad for name, grad in zip(differentiable, gradients, strict=True)}
@@ -268,7 +268,7 @@ def adds_up(part: Part, made: Synthetic, given: frozenset[str]) -> bool:
 
     try:
         at_once, sums = values_of(WHOLE, [])
-    except Exception:  # it cannot run on made-up tokens, as its maker may have said by check=False
+    except Exception:  # it cannot run on made-up tokens (check=False)
         return True
     values, own = zip(*(values_of(piece, sums) for piece in OF_RANKS), strict=True)
     if not all(len(each) == len(sums) for each in own):

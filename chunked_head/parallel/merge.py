@@ -12,11 +12,11 @@ from ..core.stats import RowStats
 class GatheredStats(NamedTuple):
     """Statistics of a chunk's rows, of each rank's own columns: pieces of the vocabulary."""
 
-    message: Tensor  # [pieces, numbers + 1, rows] of ``names``, and last a check of the tokens that they are of
+    message: Tensor  # [pieces, numbers + 1, rows] of ``names``, and last a check of the tokens
     names: tuple[str, ...]
     target: Tensor  # [rows] int64, -1 where a row does not count
     ratio2: float  # of the second softmax
-    known_targets: bool  # every rank has sent the target's logit, not its part of it only
+    known_targets: bool  # every rank has sent the target's complete logit
     zero_or_nan: Tensor  # [] nan where pieces are of different tokens
 
 

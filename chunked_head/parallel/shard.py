@@ -24,7 +24,7 @@ class Shard:
     parallel: VocabParallel
     vocab: int  # ids on all ranks
     rows: tuple[int, ...]  # ids on each rank
-    compares_hidden: bool = False  # ranks compare hidden states to find out that their tokens are the same, not targets
+    compares_hidden: bool = False  # ranks compare hidden states, not targets, to find different tokens
     kind: int = 0  # of call, a hash of what ranks have agreed on
 
     @property

@@ -18,11 +18,11 @@ from ..kernels.common.tiles import exact_blocks
 from .plans import MAX_HALF_CHUNKS, Plan, Schedule, needed_by
 from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 
-GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
-FEW_HALF_CHUNKS = 4  # over which sums in 16 bits come before an fp32 accumulator, whose passes take 4 % of a call
+GOOD_CHUNK = 2048  # fewer rows starve matmuls, and passes over the weight's gradient cost more
+FEW_HALF_CHUNKS = 4  # up to so many, 16-bit sums come before an fp32 accumulator, which takes 4 % of a call
 MODEST_SWEEP = 60 * MiB
-SLACK = 1.25  # by how much chunks that end where segments do may be larger than equal ones in the default budget
-TILE_MULTIPLE = 256  # columns of the widest tile of the logits matmul: the rest of a narrower one is computed in vain
+SLACK = 1.25  # how much larger chunks that end with segments may be in the default budget
+TILE_MULTIPLE = 256  # columns of the logits matmul's widest tile; the rest of a narrower one is wasted
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 
 
@@ -30,7 +30,7 @@ class Miss(NamedTuple):
     """A candidate that does not fit."""
 
     missing: int  # bytes that the budget lacks
-    needed: int  # bytes beside the gradients of a chunk of ``rows`` tokens, as few as may be
+    needed: int  # least bytes beside the gradients of a chunk of ``rows`` tokens
     rows: int
 
 
@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
     plan: Plan
     least_rows: int  # of a chunk, or of a block in the recompute schedule
     chunk_tokens: int | None  # named by the caller
-    fits_budget: bool  # a named chunk is refused where it is beyond the budget
+    fits_budget: bool  # a named chunk beyond the budget is refused
 
     @property
     def is_hopeless(self) -> bool:
@@ -239,7 +239,7 @@ def forward(
         fits_budget = True  # fp32 unasked must fit the budget with the named chunk
     own, wide = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
     choices = [own if sizes.sums_into(own) else wide]
-    if sizes.dtype == torch.float16 and wide not in choices:  # it waits without its scale, and wants the range of fp32
+    if sizes.dtype == torch.float16 and wide not in choices:  # it waits unscaled and needs fp32's range
         choices = [wide] if sizes.deterministic else [wide, own]
     for hidden_acc in choices:
         plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)

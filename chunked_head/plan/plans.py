@@ -55,7 +55,7 @@ class Plan:
     hidden_accumulate: torch.dtype
     weight_accumulate: torch.dtype
     note: str = ""
-    ending: int | None = None  # chunks of a call that end where its segments do: as many as there are
+    ending: int | None = None  # number of chunks, where they end with segments
 
     @property
     def chunks(self) -> int:

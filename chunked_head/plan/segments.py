@@ -22,7 +22,7 @@ class Segments(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()  # segments that belong together
 
 
-Group = tuple[range, ...]  # of a call's rows that belong together: those of each of its segments
+Group = tuple[range, ...]  # rows that belong together, by segment
 Spans = tuple[tuple[slice, ...], ...]  # of rows: the chunks of each
 
 

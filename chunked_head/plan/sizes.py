@@ -21,7 +21,7 @@ from ..kernels.common.tiles import PRODUCT_ROWS
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
 BYTE = torch.uint8
-TILE_ELEMENTS = 1 << 18  # of a block of logits whose elementwise work torch operations do at a time
+TILE_ELEMENTS = 1 << 18  # of a block of logits in elementwise torch operations
 LEAST_DEMAND = Demand()
 # rows of a teacher's logits at a time, where no statistic needs all of a chunk's: reading the weight takes half as long
 # as their product; a multiple of the rows that other products read at a time
@@ -34,7 +34,7 @@ class Phase(IntEnum):
     SWEEP = 0  # logits and statistics of a chunk
     LOSSES = 1  # the losses' arithmetic, on vectors of tokens
     LOOP = 2  # gradients of a chunk, or of all tokens in backward
-    HIDDEN = 3  # the gradient of hidden gets its dtype and the upstream gradient's factor, and is handed over
+    HIDDEN = 3  # the gradient of hidden gets dtype and upstream factor, and is handed over
     WEIGHT = 4  # the gradients of weight and bias likewise
 
 
@@ -89,21 +89,21 @@ class Sizes:
     weight_grad: bool = True
     bias_grad: bool = False
     bias_dtype: torch.dtype | None = None  # where it is not the weight's
-    buffer_dtype: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
+    buffer_dtype: torch.dtype | None = None  # of the caller's buffer for the weight's gradient
     # the time at which gradients can be made
     late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
-    coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
+    coupled: bool = False  # a gradient depends on other tokens' statistics: these come first
     by_segments: bool = False  # it depends on those of its segment only: chunks end where segments do
     # statistics
     demand: Demand = LEAST_DEMAND
-    deterministic: bool = False  # a token's numbers do not depend on the other tokens, nor on their number
+    deterministic: bool = False  # a token's numbers do not depend on other tokens or their number
     # a dense teacher
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
     teacher_cast: bool = False  # its head is cast for autocast
     # hidden states
     copied: bool = False  # no view flattens them
-    moved: bool = False  # they run in another order than the caller's, into which their gradient is brought back
-    skips: bool = False  # products stop at a number of rows that only the device knows
+    moved: bool = False  # they run in another order, and their gradient is moved back
+    skips: bool = False  # products stop at a number of rows on the device
     # logits of e4m3 operands: the weight's copy is made for the call, or the caller's
     fp8: Literal["made", "given"] | None = None
     # ranks
@@ -111,9 +111,9 @@ class Sizes:
     largest_part: int | None = None  # columns of the rank that has most of them
     hidden_ranks: int = 1  # that each have an equal part of the hidden states
     # the backend and the device
-    in_blocks: bool = False  # torch operations: by blocks of rows, and gradients are as wide as logits
-    half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
-    gpu: Gpu | None = None  # the architecture whose matmuls of ours run; None: BLAS's
+    in_blocks: bool = False  # torch operations by blocks of rows; gradients as wide as logits
+    half_products: bool = False  # the device sums 16-bit products in fp32 without a cast
+    gpu: Gpu | None = None  # architecture of our matmuls; None: BLAS runs
     multiprocessors: int = 0  # of that GPU
 
     @property
@@ -197,7 +197,7 @@ class Sizes:
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
 
 
-DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
+DEFAULT_BUDGET = 640 * MiB  # of a call on one rank; more where logits of 2048 tokens are larger
 
 
 @dataclass(frozen=True)

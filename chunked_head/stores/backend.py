@@ -28,7 +28,7 @@ class Backend:
 
     name = "torch"
     recording: Callable[..., Any] | None = None  # listens to a sweep, ``kernels/common/recording.py``
-    bounds_rows = False  # some of its stores' matmuls can stop at a number of rows that only the device knows
+    bounds_rows = False  # matmuls of some stores can stop at a number of rows on the device
     grad_store: type[MatmulStore] = LogitsStore  # of gradients that their matmul stores in place of the logits
     read_targets = staticmethod(functions.read_targets)
     read_fields = staticmethod(functions.read_fields)

@@ -24,7 +24,7 @@ class Head:
     class_weights: Tensor | None  # [vocab] fp32 or fp64
     logit_scale: float = 1.0
     softcap: float | None = None
-    add_targets: Callable[[Tensor], None] | None = None  # over ranks that hold other columns: target logits, in place
+    add_targets: Callable[[Tensor], None] | None = None  # adds target logits over ranks with other columns, in place
     fp8: RoundedHead | None = None  # of which logits but the target's are made
     scaled: ClassVar[bool] = True  # ``Rows.scale`` multiplies the logits too
 
@@ -51,7 +51,7 @@ class TeacherHead:
     logit_scale: float = 1.0
     softcap: float | None = None
     scaled: bool = False  # ``Rows.scale`` multiplies its logits, as the student's
-    dtype: torch.dtype | None = None  # of the matmul, where autocast gives one; else that of hidden states and head
+    dtype: torch.dtype | None = None  # of the matmul under autocast; None: that of the operands
 
     @property
     def casts(self) -> bool:
@@ -120,10 +120,10 @@ class Rows(NamedTuple):
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
     scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1
     teacher: TeacherHead | None = None
-    counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
+    counted: Tensor | None = None  # [] int64: how many rows of the call count, those first; None: any may
     first: int = 0  # of these rows within the call
     source: Tensor | None = None  # [rows, hidden] as given
-    order: Tensor | None = None  # [rows] int64: where each row is in what is given; None: in its order
+    order: Tensor | None = None  # [rows] int64: each row's place in what is given; None: in order
 
     @property
     def tokens(self) -> slice:

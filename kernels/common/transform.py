@@ -137,13 +137,13 @@ def load_block(
     in_rows,
     strip_stride,  # from strip to strip of the offsets
     stride,
-    start,  # the first of offs, of one strip where logits are relative; None where they are of several
+    start,  # the first of offs, in one strip if logits are relative; None: in several
     offs,
     in_columns,
     logit_scale,
     softcap,
     row_scale,
-    row_start=None,  # of relative logits, with row_rest: their log-probabilities (x - row_start) + row_rest are wanted
+    row_start=None,  # of relative logits: log-probabilities (x - row_start) + row_rest are wanted
     row_rest=None,
 ):
     """A block of rows and columns, as the softmax sees it; outside -inf where logits are relative, else anything."""

@@ -25,7 +25,7 @@ from .identity import logits_gradient
 @kernel
 def grad_logits_kernel(
     # outputs
-    dlogits_desc,  # [rows, columns] 16 bit, store block [BLOCK_M, BLOCK_N / 2]; None where it is not described
+    dlogits_desc,  # [rows, columns] 16 bit, block [BLOCK_M, BLOCK_N / 2]; None where not described
     dlogits_ptr,
     # inputs
     hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]
@@ -36,8 +36,8 @@ def grad_logits_kernel(
     class_weights_ptr,  # [columns] or None for 1
     hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
     weight_scale_ptr,  # [] fp32, likewise
-    blocks_ptr,  # [made / EXACT_BLOCK] int32: which blocks of the vocabulary's ids, or None for all these columns
-    target_ptr,  # [rows] int64, -1 where the row does not count
+    blocks_ptr,  # [made / EXACT_BLOCK] int32: blocks of ids, or None for all columns
+    target_ptr,  # [rows] int64, -1 where a row does not count
     kappa_ptr,  # [rows] fp32, like all that follow, or None
     start_ptr,  # log p = (x - start) + rest
     rest_ptr,
@@ -47,7 +47,7 @@ def grad_logits_kernel(
     rest2_ptr,
     alpha2_ptr,
     eta2_ptr,  # or None
-    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of these within the call
     rows,
@@ -61,7 +61,7 @@ def grad_logits_kernel(
     logit_scale,  # float or None for 1
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
-    ratio2,  # of the second temperature, inverse, to the first; float or None for 1
+    ratio2,  # second inverse temperature over the first; float or None for 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

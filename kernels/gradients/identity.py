@@ -81,7 +81,7 @@ def logits_gradient(
     target_logit,
     beta,
     kappa,
-    start,  # log p = (x - start) + rest; None with rest where x, and target_logit, are log p already
+    start,  # log p = (x - start) + rest; None with rest where x and target_logit are log p
     rest,
     alpha,
     eta,
@@ -101,7 +101,7 @@ def logits_gradient(
     ratio2,
     columns2,  # that the second softmax is over; None for all
     share,  # of the teacher in a mixture; None without one
-    tie,  # relative difference of probabilities that count as equal, or None
+    tie,  # as of ``part_below``, or None
     SECOND: tl.constexpr,  # p of the teacher's terms is of the second temperature
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
 ):

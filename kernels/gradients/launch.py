@@ -26,7 +26,7 @@ def teacher_arguments(teacher_terms: TeacherTerms | None) -> tuple[tuple, tuple[
 
 
 def row_grad(
-    dlogits: torch.Tensor,  # [rows, columns], may share the bytes of the stored logits; with sets [entries] fp32
+    dlogits: torch.Tensor,  # [rows, columns], may share the logits' bytes; with sets [entries] fp32
     stored: Stored,  # of entries their exact logits, fp32
     class_weights: torch.Tensor | None,
     terms: Terms,

@@ -29,13 +29,13 @@ from ..common.transform import load_block, load_column, log2_e
 from .identity import logits_gradient
 
 PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
-LEAST_FACTOR = tl.constexpr(2.0**-80)  # of a row's softmax; both it and its inverse are far inside of bf16's range
+LEAST_FACTOR = tl.constexpr(2.0**-80)  # of a row's softmax; it and its inverse are far inside bf16's range
 
 
 @kernel
 def row_grad_kernel(
     # outputs
-    dlogits_ptr,  # [rows, columns], may share the bytes of logits, in a type no wider; of rows with sets [n] fp32
+    dlogits_ptr,  # [rows, columns], may share the bytes of logits if no wider; of sets [n] fp32
     forward_kl_ptr,  # [COLUMN_PROGRAMS, rows] fp32: each program's part of KL(q || p), or None
     teacher_entropy_ptr,  # [COLUMN_PROGRAMS, rows] fp32: its part of q's entropy, or None
     # inputs
@@ -44,10 +44,10 @@ def row_grad_kernel(
     bias_ptr,  # [columns] or None
     column_ptr,  # [n] int64 or int32, of entries, -1 for none; None: all columns are made
     sparse_ptr,  # [n] fp32, what each adds to its column's gradient; or None
-    begin_ptr,  # [rows] int64: where the set of a row begins; None without sets: each row has ``count`` entries
+    begin_ptr,  # [rows] int64: where a row's set begins; None: each row has ``count`` entries
     end_ptr,  # [rows] int64: and ends
     class_weights_ptr,  # [columns] or None for 1
-    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_ptr,  # [rows] int64, -1 where a row does not count
     target_logit_ptr,  # [rows] fp32, like all that follow
     beta_ptr,  # or None
     kappa_ptr,  # or None
@@ -81,18 +81,18 @@ def row_grad_kernel(
     teacher_stride,
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
     parts_stride,  # from program to program of the parts; None without them
-    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    count_ptr,  # [] int64: rows of the call that count; None for all
     first_row,  # of these rows in the call
     # scalars
     logit_scale,
     softcap,
     row_scale_ptr,  # [rows] fp32 or None
-    ratio2,  # of the second temperature, inverse, to the first; float or None for 1
+    ratio2,  # second inverse temperature over the first; float or None for 1
     teacher_scale,
     teacher_softcap,
     teacher_row_scale_ptr,
     share,  # of the teacher in a mixture; float or None without one
-    tie,  # relative difference of probabilities that count as equal, or None
+    tie,  # as of ``part_below``, or None
     SECOND: tl.constexpr,  # p inside the teacher is of the second temperature
     COLUMN_PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -233,23 +233,23 @@ def row_grad_kernel(
 def level_rows_kernel(
     # in and out
     exp_ptr,  # [rows, vocab] 16 bit
-    hidden_ptr,  # [rows, hidden], times the factor of the softmax where a row counts; or None
+    hidden_ptr,  # [rows, hidden], times the softmax factor in place; or None
     # outputs
-    softmax_factor_ptr,  # [rows] fp32: what E times gives the softmax's part of dlogits
+    softmax_factor_ptr,  # [rows] fp32: factor of E in dlogits
     target_factor_ptr,  # [rows] fp32: dlogits at the target, less what E gives of it
     ratio_ptr,  # [rows] fp32: E at the target
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32, where the sum is negative
     strip_sum_ptr,  # [strips, rows] fp32
     level_ptr,  # [rows] fp32
-    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_ptr,  # [rows] int64, -1 where a row does not count
     target_logit_ptr,  # [rows] fp32, the offset of rows that need nothing
     start_ptr,  # [rows] fp32
     rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32
     alpha_ptr,  # [rows] fp32
     beta_ptr,  # [rows] fp32
-    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,

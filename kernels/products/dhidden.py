@@ -63,13 +63,13 @@ def dhidden_kernel(
     # outputs
     dhidden_ptr,  # [rows, hidden]
     part_ptr,  # [units, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
-    arrived_ptr,  # [programs] int32: how many parts of each cut tile are there, 0 at first; None with part_ptr
+    arrived_ptr,  # [programs] int32: finished parts of each cut tile, 0 at first; None with part_ptr
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; None where it is not described
     grad_ptr,
     weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]
     weight_ptr,
-    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    count_ptr,  # [] int64: rows of the call that count; None for all
     target_ptr,  # [rows] int64, -1 where the row does not count; None without factors
     softmax_factor_ptr,  # [rows] fp32, or None for 1 and no target's term
     target_factor_ptr,  # [rows] fp32
@@ -135,7 +135,7 @@ def dhidden_kernel(
             for half in tl.static_range(2):
                 store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)
     if part_ptr is not None:
-        tl.debug_barrier()  # each thread's parts are stored before one thread says so, to all of the GPU
+        tl.debug_barrier()  # all threads' parts are stored before one thread announces them
         for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0)):
             at = (unit - uncut) % left
             if tl.atomic_add(arrived_ptr + at, 1, sem="acq_rel", scope="gpu") == parts - 1:

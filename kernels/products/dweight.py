@@ -33,14 +33,14 @@ def add_or_store(matrix, row, column, value, ADD: tl.constexpr, BY_MEMORY: tl.co
 @kernel
 def dweight_kernel(
     # outputs
-    dweight_desc,  # [vocab, hidden], block [BLOCK_M, BLOCK_N / 2]; added to, or stored; None where it is not described
+    dweight_desc,  # [vocab, hidden], block [BLOCK_M, BLOCK_N / 2], added to or stored; None where not described
     dweight_ptr,
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_K, BLOCK_M]
     grad_ptr,
     hidden_desc,  # [rows, hidden], block [BLOCK_K, BLOCK_N], 0 behind the rows that count
     hidden_ptr,
-    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,

@@ -13,13 +13,13 @@ from .dhidden import dhidden_kernel, finish_dhidden_kernel
 from .dweight import add_rows_kernel, dweight_kernel, sort_columns_kernel
 
 PIECE = 16  # entries of equal or neighbouring columns that a program adds up
-MOST_COUNTED = 8192  # entries that are sorted by comparing each with each: one launch instead of ten
+MOST_COUNTED = 8192  # up to so many entries are sorted by comparing all pairs, in one launch instead of ten
 
 
 class Factors(NamedTuple):
     """Factors per row that make gradients of products with exponentials: of the softmax, and of the target's term."""
 
-    target: torch.Tensor | None = None  # [rows] int64, -1 where the row does not count
+    target: torch.Tensor | None = None  # [rows] int64, -1 where a row does not count
     softmax: torch.Tensor | None = None  # [rows] fp32
     at_target: torch.Tensor | None = None  # [rows] fp32
 

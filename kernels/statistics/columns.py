@@ -19,9 +19,9 @@ from ..common.transform import transform_logits
 @kernel
 def clean_rows_kernel(
     # outputs
-    out_ptr,  # [rows, hidden] contiguous: the source, 0 where a row does not count, whatever stands there
+    out_ptr,  # [rows, hidden] contiguous: the source, 0 where a row does not count
     logit_ptr,  # [rows] fp32: the target's logit, 0 where it is ELSEWHERE; or None
-    tile_logit_ptr,  # [rows] fp32: the same with the bits that it has in a matmul of the rows; or None
+    tile_logit_ptr,  # [rows] fp32: the same, bit for bit as the matmul makes it; or None
     zeros_ptr,  # [zeros] int32 of 0, or None
     # inputs
     source_ptr,  # [rows, hidden]

@@ -43,7 +43,7 @@ LEAST_OFFSET = tl.constexpr(-(2.0**30))
 
 @triton.jit
 def finish_tile(
-    out,  # matrix: exponentials or relative logits; a descriptor and a pointer of None where nothing is stored
+    out,  # matrix: exponentials or relative logits; descriptor and pointer None: nothing is stored
     strips,  # pointers to what is left of each strip
     strip_stride,  # from strip to strip of these
     tile,  # [BLOCK_M, BLOCK_N] fp32
@@ -52,11 +52,11 @@ def finish_tile(
     row_start,
     tile_n,
     vocab,
-    second,  # columns, which end where a strip does, or None for all, and ratio of the second softmax
+    second,  # columns (whole strips, or None for all) and ratio of the second softmax
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
-    END: tl.constexpr,  # what the vocabulary is a multiple of: a tile's columns, half of them, or 1
+    END: tl.constexpr,  # divides the vocabulary: a tile's columns, half of them, or 1
     INFINITE: tl.constexpr,  # a logit may be -inf
 ):
     """Stores a tile and its strips' statistics; a sum of exponentials is negative where the offset is the strip's own
@@ -191,7 +191,7 @@ def exp_logits_kernel(
     weight_scale_ptr,  # [] fp32, likewise
     target_logit_ptr,  # [rows] fp32, in the place of the product's of e4m3 operands
     blocks_ptr,  # [made / EXACT_BLOCK] int32: which blocks of ids, none at the end, or None for all
-    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,
@@ -205,7 +205,7 @@ def exp_logits_kernel(
     logit_scale,  # float or None for 1
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
-    ratio2,  # of a second temperature to that of the logits, inverse; float or None for 1
+    ratio2,  # second inverse temperature over the logits'; float or None for 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -145,7 +145,7 @@ def kept_rows_kernel(
 def kept_entries_kernel(
     # outputs
     row_ptr,  # [entries + tokens] int64, -1 behind the last set
-    column_ptr,  # [entries + tokens] int32, -1 for ids that are none, that stand twice in a set, or are its target
+    column_ptr,  # [entries + tokens] int32, -1 for no id, a repeated one, or the target
     entry_bias_ptr,  # [entries + tokens] fp32 or None, 0 at first
     one_or_nan_ptr,  # [] fp32: nan where something is wrong
     inverse_ptr,  # [] fp32: likewise

@@ -59,7 +59,7 @@ def read_fields(
 def clean_rows(
     out: torch.Tensor,  # [rows, hidden] contiguous
     source: torch.Tensor,  # [rows, hidden]
-    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
+    target: torch.Tensor,  # [rows] int64, -1 where a row does not count
     order: torch.Tensor | None = None,  # [rows] int64, rows of ``source``; None: its first
     logit: torch.Tensor | None = None,  # [rows] fp32
     weight: torch.Tensor | None = None,  # [vocab, hidden] contiguous
@@ -130,7 +130,7 @@ def quantise(
 
 
 def exp_logits(
-    out: torch.Tensor | None,  # [rows, vocab] 16 bit, row stride a multiple of 8: exponentials, or fp16 relative logits
+    out: torch.Tensor | None,  # [rows, vocab] exponentials or fp16 relative logits, row stride a multiple of 8
     strips: Strips,
     hidden: Matrix,  # [rows, hidden] contiguous
     weight: Matrix,  # [vocab, hidden] contiguous, of the same dtype

@@ -27,14 +27,14 @@ from .exp_logits import LEAST_OFFSET
 def merge_strips_kernel(
     # outputs
     lse_ptr,  # [rows] fp32 or None
-    start_ptr,  # [rows] fp32: log p = (x - start) + rest, without the rounding of lse
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest
     rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; or None
     entropy_ptr,  # [rows] fp32 or None
     weighted_sum_ptr,  # [rows] fp32 or None
     top_ptr,  # [rows] fp32 or None: the largest logit
     argmax_ptr,  # [rows] int32 or fp32, or None: the first column that has it
-    level_ptr,  # [rows] fp32: offset that all of the row is to have; None with offsets of each strip's own
+    level_ptr,  # [rows] fp32: one offset for all of the row; None: each strip has its own
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32; with a level only where the sum is negative
     strip_sum_ptr,  # [strips, rows] fp32; with a level, negative where the offset is not it
@@ -42,16 +42,16 @@ def merge_strips_kernel(
     strip_weighted_sum_ptr,  # [strips, rows] fp32 or None
     strip_top_ptr,  # [strips, rows] fp32 or None
     strip_argmax_ptr,  # [strips, rows] int32 or None
-    target_logit_ptr,  # [rows] fp32, and the offset that was asked for where there is a level; None without targets
-    tile_logit_ptr,  # [rows] fp32: the target's as the strips have it; None where that is the exact one
+    target_logit_ptr,  # [rows] fp32, with a level also the given offset; None without targets
+    tile_logit_ptr,  # [rows] fp32: the target's in the strips; None where that is exact
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     # sizes
     rows,
-    strip_stride,  # from strip to strip, a multiple of BLOCK_ROWS: what stands behind the rows may be read
+    strip_stride,  # from strip to strip, a multiple of BLOCK_ROWS: reads may pass the rows
     strips,
     columns,  # that the softmax is over
     # scalars
-    ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    ratio,  # inverse temperature relative to the logits'; float or None for 1
     SECOND: tl.constexpr,  # sums of a second softmax, which may be over fewer columns
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STRIPS: tl.constexpr,
@@ -164,23 +164,23 @@ def merge_ranks_kernel(
     top_ptr,  # [rows] fp32 or None
     argmax_ptr,  # [rows] int32 or None
     # inputs
-    gathered_ptr,  # [ranks, numbers, rows] fp32: statistics of each piece, and last what tells its tokens
+    gathered_ptr,  # [ranks, numbers, rows] fp32: each piece's statistics, and last a check of its tokens
     zero_or_nan_ptr,  # [] fp32: nan where pieces are of different tokens
-    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_ptr,  # [rows] int64, -1 where a row does not count
     # sizes
     ranks,
     numbers,
     rows,
     # scalars
     ratio,  # of the temperature to that of the logits, inverse
-    START: tl.constexpr,  # where a piece's numbers are, -1 for what it does not tell
+    START: tl.constexpr,  # place of a piece's number, -1 for none
     REST: tl.constexpr,
     TARGET: tl.constexpr,
     ENTROPY: tl.constexpr,
     WEIGHTED: tl.constexpr,
     TOP: tl.constexpr,
     ARGMAX: tl.constexpr,
-    KNOWN_TARGETS: tl.constexpr,  # every piece has the target's logit, not its part of it only
+    KNOWN_TARGETS: tl.constexpr,  # every piece has the target's complete logit
     BLOCK: tl.constexpr,
 ):
     """Merges pieces' softmaxes in fp64 (logarithms have been rounded once already), in one order on every rank."""

@@ -37,7 +37,7 @@ def quantise_kernel(
     # outputs
     out_ptr,  # [rows, columns] e4m3 contiguous; None where only ``dots`` are wanted
     scale_ptr,  # [rows] fp32, each row's; or None
-    parts_ptr,  # [4, programs] fp32: s, and of matrix / s the largest number and both sums of squares; or None
+    parts_ptr,  # [4, programs] fp32: s, largest number and both sums of squares of matrix / s; or None
     dots_ptr,  # [rows] fp32: each row times ``mean``; or None, and the mean is taken out of the rows
     # inputs
     matrix_ptr,  # [rows, columns] contiguous

@@ -25,7 +25,7 @@ LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
 def row_stats_kernel(
     # outputs
     lse_ptr,  # [rows] fp32 or None
-    start_ptr,  # [rows] fp32: log p = (x - start) + rest, without the rounding of lse
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest
     rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; None without targets
     target_logit_ptr,  # [rows] fp32 or None
@@ -48,7 +48,7 @@ def row_stats_kernel(
     logit_scale,  # float or None for 1
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
-    ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    ratio,  # inverse temperature relative to the logits'; float or None for 1
     FILL: tl.constexpr,  # 0 for a row without a set, instead of what is there
     BLOCK: tl.constexpr,
 ):
