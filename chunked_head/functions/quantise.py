@@ -18,8 +18,8 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
         optimizer.step()
 
     It takes a byte for each number of the weight, and has one scale. A call on a weight that has changed since raises,
-    and any call after an optimizer's step. What goes unnoticed: changes through ``weight.data``, by a replayed CUDA
-    graph, and of inference tensors. Of a DTensor it is this rank's part.
+    and any call after an optimizer's step. What goes unnoticed: changes through ``weight.data``, by collectives such as
+    ``dist.broadcast``, by a replayed CUDA graph, and of inference tensors. Of a DTensor it is this rank's part.
     """
     own = local_part(weight)
     checks.check_tensor("weight", own, optional=False)
