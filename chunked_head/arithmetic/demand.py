@@ -1,4 +1,4 @@
-"""From losses and metrics to the statistics and softmaxes that a call needs: the ``Structure`` and its ``Demand``."""
+"""From losses and metrics to their softmaxes and statistics: the ``Structure`` and its ``Demand``."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ SUFFIX = ("", "2")  # of the names of statistics, by view
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Losses and metrics at their softmaxes: all that decides the code of the arithmetic, but for its inputs."""
+    """Losses and metrics at their softmaxes: all that decides the arithmetic's code, but for its inputs."""
 
     summands: tuple[tuple[Summand, int], ...]  # with the view that each sees
     metrics: tuple[tuple[Metric, int], ...]
@@ -51,7 +51,7 @@ class Structure:
 
     @functools.cached_property
     def builtin(self) -> bool:
-        """True where all losses and metrics are the library's: functions of nothing but their arguments."""
+        """True where all losses and metrics are the library's own."""
         return all(part.builtin for part, _ in (*self.summands, *self.metrics))
 
     @functools.cached_property
@@ -74,7 +74,7 @@ def structure_of(
     columns: int = 0,  # K of teacher_ids
     teacher_vocab: int | None = None,  # of a dense teacher
 ) -> tuple[Structure, Demand]:
-    """Losses and metrics at their softmaxes, and the statistics that they need; ValueError where no call has it all."""
+    """Losses and metrics at their softmaxes, and their statistics; ValueError where no call has it all."""
     summands = [summand for _, summand in losses.terms]
     everything: list[Summand | Metric] = [*summands, *metrics]
     for what, labels in ("losses", [part.label for part in summands]), ("metrics", [part.label for part in metrics]):
@@ -91,7 +91,7 @@ def structure_of(
     dense = [summand for summand in summands if summand.teacher is not None]
 
     def softmax_of(part: Summand | Metric) -> tuple[float, int | None]:
-        """The temperature of the softmax that a part sees, and the number of ids where it is not over all."""
+        """The temperature of a part's softmax, and the number of ids where it is not over all."""
         if isinstance(part, Metric) and part.needs & set(DENSE):
             named = f"metrics.{part.kind}"
             if not dense:
@@ -183,7 +183,7 @@ def pair_up(
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:
-    """Index of the summand that has the class weights of ``weighted_sum``: there is one such statistic."""
+    """Index of the summand with the class weights of ``weighted_sum``, of which there is one."""
     weighted = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not weighted:
         return None

@@ -178,7 +178,7 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
 def arithmetic_of(
     structure: Structure, leaves: Named, inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
-    """The kernel for inputs like these, None where there is none; and the arguments that it may read."""
+    """The kernel for inputs like these, or None; and the arguments that it may read."""
     if not structure.builtin:
         return None, []
     tensors = [

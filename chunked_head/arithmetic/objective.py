@@ -56,13 +56,13 @@ class Expected(NamedTuple):
         return ratio, self.one_or_nan
 
     def one_or_nan_for(self, given: Tensor) -> Tensor:
-        """``one_or_nan`` for gradients that cannot be scaled: nan where ``given`` is not the expected upstream."""
+        """``one_or_nan`` for gradients that cannot be scaled: nan unless ``given`` is the expected upstream."""
         return torch.where(given == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
 
 
 @dataclass(eq=False, kw_only=True)
 class Objective:
-    """Common fields: tensors of a call, per token or as long as the vocabulary, that losses and kernels read."""
+    """Common fields: tensors that losses and kernels read, per token or per column."""
 
     demand: Demand
     structure: Structure

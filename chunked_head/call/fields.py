@@ -1,4 +1,4 @@
-"""Fields of a call's batch: which of them losses and metrics read, and checks of each, a dense teacher's too."""
+"""Fields of a call's batch, a dense teacher's too: the ones that losses and metrics read, and their checks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -184,7 +184,7 @@ def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dty
 def make_teacher(
     fields: Mapping[str, Tensor], options: Teacher, columns: int, dtype: torch.dtype | None
 ) -> TeacherHead:
-    """The teacher over the ids that it shares with the student. ``dtype``: of its matmul, where autocast gives one."""
+    """The teacher over the ids that it shares with the student. ``dtype``: of its matmul under autocast."""
     temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
     return TeacherHead(

@@ -92,7 +92,7 @@ def of_each_token(tokens: Tokens) -> Objective:
 def fields_of(
     tokens: Tokens, factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Fields that all objectives have in common; with ``factors`` of the summands those of sums of losses too."""
+    """Fields that all objectives have; with ``factors`` of the summands also those of sums of losses."""
     demand, structure, one_or_nan, kept = tokens.spec.demand, tokens.structure, tokens.one_or_nan, tokens.kept
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
     class_weights = None
@@ -182,7 +182,7 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
 
 
 def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
-    """The tokens with the counts of all ranks, and nan on every rank where an id is out of range on one."""
+    """The tokens with the counts of all ranks; nan on every rank if an id is out of range on one."""
     batch = tokens.batch
     ids = [name for name in IDS if name in batch]
     summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
@@ -201,7 +201,7 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:
-    """The sum of what each of this rank's tokens adds to the default denominator, [] in the statistics' dtype."""
+    """What this rank's tokens add to the default denominator, [] in the statistics' dtype."""
     assert summand.counted is not None
     batch, dtype = tokens.batch, tokens.one_or_nan.dtype
     return torch.where(batch.mask, summand.counted(batch, **summand.tensors).to(dtype), 0.0).sum()

@@ -251,7 +251,7 @@ class Call(Generic[Result]):
 
     @functools.cached_property
     def gradient_buffer(self) -> GradientBuffer | None:
-        """The caller's buffer that the weight's gradient is added to; None without a gradient or buffer."""
+        """The caller's buffer for the weight's gradient; None without a gradient or buffer."""
         assert self.weight is not None
         others = {"hidden": self.rows, "target": self.target, "bias": self.bias}
         return gradient_buffer_of(self.accumulate_into, self.weight, others)
@@ -261,7 +261,7 @@ class Call(Generic[Result]):
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
     def check(self) -> torch.dtype:
-        """Checks operands and options; returns the dtype of the matmuls, or that of the arithmetic on logits."""
+        """Checks operands and options; returns the dtype of matmuls, or of the arithmetic on logits."""
         dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
         dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
         check_options({name: getattr(self, name) for name in OPTIONS})

@@ -1,4 +1,4 @@
-"""The run of a call of any function: its tokens, plan and objective, in this order, and its autograd.Function."""
+"""The run of a call of any function: its tokens, plan, objective (in this order) and autograd.Function."""
 
 import contextlib
 import itertools
@@ -222,7 +222,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
 
 
 class Pass:
-    """The forward pass of a call on operands that ``prepared`` made: its results, and what its backward needs."""
+    """The forward pass of a call on operands from ``prepared``: its results, and what its backward needs."""
 
     def __init__(self, call: LocalCall, *operands: Any):
         self.stats, self.grads = call.forward(*operands)  # gradients: None where backward makes them
@@ -355,7 +355,7 @@ NOTHING = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context for kernels, which are launched on the current GPU: the tensors' own is the current one."""
+    """Context in which the tensors' own GPU is the current one, where kernels are launched."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else NOTHING
 

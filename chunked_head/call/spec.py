@@ -97,7 +97,7 @@ def spec_of(call: Call[Any]) -> Spec:
 
 
 def name_tensors(call: Call[Any]) -> None:
-    """Makes token weights that a loss holds itself, and a temperature per token, fields of names of their own."""
+    """Makes a loss's own token weights, and a temperature per token, fields under names of their own."""
     batch, terms = dict(call.batch or {}), []
     for coefficient, summand in call.losses.terms:
         if isinstance(summand.token_weights, Tensor):

@@ -1,4 +1,4 @@
-"""Calls on several streams of hidden states: one after the other, with one accumulator for the weight's gradient."""
+"""Calls on several streams of hidden states, one after the other, with one accumulator of the weight's gradient."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +91,7 @@ class Streams(Generic[Result]):
 
 
 def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], StreamsBuffer | None]:
-    """The calls with one buffer for the weight's gradient, unless the caller has one or no such gradient is made."""
+    """The calls with one buffer for the weight's gradient, unless the caller has one or none is made."""
     first, weight = calls[0], calls[0].weight
     assert weight is not None
     request = Request(first.memory_budget)

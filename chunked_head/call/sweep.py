@@ -241,7 +241,7 @@ class HeadCall(LocalCall):
         return stats, grads
 
     def recomputing(self) -> "HeadCall":
-        """The call with a plan that makes gradients in backward, which a second one over a retained graph needs too."""
+        """The call with gradients in backward, as a second backward over a retained graph needs them too."""
         if self.plan.schedule == "recompute":
             return self
         plan = find_plan(
@@ -263,7 +263,7 @@ class HeadCall(LocalCall):
     def recompute(
         self, operands: Sequence[Any], stats: RowStats, coefficients: Coefficients
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias from coefficients of all tokens; logits are computed again."""
+        """Gradients of hidden states, weight and bias from all tokens' coefficients, by computing logits again."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
         _, grads = sweep(self, hidden, self.head(weight, bias, hidden), (stats, coefficients))

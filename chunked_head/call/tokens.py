@@ -67,7 +67,7 @@ class Packing:
 
 @dataclass(eq=False)
 class Tokens:
-    """A checked call with the fields that go with its rows of hidden states; what does not count is 0 (ids -1)."""
+    """A checked call with the fields of its rows of hidden states; what does not count is 0 (ids -1)."""
 
     call: Call[Any]
     spec: Spec
@@ -190,7 +190,7 @@ def rows_of_field(
     leading: tuple[int, ...],
     wrongs: list[Tensor],
 ) -> Tensor:
-    """A field of tokens [tokens, ...], in the order of the hidden states' rows, 0 (ids -1) where ``ignored``."""
+    """A field of tokens [tokens, ...] in the order of hidden states, 0 (ids -1) where ``ignored``."""
     kind, dims = spec.known[field], len(leading)
     if kind.kind == "token" and dims:
         value = shift_left(value, call.shift, -1 if kind.type == "int" else 0, dims - 1)
@@ -216,7 +216,7 @@ def rows_of_field(
 
 
 def in_range(field: str, ids: Tensor, number: int, none: int | None, wrongs: list[Tensor]) -> Tensor:
-    """Ids in [0, number), or ``none``; of others an IndexError on the CPU, and elsewhere one more of ``wrongs``."""
+    """Ids in [0, number), or ``none``; for others an IndexError on the CPU, elsewhere one more of ``wrongs``."""
     wrong = (ids < 0) | (ids >= number)
     if none is not None:
         wrong &= ids != none
@@ -230,7 +230,7 @@ def in_range(field: str, ids: Tensor, number: int, none: int | None, wrongs: lis
 def columns_of_teacher(
     fields: Mapping[str, Tensor], target: Tensor, vocab: int, wrongs: list[Tensor]
 ) -> dict[str, Tensor]:
-    """The teacher's K ids per token, -1 for those that stand for none; and which entries count by log-probabilities."""
+    """The teacher's K ids per token, -1 for none, and the entries that count by log-probabilities."""
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     valid = (target >= 0)[:, None]
     if logprobs is not None:
@@ -272,7 +272,7 @@ def reading_is_free(tensor: Tensor) -> bool:
 def of_all_ranks(
     shard: Shard, call: Call[Any], spec: Spec, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Mapping[str, Tensor], tuple[int, ...]]:
-    """Targets and fields of every rank's tokens, where each has hidden states of its own; and their leading shape."""
+    """Targets and fields of all ranks' tokens, where each has its own hidden states; and their leading shape."""
     dims, count = len(call.leading), math.prod(call.leading)
     per_token = [name for name in spec.wanted if spec.known[name].kind in ("token", "row")]
     local = {name: batch[name].flatten(0, dims - 1) for name in per_token}

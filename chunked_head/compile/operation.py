@@ -203,7 +203,7 @@ def shaped(grads: Sequence[Tensor | None], operands: Sequence[Tensor], wanted: S
 
 
 def packed(asked: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:
-    """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
+    """Parts, then sums and count or the extremum of each metric, in the order of the call's arguments."""
     found = [*objective.parts]
     values = objective.metric_values(stats)
     for metric in asked.metrics:

@@ -1,4 +1,4 @@
-"""Every argument error, raised once and before any work: which argument, what was expected, what came, what to do."""
+"""Argument errors, raised once and before any work: the argument, what was expected, what came, what to do."""
 
 import difflib
 import inspect
@@ -50,7 +50,7 @@ def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, b
 
 
 def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
-    """Autocast's dtype where it is on and there are matmuls, else the one dtype that all operands have."""
+    """Autocast's dtype where it is on and there are matmuls, else the operands' common dtype."""
     for argument, tensor in operands.items():
         check_dtype(argument, tensor.dtype)
     what, rows = next(iter(operands.items()))
@@ -229,7 +229,7 @@ def nearest(name: Any, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterable[str]) -> None:
-    """Raises for options of ``chunked_head.<module>.<kind>`` that are neither its own nor ``common`` to all."""
+    """Raises for options that are neither those of ``chunked_head.<module>.<kind>`` nor ``common`` to all."""
     unknown = sorted(set(given) - set(common))
     if unknown:
         factory = getattr(sys.modules[f"{PACKAGE}.{module}"], kind)

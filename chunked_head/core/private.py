@@ -27,7 +27,7 @@ def private(*names: str) -> tuple[Any, ...] | None:
 
 
 def under_hooks() -> bool:
-    """True where autograd gives what it saves to hooks: an activation checkpoint's, or those of offloading."""
+    """True where autograd gives what it saves to hooks, of an activation checkpoint or of offloading."""
     try:
         with disable_saved_tensors_hooks("to switch them off raises where there are some"):
             return False
@@ -36,7 +36,7 @@ def under_hooks() -> bool:
 
 
 def plain_saving() -> AbstractContextManager[Any]:
-    """A context in which no hooks see what autograd saves, for what is differentiated to its end inside of it."""
+    """A context without hooks on what autograd saves, for functions that are differentiated inside it."""
     # the innermost hooks are those that are called
     return saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else nullcontext()
 
@@ -55,7 +55,7 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
 
 
 def refuse_transforms() -> None:
-    """Raises inside of a transform of torch.func. Where torch does not tell, transforms refuse our Function itself."""
+    """Raises inside of a transform of torch.func; if torch does not tell, transforms refuse our Function."""
     active = private("_C._are_functorch_transforms_active")
     if active is not None and active[0]():
         raise RuntimeError(

@@ -23,7 +23,7 @@ class View(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """A dense teacher paired with the student: the student's softmax, the statistics wanted, beta, columns."""
+    """A dense teacher paired with the student's softmax, and the statistics that are wanted."""
 
     view: int  # of Demand.views
     forward_kl: bool
@@ -54,7 +54,7 @@ class Demand(NamedTuple):
 
     @property
     def one_sweep(self) -> bool:
-        """True where one look at each logit makes all statistics, so that a sweep need not store logits."""
+        """True where one pass makes all statistics, so that a sweep need not store logits."""
         return len(self.views) == 1 and self.pairing is None and self.top_k == 0
 
     def of_columns(self, columns: int | None) -> "Demand":

@@ -41,7 +41,7 @@ class QuantisedWeight:
         CURRENT.add(self)
 
     def of(self, weight: Tensor) -> Quantised:
-        """The e4m3 numbers of a call's weight; ValueError where they are another's, or the weight has changed."""
+        """The e4m3 numbers of a call's weight; ValueError if they are another's or the weight has changed."""
         own = self.weight
         if (weight.data_ptr(), weight.shape, weight.dtype) != (own.data_ptr(), own.shape, own.dtype):
             raise ValueError(
@@ -96,7 +96,7 @@ def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
 
 
 def version_of(weight: Tensor) -> int:
-    """The number of changes of the tensor that autograd has seen; of inference tensors it counts nothing."""
+    """The number of changes that autograd has seen of a tensor; 0 for inference tensors."""
     return 0 if weight.is_inference() else weight._version
 
 

@@ -47,7 +47,7 @@ def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
 
 
 def teacher_outputs(out: RowStats) -> Outputs:
-    """Outputs of a teacher's statistics: those that make log-probabilities of its logits, the largest and its id."""
+    """Outputs of a teacher's statistics: for log-probabilities of its logits, and its largest logit with the id."""
     return Outputs(start=out.teacher_start, rest=out.teacher_rest, top=out.teacher_top, argmax=out.teacher_argmax)
 
 
@@ -235,7 +235,7 @@ class MatmulStore(Store):
         counted: Counted = ALL_ROWS,
         parts: Parts = (None, None),
     ) -> Tensor:
-        """The gradient of raw logits, of the columns from ``first`` on of which ``head`` is the head."""
+        """The gradient of raw logits, of ``head``'s columns, which begin at ``first``."""
         pairing, columns, teacher_terms = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None

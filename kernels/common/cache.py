@@ -1,4 +1,4 @@
-"""The one kind of table that outlives a call. Whatever is kept from call to call is kept in one of these."""
+"""The one kind of table that outlives a call: everything kept from call to call lies in one."""
 
 import itertools
 import threading

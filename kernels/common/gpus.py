@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
         return hash(self.name)  # a plan's sizes are looked up at each call
 
     def logits_tile(self, rows: int) -> Tile:
-        """Tile of the logits' matmul for a chunk of ``rows``; with any, a row's strips are those of ``strips_of``."""
+        """Tile of the logits' matmul for a chunk of ``rows``; all have the strips of ``strips_of``."""
         return self.few if self.few is not None and rows <= self.few.block_m else self.logits
 
     def strip_width(self, relative: bool) -> int:
@@ -149,7 +149,7 @@ def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> in
 
 
 class DhiddenSplit(NamedTuple):
-    """Number of parts over the vocabulary that tiles of dhidden's last turn are cut into, and of their sums' places."""
+    """Number of parts over the vocabulary of each tile in dhidden's last turn, and of places for their sums."""
 
     parts: int = 1
     units: int = 0

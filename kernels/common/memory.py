@@ -1,4 +1,4 @@
-"""Memory that a sweep makes, and what listens to its steps while it is recorded; nothing here needs Triton."""
+"""Memory that a sweep makes, and the recorder that listens to its steps; nothing here needs Triton."""
 
 import threading
 from typing import Any

@@ -56,7 +56,7 @@ class Strips(NamedTuple):
         return cls(**{name: found.get(name) for name in cls._fields})
 
     def sums(self) -> torch.Tensor:
-        """Memory [n] of all but the offsets, which nothing reads any more once rows have their statistics."""
+        """Memory [n] of all but the offsets, free once rows have their statistics."""
         behind = sum(each is not None for each in self) - 1
         return self.sum.as_strided((behind * self.sum.shape[0] * self.sum.stride(0),), (1,))
 
@@ -104,7 +104,7 @@ def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
 
 
 def even(columns: int, tile: Tile) -> bool:
-    """True where steps over the columns need no mask: the tensor copy engine fills what lies behind with zeros."""
+    """True where steps over the columns need no mask: the tensor copy engine fills with zeros."""
     return tile.described or columns % tile.block_k == 0
 
 

@@ -1,4 +1,4 @@
-"""Tiles of matmuls, the arithmetic of sizes and numbers that kernels share with the rest; nothing here needs Triton."""
+"""Tiles of matmuls, and sizes and numbers that kernels share with the rest; nothing here needs Triton."""
 
 import os
 from typing import NamedTuple
@@ -14,7 +14,7 @@ LOG_FLOOR = -1e4
 
 
 def cdiv(size: int, step: int) -> int:
-    """Steps that cover the size. Triton's own may be called in kernels too, and takes ten times as long on the host."""
+    """Steps that cover the size. On the host ten times as fast as Triton's own, which kernels may call."""
     return -(-size // step)
 
 

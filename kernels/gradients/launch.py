@@ -1,4 +1,4 @@
-"""Launching the kernels of logits' gradients on torch tensors: grids, block sizes and warps, and nothing of losses."""
+"""Launching the kernels of logits' gradients on torch tensors: grids, block sizes, warps; nothing of losses."""
 
 import torch
 

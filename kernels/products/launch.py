@@ -17,7 +17,7 @@ MOST_COUNTED = 8192  # up to so many entries are sorted by comparing all pairs, 
 
 
 class Factors(NamedTuple):
-    """Factors per row that make gradients of products with exponentials: of the softmax, and of the target's term."""
+    """Factors per row that turn products with exponentials into gradients: of softmax and target's term."""
 
     target: torch.Tensor | None = None  # [rows] int64, -1 where a row does not count
     softmax: torch.Tensor | None = None  # [rows] fp32

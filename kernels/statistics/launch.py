@@ -1,4 +1,4 @@
-"""Launching the kernels of statistics on torch tensors: grids, block sizes and warps, and nothing of losses."""
+"""Launching the kernels of statistics on torch tensors: grids, block sizes, warps; nothing of losses."""
 
 from collections.abc import Sequence
 
