@@ -236,7 +236,7 @@ TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []  # that of ``user.c
 
 
 def as_losses(loss: Any, argument: str = "loss") -> Losses:
-    """A sum of losses as it is, and a plain function as ``custom(function, scope="token")`` makes it."""
+    """A sum of losses as it is, or of a plain function by ``custom(function, scope="token")``."""
     if isinstance(loss, Losses):
         return loss
     if getattr(loss, "__module__", "").startswith(PACKAGE):
@@ -319,7 +319,7 @@ def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashab
 
 
 def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:
-    """``value`` with the next of ``numbers`` in place of each float that ``split_numbers`` finds in it."""
+    """``value`` with the next of ``numbers`` for each float that ``split_numbers`` replaced."""
     if type(value) is float:
         return next(numbers)
     if not isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Arguments of losses and metrics: statistics of tokens, fields of the batch; and functions of numbers per token."""
+"""Arguments of losses and metrics: statistics of tokens, fields of the batch; functions of numbers per token."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -136,7 +136,7 @@ def clamped(values: Tensor, bound: float | None) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """``sigmoid(x)``; its gradient does not need ``1 - sigmoid(x)``, which rounds to 0 where the value is near 1."""
+    """``sigmoid(x)``, with a gradient without ``1 - sigmoid(x)``, which rounds to 0 where the value is near 1."""
     return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
 
 

@@ -162,7 +162,7 @@ def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp"
 
 
 def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:
-    """log r of each token [n]; on policy, where no old log-probabilities are given, 0 with gradient 1."""
+    """log r of each token [n]; without old log-probabilities (on policy) 0 with gradient 1."""
     return stats.logprob - old_logprobs(stats, batch)
 
 

@@ -319,7 +319,7 @@ def bent(scores: Tensor, power: float | None, most: float) -> Tensor:
 
 
 def beyond_shorter(batch: Batch) -> Tensor:
-    """Mask [n] of tokens whose place in their segment is at or past the length of the segment paired with it."""
+    """Mask [n] of tokens at or past the length of the segment that is paired with theirs."""
     count = batch.segment_count()
     chosen, rejected = batch["pairs"].unbind(1)
     paired = (chosen >= 0) & (rejected >= 0)

@@ -62,7 +62,7 @@ def contents(value: Any, depth: int = 0) -> Hashable:
 
 
 def device_of(key: Hashable) -> torch.device:
-    """Device of the tensors in a key of ``contents``; without any the GPU if there is work on one, else the CPU."""
+    """Device of the tensors in a key of ``contents``; else the GPU if there is work on one, else the CPU."""
     parts = [key]
     for part in parts:  # which grow
         parts += part if isinstance(part, tuple) else ()
@@ -147,7 +147,7 @@ def found_once(part: Part, about: Hashable, extra: Mapping[str, Field], find: Ca
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """True for values equal up to rounding; what one token adds to a mean over these few is far larger."""
+    """True for values equal up to rounding, which is far less than one token adds to a mean over these few."""
     finite = a[a.isfinite()].abs()
     atol = 1e-4 * float(finite.max()) if len(finite) else 0.0
     return torch.allclose(a, b, rtol=1e-4, atol=atol, equal_nan=True)
@@ -256,7 +256,7 @@ def check_over_ranks(part: Part, what: str, given: frozenset[str], known: Mappin
 
 
 def adds_up(part: Part, made: Synthetic, given: frozenset[str]) -> bool:
-    """True where the values of two ranks are those of all tokens, with the ranks' own sums over segments added up."""
+    """True where two ranks' values, from sums over segments added up over both, are those of all tokens."""
 
     def values_of(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         fields, of_rank = made.fields_of(piece), OwnSums(sums)

@@ -47,7 +47,7 @@ def local_operands(
 
 
 class Arrived(torch.autograd.Function):
-    """The result of an asynchronous collective, once it is there: kernels read memory, and the wrapper has none."""
+    """The result of an asynchronous collective, once it is there: kernels need memory, which its wrapper lacks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -75,7 +75,7 @@ WEIGHT_REMEDY = (
 
 
 def vocabulary_mesh(weight: Any) -> Any:
-    """The one-dimensional mesh that a weight's rows are split over, None where all ranks have all of them."""
+    """The one-dimensional mesh that splits a weight's rows, None where all ranks have all of them."""
     split = [(i, placement) for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not split:
         return None

@@ -176,7 +176,7 @@ def process_group(group: Any, what: str) -> Any:
 
 
 def agrees_each_time(device: torch.device) -> bool:
-    """True where ranks compare every call, not the first of its kind only: the host reads messages without waiting."""
+    """True where ranks compare every call, since the host reads messages without waiting; else new kinds only."""
     return device.type == "cpu"
 
 

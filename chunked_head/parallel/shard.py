@@ -19,7 +19,7 @@ SAME_HIDDEN = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's columns of the vocabulary. The order of messages depends on nothing but the plan."""
+    """This rank's columns of the vocabulary. The plan alone decides the order of messages."""
 
     parallel: VocabParallel
     vocab: int  # ids on all ranks
@@ -51,7 +51,7 @@ class Shard:
         return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.rows)}
 
     def local_targets(self, target: Tensor) -> Tensor:
-        """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
+        """This rank's columns for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
         column, last = target - self.here.start, self.columns - 1
         return column.masked_fill_(column.clamp(0, last) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
@@ -125,7 +125,7 @@ class Shard:
         return SummedRows(self.group) if self.parallel.reduce_dhidden else None
 
     def gathered(self, hidden: Tensor, rows: int) -> GatheredRows | None:
-        """Hidden states of at most ``rows`` rows that come from other ranks; None where each has all."""
+        """Hidden states of up to ``rows`` rows from other ranks; None where each has all."""
         return GatheredRows(hidden, rows, self.group) if self.parallel.sequence_sharded else None
 
     def own_tokens(self, values: Tensor) -> Tensor:

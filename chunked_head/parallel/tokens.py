@@ -16,7 +16,7 @@ from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """The sums over ranks, in one message: float64, in which counts are exact; in their own dtypes afterwards."""
+    """The sums over ranks in one message of float64, in which counts are exact; returned in their own dtypes."""
     packed = torch.cat([value.reshape(-1).double() for value in values])
     distributed.all_reduce(packed, group=group)
     pieces = packed.split([value.numel() for value in values])
@@ -24,7 +24,7 @@ def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
 
 
 class AddOverRanks(torch.autograd.Function):
-    """A sum over ranks, of which each differentiates its own share of the loss: the gradient is a sum over them too."""
+    """A sum over ranks, each of which differentiates its share of the loss: the gradient is summed too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

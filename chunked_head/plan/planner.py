@@ -35,7 +35,7 @@ class Miss(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A schedule with its sums' dtypes, whose chunks are to be found: those of ``plan`` are of one row."""
+    """A schedule with its sums' dtypes; ``plan`` has chunks of one row until theirs are found."""
 
     plan: Plan
     least_rows: int  # of a chunk, or of a block in the recompute schedule
@@ -141,13 +141,13 @@ def of_one_row(
     weight_acc: torch.dtype | None = None,
     note: str = "",
 ) -> Plan:
-    """A plan of one row in a chunk, all columns of its logits at a time; gradients add up in their dtypes, or these."""
+    """A plan of one row a chunk, with all columns; gradients add up in their dtypes, or these."""
     accumulate = hidden_acc or sizes.hidden_dtype, weight_acc or sizes.weight_dtype
     return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *accumulate, note=note)
 
 
 def refusal(sizes: Sizes, request: Request) -> str:
-    """The reason why no call of these sizes can add up in the dtype that is asked for; "" where one can."""
+    """The reason why no call of these sizes can add up in the requested dtype; "" where one can."""
     wanted, weight_dtype = request.accumulate_dtype, sizes.weight_dtype
     allowed, reason = {weight_dtype}, f" for a weight of {name(weight_dtype)}"
     if sizes.buffer_dtype is not None:
@@ -166,7 +166,7 @@ def refusal(sizes: Sizes, request: Request) -> str:
 
 
 def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
-    """The first candidate's plan within the budget, or the reason why the one that lacks least does not fit."""
+    """The first candidate's plan within the budget, or the reason why the nearest one does not fit."""
     for candidate in candidates(sizes, request):
         if not candidate.is_hopeless and isinstance(found := fitted(request, candidate), Plan):
             return found

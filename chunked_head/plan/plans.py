@@ -98,13 +98,13 @@ class Plan:
 
     @property
     def too_many_chunks(self) -> bool:
-        """True where the weight's gradient adds up in 16 bits over more chunks than that is accurate for."""
+        """True where the weight's gradient adds up over more chunks than 16 bits are accurate for."""
         half = self.sizes.returns_weight_grad and self.weight_accumulate.itemsize < 4
         return half and self.chunks > MAX_HALF_CHUNKS
 
     @property
     def teacher_last(self) -> bool:
-        """True where a dense teacher's logits, and its statistics with the student, are made along with gradients."""
+        """True where a dense teacher's logits and pair statistics are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
     @functools.cached_property
@@ -131,7 +131,7 @@ def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
 
 
 def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
-    """Bytes beside the gradients of the plan that ``sized`` makes of it and some sizes, as a function of these."""
+    """Bytes beside the gradients, as a function of sizes, of the plan that ``sized`` makes of them."""
     call = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
     since, gradients = phase_bytes(call), sum(buffer.bytes for buffer in call if buffer.kind == "gradient")
     return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
@@ -223,7 +223,7 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
 
 
 def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:
-    """The gradients that are handed over; where they wait in another dtype, they are made of that at the end."""
+    """The gradients that are handed over; cast at the end where they wait in another dtype."""
     if sizes.hidden_grad:
         shape, waits = (sizes.own_tokens, sizes.hidden), hidden_acc != sizes.hidden_dtype
         yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else begin, WEIGHT, "gradient")
@@ -274,7 +274,7 @@ def cast_buffers(sizes: Sizes, columns: int, first: Phase, last: Phase) -> Itera
 
 
 def merged_bytes(sizes: Sizes) -> int:
-    """Bytes of all ranks' statistics of a row: as they come, as fp64, and the numbers that merge their softmaxes."""
+    """Bytes of all ranks' statistics of a row: as received, as fp64, and the numbers that merge softmaxes."""
     if sizes.ranks == 1:
         return 0
     demand = sizes.demand
@@ -343,7 +343,7 @@ def lifetime(buffer: Buffer) -> str:
 
 
 def as_text(shown: Sequence[Section]) -> str:
-    """Sections as plain text; rows of more than two cells stand in columns, to the right in each."""
+    """Sections as plain text; rows of more than two cells are right-aligned columns."""
     lines = []
     for title, rows in shown:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

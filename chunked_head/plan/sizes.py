@@ -164,7 +164,7 @@ class Sizes:
 
     @property
     def grads_in_matmul(self) -> bool:
-        """True where tiles of known statistics leave the matmul as 16-bit gradients, without logits before them."""
+        """True where the matmul of tiles with known statistics stores 16-bit gradients and no logits."""
         return self.own_matmul and self.demand.pairing is None
 
     @property
@@ -186,7 +186,7 @@ class Sizes:
 
     @functools.cached_property
     def own_dhidden(self) -> bool:
-        """True where dhidden's products are kernels of ours: faster than BLAS's, or the ones that can skip rows."""
+        """True where dhidden's products are our kernels: faster than BLAS's, or able to skip rows."""
         faster = self.gpu is not None and self.gpu.own_dhidden
         return self.own_matmul and (faster or self.skips or self.deterministic)
 

@@ -24,7 +24,7 @@ PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
 
 
 class Backend:
-    """Functions that compute, torch operations on every device; ``TritonBackend`` has kernels in their place."""
+    """Functions that compute: torch operations on every device, replaced by kernels in ``TritonBackend``."""
 
     name = "torch"
     recording: Callable[..., Any] | None = None  # listens to a sweep, ``kernels/common/recording.py``
@@ -123,7 +123,7 @@ TORCH = Backend()
 
 
 def backend_of(name: str | None, device: torch.device) -> Backend:
-    """The backend called ``name``, or the device's default; never another one than was asked for."""
+    """The backend called ``name``, or the device's default; never another than requested."""
     choice(None, "backend", name, BACKENDS)
     if name is None:
         # our kernels are the default on NVIDIA's GPUs, and on those of AMD's that they were compiled for

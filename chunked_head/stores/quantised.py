@@ -1,4 +1,4 @@
-"""Matrices in e4m3 (``Quantised``), one byte a number, by torch operations; a weight that a caller keeps so."""
+"""Matrices in e4m3 (``Quantised``), one byte a number, by torch operations; a caller's weight in e4m3."""
 
 import functools
 import math
@@ -61,13 +61,13 @@ CURRENT: "weakref.WeakSet[QuantisedWeight]" = weakref.WeakSet()  # those that no
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Makes optimizers' steps outdate copies: a fused optimizer writes to a weight, and its version stays."""
+    """Makes optimizers' steps outdate copies: a fused optimizer does not change a weight's version."""
     register_optimizer_step_post_hook(outdate)
 
 
 @breaks_graph
 def outdate(*_: Any) -> None:
-    """Outdates all copies: what an optimizer steps may be a shard of a weight, or its copy in another dtype."""
+    """Outdates all copies: an optimizer may step a shard of a weight, or its copy in another dtype."""
     CURRENT.clear()
 
 

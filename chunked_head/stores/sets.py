@@ -62,7 +62,7 @@ class SetStore(Store):
         return KeptEntries(self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at])
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Statistics over the sets' columns; where every row that counts keeps a set, those of other rows are 0."""
+        """Statistics over the sets' columns; 0 for other rows where every row that counts keeps a set."""
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.kept.everywhere
             for suffix, view in zip(("", "2"), self.demand.views, strict=False):

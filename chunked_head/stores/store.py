@@ -211,7 +211,7 @@ class MatmulStore(Store):
         self.backend.pair_stats(wanted, *student, *teacher, pairing.columns, pairing.beta, self.tie)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
-        """A teacher's logits, the caller's or made; ``normalize`` receives what makes log-probabilities of them."""
+        """A teacher's logits, given or made; ``normalize`` receives what makes log-probabilities of them."""
         teacher = rows.teacher
         assert teacher is not None
         if teacher.logits is None:

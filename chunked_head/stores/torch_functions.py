@@ -370,7 +370,7 @@ def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead
 
 
 def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
-    """Rows of logits as a softmax sees them, in fp32 (fp64); the stored ones where these are just so."""
+    """Rows of logits as a softmax sees them, in fp32 (fp64); a view where they are stored so."""
     x, bias = stored.logits[rows, :columns], stored.bias
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return transformed(x, None if bias is None else bias[:columns], of_rows(stored.transform, rows))

@@ -323,7 +323,7 @@ class FastStore(RelativeStore):
     def add_target_rows(
         self, hidden: Tensor, target: Tensor, first: int, d_weight: Tensor, order: Tensor | None
     ) -> None:
-        """The targets' terms of the weight's gradient, once the products with the chunk's exponentials are done."""
+        """The targets' terms of the weight's gradient, after the products with the chunk's exponentials."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
         softmax, at_target, ratio = self.factors[:, first:]
