@@ -136,9 +136,9 @@ class LocalCall:
     forward: ClassVar[Callable[..., tuple[RowStats, Gradients | None]]]
     # the operands' gradients, from what autograd saved of them, statistics and upstream gradients
     late_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
-    # from hidden states or logits and whether statistics are known: buffers of the sweep's gradients, None for none
+    # (operand, statistics known) -> buffers of the sweep's gradients, or None
     new_gradients: ClassVar[Callable[..., Gradients | None]]
-    # from hidden states or logits, head, statistics, gradients and whether statistics are known: the sweep's work
+    # (operand, head, statistics, gradients, statistics known) -> the sweep's work
     begin: ClassVar[Callable[..., Work]]
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:

@@ -92,7 +92,7 @@ class Kept:
     """
 
     starts: Tensor  # [tokens] int64: where a row's entries begin
-    ends: Tensor  # [tokens] int64: and end, where they begin if its softmax is over the vocabulary
+    ends: Tensor  # [tokens] int64: and end, equal to begin if its softmax is over the vocabulary
     rows: Tensor  # [n] int64, -1 for none
     columns: Tensor  # [n] int32, -1 where an entry is none: named twice, or another rank's
     everywhere: bool  # every row that counts has a set
@@ -115,7 +115,7 @@ class Kept:
 class Rows(NamedTuple):
     """The rows of a chunk as a store takes them."""
 
-    hidden: Tensor  # [rows, hidden], clean once the store has filled them; of logits that exist [rows, vocab]
+    hidden: Tensor  # [rows, hidden], cleaned by the store; or logits that exist [rows, vocab]
     target: Tensor  # [rows] int64, -1 where a row does not count
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
     scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1

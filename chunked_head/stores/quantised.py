@@ -77,7 +77,7 @@ class RoundedHead(NamedTuple):
     weight: Quantised
     mean: Tensor  # [hidden] fp32
     bias: Tensor  # [vocab] fp32: logits of ``mean``, and the head's bias
-    blocks: Tensor  # [n] int32: of ``EXACT_BLOCK`` ids each, whose logits are of the operands as they are
+    blocks: Tensor  # [n] int32: blocks of ``EXACT_BLOCK`` ids with exact logits
 
     def columns(self, tile: slice) -> "RoundedHead":
         weight = self.weight._replace(values=self.weight.values[tile])

@@ -90,7 +90,7 @@ class Store:
     name = "logits"
     description = "logits"  # of what is kept
     bounds_rows = False  # its matmuls can stop at a number of rows on the device
-    multiplies = True  # False: its logits come from gathered rows of the weight, not from a matmul
+    multiplies = True  # False: logits come from gathered rows, not from a matmul
     head: Head
     demand: Demand
     known_targets = False

@@ -93,7 +93,7 @@ def row_stats(
             found["entropy"] = log_sum - expected(e, z) / total
         if target is not None:
             ids = target[at]
-            here = ids < columns  # all of them, but where the vocabulary's other columns are elsewhere
+            here = ids < columns  # False for columns on other ranks
             picked = x.gather(1, torch.where(here, ids, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
             found["target_logit"] = torch.where(here, picked, 0.0)
             # not target_logit - lse, which has lost what lies below an ulp of the logits

@@ -265,7 +265,7 @@ class FastStore(RelativeStore):
 
     name = "fast"
     description = "exponentials relative to the target"
-    gathered = False  # rows came from other ranks, and their targets' terms have been added chunk by chunk
+    gathered = False  # rows of all ranks: targets' terms are added chunk by chunk
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:

@@ -20,14 +20,14 @@ class Gpu(NamedTuple):
     """An architecture. Of the tiles only Hopper's are measured on a GPU of its own."""
 
     name: str
-    shared: int  # bytes of shared memory that a program may have; tests hold the kernels to it
+    shared: int  # bytes of shared memory per program, a bound that tests check
     multiprocessors: int  # of the GPU that a plan assumes where there is none to ask
     logits: Tile
     # of the gradients' products: its step over rows is at most a tile of any other, behind which nothing was written
     product: Tile
-    few: Tile | None = None  # of the logits of few rows, which take the time that the weight takes to be read
+    few: Tile | None = None  # of few rows' logits, bound by reading the weight
     own_dhidden: bool = False  # faster than BLAS's
-    own_stored: tuple[int, int] = (0, -1)  # least and most rows of dweight's product, stored: as fast, sooner launched
+    own_stored: tuple[int, int] = (0, -1)  # least and most rows of dweight's stored product: as fast, sooner launched
     warp: int = 32
     fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
     fp8: bool = False  # it multiplies e4m3 (OCP's) operands

@@ -79,7 +79,7 @@ class Encoded(NamedTuple):
         return found
 
 
-Argument = tuple[str, int, int]  # a kind, its number among those of the kind, and of an encoded descriptor which field
+Argument = tuple[str, int, int]  # a kind, a number within it, and the field of an encoded descriptor
 
 
 class Recorder:

@@ -20,7 +20,7 @@ class KeptEntries(NamedTuple):
 
     columns: torch.Tensor  # [n] int32, -1 for none
     begins: torch.Tensor  # [rows] int64
-    ends: torch.Tensor  # [rows] int64, where they begin for a row that keeps none
+    ends: torch.Tensor  # [rows] int64, equal to begins for a row that keeps none
     target: torch.Tensor  # [rows] int64
 
 

@@ -23,8 +23,8 @@ def power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-STRIPS_AT_ONCE = 8  # of relative logits, that one program turns into gradients
-PRODUCT_ROWS = 128  # the most rows of logits' gradients that a product for dweight reads at a time
+STRIPS_AT_ONCE = 8  # of relative logits that one program turns into gradients
+PRODUCT_ROWS = 128  # most rows of logits' gradients that dweight's product reads at a time
 
 
 LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # a scale has an inverse, whatever it is of

@@ -62,7 +62,7 @@ def transform_derivative(
 def part_below(
     p,
     q,
-    tie,  # relative difference of probabilities that count as equal; None for 0
+    tie,  # relative difference of equal probabilities; None for 0
 ):
     """``p (1 - sign(p - q))``, nan where either is."""
     near = 0.0 * p
@@ -105,7 +105,7 @@ def load_column(ptr, offs_row, in_rows):
 
 @triton.jit
 def load_row(
-    logits_ptr,  # of the row: raw, or fp16 relative to the strips' offsets and in base 2
+    logits_ptr,  # of the row: raw, or fp16 relative to strips' offsets in base 2
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
     row,
@@ -130,7 +130,7 @@ def load_row(
 
 @triton.jit
 def load_block(
-    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets and in base 2
+    logits_ptr,  # [rows, columns]: raw, or fp16 relative to strips' offsets in base 2
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
     offs_row,

@@ -61,7 +61,7 @@ def read_fields_kernel(
     second_ptr,  # or None, like those that follow
     third_ptr,
     fourth_ptr,
-    target_ptr,  # [tokens] int64, of rows, -1 where one does not count
+    target_ptr,  # [tokens] int64, of rows, -1: does not count
     # sizes
     tokens,
     # scalars
@@ -100,13 +100,13 @@ def make_nan(one_or_nan_ptr, inverse_ptr, wrong):
 def kept_rows_kernel(
     # outputs
     begin_ptr,  # [tokens] int64: where a row's entries begin
-    end_ptr,  # [tokens] int64: and end, where they begin for a row that keeps none
+    end_ptr,  # [tokens] int64: and end, equal to begin for a row that keeps none
     one_or_nan_ptr,  # [] fp32: nan where something is wrong
     inverse_ptr,  # [] fp32: likewise
     # inputs
     ids_ptr,  # [entries] int, -1 for none
-    offset_ptr,  # [tokens + 1] int64: where a token's ids begin; None where each has as many
-    target_ptr,  # [tokens] int64, of rows, -1 where one does not count
+    offset_ptr,  # [tokens + 1] int64: where tokens' ids begin; None: each has as many
+    target_ptr,  # [tokens] int64, of rows, -1: does not count
     # sizes
     entries,
     each,
@@ -151,11 +151,11 @@ def kept_entries_kernel(
     inverse_ptr,  # [] fp32: likewise
     # inputs
     begin_ptr,  # [tokens] int64: where a row's entries begin, its target's first
-    end_ptr,  # [tokens] int64: and end, where they begin for a row that keeps none
+    end_ptr,  # [tokens] int64: and end, equal to begin for a row that keeps none
     ids_ptr,  # [entries] int, -1 for none
-    offset_ptr,  # [tokens + 1] int64: where a token's ids begin; None where each has as many
+    offset_ptr,  # [tokens + 1] int64: where tokens' ids begin; None: each has as many
     bias_ptr,  # [entries] fp32 or None
-    target_ptr,  # [tokens] int64, of rows, -1 where one does not count
+    target_ptr,  # [tokens] int64, of rows, -1: does not count
     # sizes
     entries,
     each,

@@ -37,7 +37,7 @@ def row_stats_kernel(
     logits_ptr,  # [rows, columns], raw; of sets [entries] fp32, as the softmax sees them
     column_ptr,  # [entries] int32 of sets, -1 for none; None without sets, like both that follow
     begin_ptr,  # [rows] int64: where a row's entries begin
-    end_ptr,  # [rows] int64: and end, where they begin for a row without a set
+    end_ptr,  # [rows] int64: and end, equal to begin for a row without a set
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
