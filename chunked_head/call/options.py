@@ -82,22 +82,21 @@ class Execution(TypedDict, total=False):
     """Keywords of every function on hidden states: memory, order of sums, ranks.
 
     Attributes:
-        memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
-            cast weight) may take. None: 640 MiB, or what the logits of 2048 tokens take where that is more; and where
-            that would mean more than 8 chunks of a 16-bit weight's gradient, an fp32 accumulator of it on top. On ranks
-            that share the vocabulary less: docs/guides/memory.md.
+        memory_budget: most bytes, a number or a string such as "512MiB", of everything beside the gradients (and the
+            weight that autocast casts). None: 640 MiB, or the logits of 2048 tokens if larger, and an fp32 accumulator
+            on top where a 16-bit weight's gradient would else be added over more than 8 chunks. Less for each of the
+            ranks that share the vocabulary: docs/guides/memory.md.
         chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
             weight's own over few chunks), ``torch.float32`` or the weight's dtype. Under ``torch.compile`` 16-bit
             gradients wait for the upstream gradient in float32 only where it is named here.
         accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
             weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
-            for a float64 weight. The gradient is then nowhere else, and backward gives ``weight`` none. It is
-            added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1: with
-            any other, ``hidden``'s gradient and the buffer become nan. A buffer that is cleared between the two loses
-            the gradient unnoticed. Where gradients are made in backward (``reduction="none"``, a second backward, an
-            activation checkpoint's) they are added there, whatever the upstream gradient is. Without gradients, or with
-            a frozen weight, nothing is written.
+            for a float64 weight. Backward then gives ``weight`` no gradient. It is added in the forward pass, and you
+            promise one backward with the upstream gradient ``upstream``, or 1: with any other, ``hidden``'s gradient
+            and the buffer become nan. A buffer that is cleared between the two loses the gradient unnoticed. Gradients
+            made in backward (``reduction="none"``, a second backward, an activation checkpoint's) are added there, at
+            any upstream gradient. Without gradients, or with a frozen weight, nothing is written.
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
             operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). ``"wait"`` does it
             for any operands and waits for their number, which a CUDA graph cannot. The gradient of hidden states is
@@ -105,10 +104,9 @@ class Execution(TypedDict, total=False):
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
             gradient depends on the other tokens or their number (docs/inference.md). For bfloat16 on GPUs of
             docs/gpus.md; ValueError elsewhere, for top_k, and for losses that sum over segments on a GPU.
-        precision: ``"fp8"`` makes logits of e4m3 operands, at most twice as fast, and those of targets, with what
-            belongs to them in loss and gradients, of the operands' own dtype (docs/fp8.md says how exact that is). For
-            bfloat16 and float16, on GPUs from sm_89 on; emulated on a CPU. Not with top_k and dense teachers. None: all
-            logits are of the operands' own dtype.
+        precision: ``"fp8"`` makes logits of e4m3 operands, at most twice as fast. Logits of targets, and their parts of
+            loss and gradients, keep the operands' dtype (docs/fp8.md says how exact that is). For bfloat16 and float16,
+            on GPUs from sm_89 on; emulated on a CPU. Not with top_k and dense teachers. None: the operands' dtype.
         fp8_weight: the weight in e4m3 by ``chunked_head.quantise``, for several calls between two steps. None: each
             call with ``precision="fp8"`` makes it, in its memory budget.
         vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.

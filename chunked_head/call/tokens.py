@@ -32,7 +32,7 @@ LARGEST_LOGPROB = 1.0  # above 0 by rounding: 16-bit logits near 100, less their
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
+    """An order of a call's tokens: those that count first, in their order, or one that the host names.
 
     Chunks read hidden states in it, and their gradient is put back at the end of a pass. Matmuls are over all of
     ``order``, or stop at ``count``, where only the device knows how many count.

@@ -85,8 +85,8 @@ class RoundedHead(NamedTuple):
 
 
 def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
-    """The reason why a backend of these traits (``Backend.traits``) multiplies no e4m3 there; "" where it does. Torch
-    operations multiply its numbers in fp32."""
+    """The reason why a backend of these ``Backend.traits`` cannot multiply e4m3 there, or "". Torch operations multiply
+    its numbers in fp32."""
     if "gpu" not in traits or (traits["gpu"] is not None and traits["gpu"].fp8):
         return ""
     able = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
@@ -102,7 +102,7 @@ def version_of(weight: Tensor) -> int:
 
 def mean_of(hidden: Tensor, target: Tensor) -> Tensor:
     """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths, so that no large or
-    infinite row decides it. Any vector would do, and one of bf16's bits."""
+    infinite row decides it. Any vector would do; this one is rounded to bf16."""
     every = cdiv(max(len(hidden), 1), SAMPLED)
     some = hidden[::every].to(torch.float32, copy=True)
     inverse = torch.linalg.vector_norm(some, dim=1).reciprocal_().nan_to_num_(0.0, 0.0).mul_(target[::every] >= 0)
@@ -148,8 +148,8 @@ def quantise_(out: Quantised | None, matrix: Tensor, mean: Tensor | None = None,
 
 
 def divisor_of(weight: Tensor) -> Tensor:
-    """[] a power of 2 by which a weight is divided: so that the longest of a few rows has a root mean square of 2 to 4,
-    or by more, where its largest number would be over e4m3's."""
+    """[] a power of 2 that divides a weight: the longest of a few rows gets a root mean square of 2 to 4, or less if
+    its largest number would be over e4m3's."""
     some = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
     square = some.square().mean(1).amax().clamp(min=LEAST_SCALE)
     divisor, largest = (0.5 * square.log2()).floor().sub(1.0).exp2(), torch.linalg.vector_norm(weight, math.inf)

@@ -241,8 +241,7 @@ class RelativeStore(HalfStore):
 
 
 def part_sums(sizes: Sizes, rows: int) -> int:
-    """Bytes of the sums of dhidden's parts, where it is made in several; of its product, where BLAS makes that of
-    exponentials."""
+    """Bytes of the parts' sums where dhidden is made in parts, or of its product where BLAS multiplies exponentials."""
     if sizes.gpu is None or not sizes.hidden_grad:
         return 0
     if sizes.store.name == "fast" and not sizes.own_dhidden:

@@ -59,8 +59,8 @@ def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
-    """Tensor copies, sums in a memory of their own, from which 256 columns at a time would not fit the registers. Those
-    of the generation that have neither (sm_120) are as Ampere."""
+    """Tensor copies, sums in tensor memory, of which 256 columns at a time would not fit the registers. sm_120, of the
+    same generation, has neither and runs as Ampere."""
     logits = Tile(block_n=128, warps=4, per_multiprocessor=2)
     return Gpu(name, shared, multiprocessors, logits, product=Tile(), fp8=True)
 

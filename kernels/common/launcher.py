@@ -131,8 +131,8 @@ class Compiled:
 
 
 def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple, bool] | None:
-    """The function in C that launches a kernel of so many arguments, what it takes between the stream and these, and
-    whether it takes these in a row; None where Triton does more than to call it."""
+    """The C function that launches a kernel of so many arguments, what it takes between the stream and these, and
+    whether it takes these in a row; None where Triton does more than call it."""
     run = kernel.run
     function = getattr(run, "launch", None)
     if inspect.isfunction(function):  # around that in C, for descriptors

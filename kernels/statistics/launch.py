@@ -26,8 +26,8 @@ def read_targets(
     vocab: int,
     dtype: torch.dtype,  # of the numbers
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Targets [tokens] ``shift`` further along the last dimension, -1 where one does not count; how many do, 1 or nan,
-    and that over how many do."""
+    """Targets [tokens] ``shift`` further along the last dimension, -1 where one does not count; and numbers []: how
+    many count, 1 or nan, and the second over the first."""
     tokens, length = target.numel(), target.shape[-1] if target.dim() else 1
     paired = torch.empty(tokens, dtype=torch.int64, device=target.device)
     counted, one_or_nan, inverse = torch.empty(3, dtype=dtype, device=target.device).unbind()
