@@ -156,7 +156,7 @@ def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = 
 
 @dataclass(eq=False, kw_only=True)
 class Call(Generic[Result]):
-    """A call as it was made, of any public function: operands, the table of options, losses. Nothing is computed yet.
+    """A call as it was made, of any public function: operands, the table of options, losses.
 
     ``outputs``: names of the values that are returned for each token; empty where the call returns one loss.
     ``result``: makes of an ``Outcome`` what the public function returns; for values per token it closes over no tensor.

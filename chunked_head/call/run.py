@@ -228,7 +228,7 @@ class Pass:
         self.stats, self.grads = call.forward(*operands)  # gradients: None where backward makes them
         self.call, objective = call, call.objective
         self.outputs = objective.outputs(self.stats)
-        # statistics that are outputs are saved by autograd: as attributes they would keep their own graph alive
+        # autograd saves statistics that are outputs: as attributes they would keep their graph alive
         self.known = self.stats if isinstance(objective, ScalarObjective) else None
         saved = self.stats.named() if self.known is None else {}
         self.names, self.saved = tuple(saved), [*saved.values()]

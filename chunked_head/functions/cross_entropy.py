@@ -224,7 +224,7 @@ class CrossEntropyLoss(OptionsModule):
             label_smoothing: as PyTorch's. ``size_average`` and ``reduce``, deprecated there, are refused.
         z_loss: coefficient of ``lse ** 2``, with the denominator of the cross-entropy.
         softcap, logit_scale, inplace, vocab_size, backend: as in ``logits_loss``.
-        parallel: likewise; with ``reduction="none"`` nothing is the affair of ranks with other tokens, and
+        parallel: likewise; with ``reduction="none"`` ranks with other tokens share nothing, and
             ``average=True`` is refused. A copy of the module shares the process group; to save it, save what it is
             made of.
 

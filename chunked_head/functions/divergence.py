@@ -51,9 +51,9 @@ def linear_divergence(
         divergence = (q * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1)
         entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
 
-    without the logits of either, for a loss of one's own. ``linear_loss`` with ``losses.forward_kl`` and the others is
-    for a loss that is their mean or sum: three matmuls and the teacher's where this takes the student's and the
-    teacher's twice, since the gradient of each token comes late.
+    without the logits of either, for a loss of one's own. A loss that is their mean or sum is ``linear_loss`` with
+    ``losses.forward_kl`` and the others: three matmuls and the teacher's one. This function makes the student's and the
+    teacher's logits twice, since each token's upstream gradient comes late.
 
     Args:
         target: token ids whose ``ignore_index`` says what does not count; None where every token does, or ``mask``

@@ -73,9 +73,9 @@ def plan(
     student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
     to the GPU where there is one; an architecture's name, such as ``"sm_89"``, plans for a GPU that is not there.
     ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of the caller's.
-    ``segment_lengths``: whether the call is given them. With ``ranks`` the plan is that of the first of so many that
-    share the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the
-    vocabulary named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
+    ``segment_lengths``: whether the call is given them. ``ranks``: so many share the vocabulary in ``torch.chunk``'s
+    pieces (``VocabParallel``); the plan is that of the first, ``tokens`` and ``vocab`` are those of all.
+    ``sequence_sharded``: as there. ValueError where the request cannot be met.
     """
     least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
     for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):

@@ -202,8 +202,7 @@ class Losses:
         return Losses(self.terms + as_losses(other, "a summand").terms)
 
     def times(self, factor: float | Tensor) -> "Losses":
-        """``self * factor``. Inside of ``torch.compile`` the way to multiply by a tensor: there ``*`` with a tensor is
-        taken for a product of tensors, and raises."""
+        """``self * factor``. Inside of ``torch.compile`` it takes a tensor, for which ``*`` raises there."""
         if isinstance(factor, Tensor):
             shared.check_factor("the coefficient of a loss", factor)
         else:

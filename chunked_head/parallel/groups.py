@@ -45,10 +45,9 @@ class OfGroup:
 class TokenParallel(OfGroup):
     """Ranks of ``group`` hold different tokens of one batch: data-parallel, sequence- or context-parallel.
 
-    A rank's loss is its share of the whole batch's, its parts are its shares of the parts: an ``all_reduce(SUM)`` of
-    them, which is the caller's to do where he wants to log it, gives the whole. Gradients are those of the whole
-    batch's loss: a token's row of ``hidden``'s is complete, ``weight``'s is what this rank's tokens add, for the
-    framework to ``all_reduce(SUM)`` as it does those of all other parameters.
+    A rank's loss and parts are its shares of the whole batch's: an ``all_reduce(SUM)`` gives the whole, to be logged.
+    Gradients are those of the whole batch's loss: a token's row of ``hidden``'s is complete, ``weight``'s is what this
+    rank's tokens add, for the framework to ``all_reduce(SUM)`` as it does for all other parameters.
 
     - Denominators count the tokens (segments, pairs, class weights of targets) of all ranks. A ``normalizer`` that is
       given is the whole batch's already.
@@ -59,8 +58,8 @@ class TokenParallel(OfGroup):
     - ``out.metrics`` are those of the whole batch, the same on every rank.
     - The upstream gradient of the loss must be the same on all ranks, as a loss scale is.
 
-    docs/guides/multi-gpu.md says which messages there are. An id out of range on one rank makes loss, metrics and
-    gradients nan on all. On the CPU it raises there, as does whatever else one rank alone refuses: the others wait.
+    docs/guides/multi-gpu.md lists the messages. An id out of range on one rank makes loss, metrics and gradients nan on
+    all. On the CPU it raises on that rank, like any other input that one rank refuses, and the others wait.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same
@@ -225,9 +224,8 @@ def shift_targets(
 ) -> Tensor:
     """``target[..., t + shift]`` at t, across the slices of sequences that the ranks of ``group`` hold.
 
-    What ``shift=`` of ``linear_cross_entropy`` does where a rank has the whole sequence; there pass ``shift=0`` with
-    these. The first ``shift`` ids of every slice travel, in one message; the end of the whole sequence predicts nothing
-    and gets ``ignore_index``.
+    Replaces ``shift=`` of ``linear_cross_entropy``, which is then 0, where no rank has the whole sequence. The first
+    ``shift`` ids of every slice travel, in one message; the sequence's end predicts nothing and gets ``ignore_index``.
 
     Args:
         target: token ids [...] int64 or int32; along ``dim`` this rank's part of each sequence.

@@ -189,9 +189,10 @@ class MatmulStore(Store):
             del dlogits  # gone before the next tile's are made
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
-        """In fp16 the largest gradient of a logit becomes about 64: that keeps the probabilities of a 128K vocabulary
-        among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. The factor always has
-        an inverse: a gradient that is nan or infinite stays one token's."""
+        """Coefficients, in fp16 divided by a gain that makes the largest gradient of a logit about 64; and the gain.
+
+        That keeps the probabilities of a 128K vocabulary among fp16's normal numbers, and leaves a factor of 1000 to
+        their logarithms. The gain is 1 where a gradient is nan or infinite, which stays one token's."""
         if self.sizes.in_blocks or self.sizes.dtype != torch.float16:
             return coefficients, None
         values = coefficients.named().values()

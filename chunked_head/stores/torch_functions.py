@@ -44,8 +44,7 @@ def read_fields(values: Sequence[Tensor], target: Tensor, shift: int, dtype: tor
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None = None) -> None:
-    """The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
-    gradient of 0 would not."""
+    """Rows, 0 where a token does not count: in the weight's gradient nan times a gradient of 0 would be nan."""
     out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
 
 

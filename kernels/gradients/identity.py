@@ -62,7 +62,7 @@ def add_teacher_terms(
         grad += tl.where(p != 0.0, tau * p * (log_p - log_mixture(log_q, log_p, share)), 0.0)
     if theta is not None:
         # the sign of a column above 2/3 follows from the sum: where a sure student and a sure teacher nearly agree, the
-        # sum and the column would else see different signs, and differ by all of p instead of by the rest of the row
+        # sum and the column could else see different signs, and differ by all of p instead of the rest of the row
         found = tl.where(below < 1.0 - 0.5 * p, 0.0, tl.where(below > 1.0 + 0.5 * p, 2.0 * p, p))
         grad += theta * (p * below - tl.where(p > 0.75, found, part_below(p, q, tie)))
     return grad
@@ -106,7 +106,7 @@ def logits_gradient(
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
 ):
     """The identity times the slope; anything where a row does not count."""
-    # the target's column from its exact logit: p - 1 out of a rounded p would lose everything as p nears 1
+    # the target's column from its exact logit: p - 1 of a rounded p loses everything as p nears 1
     if is_target is not None:
         x = tl.where(is_target, target_logit, x)
     log_p = x

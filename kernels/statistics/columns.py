@@ -70,7 +70,7 @@ def clean_rows_kernel(
             w = tl.load(at, mask=here[:, None] & in_hidden, other=0.0)
             lanes += value.to(tl.float32) * w.to(tl.float32)
             if tile_logit_ptr is not None:
-                # each with all targets, of which one is its own: tensor cores sum an element alike in any tile
+                # each row with all targets: tensor cores sum an element alike in any tile
                 products = dot(value, w.T, products)
     if logit_ptr is not None:
         bias = 0.0
