@@ -302,7 +302,7 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
     if "weighted_sum" in grads:
         add("kappa", -grads["weighted_sum"])
     if "column_logits" in grads:
-        add("columns", grads["column_logits"])
+        add("columns", grads["column_logits"].contiguous())  # as kernels read it
     if structure.pairing is not None:
         suffix, r = SUFFIX[structure.pairing.view], structure.views[structure.pairing.view].ratio
         if "forward_kl" in grads:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import PLACES, Place
 from torch import Tensor
 
 from chunked_head import linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
@@ -74,6 +75,30 @@ def test_what_it_reads(function: Callable, needs: list[str], fields: str, more: 
     told = call(HEAD["target"], check=False, needs=needs, fields=known)
     torch.testing.assert_close(call(HEAD["target"] if "target" in names else None), told, rtol=0, atol=0)
     assert told.isfinite() and told != 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_laid_out_by_ids(place: Place) -> None:
+    """A function may lay its statistics otherwise, and autograd then the gradients of them: each stays its id's."""
+    made = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 16, generator=made).to(place.device) for n in (9, 40))
+    target, ids = (torch.randint(0, 40, shape, generator=made).to(place.device) for shape in ((9,), (9, 4)))
+    batch = {"teacher_ids": ids, "teacher_logprobs": torch.full((9, 4), -2.0, device=place.device)}
+    factors = torch.tensor([1.0, 3.0, 0.5, 2.0], device=place.device)
+
+    def by_tokens(stats: Any, batch: Any) -> Tensor:
+        return -(stats.topk_logprobs * factors).sum(1)
+
+    def by_ids(stats: Any, batch: Any) -> Tensor:
+        return -(stats.topk_logprobs.t() * factors[:, None]).sum(0)
+
+    found = []
+    for function in (by_tokens, by_ids):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = custom(function, scope="token")
+        out = linear_loss(*leaves, target, loss, batch=batch, backend=place.backend, chunk_tokens=4)
+        found.append([out.loss.detach(), *torch.autograd.grad(out.loss, leaves)])
+    torch.testing.assert_close(*found)
 
 
 def test_what_another_branch_reads_is_declared() -> None:
