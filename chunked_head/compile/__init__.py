@@ -1,1 +1,1 @@
-"""Calls inside of ``torch.compile``: custom operators of tensors and the key of a recipe, which holds all the rest."""
+"""Calls inside of ``torch.compile``: custom operators of tensors, and recipes that hold all the rest."""

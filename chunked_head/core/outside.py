@@ -1,4 +1,4 @@
-"""A function that breaks a graph. Its decorator imports the compiler: import this file only while a graph is traced."""
+"""A function that breaks a graph. Its decorator imports the compiler: import it only while a graph is traced."""
 
 from collections.abc import Callable
 from typing import Any

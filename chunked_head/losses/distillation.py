@@ -1,4 +1,4 @@
-"""Distillation from a dense teacher, or from one of whom K log-probabilities a token are known.
+"""Distillation from a dense teacher, or from one with K known log-probabilities per token.
 
 Throughout, ``p`` is the student's distribution and ``q`` the teacher's, which takes no gradient.
 """

@@ -330,8 +330,8 @@ def beyond_shorter(batch: Batch) -> Tensor:
 
 
 def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, differ: bool) -> tuple[Tensor, Tensor]:
-    """Two numbers for each pair, of which the second comes from whichever pair it is at the first one's rank: the
-    pair's difference and the reference's with ``differ``, else the chosen and the rejected score."""
+    """Two numbers for each pair, the second taken from the pair of the same rank when both are sorted.
+    With ``differ`` the difference of scores and the reference's, else the chosen and the rejected score."""
     counted = of_pairs(batch.segment_count() > 0, batch)
     counts = counted[0] & counted[1] & (batch["pairs"] >= 0).all(1)
     if differ:

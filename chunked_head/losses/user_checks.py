@@ -1,4 +1,4 @@
-"""A user's function, run on made-up tokens: what it reads, and whether its claims hold; found once for equal code."""
+"""A user's function, run on made-up tokens: what it reads, and whether its claims hold."""
 
 import functools
 import itertools

@@ -59,8 +59,7 @@ class Arrived(torch.autograd.Function):
 
 
 def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor, or a plain tensor, of which no part is still on its way
-    (``redistribute(async_op=True)`` and the like)."""
+    """This rank's part of a DTensor, or a plain tensor, once ``redistribute(async_op=True)`` and the like are done."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():

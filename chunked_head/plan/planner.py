@@ -1,4 +1,4 @@
-"""Decides a ``Plan``: the first of a list of candidates, the fastest first, that the budget holds; else the reason.
+"""The choice of a ``Plan``: the fastest candidate that the budget holds, else the reason why none fits.
 
 A candidate says when gradients are made and in which dtypes they add up. ``chunk_size`` finds the chunks of its
 forward pass, ``block_and_tile`` the tiles of the recompute schedule: the largest that the budget holds.
@@ -287,8 +287,8 @@ def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
 def largest(
     needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE, least: int = 0
 ) -> int:
-    """The largest size up to ``most`` that the budget holds, a multiple of ``multiple`` unless it is ``most`` or none
-    is; 0 where it holds none. ``least``: a size that it holds."""
+    """The largest size up to ``most`` that the budget holds; a multiple of ``multiple``, if it is not ``most`` and one
+    fits; 0 where none fits. ``least``: a size that fits."""
     if needed(most) <= budget:
         return most
     for step, top in ((multiple, -(-most // multiple)), (1, multiple)):

@@ -58,8 +58,7 @@ class Backend:
         return {"in_blocks": True}
 
     def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
-        """The store of a plan's chunks, or where statistics are ``known`` of its blocks. ``every``: the call's rows as
-        given."""
+        """The store of a plan's chunks, or of its blocks with ``known`` statistics. ``every``: the call's rows."""
         store: type[MatmulStore] = plan.sizes.store
         if known:
             store = self.grad_store if plan.sizes.grads_in_matmul else LogitsStore

@@ -41,8 +41,8 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """A dense teacher: its logits, or its hidden states and head. Its temperature is in scale and cap, or it is that of
-    each token (``scaled``)."""
+    """A dense teacher: its logits, or its hidden states and head. Its temperature is in scale and cap, or is each
+    token's (``scaled``)."""
 
     logits: Tensor | None  # [tokens, vocabulary], raw
     hidden: Tensor | None  # [tokens, width]

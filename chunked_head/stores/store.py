@@ -1,4 +1,4 @@
-"""The protocol of a store, the base of stores that multiply, and the stores of logits that BLAS made or that exist."""
+"""The protocol of a store, the base of stores that multiply, and the stores of logits from BLAS or the caller."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -97,8 +97,8 @@ class Store:
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        """Memory of a chunk of ``rows`` until the phase ``last``, LOOP where its gradients are made; ``stored``: its
-        logits too. What all stores need, such as operands, ``plan/plans.py`` adds."""
+        """Memory of a chunk of ``rows`` until the phase ``last`` (LOOP if its gradients are made); ``stored``: with
+        its logits. ``plan/plans.py`` adds what all stores need, such as operands."""
         return iter(())
 
     @classmethod

@@ -351,8 +351,8 @@ def kept_sets(
 
 
 def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:
-    """Raw logits of e4m3 operands, multiplied in fp32, some blocks' and the targets' of their own dtype; of columns
-    from ``first`` on."""
+    """Raw logits of e4m3 operands, multiplied in fp32, from column ``first`` on. Those of some blocks and of targets
+    are of the operands' own dtype."""
     hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
     quantise_(hidden, rows.hidden, mean=fp8.mean)
     project(hidden.values.float(), fp8.weight.values, out)

@@ -81,8 +81,7 @@ class TritonBackend(Backend):
         plain: bool,
         teacher: TeacherHead | None,
     ) -> type[Store]:
-        """``dtype``: of the matmuls. ``plain``: without softcap and a bias's gradient, hidden states contiguous along
-        their columns."""
+        """``dtype``: of the matmuls. ``plain``: no softcap, no bias's gradient, contiguous columns of hidden states."""
         heads = [(weight, dtype)]
         if teacher is not None and teacher.weight is not None:
             heads.append((teacher.weight, teacher.dtype or teacher.weight.dtype))

@@ -35,7 +35,7 @@ AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hoo
 
 
 def specialization(parameter: Any) -> str:
-    """An expression of an argument for what Triton compiles a kernel anew for.
+    """An expression for the part of an argument that Triton compiles a kernel anew for.
 
     A constant: itself. A descriptor: dtype and block. A pointer: dtype, and whether it is a multiple of 16 bytes. An
     integer: whether it is 1, a multiple of 16, and within 32 bits. Any other number: its type.

@@ -59,7 +59,7 @@ def finish_tile(
     END: tl.constexpr,  # divides the vocabulary: a tile's columns, half of them, or 1
     INFINITE: tl.constexpr,  # a logit may be -inf
 ):
-    """Stores a tile and its strips' statistics; a sum of exponentials is negative where the offset is the strip's own
+    """Stores a tile and its strips' statistics. A negative sum of exponentials marks a strip with an offset of its own
     instead of the row's."""
     offset_ptr, sum_ptr, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
     columns2, ratio2 = second

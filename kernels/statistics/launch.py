@@ -105,8 +105,8 @@ def quantise(
     mean: torch.Tensor | None = None,
     dots: torch.Tensor | None = None,
 ) -> None:
-    """Rounds a contiguous matrix, by a scale for each row or one for all. ``mean`` [columns] fp32 is taken out of the
-    rows before; or with ``dots`` [rows] fp32 its products with them are left there, for no ``out`` these alone."""
+    """Rounds a contiguous matrix, by a scale for each row or one for all. ``mean`` [columns] fp32 is subtracted before;
+    or with ``dots`` [rows] fp32 the rows' products with it are stored there, without ``out`` nothing else."""
     rows, columns = matrix.shape
     values, scale = (None, None) if out is None else out
     block, warps = power_of_2(columns), 4 if columns <= 2048 else 8
