@@ -201,7 +201,7 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:
-    """What this rank's tokens add to the default denominator, [] in the statistics' dtype."""
+    """The sum that this rank's tokens add to the default denominator, [] in the statistics' dtype."""
     assert summand.counted is not None
     batch, dtype = tokens.batch, tokens.one_or_nan.dtype
     return torch.where(batch.mask, summand.counted(batch, **summand.tensors).to(dtype), 0.0).sum()
