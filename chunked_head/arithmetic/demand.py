@@ -28,7 +28,7 @@ class Structure:
     vocab: int
     temperature: float = 1.0  # of the first view; it goes into the head's scale and cap
     teacher: Teacher | None = None  # its temperature resolved: None for that of each token
-    weighted: int | None = None  # index of the summand whose class weights are those of weighted_sum
+    weighted: int | None = None  # index of the summand with the class weights of weighted_sum
     segment_metrics: tuple[tuple[Metric, int], ...] = ()  # those that must see all tokens
 
     @functools.cached_property

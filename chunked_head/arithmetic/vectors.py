@@ -186,7 +186,7 @@ class Writer:
         if operation == "clamp":
             bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
             x = self.cast(node.args[0], dtype)
-            for side, beyond in ("min", "<"), ("max", ">"):  # a nan is neither: it stays, as it does in PyTorch
+            for side, beyond in ("min", "<"), ("max", ">"):  # a nan is neither and stays, as in PyTorch
                 if bounds.get(side) is not None:
                     bound = self.cast(bounds[side], dtype)
                     x = self.named(f"tl.where({x} {beyond} {bound}, {bound}, {x})")

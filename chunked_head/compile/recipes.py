@@ -22,7 +22,7 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their 
     "summand": (Summand, tuple(Summand.__dataclass_fields__)),
     "metric": (Metric, tuple(Metric.__dataclass_fields__)),
 }
-FORMAT = 2  # of the operators' outputs; raise it when they change: compiled graphs are kept on disk
+FORMAT = 2  # of the operators' outputs, in keys of compiled graphs on disk: raise it with changes
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 # one for each call that a graph has been traced with; never removed, since the graph's code names its recipe and no

@@ -21,7 +21,7 @@ Reads = tuple[set[str], set[str], set[str]]  # names of statistics, of required 
 
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, CodeType)
 MOST_PARTS, DEEPEST = 64, 6  # of a function's contents that are looked into
-MOST_ITEMS = 8  # of a list or dict, which may be a log that grows at every call
+MOST_ITEMS = 8  # of a list or dict, which may grow at every call
 FOUND: Cache[Hashable, Any] = Cache(256)  # by contents of the function, and question
 
 

@@ -18,10 +18,10 @@ from ..kernels.common.tiles import exact_blocks
 from .plans import MAX_HALF_CHUNKS, Plan, Schedule, needed_by
 from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 
-GOOD_CHUNK = 2048  # fewer rows starve matmuls, and passes over the weight's gradient cost more
-FEW_HALF_CHUNKS = 4  # up to so many, 16-bit sums come before an fp32 accumulator, which takes 4 % of a call
+GOOD_CHUNK = 2048  # fewer rows starve matmuls; passes over the weight's gradient cost more
+FEW_HALF_CHUNKS = 4  # so many 16-bit sums come before an fp32 accumulator, which takes 4 % of a call
 MODEST_SWEEP = 60 * MiB
-SLACK = 1.25  # how much larger chunks that end with segments may be in the default budget
+SLACK = 1.25  # how much larger chunks that end with segments may be by default
 TILE_MULTIPLE = 256  # columns of the logits matmul's widest tile; the rest of a narrower one is wasted
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 

@@ -29,7 +29,7 @@ PRODUCT_ROWS = 128  # most rows of logits' gradients that dweight's product read
 
 LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # a scale has an inverse, whatever it is of
 SAMPLED_ROWS = 4  # of a weight, which tell how large its numbers are
-EXACT_BLOCK = 256  # ids side by side whose logits are exact among those of e4m3; tiles' columns divide it
+EXACT_BLOCK = 256  # neighbouring ids with exact logits among those of e4m3; tiles' columns divide it
 IDS_PER_BLOCK, MOST_BLOCKS = 2048, 8  # in chunks of 2048 rows 8 take one turn of the multiprocessors
 
 

@@ -55,7 +55,7 @@ def grad_logits_kernel(
     made,  # of them
     hidden,
     first_column,  # of these columns in the vocabulary
-    columns2,  # of these that the second softmax is over; None for all
+    columns2,  # of these in the second softmax; None for all
     dlogits_stride,  # from row to row
     # scalars
     logit_scale,  # float or None for 1

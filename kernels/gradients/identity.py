@@ -75,7 +75,7 @@ def logits_gradient(
     is_target,  # None where no column can be the target
     offs,  # of the columns
     omega,  # None for 1
-    log_q,  # the teacher's log-probabilities, -inf where it has no column; None without a teacher
+    log_q,  # the teacher's log-probabilities, -inf where it has no column; None without one
     added,  # what else the gradient has, before the slope; None for nothing
     # per row, each None where there is none
     target_logit,

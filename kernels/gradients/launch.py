@@ -96,7 +96,7 @@ def grad_logits(
     transform: Transform,
     tile: Tile,
     counted: Counted = ALL_ROWS,
-    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids each, and only these; None for all columns
+    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids, only these; None for all columns
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits, but for the targets' terms."""
     tile = tile.of(weight)

@@ -39,7 +39,7 @@ def row_grad_kernel(
     forward_kl_ptr,  # [COLUMN_PROGRAMS, rows] fp32: each program's part of KL(q || p), or None
     teacher_entropy_ptr,  # [COLUMN_PROGRAMS, rows] fp32: its part of q's entropy, or None
     # inputs
-    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets; of entries [n] fp32, exact
+    logits_ptr,  # [rows, columns]: raw, or fp16 relative to strips' offsets; of entries [n] fp32, exact
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
     column_ptr,  # [n] int64 or int32, of entries, -1 for none; None: all columns are made

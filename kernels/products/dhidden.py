@@ -63,7 +63,7 @@ def dhidden_kernel(
     # outputs
     dhidden_ptr,  # [rows, hidden]
     part_ptr,  # [units, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
-    arrived_ptr,  # [programs] int32: finished parts of each cut tile, 0 at first; None with part_ptr
+    arrived_ptr,  # [programs] int32: finished parts of each cut tile, 0 at first, or None
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; None where it is not described
     grad_ptr,

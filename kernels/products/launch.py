@@ -13,7 +13,7 @@ from .dhidden import dhidden_kernel, finish_dhidden_kernel
 from .dweight import add_rows_kernel, dweight_kernel, sort_columns_kernel
 
 PIECE = 16  # entries of equal or neighbouring columns that a program adds up
-MOST_COUNTED = 8192  # up to so many entries are sorted by comparing all pairs, in one launch instead of ten
+MOST_COUNTED = 8192  # so many entries are sorted by comparing all pairs: one launch, not ten
 
 
 class Factors(NamedTuple):
@@ -36,7 +36,7 @@ def dhidden(
     counted: Counted = ALL_ROWS,
     add: bool = False,
     split: DhiddenSplit = UNCUT,
-    scratch: torch.Tensor | None = None,  # [split.units * elements of a tile] fp32, or more, where tiles are cut
+    scratch: torch.Tensor | None = None,  # [split.units * elements of a tile] fp32 or more, for cut tiles
     arrived: torch.Tensor | None = None,  # [multiprocessors] int32 of 0 there, to be counted in
 ) -> None:
     """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""

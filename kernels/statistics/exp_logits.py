@@ -171,7 +171,7 @@ def exp_logits_kernel(
     out_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2], or None
     out_ptr,  # the same where it is not described; None
     strip_offset_ptr,  # [strips, rows] fp32; with a row offset only where the strip's sum is negative
-    strip_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset); negative where a row offset was not taken
+    strip_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset), negated where the row's was not taken
     strip_shifted_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset) (x - offset), or None
     strip_weighted_sum_ptr,  # [strips, rows] fp32: sum of omega * x, or None
     strip_top_ptr,  # [strips, rows] fp32: largest x, or None
@@ -200,7 +200,7 @@ def exp_logits_kernel(
     vocab,
     made,  # columns
     hidden,
-    columns2,  # that the second softmax is over, a multiple of STRIP; None for all, or without one
+    columns2,  # of the second softmax, a multiple of STRIP; None for all, or without one
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None

@@ -140,11 +140,11 @@ def exp_logits(
     transform: Transform,
     tile: Tile,
     ratio2: float | None = None,
-    columns2: int | None = None,  # that the second softmax is over, a multiple of a strip; None for all
+    columns2: int | None = None,  # of the second softmax, a multiple of a strip; None for all
     counted: Counted = ALL_ROWS,
     target: torch.Tensor | None = None,  # [rows] int64, with ``target_logit``
     target_logit: torch.Tensor | None = None,  # [rows] fp32, in the place of the product's
-    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids each, and only these; None for all
+    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids, only these; None for all
 ) -> None:
     tile = tile.of(weight)
     hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)

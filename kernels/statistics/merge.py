@@ -158,7 +158,7 @@ def merge_ranks_kernel(
     rest_ptr,  # [rows] fp32
     lse_ptr,  # [rows] fp32; None for a teacher's softmax, like all that follow
     logprob_ptr,  # [rows] fp32, 0 where the row does not count
-    target_logit_ptr,  # [rows] fp32, or None where another launch writes it
+    target_logit_ptr,  # [rows] fp32, or None if another launch writes it
     entropy_ptr,  # [rows] fp32 or None
     weighted_sum_ptr,  # [rows] fp32 or None
     top_ptr,  # [rows] fp32 or None
