@@ -115,7 +115,8 @@ def merge_strips_kernel(
     if tile_logit_ptr is not None:
         tile_logit = tl.load(tile_logit_ptr + offs_row, mask=in_rows, other=0.0)
         if ratio is not None:
-            tile_logit = tile_logit * ratio
+            # selected, so that it is rounded as the strips' offsets are: no product of a fused multiply-add
+            tile_logit = tl.where(counts, tile_logit * ratio, 0.0)
         offset = tl.where(run_max == float("-inf"), 0.0, run_max)
         removed = tl.where(counts, tl.exp2((tile_logit - offset) * log2_e), 0.0)
         added = tl.where(counts, tl.exp2((asked - offset) * log2_e), 0.0)
