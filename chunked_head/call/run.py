@@ -141,7 +141,13 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
             plan = replace(plan, sizes=replace(plan.sizes, demand=spec.demand))
         return plan
 
-    plan, spans = plan_of(groups is not None), None
+    try:
+        plan, spans = plan_of(groups is not None), None
+    except ValueError:
+        if groups is None:
+            raise
+        # a budget without room for the gradient of hidden states in another order
+        groups, plan, spans = None, plan_of(by_segments=False), None
     if groups is not None and plan.schedule == "forward" and plan.chunks > 1:
         free = tokens.teacher is None or tokens.teacher.logits is None  # else another order would copy them
         spans, order = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, free)

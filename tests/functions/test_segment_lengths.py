@@ -198,6 +198,16 @@ def test_chunks_of_a_call(lengths: list[int], options: dict[str, Any], expected:
     assert out.plan is not None and (out.plan.schedule, out.plan.chunks) == expected
 
 
+def test_a_budget_without_room_for_another_order() -> None:
+    """Less than the gradient of hidden states in another order: they run in their own, in four matmuls."""
+    hidden, weight = torch.randn(4096, 256, requires_grad=True), torch.randn(200, 256, requires_grad=True)
+    out = linear_loss(
+        hidden, weight, torch.randint(200, (4096,)), losses.gspo(), batch={"advantages": torch.randn(4096)},
+        segment_lengths=[512] * 8, backend="torch", memory_budget="3MiB",
+    )  # fmt: skip
+    assert out.plan is not None and out.plan.schedule == "recompute"
+
+
 def test_places_in_a_segment_are_those_of_the_caller() -> None:
     """Also where rows are moved: tokens that do not count, or that keep sets, behind the others."""
     hidden, weight, target, batch = made("packed", torch.float32, "cpu")
