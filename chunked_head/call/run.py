@@ -13,7 +13,7 @@ from ..arithmetic.objective import ScalarObjective
 from ..core.checks import refuse
 from ..core.private import in_backward
 from ..core.stats import RowStats, all_at_targets
-from ..plan.planner import make_plan
+from ..plan.planner import find_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Request, Sizes
@@ -115,7 +115,7 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
     kind = count, wanted, again, copied, buffer_dtype, skips, plain, weight.is_contiguous(), weight.data_ptr() & 15
     lasts = tokens.teacher is None  # else its tensors decide too
 
-    def plan_of(by_segments: bool) -> Plan:
+    def plan_of(by_segments: bool) -> Plan | str:
         plan = spec.plans.get((kind, by_segments)) if lasts else None
         if plan is None:
             sizes = sizes_of(
@@ -134,20 +134,22 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
             )
             check_own_matmuls(tokens, sizes)
             # inside a backward a call recomputes, whatever its request asked for
-            plan = make_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
+            found = find_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
+            if isinstance(found, str):
+                return found
+            plan = found
             if lasts:
                 spec.plans[kind, by_segments] = plan
         elif plan.sizes.demand != spec.demand:  # but in numbers
             plan = replace(plan, sizes=replace(plan.sizes, demand=spec.demand))
         return plan
 
-    try:
-        plan, spans = plan_of(groups is not None), None
-    except ValueError:
-        if groups is None:
-            raise
+    plan, spans = plan_of(groups is not None), None
+    if isinstance(plan, str) and groups is not None:
         # a budget without room for the gradient of hidden states in another order
-        groups, plan, spans = None, plan_of(by_segments=False), None
+        groups, plan = None, plan_of(by_segments=False)
+    if isinstance(plan, str):
+        raise ValueError(plan)
     if groups is not None and plan.schedule == "forward" and plan.chunks > 1:
         free = tokens.teacher is None or tokens.teacher.logits is None  # else another order would copy them
         spans, order = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, free)
@@ -155,6 +157,8 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
         if plan.too_many_chunks:
             # segments are too uneven for so few bits
             plan, spans = plan_of(by_segments=False), None
+            if isinstance(plan, str):
+                raise ValueError(plan)
         else:
             tokens = in_order(tokens, [groups[group] for group in order])
     return tokens, rows, plan, spans

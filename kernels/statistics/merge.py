@@ -71,7 +71,8 @@ def merge_strips_kernel(
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = (target >= 0) & (target < columns)
         if ratio is not None:
-            asked = asked * ratio
+            # selected, so that it is rounded as the strips' offsets are: no product of a fused multiply-add
+            asked = tl.where(counts, asked * ratio, 0.0)
         run_max = tl.where(counts, asked, run_max)
     for start in range(0, strips, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
@@ -115,7 +116,6 @@ def merge_strips_kernel(
     if tile_logit_ptr is not None:
         tile_logit = tl.load(tile_logit_ptr + offs_row, mask=in_rows, other=0.0)
         if ratio is not None:
-            # selected, so that it is rounded as the strips' offsets are: no product of a fused multiply-add
             tile_logit = tl.where(counts, tile_logit * ratio, 0.0)
         offset = tl.where(run_max == float("-inf"), 0.0, run_max)
         removed = tl.where(counts, tl.exp2((tile_logit - offset) * log2_e), 0.0)

@@ -181,9 +181,9 @@ def test_calls_alike_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_calls_that_differ_in_numbers_share_a_spec_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.SPECS.clear()
-    checked, planned = mock.Mock(side_effect=spec.build), mock.Mock(side_effect=run.make_plan)
+    checked, planned = mock.Mock(side_effect=spec.build), mock.Mock(side_effect=run.find_plan)
     monkeypatch.setattr(spec, "build", checked)
-    monkeypatch.setattr(run, "make_plan", planned)
+    monkeypatch.setattr(run, "find_plan", planned)
     hidden, weight, target = torch.randn(9, 8), torch.randn(40, 8), torch.randint(40, (9,))
     for x in (0.1, 0.2, 0.3, 0.1):
         loss = losses.cross_entropy(label_smoothing=x) + x * losses.entropy(temperature=1 + x)

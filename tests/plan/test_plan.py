@@ -150,8 +150,8 @@ def test_log_probabilities_are_planned_as_their_call_is(
     top_k: int | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, weight = (torch.randn(rows, 16, requires_grad=True) for rows in (40, 50))
-    made, real = [], run.make_plan
-    monkeypatch.setattr(run, "make_plan", lambda *given: made.append(real(*given)) or made[-1])
+    made, real = [], run.find_plan
+    monkeypatch.setattr(run, "find_plan", lambda *given: made.append(real(*given)) or made[-1])
     options: dict[str, Any] = {"top_k": top_k, "chunk_tokens": chunk}
     for names in ((), ("entropy",), ("lse", "argmax"), ("log_sum_sq_probs", "mean_logit")):
         spec.SPECS.clear()  # another test's may have a plan
