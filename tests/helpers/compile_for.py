@@ -3,8 +3,8 @@
 
 The calls run on the CPU with launches that do nothing; each kind of launch is then compiled as Triton would compile it
 there. Matmuls are also compiled for the others, architectures whose calls launch the same. Prints a line of JSON for
-each: the architecture, the kernel's name, its constants, bytes of shared memory, bytes that a thread spills, and which
-instructions the machine code holds.
+each: the architecture, the kernel's name, its constants, the dtype of a bias, bytes of shared memory, bytes that a
+thread spills, and which instructions the machine code holds.
 """
 
 import json
@@ -34,6 +34,7 @@ MATMULS = "exp_logits_kernel", "grad_logits_kernel", "dhidden_kernel", "dweight_
 INSTRUCTIONS = (
     "st.global.b16",
     "ld.global.b16",
+    "cp.async.ca",
     "cp.async.cg",
     "cp.async.bulk.tensor",
     "mma.sync",
@@ -156,6 +157,8 @@ def made(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> 
         code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
         holds = [name for name in INSTRUCTIONS if name in code]
         row["e4m3"] = torch.float8_e4m3fn in [getattr(getattr(one, "base", one), "dtype", None) for one in arguments]
+        bias = dict(zip(kernel.arg_names, arguments, strict=False)).get("bias_ptr")
+        row["bias"] = "" if bias is None else str(bias.dtype)
         row |= {"shared": compiled.metadata.shared, "spilled": spilled(compiled), "holds": holds}
     except Exception as error:  # one kernel's failure shall not hide the others'; the test asks for none
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
