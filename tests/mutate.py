@@ -72,7 +72,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: rows of e4m3 hidden states", "kernels/common/blocks.py", "other=0.0) * tl.load(scale_ptr)", "other=0.0) * 1.0", "tests/kernels/test_quantised.py"),
     ("scale: what e4m3 hidden states have in common", "kernels/statistics/quantise.py", "            x -= mean\n", "            x -= mean * 0.5\n", "tests/functions/test_fp8.py -k blocks"),
     ("offset: blocks of exact logits in a tile", "kernels/gradients/grad_logits.py", "BLOCK_N) * BLOCK_N - first_column", "BLOCK_N) * BLOCK_N", "tests/functions/test_fp8.py -k blocks"),
-    ("offset: a target's exact logit among e4m3 ones", TORCH, "column = rows.target - first", "column = rows.target", "tests/functions/test_fp8.py -k tiles"),
+    ("offset: a target's exact logit among e4m3 ones", "chunked_head/stores/operands.py", "column = rows.target - first", "column = rows.target", "tests/functions/test_fp8.py -k tiles"),
     ("stale: an e4m3 copy of a weight that has changed", "chunked_head/stores/quantised.py", "version_of(weight) != self.version or", "", "tests/functions/test_fp8.py -k changed"),
     ("stale: an e4m3 copy of a weight that a fused optimizer has changed", "chunked_head/stores/quantised.py", " or self not in CURRENT:", ":", "tests/functions/test_fp8.py -k outdates"),
     # kernels

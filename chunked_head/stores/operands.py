@@ -8,7 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .quantised import RoundedHead
+from ..kernels.common.tiles import EXACT_BLOCK
+from .matmul import project
+from .quantised import RoundedHead, empty_quantised, quantise_
 
 
 @dataclass(eq=False)
@@ -142,3 +144,21 @@ class Rows(NamedTuple):
         else:
             order = order[rows]
         return Rows(hidden, self.target[rows], columns, scale, teacher, self.counted, first, order=order)
+
+
+def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:
+    """Raw logits of e4m3 operands, multiplied in fp32, from column ``first`` on. Those of some blocks and of targets
+    are of the operands' own dtype."""
+    hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
+    quantise_(hidden, rows.hidden, mean=fp8.mean)
+    project(hidden.values.float(), fp8.weight.values, out)
+    out.mul_(hidden.scale[:, None] * fp8.weight.scale).add_(fp8.bias)
+    bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
+    for block in fp8.blocks.tolist():
+        ids = slice(max(0, block * EXACT_BLOCK - first), max(0, (block + 1) * EXACT_BLOCK - first))
+        project(rows.hidden, head.weight[ids], out[:, ids])
+        out[:, ids] += bias[ids]
+    column = rows.target - first
+    (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < out.shape[1]))
+    column = column[here]
+    out[here, column] = (rows.hidden[here].float() * head.weight[column].float()).sum(1) + bias[column]

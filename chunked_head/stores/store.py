@@ -23,8 +23,8 @@ from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
 from .matmul import add_dhidden, add_dweight, project, put
-from .operands import Head, Rows, TeacherHead
-from .torch_functions import fp8_logits, transform_, transformed
+from .operands import Head, Rows, TeacherHead, fp8_logits
+from .torch_functions import transform_, transformed
 
 FP16_LARGEST = 64.0
 # relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, signs

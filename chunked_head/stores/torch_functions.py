@@ -13,11 +13,8 @@ from torch import Tensor
 
 from ..core.stats import PAIR_STATS, shift_left
 from ..kernels.common.records import KeptEntries, Outputs, Softmax, Stored, TeacherTerms, Terms, Transform
-from ..kernels.common.tiles import BEHIND, ELSEWHERE, EXACT_BLOCK, LOG_FLOOR
+from ..kernels.common.tiles import BEHIND, ELSEWHERE, LOG_FLOOR
 from ..plan.sizes import TILE_ELEMENTS, slices
-from .matmul import project
-from .operands import Head, Rows
-from .quantised import RoundedHead, empty_quantised, quantise_
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
 
@@ -348,24 +345,6 @@ def kept_sets(
     wrong = wrong | (counts & ~has).any() if everywhere else wrong
     for number in (one_or_nan, inverse):
         number.masked_fill_(wrong, torch.nan)
-
-
-def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:
-    """Raw logits of e4m3 operands, multiplied in fp32, from column ``first`` on. Those of some blocks and of targets
-    are of the operands' own dtype."""
-    hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
-    quantise_(hidden, rows.hidden, mean=fp8.mean)
-    project(hidden.values.float(), fp8.weight.values, out)
-    out.mul_(hidden.scale[:, None] * fp8.weight.scale).add_(fp8.bias)
-    bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
-    for block in fp8.blocks.tolist():
-        ids = slice(max(0, block * EXACT_BLOCK - first), max(0, (block + 1) * EXACT_BLOCK - first))
-        project(rows.hidden, head.weight[ids], out[:, ids])
-        out[:, ids] += bias[ids]
-    column = rows.target - first
-    (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < out.shape[1]))
-    column = column[here]
-    out[here, column] = (rows.hidden[here].float() * head.weight[column].float()).sum(1) + bias[column]
 
 
 def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
