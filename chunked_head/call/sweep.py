@@ -214,6 +214,11 @@ class HeadCall(LocalCall):
         """[] how many rows count, those first, where products stop at them."""
         return None if self.packing is None else self.packing.count
 
+    @property
+    def order(self) -> Tensor | None:
+        """[tokens] int64: each row's place in hidden states as given; None: in order."""
+        return None if self.packing is None else self.packing.order
+
     def head(self, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
         sizes = self.plan.sizes
@@ -226,8 +231,8 @@ class HeadCall(LocalCall):
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
             target = self.target if self.shard is None else self.shard.own_tokens(self.target)
-            hidden = hidden if self.packing is None else self.packing.pack(hidden)
-            fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, hidden, target, sizes.deterministic)
+            rows = hidden, target, self.order
+            fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, *rows, sizes.deterministic)
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:
@@ -284,7 +289,6 @@ class HeadCall(LocalCall):
 
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
         plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
-        order = None if self.packing is None else self.packing.order
         if self.objective.kept is not None:
             assert self.kept is not None
             packed = given if self.packing is None else self.packing.pack(given)
@@ -293,7 +297,7 @@ class HeadCall(LocalCall):
             if not self.multiplies:
                 return sets, lambda at: of_sets, [(of_sets.tokens,)]
         teacher = None if teacher is None else teacher.cast()  # once, as the weight
-        every = Rows(given, self.target, self.columns, self.objective.scale, teacher, self.counted, order=order)
+        every = Rows(given, self.target, self.columns, self.objective.scale, teacher, self.counted, order=self.order)
         most, tokens = plan.block_tokens if known else plan.chunk_tokens, plan.sizes.tokens
         gathered = None if self.shard is None else self.shard.gathered(given, most)
         buffer = empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)

@@ -71,10 +71,18 @@ class Backend:
         return out
 
     def rounded_head(
-        self, weight: Tensor, bias: Tensor | None, kept: Quantised | None, hidden: Tensor, target: Tensor, fixed: bool
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        kept: Quantised | None,
+        hidden: Tensor,
+        target: Tensor,
+        order: Tensor | None,
+        fixed: bool,
     ) -> RoundedHead:
-        """A head for these hidden states and targets, or if ``fixed`` for any. ``kept``: the caller's e4m3 weight."""
-        mean, dots = mean_of(hidden, target), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        """A head for these hidden states and targets (of rows in ``order``), or if ``fixed`` for any. ``kept``: the
+        caller's e4m3 weight."""
+        mean, dots = mean_of(hidden, target, order), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         blocks = frequent_blocks(target, len(weight))
         if fixed:  # a token's logits do not depend on other tokens
             mean, blocks = torch.zeros_like(mean), blocks[:0]

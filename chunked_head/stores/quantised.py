@@ -100,11 +100,12 @@ def version_of(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def mean_of(hidden: Tensor, target: Tensor) -> Tensor:
+def mean_of(hidden: Tensor, target: Tensor, order: Tensor | None = None) -> Tensor:
     """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths, so that no large or
-    infinite row decides it. Any vector would do; this one is rounded to bf16."""
-    every = cdiv(max(len(hidden), 1), SAMPLED)
-    some = hidden[::every].to(torch.float32, copy=True)
+    infinite row decides it. Any vector would do; this one is rounded to bf16. ``order``: each target's row."""
+    every = cdiv(max(len(target), 1), SAMPLED)
+    some = hidden[::every] if order is None else hidden[order[::every]]
+    some = some.to(torch.float32, copy=True)
     inverse = torch.linalg.vector_norm(some, dim=1).reciprocal_().nan_to_num_(0.0, 0.0).mul_(target[::every] >= 0)
     weighed = some.nan_to_num_(0.0, 0.0, 0.0).mul_(inverse[:, None])  # no product of matrices, which autocast rounds
     mean = weighed.sum(0) / inverse.sum().clamp_(min=LEAST_SCALE)

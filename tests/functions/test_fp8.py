@@ -298,6 +298,8 @@ def test_no_row_decides_the_mean() -> None:
         assert torch.equal(quantised.mean_of(hidden, target), mean)
     hidden[1], hidden[2, 3], hidden[3, 4], hidden[5] = hidden[1] * 1e30, torch.inf, torch.nan, 0.0
     torch.testing.assert_close(quantised.mean_of(hidden, target), mean, rtol=0.1, atol=0.1)
+    order = torch.randperm(len(hidden))
+    assert torch.equal(quantised.mean_of(hidden, target, order), quantised.mean_of(hidden[order], target))
     assert not quantised.mean_of(hidden, target - 1).any() and not quantised.mean_of(hidden[:0], target[:0]).any()
 
 
