@@ -58,9 +58,8 @@ def scale(
     out: Tensor, source: Tensor, factor: Tensor, one_or_nan: Tensor | None = None, more: Tensor | None = None
 ) -> None:
     factor = factor if one_or_nan is None else factor * one_or_nan
-    if (
-        out is source and factor.device.type == "cpu" and factor == 1
-    ):  # elsewhere to look would be to wait for the device
+    # only on a CPU: reading a factor of a GPU waits for it
+    if out is source and factor.device.type == "cpu" and factor == 1:
         return
     for into, of in [(out, source)] if more is None else [(out, source), (more, more)]:
         for part in slices(of.numel(), TILE_ELEMENTS):
