@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 NAMES = (
     "demo", "fp8", "framework_steps", "frameworks", "head", "host", "losses", "memory", "model_curves", "models",
-    "parallel", "report", "sitting", "speed",
+    "parallel", "report", "sitting", "speed", "turns",
 )  # fmt: skip
 
 

@@ -197,7 +197,7 @@ class Sizes:
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
 
 
-DEFAULT_BUDGET = 640 * MiB  # of a call on one rank; more where logits of 2048 tokens are larger
+DEFAULT_BUDGET = 1280 * MiB  # of a call on one rank; more where logits of 2048 tokens are larger
 
 
 @dataclass(frozen=True)

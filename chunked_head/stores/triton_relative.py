@@ -1,5 +1,6 @@
 """Stores of what our logits matmul writes: fp16 relative logits, or bf16 exponentials."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -259,7 +260,7 @@ class FastStore(RelativeStore):
 
     dhidden is ``E @ weight`` times a factor plus a row of the weight; dweight is ``E.T @ (factor * hidden)`` plus rows
     of hidden states at their targets. Those, and what 16 bits rounded away of targets' terms, are added at the end,
-    when all tokens can be sorted by target.
+    for all tokens sorted by target.
     """
 
     name = "fast"
@@ -273,7 +274,7 @@ class FastStore(RelativeStore):
             return
         # tokens sorted by target, chunk by chunk where hidden states come so
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
-        yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 24,), BYTE, LOOP, LOOP)
+        yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 28,), BYTE, SWEEP, LOOP)
 
     def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
         super().__init__(backend, head, plan, every, tiled)
@@ -289,7 +290,14 @@ class FastStore(RelativeStore):
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         at, exp = rows.tokens, self.stored.logits
         assert self.level is not None
-        made = self.factors[:, at.start :]
+        made, ordered, occurrences = self.factors[:, at.start :], None, None
+        # hidden states of all ranks' tokens, which are here for this chunk only
+        gathered = rows.source if rows.order is not None and self.every.order is None else None
+        if grads.weight is not None:
+            ordered = self.every_target_sorted if gathered is None else self.sorted_targets(rows.target)
+            occurrences = ordered.occurrences
+            if occurrences is not None and gathered is None:
+                occurrences = occurrences[at]
         terms = terms_of(self.demand, rows.target, stats, coefficients, 0, self.vocab, self.vocab)
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
@@ -303,27 +311,36 @@ class FastStore(RelativeStore):
             terms,
             transform(self.head, rows.scale),
             counted_of(rows),
+            occurrences,
         )
         if grads.hidden is not None:
             factors = products.Factors(rows.target, *made[:2])
             self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(at), True, factors)
             grads.hidden_done(at)
-        if grads.weight is not None:
+        if grads.weight is not None and ordered is not None:
             self.add_dweight(exp, rows, grads.weight, rows.first == 0 and grads.fresh)
-            if rows.order is not None and rows.source is not None and self.every.order is None:
-                # hidden states of all ranks' tokens are here for this chunk only
-                self.add_target_rows(rows.source, rows.target, rows.first, grads.weight, rows.order)
+            if gathered is not None:
+                self.add_target_rows(gathered, ordered, rows.first, grads.weight, rows.order)
                 self.gathered = True
 
     def finish(self, grads: Gradients) -> None:
         if grads.weight is not None and not self.gathered:
-            self.add_target_rows(self.every.hidden, self.every.target, 0, grads.weight, self.every.order)
+            self.add_target_rows(self.every.hidden, self.every_target_sorted, 0, grads.weight, self.every.order)
 
-    def add_target_rows(
-        self, hidden: Tensor, target: Tensor, first: int, d_weight: Tensor, order: Tensor | None
-    ) -> None:
-        """The targets' terms of the weight's gradient, after the products with the chunk's exponentials."""
+    @functools.cached_property
+    def every_target_sorted(self) -> products.SortedColumns:
+        """Targets of all tokens of the call."""
+        return self.sorted_targets(self.every.target)
+
+    def sorted_targets(self, target: Tensor) -> products.SortedColumns:
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
+        # a deterministic call's dhidden depends on no other token
+        return products.sort_columns(target, counted=not self.sizes.deterministic)
+
+    def add_target_rows(
+        self, hidden: Tensor, targets: products.SortedColumns, first: int, d_weight: Tensor, order: Tensor | None
+    ) -> None:
+        """The targets' terms of the weight's gradient, after the products with the chunk's exponentials."""
         softmax, at_target, ratio = self.factors[:, first:]
-        products.add_rows(d_weight, hidden, target, at_target, order, products=(softmax, ratio))
+        products.add_rows(d_weight, hidden, targets, at_target, order, products=(softmax, ratio))

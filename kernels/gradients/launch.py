@@ -128,6 +128,7 @@ def level_rows(
     terms: Terms,  # of one softmax, alpha and beta
     transform: Transform,  # without a cap
     counted: Counted = ALL_ROWS,
+    occurrences: torch.Tensor | None = None,  # [rows] int32: tokens of the call with the row's target
 ) -> None:
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
@@ -135,7 +136,7 @@ def level_rows(
     count = strips.offset.shape[0]
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
         exp, hidden, *factors,
-        strips.offset, strips.sum, level, terms.target, terms.target_logit, *terms.first[:2], logprob,
+        strips.offset, strips.sum, level, terms.target, occurrences, terms.target_logit, *terms.first[:2], logprob,
         terms.first.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
         transform.logit_scale, transform.row_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),

@@ -82,6 +82,7 @@ def sort_columns_kernel(
     # outputs
     sorted_ptr,  # [entries] int32
     order_ptr,  # [entries] int64: where each stands in column
+    occurrences_ptr,  # [entries] int32: how many are equal to it, as they stand in column; or None
     # inputs
     column_ptr,  # [entries] int32 or int64
     # sizes
@@ -89,19 +90,24 @@ def sort_columns_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """A stable sort in one launch: a column's place is how many come before it."""
+    """A stable sort in one launch: a column's place is the number of those before it."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(column_ptr + entry, mask=entry < entries, other=0).to(tl.int32)
     before = tl.zeros((BLOCK, AT_ONCE), dtype=tl.int32)
+    equal = before
     for start in range(0, entries, AT_ONCE):
         other_entry = start + tl.arange(0, AT_ONCE)
         other = tl.load(column_ptr + other_entry, mask=other_entry < entries, other=2147483647).to(tl.int32)
         # of equals the first in place
         bound = column[:, None] + (other_entry[None, :] < entry[:, None]).to(tl.int32)
         before += (other[None, :] < bound).to(tl.int32)
+        if occurrences_ptr is not None:
+            equal += (other[None, :] == column[:, None]).to(tl.int32)
     place = tl.sum(before, 1)
     tl.store(sorted_ptr + place, column, mask=entry < entries)
     tl.store(order_ptr + place, entry.to(tl.int64), mask=entry < entries)
+    if occurrences_ptr is not None:
+        tl.store(occurrences_ptr + entry, tl.sum(equal, 1), mask=entry < entries)
 
 
 @triton.jit

@@ -90,25 +90,38 @@ def dweight(
     )  # fmt: skip
 
 
-def sort_columns(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``columns`` [entries] sorted, equal ones in their order, as int32; and where each stood, int64."""
+class SortedColumns(NamedTuple):
+    """Columns of entries in ascending order, equal ones in theirs."""
+
+    columns: torch.Tensor  # [entries] int32
+    order: torch.Tensor | None  # [entries] int64: where each stood; None: they were sorted
+    occurrences: torch.Tensor | None = None  # [entries] int32: how many equal the column of an entry, unsorted
+
+
+def sort_columns(columns: torch.Tensor, counted: bool = False) -> SortedColumns:
+    """``columns`` [entries] sorted; with their occurrences where ``counted``."""
     entries = columns.shape[0]
     if entries > MOST_COUNTED:
-        # half as many passes as for int64
-        return torch.sort(columns.to(torch.int32), stable=True)
+        columns = columns.to(torch.int32)  # half as many passes as for int64
+        ordered, order = torch.sort(columns, stable=True)
+        if not counted:
+            return SortedColumns(ordered, order)
+        first, end = (torch.searchsorted(ordered, columns, out_int32=True, right=right) for right in (False, True))
+        return SortedColumns(ordered, order, end.sub_(first))
     ordered = empty(entries, dtype=torch.int32, device=columns.device)
     order = empty(entries, dtype=torch.int64, device=columns.device)
+    occurrences = empty(entries, dtype=torch.int32, device=columns.device) if counted else None
     block = 16
     sort_columns_kernel[(cdiv(entries, block),)](
-        ordered, order, columns, entries, BLOCK=block, AT_ONCE=256, num_warps=8
+        ordered, order, occurrences, columns, entries, BLOCK=block, AT_ONCE=256, num_warps=8
     )
-    return ordered, order
+    return SortedColumns(ordered, order, occurrences)
 
 
 def add_rows(
     out: torch.Tensor,  # [places, width] contiguous
     rows: torch.Tensor,  # [rows, width]
-    places: torch.Tensor,  # [entries] int32 or int64, -1 for none
+    places: torch.Tensor | SortedColumns,  # [entries] int32 or int64, -1 for none; or sorted already
     factors: torch.Tensor,  # [entries] fp32
     row: torch.Tensor | None = None,  # [entries] int64 or int32, -1 for none; None: in the order of ``rows``
     together: bool = False,  # equal places are together already, and int32
@@ -116,15 +129,18 @@ def add_rows(
 ) -> None:
     """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits each time; and what ``ratio *
     (softmax_factor * rows)`` lost where its last product was rounded to bf16."""
-    entries, width = places.shape[0], rows.shape[1]
+    if together:
+        places = SortedColumns(places, None)
+    elif not isinstance(places, SortedColumns):
+        places = sort_columns(places)
+    entries, width = places.columns.shape[0], rows.shape[1]
     if not entries:
         return
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(out.device)
     at_once = 32 if width % 16 == 0 else 16  # registers, where vectors are read in pieces
-    order = (places, None) if together else sort_columns(places)
     add_rows_kernel[cdiv(entries, PIECE), cdiv(width, block)](
-        out, rows, row, factors, *products, *order, entries, width, rows.stride(0),
+        out, rows, row, factors, *products, *places[:2], entries, width, rows.stride(0),
         BLOCK=block, PIECE=PIECE, AT_ONCE=at_once, SCAN=256, PRECISION="ieee" if gpu is None else gpu.fp32_products,
         num_warps=2,
     )  # fmt: skip

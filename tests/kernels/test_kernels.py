@@ -50,15 +50,17 @@ def test_add_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 
 @crossed(place=PLACES, counted=[True, False], kind=TARGETS)
 def test_sort_columns(place: Place, kind: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting and sorting put equal targets in the same order: the first in place."""
+    """Counting and sorting put equal targets in the same order, the first in place, and tell how many there are."""
     target = TARGETS[kind](torch.Generator().manual_seed(6)).to(place.device).repeat(4)
     if not counted:
         monkeypatch.setattr(products, "MOST_COUNTED", 0)
-    found, order = products.sort_columns(target)
+    ordered, order, occurrences = products.sort_columns(target, counted=True)
     expected = torch.sort(target, stable=True)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long(), expected.values)
+    assert ordered.dtype == torch.int32
+    assert torch.equal(ordered.long(), expected.values)
     assert torch.equal(order, expected.indices)
+    assert torch.equal(occurrences.long(), (target[:, None] == target).sum(1))
+    assert products.sort_columns(target).occurrences is None
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -102,7 +104,9 @@ def test_a_target_has_the_bits_of_its_tile(
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("width", [1, 40, 700])
-def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
+@pytest.mark.parametrize("rare", [False, True])
+def test_level_rows_scales_hidden_states(place: Place, width: int, rare: bool) -> None:
+    """Terms of the targets of many tokens are in the product, but for what 16 bits lose of them; others are apart."""
     rows, vocab = 37, 64
     device = torch.device(place.device)
     target = torch.tensor([0, -1, 5] * 12 + [-1], device=device)
@@ -118,14 +122,17 @@ def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
     gradients.level_rows(
         exp, factors, hidden, operands.Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
         records.Terms(target, level, beta, None, records.Softmax(start, rest, alpha), records.NO_SOFTMAX),
-        records.Transform(2.0),
+        records.Transform(2.0), occurrences=torch.full((rows,), 4 if rare else 5, dtype=torch.int32, device=device),
     )  # fmt: skip
     counts = target >= 0
     expected = 2.0 * alpha * (level - start + rest).exp()
     torch.testing.assert_close(softmax[counts], expected[counts])
     whole = 2.0 * (alpha * logprob.exp() - beta)
     torch.testing.assert_close((at_target + softmax * ratio)[counts], whole[counts])
-    assert ((at_target / whole)[counts].abs() <= 2.0**-7).all()  # the rest is in the product with exponentials
+    if rare:
+        assert not ratio[counts].any()
+    else:
+        assert ((at_target / whole)[counts].abs() <= 2.0**-7).all()
     stored[counts, target[counts]] = ratio[counts].bfloat16()
     assert torch.equal(exp, stored)
     assert torch.equal(hidden[counts], (before.float() * softmax[:, None]).half()[counts])
