@@ -22,7 +22,7 @@ from .gradients import Gradients
 from .matmul import add_dhidden
 from .operands import Head, Rows
 from .store import Parts, outputs_of, ratio_of, teacher_buffers, teacher_outputs, terms_of, transform
-from .triton_store import HalfStore, counted_of
+from .triton_store import FrequentRows, HalfStore, counted_of, sums_frequent
 
 
 class RelativeStore(HalfStore):
@@ -33,6 +33,7 @@ class RelativeStore(HalfStore):
     parts: Parts = (None, None)
     arrived: Tensor | None = None
     level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
+    frequent: FrequentRows | None = None
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
@@ -48,6 +49,7 @@ class RelativeStore(HalfStore):
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
         if last < LOOP:
             return
+        yield from FrequentRows.buffers(sizes, rows)
         parts = part_sums(sizes, rows) // 4
         if parts > (numbers - 1) * strips * strip_rows(rows):  # else in the place of the strips' sums
             yield Buffer("gradient of hidden, parts", (parts,), torch.float32, LOOP, LOOP)
@@ -205,6 +207,28 @@ class RelativeStore(HalfStore):
                 torch.sum(part[:, : len(dlogits)], 0, out=total)
         return dlogits
 
+    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
+        super().add_dweight(dlogits, rows, out, first, gain)
+        if sums_frequent(self.sizes, self.rows, out.dtype):
+            if self.frequent is None:
+                self.frequent = FrequentRows(self.every_target_sorted.columns, self.sizes.hidden)
+            self.frequent.add(dlogits, rows, first)
+
+    def finish(self, grads: Gradients) -> None:
+        if self.frequent is not None and grads.weight is not None:
+            products.put_rows(grads.weight, self.frequent.sums, self.frequent.ids)
+
+    @functools.cached_property
+    def every_target_sorted(self) -> products.SortedColumns:
+        """Targets of all tokens of the call."""
+        return self.sorted_targets(self.every.target)
+
+    def sorted_targets(self, target: Tensor) -> products.SortedColumns:
+        if self.head.add_targets is not None:
+            target = target.masked_fill(target == ELSEWHERE, -1)
+        # a deterministic call's dhidden depends on no other token
+        return products.sort_columns(target, counted=self.level is not None and not self.sizes.deterministic)
+
     def differentiated(self, rows: Rows) -> Counted:
         # a bias's gradient sums over all rows
         return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
@@ -324,19 +348,9 @@ class FastStore(RelativeStore):
                 self.gathered = True
 
     def finish(self, grads: Gradients) -> None:
+        super().finish(grads)
         if grads.weight is not None and not self.gathered:
             self.add_target_rows(self.every.hidden, self.every_target_sorted, 0, grads.weight, self.every.order)
-
-    @functools.cached_property
-    def every_target_sorted(self) -> products.SortedColumns:
-        """Targets of all tokens of the call."""
-        return self.sorted_targets(self.every.target)
-
-    def sorted_targets(self, target: Tensor) -> products.SortedColumns:
-        if self.head.add_targets is not None:
-            target = target.masked_fill(target == ELSEWHERE, -1)
-        # a deterministic call's dhidden depends on no other token
-        return products.sort_columns(target, counted=not self.sizes.deterministic)
 
     def add_target_rows(
         self, hidden: Tensor, targets: products.SortedColumns, first: int, d_weight: Tensor, order: Tensor | None

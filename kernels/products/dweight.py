@@ -10,6 +10,8 @@ terms, which exponentials leave out, or where a softmax is over a set of columns
 weight, of dhidden.
 
     out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]] + ratio[e] (s - bf16(s)),  s = softmax_factor[e] rows[row[e]]
+
+Rows of frequent ids that were summed apart, over the places, ``put_rows_kernel``.
 """
 
 import triton
@@ -108,6 +110,28 @@ def sort_columns_kernel(
     tl.store(order_ptr + place, entry.to(tl.int64), mask=entry < entries)
     if occurrences_ptr is not None:
         tl.store(occurrences_ptr + entry, tl.sum(equal, 1), mask=entry < entries)
+
+
+@kernel
+def put_rows_kernel(
+    # outputs
+    out_ptr,  # [places, width]
+    # inputs
+    rows_ptr,  # [entries, width] fp32
+    sorted_ptr,  # [entries] int32: places in ascending order, -1 for none
+    # sizes
+    width,
+    BLOCK: tl.constexpr,
+):
+    """``out[place[i]] = rows[i]``, of equal places the first."""
+    entry = tl.program_id(0)
+    place = tl.load(sorted_ptr + entry)
+    before = tl.load(sorted_ptr + entry - 1, mask=entry > 0, other=-1)
+    if (place >= 0) & (place != before):
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(rows_ptr + entry.to(tl.int64) * width + cols, mask=cols < width)
+        at = out_ptr + place.to(tl.int64) * width + cols
+        tl.store(at, row.to(out_ptr.dtype.element_ty), mask=cols < width)
 
 
 @triton.jit

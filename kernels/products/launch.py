@@ -10,7 +10,7 @@ from ..common.operands import matrix, row_stride
 from ..common.records import ALL_ROWS, Counted
 from ..common.tiles import INTERPRETED, Tile, cdiv, power_of_2
 from .dhidden import dhidden_kernel, finish_dhidden_kernel
-from .dweight import add_rows_kernel, dweight_kernel, sort_columns_kernel
+from .dweight import add_rows_kernel, dweight_kernel, put_rows_kernel, sort_columns_kernel
 
 PIECE = 16  # entries of equal or neighbouring columns that a program adds up
 MOST_COUNTED = 8192  # so many entries are sorted by comparing all pairs: one launch, not ten
@@ -116,6 +116,14 @@ def sort_columns(columns: torch.Tensor, counted: bool = False) -> SortedColumns:
         ordered, order, occurrences, columns, entries, BLOCK=block, AT_ONCE=256, num_warps=8
     )
     return SortedColumns(ordered, order, occurrences)
+
+
+def put_rows(out: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
+    """``out[places[i]] = rows[i]``, of equal places the first. ``rows`` [entries, width] fp32, ``places`` [entries]
+    int32 in ascending order, -1 for none."""
+    entries, width = rows.shape
+    block = min(power_of_2(width), 1024)
+    put_rows_kernel[entries, cdiv(width, block)](out, rows, places, width, BLOCK=block, num_warps=4)
 
 
 def add_rows(

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 import chunked_head.stores.store
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses
+from chunked_head.stores import triton_store
 
 SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -379,3 +380,35 @@ def test_frequent_ids_of_a_common_direction(place: Place, monkeypatch: pytest.Mo
     truth = gradient(torch.float64, False)
     ours, eager = ((gradient(torch.bfloat16, which) - truth).norm() for which in (True, False))
     assert ours <= 1.25 * eager, (ours / truth.norm(), eager / truth.norm())
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place.values[0].backend == "triton"])
+@pytest.mark.parametrize("kind", ["flat", "frequent"])
+@pytest.mark.parametrize("stored", ["exponentials", "logits"])
+def test_chunks_round_dweight_once(place: Place, kind: str, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several chunks, rows of rare targets err as one rounding does, and those of frequent ones hardly more: their
+    terms nearly cancel, and 16-bit sums over chunks would round what is left each time. A stored gradient of a target's
+    logit is rounded too."""
+    monkeypatch.setattr(interpreter, "_convert_float", to_nearest)
+    monkeypatch.setattr(triton_store, "FREQUENT", 8)
+    made = torch.Generator().manual_seed(1)
+    common = F.normalize(torch.randn(64, generator=made), dim=0) * 8.0
+    hidden, weight = torch.randn(256, 64, generator=made), torch.randn(1024, 64, generator=made) / 8.0
+    target = torch.randint(1024, (256,), generator=made)
+    if kind == "frequent":
+        hidden += 1.5 * common
+        weight += -torch.arange(1.0, 1025.0).log()[:, None] * common / 48.0
+        target = torch.multinomial((hidden @ weight.T).softmax(1), 1, generator=made)[:, 0]
+
+    def gradient(dtype: torch.dtype, **options: Any) -> Tensor:
+        h, w = (one.to(place.device, torch.bfloat16).to(dtype) for one in (hidden, weight))
+        loss = losses.cross_entropy() if stored == "exponentials" else losses.cross_entropy() + 1e-3 * losses.entropy()
+        linear_loss(h, w.requires_grad_(), target.to(place.device), loss, **options).loss.backward()
+        return w.grad.double()
+
+    truth = gradient(torch.float64, backend="torch")
+    rounding = (truth.bfloat16().double() - truth).norm()
+    for rows in (64, 128):
+        error = (gradient(torch.bfloat16, backend="triton", chunk_tokens=rows) - truth).norm()
+        most = {"exponentials": {"flat": 1.1, "frequent": 1.5}, "logits": {"flat": 1.7, "frequent": 1.8}}[stored][kind]
+        assert error <= most * rounding, (rows, error / rounding)

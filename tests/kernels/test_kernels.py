@@ -63,6 +63,19 @@ def test_sort_columns(place: Place, kind: str, counted: bool, monkeypatch: pytes
     assert products.sort_columns(target).occurrences is None
 
 
+@crossed(place=PLACES, kind=TARGETS, dtype=[torch.float32, torch.bfloat16])
+def test_put_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
+    """Of equal places the first is put; others stay as they are."""
+    places = TARGETS[kind](torch.Generator().manual_seed(6)).sort().values.int().to(place.device)
+    out, rows = torch.randn(301, 72, device=place.device, dtype=dtype), torch.randn(301, 72, device=place.device)
+    expected, rows = out.clone(), rows[: len(places)]
+    for place_of_row, row in zip(reversed(places.tolist()), reversed(rows), strict=True):
+        if place_of_row >= 0:
+            expected[place_of_row] = row
+    products.put_rows(out, rows, places)
+    torch.testing.assert_close(out, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0.0, atol=0.0)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_clean_rows(place: Place, with_logits: bool) -> None:
