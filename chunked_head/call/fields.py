@@ -54,8 +54,8 @@ def wanted_fields(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
     if unknown := sorted(set(batch) - set(known) - {TEMPERATURE}, key=str):
         raise ValueError(
             f"batch has a field {unknown[0]!r} that neither the library nor a loss declares"
-            f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "
-            "losses.custom(fields=...)"
+            f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by fields= of "
+            "losses.custom or metrics.Metric"
         )
     known[TEMPERATURE] = Field("token")
     of_segments = {*SEGMENT_IDS, *[field for field, kind in known.items() if kind.kind in ("segment", "pair")]}

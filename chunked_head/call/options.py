@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import checks
-from ..core.checks import PACKAGE, flag, nearest
+from ..core.checks import PACKAGE, flag, remedy_for
 from ..losses.base import FIELDS, Losses
 from ..metrics import Metric
 from ..parallel.dtensor import PLAIN_TYPES, local_operands, local_part
@@ -346,7 +346,7 @@ def refuse_names(function: str, unknown: Set[str]) -> NoReturn:
     field = function in ("linear_loss", "logits_loss") and first in FIELDS
     # of the public function, which spells out its keywords and these
     known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
-    hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, known)
+    hint = f'; it is a field: batch={{"{first}": ...}}' if field else remedy_for(first, known)
     raise TypeError(f"{function} has no option {first!r}{hint}")
 
 

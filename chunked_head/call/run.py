@@ -219,13 +219,16 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     refuse({
         f"skip_ignored=True needs our own matmuls, which do not run these operands ({what}); use 'wait' or False":
             sizes.skips and not bounded,
+        f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
+            fixed and device.type == "cpu" and not tokens.spec.backend.bounds_rows,
         "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk":
             fixed and sizes.dtype == torch.float16,
         f"deterministic=True does not go with {', '.join(summed[:1])} on a GPU, which adds up tokens in any order":
             fixed and summed and device.type == "cuda",
         "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
             fixed and sizes.demand.top_k,
-        f"deterministic=True needs our own matmuls, which do not run these operands ({what})": fixed and not bounded,
+        f"deterministic=True needs our own matmuls, which do not run these operands ({what}); leave it False":
+            fixed and not bounded,
         'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':
             own_fp8 and not bounded,
     })  # fmt: skip

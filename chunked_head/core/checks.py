@@ -2,8 +2,9 @@
 
 import difflib
 import inspect
+import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ INFINITY = float("inf")
 PLAIN = frozenset({type(None), bool, int, float, str})  # values are equal where they mean the same
 BACKENDS = (None, "triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
+
+SWAPPED = "hidden and weight look swapped: hidden comes first"
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -32,21 +35,53 @@ def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, b
         check_shape("logits", rows, rows.dim() >= 1 and rows.shape[-1] > 0, "[..., vocab]")
     else:
         check_shape("hidden", rows, rows.dim() >= 1, "[..., hidden]")
-        check_shape("weight", weight, weight.dim() == 2, "[vocab, hidden]", "pass lm_head.weight")
+        if weight.dim() != 2:
+            remedy = SWAPPED if are_swapped(rows, weight, target) else "pass lm_head.weight"
+            check_shape("weight", weight, False, "[vocab, hidden]", remedy)
         if rows.shape[-1] != weight.shape[1] or 0 in weight.shape:
             raise ValueError(
                 f"weight must be [vocab, hidden] with the {rows.shape[-1]} columns of hidden {tuple(rows.shape)}, got "
-                f"{tuple(weight.shape)}; if a sharding framework left an empty or partial weight, gather it first"
+                f"{tuple(weight.shape)}; {weight_remedy(rows, weight)}"
             )
         if bias is not None:
             check_shape("bias", bias, bias.shape == weight.shape[:1], f"({weight.shape[0]},), one per class")
     if target is not None:
         check_ids("target", target)
         leading = tuple(rows.shape[:-1])
-        check_shape("target", target, target.shape == leading, f"{leading}, the leading shape of {what}", "reshape")
+        if target.shape != leading:
+            remedy = target_remedy(rows, weight, target)
+            check_shape("target", target, False, f"{leading}, the leading shape of {what}", remedy)
     for argument, tensor in tensors.items():
         check_device(argument, tensor, rows.device, what)
     return matmul_dtype({name: tensor for name, tensor in tensors.items() if tensor is not None and name != "target"})
+
+
+def weight_remedy(rows: Tensor, weight: Tensor) -> str:
+    """What to do about a weight whose columns are not those of the hidden states."""
+    if 0 in weight.shape or rows.shape[-1] != weight.shape[0]:
+        return "if a sharding framework left an empty or partial weight, gather it first"
+    remedies = [
+        "the weight looks transposed: pass weight.T",
+        "hidden looks like logits, which logits_loss and logits_logprobs take",
+    ]
+    likely, other = remedies if weight.shape[0] <= weight.shape[1] else reversed(remedies)
+    return f"{likely}; or {other}"
+
+
+def are_swapped(rows: Tensor, weight: Tensor, target: Tensor | None) -> bool:
+    """True where the weight has as many rows as there are targets, as hidden states have."""
+    alike = rows.dim() == 2 and weight.dim() > 1 and rows.shape[-1] == weight.shape[-1]
+    return alike and target is not None and math.prod(weight.shape[:-1]) == target.numel()
+
+
+def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
+    """What to do about a target whose shape is not the leading one of hidden states or logits."""
+    what, leading, shape = "logits" if weight is None else "hidden", tuple(rows.shape[:-1]), tuple(target.shape)
+    if weight is not None and are_swapped(rows, weight, target):
+        return SWAPPED
+    if leading and shape and shape == (*leading[:-1], leading[-1] - 1):
+        return f"it looks shifted by hand: pass all labels with shift=1, or {what}[{':, ' * (len(leading) - 1)}:-1]"
+    return "reshape it" if math.prod(leading) == target.numel() else f"pass one id for each row of {what}"
 
 
 def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
@@ -101,7 +136,10 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
     if tensor is None and optional:
         return
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+        remedy = ""
+        if isinstance(tensor, torch.nn.Module):
+            remedy = "; pass its .weight, and its .bias as bias= where it has one"
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}{remedy}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{argument} must be a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
     if is_dtensor(tensor):
@@ -228,6 +266,24 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+# options that others' functions have: what stands for each, of functions that have a certain other option
+INSTEAD = {
+    "mask": ("ignore_index", "give targets that do not count the id ignore_index, -100"),
+    "num_items_in_batch": ("normalizer", "pass normalizer=num_items_in_batch"),
+    "temperature": ("label_smoothing", "linear_loss takes it: linear_loss(..., losses.cross_entropy(), temperature=T)"),
+    "label_smoothing": ("loss", "pass the loss losses.cross_entropy(label_smoothing=...)"),
+    "class_weights": ("loss", "pass the loss losses.cross_entropy(class_weights=...)"),
+    "z_loss": ("normalizer", "add it to the loss: + z_loss * losses.z_loss()"),
+    "beta": ("rollout", "add the KL to the loss: + beta * losses.kl_to_reference()"),
+}
+
+
+def remedy_for(unknown: Any, known: Collection[str]) -> str:
+    """What to do about an option that is none of ``known``, for the end of an error."""
+    of, remedy = INSTEAD.get(unknown, ("", ""))
+    return f"; {remedy}" if of in known else nearest(unknown, known)
+
+
 def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterable[str]) -> None:
     """Raises for options that are neither those of ``chunked_head.<module>.<kind>`` nor ``common`` to all."""
     unknown = sorted(set(given) - set(common))
@@ -235,7 +291,7 @@ def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterabl
         factory = getattr(sys.modules[f"{PACKAGE}.{module}"], kind)
         parameters = inspect.signature(factory).parameters.values()
         names = dict.fromkeys([*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *common])
-        meant = nearest(unknown[0], names)
+        meant = remedy_for(unknown[0], names)
         raise TypeError(f"{module}.{kind} has no option {unknown[0]!r}{meant}; its options are {', '.join(names)}")
 
 

@@ -6,7 +6,7 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar
@@ -114,7 +114,7 @@ class Part:
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)  # all but their floats decide what is compiled
     needs: frozenset[str] = frozenset()
-    fields: tuple[str, ...] = ()
+    fields: Collection[str] = ()  # a tuple
     optional_fields: tuple[str, ...] = ()
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
     scope: Scope = "token"

@@ -62,7 +62,7 @@ def custom(
     choice(where, "unit", unit, ("token", "segment", "pair"))
     if unit != "token" and scope == "token":
         raise ValueError(f'{where} has values per {unit}, which need all tokens: scope="segment"')
-    declared, extra = _declared(where, fields)
+    declared, extra = own_fields(where, fields)
     statistics, required, optional, reads_target = set(needs or ()), set(declared), set[str](), True
     if unknown := sorted(statistics - {*ALWAYS, *STATISTICS, *DENSE}):
         raise ValueError(f"needs of {where}: there is no statistic {unknown[0]!r}")
@@ -106,7 +106,7 @@ def custom(
 TAKERS.append(lambda function: custom(function, scope="token"))
 
 
-def _declared(
+def own_fields(
     where: str, fields: Mapping[str, Field | str] | Iterable[str] | None
 ) -> tuple[tuple[str, ...], dict[str, Field]]:
     """Names of all fields given, and what those are that FIELDS does not know."""
@@ -114,6 +114,11 @@ def _declared(
         raise TypeError(f"fields of {where} must be a mapping or several names, got {fields!r}")
     if not isinstance(fields, Mapping):
         fields = {name: FIELDS.get(name, "") for name in fields or ()}
+        if unknown := [name for name, kind in fields.items() if not kind]:
+            raise ValueError(
+                f"fields of {where} has {unknown[0]!r}, which is not the library's; give its kind too: "
+                f"fields={{{unknown[0]!r}: 'token'}}"
+            )
     extra: dict[str, Field] = {}
     for name, declared in fields.items():
         kind = declared if isinstance(declared, Field) else Field(declared)  # type: ignore[arg-type]

@@ -199,11 +199,16 @@ def run(
         if unknown := batch.read - made.fields.keys() - {"target"}:  # by ``get`` or ``in``
             raise KeyError(f"there is no field {min(unknown)!r}")
     except Exception as error:
+        if unknown := batch.read - made.fields.keys() - {"target"}:
+            own = f"{{{min(unknown)!r}: 'token'}}"
+            raise ValueError(
+                f"{where} reads batch[{min(unknown)!r}], a field that is not the library's; declare it, and its kind: "
+                f"losses.custom(function, scope={summand.scope!r}, fields={own})"
+            ) from error
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(
             f"{where} raised {type(error).__name__} on {tokens} made-up tokens, where it was run to see what it reads: "
-            f"{reason}. A field of your own is declared, fields={{'name': 'token'}}. If it cannot run on these, pass "
-            "check=False with needs= and fields="
+            f"{reason}. If it cannot run on these, pass check=False with needs= and fields="
         ) from error
     if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
         got = getattr(values, "dtype", type(values).__name__)

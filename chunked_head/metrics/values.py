@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.checks import INFINITY, choice, number
-from ..losses.base import Part
+from ..losses.base import Part, is_library
+from ..losses.user import own_fields
 
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
@@ -36,7 +37,7 @@ class MetricOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Metric(Part):
-    """``function(stats, batch, **options)`` gives values per unit, [n]."""
+    """``function(stats, batch, **options)`` gives values per unit, [n]. ``fields`` as in ``losses.custom``."""
 
     unit: Literal["token", "segment"] = "token"
     reduce: Reduce = "mean"
@@ -45,6 +46,10 @@ class Metric(Part):
 
     def __post_init__(self) -> None:
         where = f"metrics.{self.kind}"
+        if not isinstance(self.fields, tuple):  # as ``losses.custom`` takes them
+            names, extra = own_fields(where, self.fields)
+            object.__setattr__(self, "fields", names)
+            object.__setattr__(self, "extra_fields", {**extra, **self.extra_fields})
         for option, allowed in CHOICES:
             choice(where, option, getattr(self, option), allowed)
         if self.unit == "segment" and self.scope != "segment":
@@ -88,8 +93,12 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
     measured = tuple(metrics)
     for metric in measured:
         if not isinstance(metric, Metric):
-            got = type(metric).__name__
-            raise TypeError(f"metrics must hold chunked_head.metrics, got {got}; call its factory, metrics.entropy()")
+            got, remedy = type(metric).__name__, "each is made by its factory, such as metrics.entropy()"
+            if is_library(metric):
+                remedy = f"call its factory, metrics.{metric.__name__}()"
+            elif callable(metric):
+                remedy = 'a function (stats, batch) -> values [tokens] becomes one by metrics.Metric("name", function)'
+            raise TypeError(f"metrics must hold chunked_head.metrics, got {got}; {remedy}")
     return measured
 
 
@@ -182,7 +191,11 @@ def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricVal
     A segment or document that lies in two micro-batches counts in each.
     """
     combined: dict[str, MetricValue] = {}
+    if isinstance(several, Mapping):
+        raise TypeError("combine takes a list with the out.metrics of each call, got one of them; put it into a list")
     for metrics in several:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"combine takes a list with the out.metrics of each call, got a {type(metrics).__name__}")
         for name, value in metrics.items():
             combined[name] = merge(combined[name], value) if name in combined else value
     return combined

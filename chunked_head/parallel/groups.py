@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from ..core.checks import check_int, choice, flag
 from ..kernels.common.cache import Cache
 
 LONGEST = 160  # letters of a value in an error
+ROWS = "rows of VocabParallel"  # name of what ranks compare
 
 # Hashes of calls that all ranks of a group have agreed on, by group: torch.distributed may reuse names once it was shut
 # down. All ranks forget the same ones, since they ask in the same order.
@@ -210,8 +212,17 @@ def difference(every: list[dict[str, str]], what: str) -> ValueError:
     here, there = (every[rank].get(name, "missing")[:LONGEST] for rank in (0, other))
     return ValueError(
         f"ranks of {what} make different calls: {name} is {here} on rank 0 and {there} on rank {other}; it must be the "
-        "same on all ranks"
+        f"same on all ranks{split_remedy(every) if name == ROWS else ''}"
     )
+
+
+def split_remedy(every: list[dict[str, str]]) -> str:
+    """What tells ranks how many rows each holds, for the end of an error; each believes that all hold as many as it."""
+    if not all(ROWS in fields for fields in every):
+        return ""
+    rows = [json.loads(fields[ROWS])[rank] for rank, fields in enumerate(every)]
+    right = part_sizes(sum(rows), len(rows)) == tuple(rows)
+    return f"; ranks hold {rows} rows: pass " + (f"vocab_size={sum(rows)}" if right else f"VocabParallel(rows={rows})")
 
 
 def shift_targets(

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 from ..core.stats import PAIR_STATS, Demand, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
-from .groups import MOST_IDS, VocabParallel, agree
+from .groups import MOST_IDS, ROWS, VocabParallel, agree
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
 # of a row's sum of absolute values: less than between different rows, more than between roundings of one row
@@ -62,7 +62,7 @@ class Shard:
 
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
         """This part, in a call that all ranks agree on; raises on every rank where ``fields`` differ."""
-        split = {"rows of VocabParallel": str(list(self.rows)), "vocab_size": str(self.vocab)}
+        split = {ROWS: str(list(self.rows)), "vocab_size": str(self.vocab)}
         split["sequence_sharded"] = str(self.parallel.sequence_sharded)
         return replace(self, kind=agree(split | fields, self.group, device, "VocabParallel"))
 

@@ -76,6 +76,18 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("target-range", IndexError, r"target must be in \[0, 11\) .* got 11 for row 0.*; if ranks share the vocabulary, pass parallel=VocabParallel", {"target": torch.full((4, 6), 11)}),
     ("weight-device", ValueError, "weight is on meta, hidden on cpu; move one of them", {"weight": torch.randn(11, 8, device="meta")}),
     ("triton-float64", ValueError, r"(float64|CUDA device).*use backend='torch'", {"dtype": torch.float64, "backend": "triton"}),
+    ("weight-transposed", ValueError, r"got \(8, 11\); the weight looks transposed: pass weight.T; or hidden looks like logits", {"weight": torch.randn(11, 8).T}),
+    ("hidden-logits", ValueError, r"got \(11, 8\); hidden looks like logits, which logits_loss and logits_logprobs take; or the weight", {"hidden": torch.randn(4, 6, 11)}),
+    ("swapped", ValueError, r"got \(24,\); hidden and weight look swapped: hidden comes first", {"hidden": torch.randn(11, 8), "weight": torch.randn(24, 8), "target": torch.zeros(24, dtype=torch.int64)}),
+    ("swapped-3d", ValueError, r"got \(4, 6, 8\); hidden and weight look swapped: hidden comes first", {"hidden": torch.randn(11, 8), "weight": torch.randn(4, 6, 8)}),
+    ("labels-shifted", ValueError, r"got \(4, 5\); .* pass all labels with shift=1, or hidden\[:, :-1\]", {"target": torch.zeros(4, 5, dtype=torch.int64)}),
+    ("labels-shifted-flat", ValueError, r"got \(5,\); .* pass all labels with shift=1, or hidden\[:-1\]", {"hidden": torch.randn(6, 8), "target": torch.zeros(5, dtype=torch.int64)}),
+    ("target-fewer", ValueError, r"got \(4, 4\); pass one id for each row of hidden", {"target": torch.zeros(4, 4, dtype=torch.int64)}),
+    ("weight-module", TypeError, r"weight must be a torch.Tensor, got Linear; pass its .weight, and its .bias as bias=", {"weight": torch.nn.Linear(8, 11)}),
+    ("temperature", TypeError, r"no option 'temperature'; linear_loss takes it: linear_loss\(..., losses.cross_entropy\(\), temperature=T\)", {"temperature": 2.0}),
+    ("mask", TypeError, "no option 'mask'; give targets that do not count the id ignore_index, -100", {"mask": torch.ones(4, 6)}),
+    ("num-items", TypeError, "no option 'num_items_in_batch'; pass normalizer=num_items_in_batch", {"num_items_in_batch": 3}),
+    ("deterministic-cpu", ValueError, r"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on cpu; leave it False", {"deterministic": True, "backend": "torch"}),
     ("target-negative", IndexError, "got -1 for row 0, leading dimensions flattened; mask it with ignore_index$", {"target": torch.full((4, 6), -1)}),
 ]  # fmt: skip
 
@@ -118,7 +130,7 @@ def test_module_arguments() -> None:
 HIDDEN, WEIGHT, TARGET = torch.randn(4, 6, 8), torch.randn(11, 8), torch.randint(0, 11, (4, 6))
 HEAD = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET}
 LOGITS = {"logits": torch.randn(4, 6, 11), "target": TARGET}
-GATHERED = {"student_logits": torch.randn(4, 3), "teacher_logprobs": -torch.rand(4, 3), "lse": torch.rand(4)}
+GATHERED = {"student_logits": torch.randn(4, 3), "teacher_logprobs": -1 - torch.rand(4, 3), "lse": torch.rand(4)}
 SIZES = {"tokens": 10, "hidden": 8, "vocab": 11, "dtype": torch.float32, "device": "cpu"}
 MASK = {"mask": torch.ones(2, 3, dtype=torch.bool)}
 SEGMENTS = MASK | {"segments": torch.zeros(2, 3, dtype=torch.int64), "num_segments": 2}
@@ -194,6 +206,12 @@ def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[s
 # ---- options of losses and metrics
 
 EITHER: Any = (TypeError, ValueError)
+
+
+def of_mine(stats: Any, batch: Any) -> torch.Tensor:
+    return stats.logprob * batch["mine"]
+
+
 ONES = torch.ones(2, 3)
 
 
@@ -209,6 +227,16 @@ ONES = torch.ones(2, 3)
         (lambda: metrics.entropy(weight=2), TypeError, r"metrics\.entropy has no option 'weight'; did you mean 'weighting'"),
         (lambda: linear_loss(*torch.ones(3, 2, 2), losses.forward_kl(), teacher_weight=1), TypeError, r"no option 'teacher_weight'; "
          r'it is a field: batch=\{"teacher_weight": '),
+        (lambda: linear_loss(**HEAD, loss=losses.cross_entropy(), z_loss=0.1), TypeError, r"no option 'z_loss'; add it to the loss: \+ z_loss \* "),
+        (lambda: linear_loss(**HEAD, loss=losses.cross_entropy(), label_smoothing=0.1), TypeError, r"losses\.cross_entropy\(label_smoothing=\.\.\.\)"),
+        (lambda: losses.grpo(beta=0.1), TypeError, r"no option 'beta'; add the KL to the loss: \+ beta \* losses\.kl_to_reference\(\); its"),
+        (lambda: losses.custom(of_mine, scope="token"), ValueError, r"reads batch\['mine'\], a field that is not the library's; declare it, .*"
+         r"losses\.custom\(function, scope='token', fields=\{'mine': 'token'\}\)"),
+        (lambda: losses.custom(of_mine, scope="token", fields=["mine"]), ValueError, r"fields of .* has 'mine', .* fields=\{'mine': 'token'\}"),
+        (lambda: Metric("mine", of_mine, fields="mine"), TypeError, r"fields of metrics\.mine must be a mapping or several names, got 'mine'"),
+        (lambda: Metric("mine", of_mine, fields={"mine": "tokens"}), ValueError, r"field 'mine' of metrics\.mine must be one of 'token'"),
+        (lambda: metrics.combine([MetricValue("max")]), TypeError, r"list with the out\.metrics of each call, got a MetricValue"),
+        (lambda: metrics.combine({"entropy": MetricValue("max")}), TypeError, r"list with the out\.metrics .* put it into a list"),
         (lambda: losses.grpo(clip_low=2), ValueError, r"clip_low of losses\.grpo must be a number in \[0, 1\], got 2"),
         (lambda: metrics.clip_fraction(clip_low=2), ValueError, r"clip_low of metrics\.clip_fraction must be a number in \[0, 1\]"),
         (lambda: losses.z_loss(token_weights=torch.ones(2, dtype=torch.int64)), ValueError, "token_weights of .* floating-point"),
@@ -277,7 +305,9 @@ def test_options_of_losses_and_metrics(make: Callable[[], Any], error: type[Exce
         ({"loss": metrics.entropy()}, TypeError, "loss must be made of chunked_head.losses, got .* a function .* is taken"),
         ({"loss": lambda stats, batch: stats.logprob.sum()}, ValueError, r"one value per token.*leave out \.sum\(\)"),
         ({"metrics": metrics.entropy()}, TypeError, "metrics must be a list of chunked_head.metrics, got one, 'entropy'; put it"),
-        ({"metrics": [metrics.entropy]}, TypeError, "metrics must hold chunked_head.metrics, got function; call its factory"),
+        ({"metrics": [lambda stats, batch: stats.lse]}, TypeError, r"must hold .* becomes one by metrics\.Metric\(\"name\", function\)"),
+        ({"metrics": [3]}, TypeError, r"must hold chunked_head.metrics, got int; each is made by its factory"),
+        ({"metrics": [metrics.entropy]}, TypeError, "metrics must hold chunked_head.metrics, got function; call its factory, metrics.entropy"),
         ({"batch": [1]}, TypeError, "batch must be a mapping of names to tensors, such as .* got list"),
         ({"batch": {"advantage": torch.ones(4, 6)}}, ValueError, "field 'advantage' .*did you mean 'advantages'"),
         ({"batch": {3: torch.ones(4, 6)}}, ValueError, "batch has a field 3 "),

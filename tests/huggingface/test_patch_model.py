@@ -364,7 +364,7 @@ def test_what_logits_computed_after_all_would_leave_out_is_refused(asked: str) -
         ({"metrics": metrics.entropy()}, TypeError, "must be a list of chunked_head.metrics, got one, 'entropy'"),
         ({"memory_budget": "lots"}, ValueError, "memory_budget must be bytes or a size"),
         ({"when": "sometimes"}, ValueError, "'labels', 'training', 'always'"),
-        ({"logits": "real"}, ValueError, "'lazy'"),
+        ({"logits": "none"}, ValueError, "logits of patch_model must be one of 'lazy', None, got 'none'"),
         ({"metrics": [metrics.entropy()] * 2}, ValueError, "two of the metrics are called 'entropy'"),
         ({"strict": "yes"}, TypeError, "strict must be True or False, got 'yes'"),
     ],

@@ -297,6 +297,18 @@ def test_a_metric_of_your_own() -> None:
     torch.testing.assert_close(measure(metric, data, 7).value, expected)
 
 
+def test_a_metric_of_a_field_of_your_own() -> None:
+    """Declared by its kind, as ``losses.custom`` takes it, beside one of the library's."""
+    mine = torch.randn(5)
+    metric = Metric("product", lambda stats, batch: batch.mine * batch.advantages,
+                    fields={"mine": "token", "advantages": "token"}, reads_target=False)  # fmt: skip
+    out = linear_loss(
+        torch.randn(5, 4), torch.randn(7, 4), torch.arange(5), losses.cross_entropy(), metrics=[metric],
+        batch={"mine": mine, "advantages": torch.full((5,), 2.0)},
+    )  # fmt: skip
+    torch.testing.assert_close(out.metrics["product"].value, 2 * mine.mean())
+
+
 # ---- micro-batches and ranks
 
 ALL = {

@@ -392,6 +392,8 @@ SAID = {
     "loss": "losses.z_loss: coefficient is 0.5 on rank 0 and 1.5 on rank 1",
     "reduction": "reduction is 'mean' on rank 0 and 'sum' on rank 1",
     "shard": "rows of VocabParallel is [40, 20] on rank 0 and [30, 10] on rank 1",
+    "other shards": "ranks hold [40, 10] rows: pass VocabParallel(rows=[40, 10])",
+    "an odd vocabulary": "ranks hold [31, 30] rows: pass vocab_size=61",
     "hidden's gradient": "sizes.hidden_grad is True on rank 0 and False on rank 1",
     "statistics": "sizes.demand.entropy is (False,) on rank 0 and (True,) on rank 1",
     "tokens": "tokens is (30,) on rank 0 and (29,) on rank 1",
@@ -471,6 +473,10 @@ def refused(rank: int) -> dict[str, str]:
         "shard": lambda: linear_cross_entropy(
             s.hidden, operands()["weight"][: 40 - 10 * rank], s.target.clamp(max=29), parallel=everyone,
             vocab_size=60 - 20 * rank),
+        "other shards": lambda: linear_cross_entropy(
+            s.hidden, operands()["weight"][: 40 - 30 * rank], s.target.clamp(max=9), parallel=everyone),
+        "an odd vocabulary": lambda: linear_cross_entropy(
+            s.hidden, operands()["weight"][: 31 - rank], s.target.clamp(max=9), parallel=everyone),
         "hidden's gradient": lambda: linear_cross_entropy(
             s.hidden.detach().requires_grad_(rank == 0), s.weight, s.target, **s.options),
         "statistics": lambda: linear_logprobs(*s.head, entropy=rank == 1, **s.options),

@@ -59,8 +59,7 @@ class Agreement:
         measured = as_metrics(measured)
         check_loss(loss, measured)
         choice("patch_model", "when", when, ("labels", "training", "always"))
-        if logits is not None:
-            choice("patch_model", "logits", logits, ("lazy",))
+        choice("patch_model", "logits", logits, ("lazy", None))
         flag("strict", strict)
         self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
         self.options, self.model = options, model
