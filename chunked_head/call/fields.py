@@ -19,6 +19,7 @@ SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linea
 SEGMENT_IDS = ("segments", "documents")
 SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}
 OF_UNIT = {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}  # fields that values per unit need
+MOST_PADDING = 1023  # ids, as the vocabulary is padded to multiples of at most 1024
 NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # options that may name a field
 TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
     "float": ("floating-point", Tensor.is_floating_point),
@@ -171,6 +172,7 @@ def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dty
         if (hidden.dtype == torch.float64) != (dtype == torch.float64):
             raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
     if call.shard is None:
+        check_vocabularies(call, rows)
         return rows
     refuse({
         "sequence_sharded=True takes no batch['teacher_logits']; give teacher_hidden and teacher_weight":
@@ -179,6 +181,17 @@ def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dty
             rows != call.local_vocab,
     })  # fmt: skip
     return call.vocab
+
+
+def check_vocabularies(call: Call[Any], rows: int) -> None:
+    """Raises for a teacher of another tokenizer: of a number of ids that differs by more than the padding of heads."""
+    more, stated = rows - call.vocab, call.vocab_size is not None
+    if abs(more) > MOST_PADDING and not (stated and more > 0):
+        raise ValueError(
+            f"the teacher must have the student's vocabulary of {call.vocab} ids, up to {MOST_PADDING} of padding, got "
+            f"one of {rows}; ids of another tokenizer mean other tokens. If the first {min(rows, call.vocab)} ids are "
+            f"the same in both, pass vocab_size={min(rows, call.vocab)}"
+        )
 
 
 def make_teacher(

@@ -62,7 +62,8 @@ def linear_divergence(
             ``chunked_head.losses`` defines them.
         beta: of the JSD, the weight of q in the mixture; 0 is the forward, 1 the reverse divergence.
         teacher_logits, or teacher_hidden with teacher_weight and perhaps teacher_bias: indexed like the hidden states;
-            they take no gradient. Of vocabularies that differ the first ids, which both have, are compared.
+            they take no gradient. Of vocabularies that differ, as padding does, the first ids, which both have, are
+            compared (``losses.forward_kl``).
         teacher_logit_scale, teacher_softcap: of the teacher's logits.
         temperature: divides the logits; a number, or a tensor [...] with one per token.
         teacher_temperature: of the teacher only, a number; None: ``temperature``, which is the student's.

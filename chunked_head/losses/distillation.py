@@ -37,8 +37,9 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
 
     Fields, for this and the other dense losses: either ``teacher_logits`` [..., V_t], or ``teacher_hidden``
     [..., H_t] with ``teacher_weight`` [V_t, H_t] and perhaps ``teacher_bias`` [V_t]. They are indexed like the hidden
-    states. The target is read for its ``ignore_index`` alone and may be None. Where the vocabularies differ in size,
-    both distributions are over the ids that they share, the first ``min(V, V_t)``. ``teacher``: ``TeacherOptions``.
+    states. The target is read for its ``ignore_index`` alone and may be None. Where the vocabularies differ in size, by
+    less than 1024 as padding does, both distributions are over the ids that they share, the first ``min(V, V_t)``. A
+    teacher may have any number more than the call's ``vocab_size``. ``teacher``: ``TeacherOptions``.
     """
     choice("losses.forward_kl", "form", form, ("kl", "cross_entropy"))
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
