@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.demand import Structure
+from ..core.checks import check_logprobs
 from ..core.stats import shift_left
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.batch import Batch
-from ..losses.distillation import PADDING, entries
+from ..losses.distillation import PADDING, check_teacher, entries
 from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
 from ..parallel.tokens import RankSums
@@ -27,7 +28,6 @@ from .spec import Spec, structure_at
 
 NO_FIELDS: frozenset[str] = frozenset()
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-LARGEST_LOGPROB = 1.0  # above 0 by rounding: 16-bit logits near 100, less their logsumexp
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,10 +157,8 @@ def lay_fields(
         values = spec.backend.read_fields([batch[field] for field in numbers], target, call.shift, dtype)
         fields.update(zip(numbers, values, strict=True))
     for field in LOGPROBS:
-        if field in fields and looks and len(target) and (largest := float(fields[field].max())) > LARGEST_LOGPROB:
-            raise ValueError(
-                f"batch[{field!r}] must hold log-probabilities, at most 0, got {largest:g}; negate them if losses"
-            )
+        if field in fields and looks:
+            check_logprobs(f"batch[{field!r}]", fields[field])
     others = [field for field in read if field not in numbers]
     ignored = target < 0 if others else target
     for field in others:
@@ -175,6 +173,11 @@ def lay_fields(
         fields[field] = value
     if "teacher_ids" in fields:
         fields |= columns_of_teacher(fields, target, call.vocab, wrongs)
+        if looks and "teacher_entries" in fields:
+            kinds = [summand.options for _, summand in call.losses.terms if summand.kind == "topk_kl"]
+            is_normalized = not all(options["teacher_renormalize"] for options in kinds)
+            entry = fields["teacher_logprobs"], fields["teacher_entries"]
+            check_teacher("batch['teacher_logprobs']", *entry, is_normalized)
     for wrong in wrongs:
         for number in numbers_or_nan:
             number.masked_fill_(wrong, torch.nan)

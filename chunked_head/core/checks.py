@@ -16,6 +16,8 @@ PLAIN = frozenset({type(None), bool, int, float, str})  # values are equal where
 BACKENDS = (None, "triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
+# a log-probability above 0 by rounding: 16-bit logits below 256 less their logsumexp
+MOST_ROUNDED = 0.5
 SWAPPED = "hidden and weight look swapped: hidden comes first"
 
 PACKAGE = __name__.partition(".")[0]
@@ -130,6 +132,20 @@ def check_weights(
         )
     if device is not None:
         check_device(argument, weights, device, "the other operands")
+
+
+def check_logprobs(argument: str, values: Tensor, most: float = MOST_ROUNDED) -> None:
+    """Raises for numbers that are no log-probabilities. It reads them, which is free on a CPU alone."""
+    if not values.numel():
+        return
+    smallest, largest = map(float, values.aminmax())  # a nan compares as False
+    if smallest >= 0 and MOST_ROUNDED / 2 < largest <= 1:
+        raise ValueError(
+            f"{argument} must hold log-probabilities, at most 0, got numbers in [{smallest:g}, {largest:g}], "
+            "which look like probabilities; pass their .log()"
+        )
+    if largest > most:
+        raise ValueError(f"{argument} must hold log-probabilities, at most 0, got {largest:g}; negate them if losses")
 
 
 def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:

@@ -54,6 +54,15 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
         return pool.submit(carried).result()
 
 
+def is_traced() -> bool:
+    """True in a graph of torch.compile and inside of a transform of torch.func, where tensors may have no values; also
+    where torch does not tell."""
+    if torch.compiler.is_compiling():
+        return True
+    active = private("_C._are_functorch_transforms_active")
+    return active is None or active[0]()
+
+
 def refuse_transforms() -> None:
     """Raises inside of a transform of torch.func; if torch does not tell, transforms refuse our Function."""
     active = private("_C._are_functorch_transforms_active")

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..core import checks
 from ..core.checks import choice, number
-from ..losses.distillation import entries, squared, topk_divergence, topk_options
+from ..core.private import is_traced
+from ..losses.distillation import check_teacher, entries, squared, topk_divergence, topk_options
 
 WHERE = "losses.gathered_topk_kl"
 
@@ -82,6 +83,8 @@ def gathered_topk_kl(
     counts = entries(teacher, teacher_ids, teacher_mask)
     if mask is not None:
         counts = counts & mask.unsqueeze(-1)  # a position without entries is 0
+    if type(teacher) is Tensor and teacher.device.type == "cpu" and not is_traced():
+        check_teacher("teacher_logprobs", teacher, counts, not options["teacher_renormalize"])
     values = topk_divergence(x, teacher, counts, **options) * factor
     if token_weights is not None:
         weights = token_weights.detach().to(dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import choice, flag, number, refuse_unknown
+from ..core.checks import INFINITY, MOST_ROUNDED, check_logprobs, choice, flag, number, refuse_unknown
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, once
 from .batch import Batch, Stats
 
@@ -253,6 +253,20 @@ def entries(teacher: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
     mine, other = teacher[..., :, None], teacher[..., None, :]
     better = (other > mine) | ((other == mine) & (place[None, :] < place[:, None]))
     return counts & ~((ids[..., :, None] == ids[..., None, :]) & counts[..., None, :] & better).any(-1)
+
+
+def check_teacher(argument: str, teacher: Tensor, counts: Tensor, is_normalized: bool) -> None:
+    """Raises for a teacher's numbers that are no log-probabilities; read on a CPU alone, where that is free.
+    ``is_normalized``: a loss takes them as they are, so that a token's probabilities add up to at most 1."""
+    if not counts.any():
+        return
+    check_logprobs(argument, teacher[counts], MOST_ROUNDED if is_normalized else INFINITY)
+    total = float(torch.where(counts, teacher, -torch.inf).logsumexp(-1).max())
+    if is_normalized and total > MOST_ROUNDED:
+        raise ValueError(
+            f"{argument} must hold log-probabilities, whose exponentials add up to at most 1 for a token, got "
+            f"{math.exp(total):g}; take them from log_softmax, or pass teacher_renormalize=True"
+        )
 
 
 def topk_divergence(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import check_factor, check_shape, check_tensor, choice, number
+from ..core.checks import check_factor, check_logprobs, check_shape, check_tensor, choice, number
+from ..core.private import is_traced
 
 
 def token_mean(total: float | Tensor) -> dict[str, Any]:
@@ -99,6 +100,8 @@ def wpo(
                 f"{tuple(value.shape)}, {value.dtype}"
             )
     inside = mask & (segments >= 0)
+    if inside.device.type == "cpu" and not is_traced():
+        check_logprobs("logprobs of weights.wpo", logprobs[inside])
     aligned = torch.where(inside, logprobs - log_sum_sq_probs, 0.0)
     sums, counts = _segment_sums(inside, segments, num_segments, aligned, inside)
     of_segments = (sums / counts.clamp(min=1.0)).exp().to(logprobs.dtype)

@@ -330,22 +330,6 @@ def test_what_a_call_is_given(given: str, changes: dict[str, Any], error: type[E
         function(**(right | {"loss": losses.cross_entropy()} | changes))
 
 
-POLICY = losses.grpo() + losses.kl_to_reference() + losses.reinforce(rollout="truncate")
-
-
-@pytest.mark.parametrize("field", ["old_logprobs", "ref_logprobs", "rollout_logprobs"])
-def test_positive_log_probabilities(field: str) -> None:
-    """An error on the CPU, where to look costs nothing; not of what is masked, nor of what rounding may have made."""
-    batch = {name: -torch.rand(4, 6) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
-    batch |= {"advantages": torch.randn(4, 6), "mask": torch.ones(4, 6, dtype=torch.bool)}
-    batch[field][0, 1:3] = torch.tensor([0.01, 2.5])
-    call = {**HEAD, "loss": POLICY, "batch": batch}
-    with pytest.raises(ValueError, match=rf"batch\['{field}'\] must hold log-probabilities, .* got 2.5; negate them"):
-        linear_loss(**call)
-    batch["mask"][0, 2] = False
-    assert linear_loss(**call).loss.isfinite()
-
-
 @pytest.mark.parametrize("function", [logits_loss, logits_logprobs])
 def test_hidden_states_in_the_place_of_logits(function: Callable[..., Any]) -> None:
     loss = [losses.cross_entropy()] if function is logits_loss else []

@@ -1,4 +1,4 @@
-"""Fields whose numbers are not what they should be: a teacher of another tokenizer."""
+"""Fields whose numbers are not what they should be: probabilities, scores, a teacher of another tokenizer."""
 
 from typing import Any
 
@@ -6,9 +6,76 @@ import pytest
 import torch
 from tracking import NoProducts
 
-from chunked_head import linear_loss, losses
+from chunked_head import gathered_topk_kl, linear_loss, losses
 
-HIDDEN = torch.randn(4, 6, 8)
+HIDDEN, WEIGHT, TARGET = torch.randn(4, 6, 8), torch.randn(11, 8), torch.randint(0, 11, (4, 6))
+HEAD = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET}
+POLICY = losses.grpo() + losses.kl_to_reference() + losses.reinforce(rollout="truncate")
+
+
+OF_POLICY = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+
+
+@pytest.mark.parametrize("field", OF_POLICY)
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ([0.01, 2.5], "at most 0, got 2.5; negate them if losses"),
+        ([-0.01, 0.6], "at most 0, got 0.6; negate them if losses"),
+        ([0.01, 0.6], r"numbers in \[0, 0.6\], which look like probabilities; pass their .log\(\)"),
+        ([0.01, 1.0], r"numbers in \[0, 1\], which look like probabilities"),
+    ],
+)
+def test_no_log_probabilities(field: str, first: list[float], message: str) -> None:
+    """An error on the CPU, where to look costs nothing; not of what is masked, nor of what rounding may have made."""
+    batch = {name: -torch.rand(4, 6) for name in OF_POLICY}
+    if first[0] > 0 and first[1] <= 1:
+        batch[field] = torch.rand(4, 6) / 2
+    batch |= {"advantages": torch.randn(4, 6), "mask": torch.ones(4, 6, dtype=torch.bool)}
+    batch[field][0, :3] = torch.tensor([0.0, *first])
+    call = {**HEAD, "loss": POLICY, "batch": batch}
+    with pytest.raises(ValueError, match=rf"batch\['{field}'\] must hold log-probabilities, .*{message}"):
+        linear_loss(**call)
+    batch["mask"][batch[field] > 0.2] = False
+    assert linear_loss(**call).loss.isfinite()
+
+
+@pytest.mark.parametrize("rounded", [0.0, 1e-6, 0.06, 0.25])
+def test_log_probabilities_above_0_by_rounding(rounded: float) -> None:
+    """Of tokens that are certain, nothing else: 16-bit logits below 128 less their logsumexp."""
+    batch = {name: torch.full((4, 6), rounded) for name in OF_POLICY} | {"advantages": torch.randn(4, 6)}
+    assert linear_loss(**HEAD, loss=POLICY, batch=batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("normalize", ["tail", "vocab", "topk"])
+def test_no_log_probabilities_of_a_teacher(normalize: str, gathered: bool) -> None:
+    """Probabilities, numbers above 0 and those of no softmax, of entries that count; where a loss normalises them, any
+    but probabilities will do."""
+    ids = torch.arange(4).expand(4, 6, 4)
+
+    def loss(teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if gathered:
+            known = {"teacher_logprobs": teacher, "teacher_mask": mask, "lse": torch.full((4, 6), 2.0)}
+            return gathered_topk_kl(torch.zeros(4, 6, 4), **known, normalize=normalize)  # type: ignore[arg-type]
+        batch = {"teacher_ids": ids, "teacher_logprobs": teacher} | ({} if mask is None else {"teacher_mask": mask})
+        return linear_loss(HIDDEN, WEIGHT, None, losses.topk_kl(normalize=normalize), batch=batch).loss
+
+    rounded = torch.randn(4, 6, 4).log_softmax(-1).bfloat16().float()
+    right = [rounded, rounded + 1e-3, torch.full((4, 6, 4), -1e9).index_fill(-1, torch.tensor(0), 1e-6)]
+    unnormalized = [torch.full((4, 6, 4), 5.0), -torch.rand(4, 6, 4) / 2]
+    with pytest.raises(ValueError, match=r"teacher_logprobs.* which look like probabilities; pass their .log\(\)"):
+        loss(torch.rand(4, 6, 4))
+    messages = "got 5; negate", r"add up to at most 1 .*teacher_renormalize"
+    for teacher, message in zip(unnormalized, messages, strict=True):
+        if normalize == "topk":
+            right.append(teacher)
+            continue
+        with pytest.raises(ValueError, match=rf"teacher_logprobs.* must hold log-probabilities, .*{message}"):
+            loss(teacher)
+    assert all(loss(teacher).isfinite() for teacher in right)
+    first = torch.tensor([True, False, False, False]).expand(4, 6, 4)
+    assert loss(torch.where(first, rounded, 5.0), first).isfinite()
 
 
 @pytest.mark.parametrize("more", [-1024, 1024])
