@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.demand import Structure
-from ..core.checks import check_logprobs
+from ..core.checks import INFINITY, MOST_ROUNDED, check_logprobs
 from ..core.stats import shift_left
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.batch import Batch
@@ -154,7 +154,9 @@ def lay_fields(
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
     numbers = [field for field in read if known[field] == Field("token") and field != TEMPERATURE]
     if numbers:
-        values = spec.backend.read_fields([batch[field] for field in numbers], target, call.shift, dtype)
+        # on the CPU the error below is in words
+        most = [INFINITY if looks or field not in LOGPROBS else MOST_ROUNDED for field in numbers]
+        values = spec.backend.read_fields([batch[field] for field in numbers], target, call.shift, dtype, most)
         fields.update(zip(numbers, values, strict=True))
     for field in LOGPROBS:
         if field in fields and looks:

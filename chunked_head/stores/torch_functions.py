@@ -34,10 +34,16 @@ def read_targets(
     return torch.where(counts, paired, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0)
 
 
-def read_fields(values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
+def read_fields(
+    values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype, most: Sequence[float]
+) -> Sequence[Tensor]:
     ignored = target < 0
     shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
-    return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
+    read = [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
+    return [
+        value if bound == math.inf else value.masked_fill_(value > bound, math.nan)
+        for value, bound in zip(read, most, strict=True)
+    ]
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None = None) -> None:

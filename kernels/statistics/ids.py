@@ -66,16 +66,22 @@ def read_fields_kernel(
     tokens,
     # scalars
     shift,
+    first_most,  # numbers above it become nan
+    second_most,
+    third_most,
+    fourth_most,
     BLOCK: tl.constexpr,
 ):
     """Shifts fields to the rows that predict them, 0 where a row does not count."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(target_ptr + row, mask=row < tokens, other=-1) >= 0
     given = first_ptr, second_ptr, third_ptr, fourth_ptr
+    most = first_most, second_most, third_most, fourth_most
     for i in tl.static_range(4):
         if given[i] is not None:
             value = tl.load(given[i] + row + shift, mask=counts, other=0.0)
-            tl.store(out_ptr + i * tokens + row, value.to(out_ptr.dtype.element_ty), mask=row < tokens)
+            value = tl.where(value > most[i], float("nan"), value).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + i * tokens + row, value, mask=row < tokens)
 
 
 @triton.jit

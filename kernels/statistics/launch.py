@@ -44,15 +44,18 @@ def read_fields(
     target: torch.Tensor,  # [tokens] int64, -1 where a row does not count
     shift: int,
     dtype: torch.dtype,
+    most: Sequence[float],
 ) -> Sequence[torch.Tensor]:
-    """Fields [tokens], shifted as ``read_targets`` shifts targets."""
+    """Fields [tokens], shifted as ``read_targets`` shifts targets; nan where one is above its ``most``."""
     tokens, block = len(target), 1024
     outs = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
     for first in range(0, len(values) if tokens else 0, 4):
         given = [value.contiguous() for value in values[first : first + 4]]
+        others = 4 - len(given)
         read_fields_kernel[(cdiv(tokens, block),)](
-            outs[first], *given, *[None] * (4 - len(given)), target, tokens, shift, BLOCK=block, num_warps=4
-        )
+            outs[first], *given, *[None] * others, target, tokens, shift, *most[first : first + 4], *[0.0] * others,
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return outs.unbind()
 
 

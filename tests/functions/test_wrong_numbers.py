@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import PLACES, Place
 from tracking import NoProducts
 
 from chunked_head import gathered_topk_kl, linear_loss, losses
@@ -45,6 +46,27 @@ def test_log_probabilities_above_0_by_rounding(rounded: float) -> None:
     """Of tokens that are certain, nothing else: 16-bit logits below 128 less their logsumexp."""
     batch = {name: torch.full((4, 6), rounded) for name in OF_POLICY} | {"advantages": torch.randn(4, 6)}
     assert linear_loss(**HEAD, loss=POLICY, batch=batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_where_to_look_would_be_to_wait(place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's numbers are not read: one above what rounding makes becomes nan, and the loss with it."""
+    monkeypatch.setattr("chunked_head.call.tokens.reading_is_free", lambda tensor: False)
+    target = TARGET.clone()
+    target[1, 2] = -100
+
+    def loss(field: str, number: float, at: tuple[int, int] = (2, 3)) -> torch.Tensor:
+        batch = {name: torch.full((4, 6), 0.25) for name in OF_POLICY} | {"advantages": torch.full((4, 6), 3.0)}
+        batch[field][at] = number
+        batch = {name: value.to(place.device, dtype) for name, value in batch.items()}
+        head = [each.to(place.device) for each in (HIDDEN, WEIGHT, target)]
+        return linear_loss(*head, POLICY, batch=batch, shift=1, backend=place.backend).loss
+
+    for field in OF_POLICY:
+        assert loss(field, 0.75).isnan() and loss(field, 0.5).isfinite()
+        assert loss(field, 9.0, (1, 2)).isfinite() and loss(field, 9.0, (2, 0)).isfinite()  # those that do not count
+    assert loss("advantages", 9.0).isfinite()
 
 
 @pytest.mark.parametrize("gathered", [False, True])
