@@ -33,7 +33,10 @@ def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
     for part in parts:
         for field, kind in part.extra_fields.items():
             if known.get(field, kind) != kind:
-                raise ValueError(f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}")
+                raise ValueError(
+                    f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}; declare it "
+                    "alike, or under another name"
+                )
             known[field] = kind
         for field, kind in named_by(part).items():
             known.setdefault(field, kind)
@@ -66,7 +69,7 @@ def wanted_fields(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
         for field in (*read, *OF_UNIT[part.unit]):
             if field not in batch:
                 why = "needs" if field in read else f"has values per {part.unit} and needs"
-                remedy = SEGMENTS if field == "segments" else ""
+                remedy = SEGMENTS if field == "segments" else "; add it to batch"
                 raise ValueError(f"{what} {part.label} {why} batch[{field!r}], which is missing{remedy}")
         wanted += [*read, *OF_UNIT[part.unit], *(field for field in part.optional_fields if field in batch)]
         for option, right in NAMING.items():
@@ -77,7 +80,7 @@ def wanted_fields(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
         if isinstance(part, Summand) and part.teacher is not None:
             logits, rest = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
             refuse({
-                f"batch has teacher_logits and {', '.join(rest[:1])}; loss {part.label} takes one teacher of them":
+                f"batch has teacher_logits and {', '.join(rest[:1])}; loss {part.label} takes one: drop the other":
                     logits and rest,
                 f"loss {part.label} needs batch['teacher_logits'], or teacher_hidden with teacher_weight":
                     not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
@@ -94,7 +97,7 @@ def check_fields(call: Call[Any], wanted: Sequence[str], known: Mapping[str, Fie
     for field in wanted:
         check_field(call, field, known[field])
     if alone := [field for field in KEPT_FIELDS if field in wanted and "kept_ids" not in wanted]:
-        raise ValueError(f"batch[{alone[0]!r}] goes with batch['kept_ids'], which is missing")
+        raise ValueError(f"batch[{alone[0]!r}] goes with batch['kept_ids'], which is missing; add these, or drop it")
     if "kept_offsets" in wanted:
         ids, offsets, count = batch["kept_ids"], batch["kept_offsets"], math.prod(call.leading) + 1
         check_shape("batch['kept_ids']", ids, ids.dim() == 1, "[n] beside kept_offsets", "")
@@ -170,7 +173,9 @@ def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dty
         if bias is not None:
             check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == (rows,), f"({rows},)", "")
         if (hidden.dtype == torch.float64) != (dtype == torch.float64):
-            raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
+            raise TypeError(
+                f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}; cast one"
+            )
     if call.shard is None:
         check_vocabularies(call, rows)
         return rows

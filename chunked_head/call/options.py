@@ -267,7 +267,9 @@ class Call(Generic[Result]):
             raise ValueError(f"shift={self.shift} needs a target with a dimension to shift along, got a 0-d target")
         if self.shard is None and self.vocab > self.local_vocab:
             there = "logits have {} columns" if self.weight is None else "weight has {} rows"
-            raise ValueError(f"vocab_size is {self.vocab}, and {there.format(self.local_vocab)}")
+            raise ValueError(
+                f"vocab_size is {self.vocab}, and {there.format(self.local_vocab)}, padding included; pass at most that"
+            )
         if self.weight is not None:
             self.gradient_buffer  # noqa: B018  (raises what is wrong with it)
         self.check_ranks()

@@ -221,9 +221,11 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
             sizes.skips and not bounded,
         f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
             fixed and device.type == "cpu" and not tokens.spec.backend.bounds_rows,
-        "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk":
+        "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk; "
+        "cast to bfloat16, or leave it False":
             fixed and sizes.dtype == torch.float16,
-        f"deterministic=True does not go with {', '.join(summed[:1])} on a GPU, which adds up tokens in any order":
+        f"deterministic=True does not go with {', '.join(summed[:1])} on a GPU, which adds up tokens in any order; "
+        "leave it False":
             fixed and summed and device.type == "cuda",
         "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
             fixed and sizes.demand.top_k,

@@ -284,10 +284,10 @@ def check_losses(call: Call[Any]) -> None:
         checks.refuse({
             f'reduction="none" is for losses of tokens, and {label} puts a segment\'s tokens together; use "mean"':
                 unreduced and summand.scope != "token",
-            f'{label} names a reduction or normalizer of its own beside reduction="none"':
+            f'{label} names a reduction or normalizer of its own beside reduction="none"; leave it out':
                 unreduced and (reduction is not None or normalizer is not None),
             # of any other device it is copied from there
-            f"the coefficient of {label}, or the stream's weight, is on the meta device, where it has no value":
+            f"the coefficient of {label}, or the stream's weight, is on the meta device, without value; pass a number":
                 isinstance(coefficient, Tensor) and coefficient.device.type == "meta",
             f'normalizer of {label} goes with reduction="mean" only; multiply the result instead':
                 normalizer is not None and (reduction or call.reduction) != "mean",
@@ -301,18 +301,20 @@ def check_losses(call: Call[Any]) -> None:
 def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
     """Raises for calls whose logits cannot be of e4m3 operands. ``gpu``: in place of the device's."""
     if call.precision is None:
-        checks.refuse({'fp8_weight goes with precision="fp8"': call.fp8_weight is not None})
+        checks.refuse({'fp8_weight goes with precision="fp8"; pass both': call.fp8_weight is not None})
         return
     assert call.weight is not None
     traits, hidden, fp8 = spec.backend.traits(call.device), call.weight.shape[1], 'precision="fp8"'
     missing = e4m3_missing(traits if gpu is None else traits | {"gpu": gpu}, call.device)
     checks.refuse({
-        f"{fp8} takes bfloat16 or float16 operands, got {spec.dtype}": spec.dtype.itemsize != 2,
+        f"{fp8} takes bfloat16 or float16 operands, got {spec.dtype}; cast them, or leave precision=None":
+            spec.dtype.itemsize != 2,
         f"{fp8} does not go with top_k, whose logits BLAS makes; take argmax=True, or leave precision=None": call.top_k,
         f"{fp8} does not go with a dense teacher: the divergence would be one of rounded logits; leave precision=None":
             spec.demand.pairing is not None,
         missing: missing,
-        f"{fp8} needs rows of 16 bytes: hidden of a multiple of 16, got {hidden}": "gpu" in traits and hidden % 16,
+        f"{fp8} needs rows of 16 bytes: hidden of a multiple of 16, got {hidden}; leave precision=None":
+            "gpu" in traits and hidden % 16,
     })  # fmt: skip
 
 
@@ -328,11 +330,12 @@ def check_sets(call: Call[Any], demand: Demand, wanted: Sequence[str]) -> None:
         of_all.format("logits of a teacher's ids"): demand.columns,
         of_all.format("top_k"): demand.top_k,
         of_all.format("a dense teacher"): demand.pairing is not None,
-        "candidate_bias does not go with softcap, whose slope is that of logits without it":
+        "candidate_bias does not go with softcap, whose slope is that of logits without it; leave one out":
             "candidate_bias" in wanted and call.softcap is not None,
         "target is None, and kept_ids or candidates are sets that targets belong to; pass token ids":
             call.target is None,
-        "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary":
+        "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary; "
+        "leave it False":
             call.shard is not None and call.deterministic,
         "batch['kept_ids'] does not go with sequence_sharded=True; gather hidden states and sets beforehand":
             call.sequence_sharded,

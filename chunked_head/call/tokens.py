@@ -215,7 +215,9 @@ def rows_of_field(
         return value
     wrong = ~nowhere & ~((value > 0) & (value < torch.inf))
     if reading_is_free(wrong) and wrong.any():
-        raise ValueError(f"temperature must be positive and finite, got {float(value[wrong][0]):g} for a token")
+        raise ValueError(
+            f"temperature must be positive and finite, got {float(value[wrong][0]):g} for a token; mask it, or give 1"
+        )
     wrongs.append(wrong.any())
     return torch.where(nowhere, 1.0, 1.0 / value)  # what logits are multiplied by
 

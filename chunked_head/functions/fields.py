@@ -20,7 +20,7 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
     batch: Any = call.batch
     if candidates is None:
         if candidate_bias is not None:
-            raise ValueError("candidate_bias goes with candidates, which are missing")
+            raise ValueError("candidate_bias goes with candidates, which are missing; pass both, or neither")
         return call
     checks.check_tensor("candidates", candidates, optional=False)
     checks.check_tensor("candidate_bias", candidate_bias, optional=True)
@@ -63,7 +63,8 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
     if not lengths or min(lengths) < 0 or sum(lengths) != tokens:
         raise ValueError(
             f"segment_lengths must be of one segment or more and add up to the tokens, {tokens}, padding and prompts "
-            f"among them, got {len(lengths)} that add up to {sum(lengths)}, the least {min(lengths, default=0)}"
+            f"among them, got {len(lengths)} that add up to {sum(lengths)}, the least {min(lengths, default=0)}; give "
+            "tokens that belong to none a segment of their own"
         )
     fields, together = dict(batch or {}), tuple[tuple[int, int], ...]()
     pairs = fields.get("pairs")
@@ -71,7 +72,7 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
         if pairs.device.type != "cpu":
             raise ValueError(
                 f"batch['pairs'] must be on the CPU beside segment_lengths, got {pairs.device}: the host decides by "
-                "segments that belong together where chunks end"
+                "segments that belong together where chunks end; pass .cpu()"
             )
         together = tuple([(one, other) for one, other in pairs.tolist()])
         fields["pairs"] = pairs.to(call.device, non_blocking=True)

@@ -71,9 +71,11 @@ def gathered_topk_kl(
     for argument, (tensor, shape) in given.items():
         checks.check_tensor(argument, tensor, optional=argument != "teacher_logprobs")
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{argument} must have shape {shape}, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{argument} must have shape {shape}, got {tuple(tensor.shape)}; nothing is broadcast: expand it"
+            )
         if tensor is not None and argument in ("teacher_mask", "mask") and tensor.dtype != torch.bool:
-            raise TypeError(f"{argument} must be bool, got {tensor.dtype}")
+            raise TypeError(f"{argument} must be bool, got {tensor.dtype}; use {argument}.bool()")
 
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
     x = student_logits.to(dtype) / temperature

@@ -102,13 +102,17 @@ def plan(
     measured = as_metrics(metrics)
     parts = part_sizes(vocab, ranks)
     if 0 in parts:
-        raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
+        raise ValueError(
+            f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts; pass fewer ranks"
+        )
     got = f"; got tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
     checks.refuse({
-        "sequence_sharded=True needs as many tokens on every rank" + got: sequence_sharded and tokens % ranks,
-        "sequence_sharded=True does not go with skip_ignored" + got: sequence_sharded and skip_ignored,
-        "a teacher of ranks has the student's vocabulary" + got: ranks > 1 and teacher_vocab not in (None, vocab),
-        "deterministic=True goes with 2 ranks where hidden takes a gradient" + got:
+        "sequence_sharded=True needs as many tokens on every rank: round tokens up" + got:
+            sequence_sharded and tokens % ranks,
+        "sequence_sharded=True does not go with skip_ignored: leave it False" + got: sequence_sharded and skip_ignored,
+        "a teacher of ranks has the student's vocabulary: leave teacher_vocab None" + got:
+            ranks > 1 and teacher_vocab not in (None, vocab),
+        "deterministic=True goes with 2 ranks where hidden takes a gradient: leave it False" + got:
             deterministic and hidden_grad and ranks > 2,
     })  # fmt: skip
     sums, buffer_dtype = sum_dtype(weight_dtype or dtype), None
@@ -128,7 +132,9 @@ def plan(
         for name in names:
             choice("plan", "returns", name, ("logprobs", *FLAGS))
         if loss is not None or label_smoothing or measured:
-            raise ValueError("returns and top_k are of linear_logprobs, which takes no loss and no metrics")
+            raise ValueError(
+                "returns and top_k are of linear_logprobs, which takes no loss and no metrics; leave these out"
+            )
         names = output_names([name in names for name in FLAGS], top_k)
     elif loss is None:
         terms = losses.cross_entropy(label_smoothing=label_smoothing)
@@ -137,7 +143,9 @@ def plan(
     else:
         terms = as_losses(loss)
     if isinstance(temperature, torch.Tensor):
-        raise TypeError("temperature of plan is a number; a call with one per token is planned as one at 1 is")
+        raise TypeError(
+            "temperature of plan is a number; a call with one per token is planned as one at 1 is; pass 1.0"
+        )
 
     def made(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

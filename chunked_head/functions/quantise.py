@@ -25,8 +25,9 @@ def quantise(weight: Tensor, *, backend: str | None = None) -> QuantisedWeight:
     checks.check_tensor("weight", own, optional=False)
     own = own.detach()
     checks.refuse({
-        f"weight must be [vocab, hidden], got {list(own.shape)}": own.dim() != 2 or not own.numel(),
-        f"weight must be bfloat16, float16 or float32, got {own.dtype}":
+        f"weight must be [vocab, hidden], got {list(own.shape)}; pass lm_head.weight":
+            own.dim() != 2 or not own.numel(),
+        f"weight must be bfloat16, float16 or float32, got {own.dtype}; cast it":
             not own.is_floating_point() or own.itemsize > 4,
     })  # fmt: skip
     chosen = backend_of(backend, own.device)

@@ -295,7 +295,7 @@ def make(
     if weights is not None and not isinstance(weights, str):
         shared.check_weights(f"token_weights of {where}", weights)
     if weights is not None and summand.unit != "token":
-        raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")
+        raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}; leave them out")
     return Losses(((1.0, summand),))
 
 

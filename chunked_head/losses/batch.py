@@ -65,7 +65,8 @@ class Batch(Mapping[str, Tensor]):
         self.read.add(name)
         if name not in self.fields:
             raise KeyError(
-                f"field {name!r} is not in the batch of this call; it has {', '.join(self.fields) or 'none'}"
+                f"field {name!r} is not in the batch of this call; it has {', '.join(self.fields) or 'none'}; add it, "
+                "or ask for it by batch.get"
             )
         return self.fields[name]
 

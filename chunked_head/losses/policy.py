@@ -80,7 +80,7 @@ def grpo(
     """
     clip = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
     if delta is not None and dual_clip is not None:
-        raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both")
+        raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both; leave one out")
     if dual_clip is not None:
         clip["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, open_=True)
     options = {**clip, "ratio_clamp": ratio_clamp}
@@ -224,7 +224,9 @@ def make_policy(
         most = number(where, "rollout_max", default if most is None else most, least, 1e30)
         rollout = Rollout(mode, level, most, least)
     elif most is not None or least is not None or level != "token":
-        raise ValueError(f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate"')
+        raise ValueError(
+            f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate" or "mask"; pass it too'
+        )
     if "ratio_clamp" in options:
         options["ratio_clamp"] = checked_clamp(where, options["ratio_clamp"])
     segments = unit is not None or (rollout is not None and rollout.level == "segment")
@@ -268,7 +270,9 @@ def kl_to_reference(
     choice(where, "estimator", estimator, ESTIMATORS)
     choice(where, "level", level, ("token", "segment"))
     if level == "segment" and not bias_correction:
-        raise ValueError(f'level="segment" of {where} is of its bias_correction, which is False')
+        raise ValueError(
+            f'level="segment" of {where} is of its bias_correction, which is False; pass True, or no level'
+        )
     if flag(f"bias_correction of {where}", bias_correction) and estimator.endswith("+"):
         raise ValueError(
             f"bias_correction of {where} corrects the gradient that estimator {estimator!r} replaces; use "

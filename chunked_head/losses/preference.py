@@ -167,7 +167,9 @@ def dpo(
     if ld_alpha is not None:
         ld_alpha = number(where, "ld_alpha", ld_alpha, 0.0, 1.0)
         if variant in SORTED:
-            raise ValueError(f"ld_alpha of {where} weighs the tokens of pairs, which {variant!r} takes apart")
+            raise ValueError(
+                f"ld_alpha of {where} weighs the tokens of pairs, which {variant!r} takes apart; leave it out"
+            )
     more = {"tau": tau, "power": power, "ld_alpha": ld_alpha}
     return paired("dpo", beta, variant, label_smoothing, average, reference, summand, **more)
 
@@ -232,7 +234,7 @@ def paired(
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
     given = f"for variant {variant!r}, got {smoothing}"
     refuse({
-        f"label_smoothing of {where} does not apply {given}": smoothing and variant not in SMOOTHED,
+        f"label_smoothing of {where} does not apply {given}; leave it 0": smoothing and variant not in SMOOTHED,
         f"label_smoothing of {where} must be below 0.5 {given}": variant == "robust" and smoothing >= 0.5,
         f"label_smoothing of {where} must be above 0 and below 1 {given}; its paper advises 1e-3":
             variant == "exo_pair" and not 0 < smoothing < 1,

@@ -65,7 +65,9 @@ def custom(
     declared, extra = own_fields(where, fields)
     statistics, required, optional, reads_target = set(needs or ()), set(declared), set[str](), True
     if unknown := sorted(statistics - {*ALWAYS, *STATISTICS, *DENSE}):
-        raise ValueError(f"needs of {where}: there is no statistic {unknown[0]!r}")
+        raise ValueError(
+            f"needs of {where}: there is no statistic {unknown[0]!r}; there are {', '.join((*STATISTICS, *DENSE))}"
+        )
     options, tensors = dict(options or {}), dict(tensors or {})
     if check:
         question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
@@ -126,5 +128,7 @@ def own_fields(
         if name not in FIELDS:
             extra[name] = kind
         elif kind.kind != FIELDS[name].kind or (isinstance(declared, Field) and declared != FIELDS[name]):
-            raise ValueError(f"field {name!r} of {where} is a known one, {FIELDS[name]}, and cannot be another")
+            raise ValueError(
+                f"field {name!r} of {where} is a known one, {FIELDS[name]}, and cannot be another; take another name"
+            )
     return tuple(fields), extra

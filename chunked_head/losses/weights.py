@@ -50,7 +50,7 @@ def sequence_mean(
     wide = _wide(mask)  # whatever the call's dtype is, it loses nothing to these
     if segments is None:
         if num_segments is not None:
-            raise ValueError(f"num_segments of {where} goes with segments; without, rows are sequences")
+            raise ValueError(f"num_segments of {where} goes with segments; without, rows are sequences: leave it out")
         counts = mask.sum(-1, dtype=wide)
         per_token = counts.unsqueeze(-1)
     else:

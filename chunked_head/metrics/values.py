@@ -56,7 +56,9 @@ class Metric(Part):
             raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
         plain = self.unit == "token" and self.reduce == "mean" and self.components == 1
         if self.weighting != "token" and not plain:
-            raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
+            raise ValueError(
+                f"weighting of {where} is that of a mean over tokens; here it has no meaning; leave it out"
+            )
         if self.temperature is not None:
             number(where, "temperature", self.temperature, 0.0, open_=True)
         if self.weighting != "token" and self.ids not in self.fields:
@@ -93,7 +95,7 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
     measured = tuple(metrics)
     for metric in measured:
         if not isinstance(metric, Metric):
-            got, remedy = type(metric).__name__, "each is made by its factory, such as metrics.entropy()"
+            got, remedy = type(metric).__name__, "call its factory, such as metrics.entropy()"
             if is_library(metric):
                 remedy = f"call its factory, metrics.{metric.__name__}()"
             elif callable(metric):
@@ -176,7 +178,9 @@ def merge(a: MetricValue, b: MetricValue) -> MetricValue:
             "metrics of one rank's tokens and of all ranks' cannot be merged: give both calls the same parallel="
         )
     if (a.reduce, a.finish) != (b.reduce, b.finish):
-        raise ValueError(f"metrics that differ cannot be merged: {a.reduce}, {a.finish} and {b.reduce}, {b.finish}")
+        raise ValueError(
+            f"metrics that differ cannot be merged: {a.reduce}, {a.finish} and {b.reduce}, {b.finish}; give them names"
+        )
     if a.reduce != "mean":
         assert a.extremum is not None and b.extremum is not None
         larger = torch.maximum if a.reduce == "max" else torch.minimum

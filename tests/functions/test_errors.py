@@ -306,7 +306,7 @@ def test_options_of_losses_and_metrics(make: Callable[[], Any], error: type[Exce
         ({"loss": lambda stats, batch: stats.logprob.sum()}, ValueError, r"one value per token.*leave out \.sum\(\)"),
         ({"metrics": metrics.entropy()}, TypeError, "metrics must be a list of chunked_head.metrics, got one, 'entropy'; put it"),
         ({"metrics": [lambda stats, batch: stats.lse]}, TypeError, r"must hold .* becomes one by metrics\.Metric\(\"name\", function\)"),
-        ({"metrics": [3]}, TypeError, r"must hold chunked_head.metrics, got int; each is made by its factory"),
+        ({"metrics": [3]}, TypeError, r"must hold chunked_head.metrics, got int; call its factory, such as"),
         ({"metrics": [metrics.entropy]}, TypeError, "metrics must hold chunked_head.metrics, got function; call its factory, metrics.entropy"),
         ({"batch": [1]}, TypeError, "batch must be a mapping of names to tensors, such as .* got list"),
         ({"batch": {"advantage": torch.ones(4, 6)}}, ValueError, "field 'advantage' .*did you mean 'advantages'"),
