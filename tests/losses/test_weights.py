@@ -114,6 +114,11 @@ def test_no_wait_for_the_device() -> None:
             ValueError,
             "logprobs of weights.wpo",
         ),
+        (
+            lambda: weights.wpo(*[torch.ones(2, 3)] * 2, *[torch.ones(2, 3).bool()] * 2, 1, torch.zeros(1, 2)),
+            ValueError,
+            "logprobs of weights.wpo must hold log-probabilities, .* look like probabilities",
+        ),
     ],
 )
 def test_wrong_arguments(wrong, error: type, named: str) -> None:
