@@ -24,13 +24,13 @@ PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "trito
 # these launch nothing
 QUIET = {
     "empty", "empty_like", "new_empty", "view", "_unsafe_view", "slice", "select", "t", "unsqueeze", "squeeze", "alias",
-    "expand", "detach", "as_strided", "unbind", "promote_types", "_local_scalar_dense", "isnan", "max",
+    "expand", "detach", "as_strided", "unbind", "promote_types", "_local_scalar_dense", "isnan", "aminmax",
 }  # fmt: skip
 Call = Callable[[Tensor, Tensor, Tensor, str], Any]
 
 
 class Launches(TorchDispatchMode):
-    """The operators that launch something; ``isnan`` is the CPU's look at ids, ``max`` that at log-probabilities."""
+    """Operators that launch something; ``isnan`` is the CPU's look at ids, ``aminmax`` that at log-probabilities."""
 
     def __init__(self) -> None:
         super().__init__()
