@@ -100,6 +100,18 @@ def test_no_log_probabilities_of_a_teacher(normalize: str, gathered: bool) -> No
     assert loss(torch.where(first, rounded, 5.0), first).isfinite()
 
 
+def test_no_look_at_what_has_no_values() -> None:
+    """In a graph, and under a transform of torch.func."""
+    given = torch.randn(5, 3), torch.randn(5, 9).log_softmax(-1)[:, :3], torch.full((5,), 3.0)
+
+    def loss(student: torch.Tensor, teacher: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        return gathered_topk_kl(student, teacher, lse=lse)
+
+    torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(*given), loss(*given))
+    of_each = torch.vmap(loss)(*[tensor.unsqueeze(1) for tensor in given])
+    torch.testing.assert_close(of_each.mean(), loss(*given))
+
+
 @pytest.mark.parametrize("more", [-1024, 1024])
 @pytest.mark.parametrize("of_logits", [False, True])
 def test_a_teacher_of_another_tokenizer(more: int, of_logits: bool) -> None:
