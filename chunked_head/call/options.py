@@ -83,7 +83,7 @@ class Execution(TypedDict, total=False):
 
     Attributes:
         memory_budget: most bytes, a number or a string such as "512MiB", of everything beside the gradients (and the
-            weight that autocast casts). None: 640 MiB, or the logits of 2048 tokens if larger, and an fp32 accumulator
+            weight that autocast casts). None: 1.25 GiB, or a chunk of 2048 tokens if larger, and an fp32 accumulator
             on top where a 16-bit weight's gradient would else be added over more than 8 chunks. Less for each of the
             ranks that share the vocabulary: docs/guides/memory.md.
         chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.

@@ -72,15 +72,33 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
         return plan_part(sizes, request, sizes.largest_part)
     if refused := refusal(sizes, request):
         return refused
-    plan = first_that_fits(sizes, replace(request, default=default_budget(sizes, 1)))
-    if sizes.ranks == 1 or request.explicit or isinstance(plan, str):
+    of_one, of_rank = (replace(request, default=default_budget(sizes, ranks)) for ranks in (1, sizes.ranks))
+    plan = first_that_fits(sizes, of_one)
+    if isinstance(plan, str):
         return plan
-    less = first_that_fits(sizes, replace(request, default=default_budget(sizes, sizes.ranks)))
+    plan = replace(plan, budget_rule=budget_rule(plan, of_one, 1))
+    if sizes.ranks == 1 or request.explicit:
+        return plan
+    less = first_that_fits(sizes, of_rank)
     if isinstance(less, str):
         return plan
     # a rank's share of the default if chunks stay large: buffers that no rank divides may fill it
     as_good = less.schedule == plan.schedule and less.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
-    return less if as_good and less.chunk_tokens >= min(GOOD_CHUNK, plan.chunk_tokens) else plan
+    if not as_good or less.chunk_tokens < min(GOOD_CHUNK, plan.chunk_tokens):
+        return plan
+    return replace(less, budget_rule=budget_rule(less, of_rank, sizes.ranks))
+
+
+def budget_rule(plan: Plan, request: Request, ranks: int) -> str:
+    """The reason why a call may take as many bytes beside its gradients as it may."""
+    if request.explicit:
+        return "memory_budget"
+    rule = "the default: 1.25 GiB, or what a chunk of 2048 tokens takes if that is more"
+    if ranks > 1:
+        rule += f", for {ranks} ranks divided by {min(ranks, 16) ** 0.5:.3g}"
+    if plan.budget > request.budget:
+        rule += f"; and a float32 sum of the weight's gradient, for more than {MAX_HALF_CHUNKS} chunks"
+    return rule
 
 
 def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:
@@ -109,7 +127,7 @@ def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
 
 
 def default_budget(sizes: Sizes, ranks: int) -> int:
-    """Bytes that a call may take by default: 640 MiB, or those of a chunk of 2048 tokens if its logits alone, in the
+    """Bytes that a call may take by default: 1.25 GiB, or those of a chunk of 2048 tokens if its logits alone, in the
     operands' dtype and with those made for a teacher, take more.
 
     The more ranks share a vocabulary, the less each takes and the larger chunks become; from 16 on the budget stays,
