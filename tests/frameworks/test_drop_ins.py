@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tiers import crossed
 from torch import Tensor
 
+from chunked_head import linear_logprobs
 from chunked_head.integrations import cut_cross_entropy as cce
 from chunked_head.integrations import liger
 
@@ -73,11 +74,17 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 WEIGHTS = torch.linspace(0.2, 1.7, VOCAB)
+ALL = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 LIGER: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1, "lse_square_scale": 1e-2},
     "weighted": {"ce_weight": WEIGHTS, "label_smoothing": 0.2, "lse_square_scale": 1e-2},
     "scaled": {"use_token_scaling": True, "ce_weight": WEIGHTS, "label_smoothing": 0.1},
+    "scaled-z": {"use_token_scaling": True, "lse_square_scale": 0.1, "ce_weight": WEIGHTS, **ALL},
+    "everything": {"lse_square_scale": 0.1, "label_smoothing": 0.1, **ALL},
+    "no-z": {"return_z_loss": True},
+    "accuracy": {"return_token_accuracy": True, "lse_square_scale": 0.1},
+    "predicted": {"return_predicted_tokens": True, "ce_weight": WEIGHTS},
 }
 
 
@@ -89,6 +96,11 @@ def test_liger(name: str, reduction: str, device: str, theirs: Any) -> None:
         module.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options)(weight, hidden, target, bias)
         for module in (liger, theirs)
     )
+    assert isinstance(mine, Tensor) == isinstance(true, Tensor)
+    if not isinstance(mine, Tensor):
+        (mine, *further), (true, *expected) = vars(mine).values(), vars(true).values()
+        assert not any(value is not None and value.requires_grad for value in further)
+        close(further, expected)
     close(mine, true)
     close(gradients(mine, [hidden, weight, bias]), gradients(true, [hidden, weight, bias]))
 
@@ -104,11 +116,33 @@ def test_liger_capped(reduction: str) -> None:
     close(gradients(mine, [hidden, weight, bias]), gradients(true, [hidden, weight, bias]))
 
 
-def test_liger_functional() -> None:
+def test_liger_functional_and_function() -> None:
     (hidden, weight, bias), target = operands()
-    module = liger.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, memory_budget="1MiB")
-    found = liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, lse_square_scale=0.1)
-    close(found, module(weight, hidden, target, bias))
+    module = liger.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, **ALL, memory_budget="1MiB")
+    expected = vars(module(weight, hidden, target, bias))
+    functional = liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, lse_square_scale=0.1, **ALL)
+    close(vars(functional), expected)
+    apply = liger.LigerFusedLinearCrossEntropyFunction.apply
+    options = (None, -100, 0.1, 0.0, "mean", None, True, None, False, True, True)
+    close(apply(hidden, weight, target, bias, *options, None, None, 1), tuple(expected.values()))
+    loss, *further = apply(hidden, weight, target)
+    close(loss, F.cross_entropy(hidden @ weight.t(), target))
+    assert further == [None, None, None]
+
+
+def test_liger_outputs_take_one_softmax_where_values_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted tokens and values of each token need statistics that no loss returns: one more product, no gradient."""
+    calls = []
+    record = lambda *given, **named: calls.append(named) or linear_logprobs(*given, **named)  # noqa: E731
+    monkeypatch.setattr(liger, "linear_logprobs", record)
+    (hidden, weight, bias), target = operands()
+    for options, count in (
+        ({"return_z_loss": True, "return_token_accuracy": True}, 0), ({"return_predicted_tokens": True}, 1),
+        ({"return_z_loss": True, "reduction": "none"}, 1), ({"reduction": "none"}, 0), ({}, 0),
+    ):  # fmt: skip
+        calls.clear()
+        liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, lse_square_scale=0.1, **options)
+        assert len(calls) == count, options
 
 
 def test_liger_signatures(theirs: Any) -> None:
@@ -118,12 +152,15 @@ def test_liger_signatures(theirs: Any) -> None:
         (liger.liger_fused_linear_cross_entropy, functional.liger_fused_linear_cross_entropy),
         (liger.LigerFusedLinearCrossEntropyLoss.__init__, theirs.LigerFusedLinearCrossEntropyLoss.__init__),
         (liger.LigerFusedLinearCrossEntropyLoss.forward, theirs.LigerFusedLinearCrossEntropyLoss.forward),
+        (liger.CrossEntropyOutput, functional.CrossEntropyOutput),
     ]
     for ours, true in pairs:
         mine = [p for p in inspect.signature(ours).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         assert [(p.name, p.default) for p in mine] == [
             (p.name, p.default) for p in inspect.signature(true).parameters.values()
         ]
+    ours, true = (module.LigerFusedLinearCrossEntropyFunction for module in (liger, functional))
+    assert [*inspect.signature(ours.apply).parameters] == [*inspect.signature(true.forward).parameters][1:]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +168,8 @@ def test_liger_signatures(theirs: Any) -> None:
     [
         ({"chunk_mem_const": 4}, ValueError, "chunk_mem_const must be 1, got 4; docs/coming-from.md"),
         ({"use_token_scaling": 1}, ValueError, "use_token_scaling must be True or False"),
-        ({"return_z_loss": True}, ValueError, "return_z_loss must be False, got True; docs/coming-from.md"),
-        ({"use_token_scaling": True, "lse_square_scale": 0.1}, ValueError, "does not go with lse_square_scale"),
+        ({"return_z_loss": 1}, ValueError, "return_z_loss must be True or False"),
+        ({"return_predicted_tokens": None}, ValueError, "return_predicted_tokens must be True or False"),
         ({"accum_dtype": torch.float16}, ValueError, "accumulate_dtype"),
         ({"ce_weight": WEIGHTS[:4]}, ValueError, "weights"),
     ],
@@ -142,6 +179,13 @@ def test_liger_refuses(options: dict[str, Any], error: type, says: str) -> None:
     (hidden, weight, bias), target = operands()
     with pytest.raises(error, match=says):
         liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, **options)
+
+
+@pytest.mark.parametrize(("name", "value"), [("ce_impl", "triton"), ("ce_mode", "auto"), ("chunk_mem_const", 2)])
+def test_liger_refuses_its_kernels(name: str, value: Any) -> None:
+    (hidden, weight, bias), target = operands()
+    with pytest.raises(ValueError, match=f"{name} must be (None|1), got {value!r}; docs/coming-from.md"):
+        liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, **{name: value})
 
 
 def apples(
@@ -188,10 +232,12 @@ def test_without_tokens_that_count() -> None:
     (hidden, weight, bias), target = operands()
     nothing = torch.full_like(target, -100)
     for reduction in ("mean", "sum", "none"):
-        loss = liger.liger_fused_linear_cross_entropy(
-            hidden, weight, nothing, bias, reduction=reduction, lse_square_scale=0.1
+        out = liger.liger_fused_linear_cross_entropy(
+            hidden, weight, nothing, bias, reduction=reduction, lse_square_scale=0.1, **ALL
         )
-        assert not loss.any() and not any(gradient.any() for gradient in gradients(loss, [hidden, weight, bias]))
+        assert not out.loss.any() and not out.z_loss.any() and not out.token_accuracy.any()
+        assert (out.predicted_tokens == -1).all()
+        assert not any(gradient.any() for gradient in gradients(out.loss, [hidden, weight, bias]))
     loss, lse = cce.linear_cross_entropy(hidden, weight, nothing, return_lse=True)
     assert loss == 0 and not lse.any() and not gradients(loss, [hidden, weight])[1].any()
 
