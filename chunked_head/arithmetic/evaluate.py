@@ -28,8 +28,8 @@ from ..core.private import in_own_thread, plain_saving
 from ..core.stats import RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
-from ..losses.base import DENSE, Summand
-from ..losses.batch import Batch, Stats
+from ..losses.base import DENSE, Part, Summand
+from ..losses.batch import Batch, Copies, Stats
 from ..metrics import Metric
 from ..metrics.values import OF_NOTHING, selected
 from ..parallel.tokens import RankSums
@@ -89,15 +89,14 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
             if sloped:
                 off = inputs.factors[i] == 0  # a factor of 0 takes an infinite slope out by selection
                 seen = leaves | {name: torch.where(off, leaf.detach(), leaf) for name, leaf in sloped.items()}
-            values = summand.values(stats_at(structure, summand, view, seen), batch, inputs.tensors[i])
+            stats, mask = stats_at(structure, summand, view, seen), share_mask(summand.unit, batch)
+            values = values_by(summand, stats, batch, mask, inputs.tensors[i])
             if summand.unit == "token":
                 name = summand.token_weights
                 assert name is None or isinstance(name, str)
                 if (weight := inputs.fields.get("token_weights" if name is None else name)) is not None:
                     values = values * weight.to(dtype)
-                values = torch.where(batch.mask, values, 0)
-            else:
-                values = torch.where(share_mask(summand.unit, batch), values, 0)
+            values = torch.where(mask, values, 0)
             if sloped:
                 loss = loss + (values * inputs.factors[i]).sum()
         (rows if summand.unit == "token" else apart).append(values.detach())
@@ -114,15 +113,26 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         at = view, metric.reads_target
         if at not in known:
             known[at] = stats_at(structure, metric, view, leaves)
-        value = metric.values(known[at], batch)
+        mask = share_mask(metric.unit, batch)
+        value = values_by(metric, known[at], batch, mask)
         columns = [value, value.square()] if metric.components == 2 else [value]
         if metric.unit == "token":
             weights = inputs.metric_weights.get(metric.weighting)
-            rows += [selected(metric, column, batch.mask, weights) for column in columns]
+            rows += [selected(metric, column, mask, weights) for column in columns]
         else:
-            mask = share_mask(metric.unit, batch)
             apart.append(torch.stack([selected(metric, column, mask) for column in columns]))
     return coefficients, [row.to(dtype) for row in rows], apart
+
+
+def values_by(part: Part, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
+    """Values of a loss or metric, one for each unit of ``mask``. A user's function reads copies."""
+    if part.builtin:
+        return part.values(stats, batch, tensors)
+    values = part.values(Stats(Copies(stats.values)), batch.copies(), Copies(tensors or {}))
+    if values.shape != mask.shape:
+        got = f"{tuple(mask.shape)} here; got {tuple(values.shape)}"
+        raise ValueError(f"{part.label} must return one value per {part.unit}, {got}")
+    return values
 
 
 def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Named) -> Stats:
@@ -170,9 +180,11 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
-    """Mask of the segments or pairs that count and that this rank adds to its loss: one rank adds each."""
+    """Mask of the units that count and, of segments and pairs, that this rank adds to its loss: one rank adds each."""
     counted = unit_mask(unit, batch)
-    return counted if batch.rank_sums is None else counted & batch.rank_sums.own_share(len(counted), counted.device)
+    if unit == "token" or batch.rank_sums is None:
+        return counted
+    return counted & batch.rank_sums.own_share(len(counted), counted.device)
 
 
 def arithmetic_of(

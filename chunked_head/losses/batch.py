@@ -1,10 +1,33 @@
 """Arguments of losses and metrics: statistics of tokens, fields of the batch; functions of numbers per token."""
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Copies(Mapping[str, Tensor]):
+    """Tensors by name, each copied when it is first read: what a user's function writes to them nobody else sees."""
+
+    def __init__(self, shared: Mapping[str, Tensor]):
+        self.shared, self.own = shared, dict[str, Tensor]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.own:
+            self.own[name] = self.shared[name].clone()
+        return self.own[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shared
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shared)
+
+    def __len__(self) -> int:
+        return len(self.shared)
 
 
 class Stats:
@@ -55,6 +78,14 @@ class Batch(Mapping[str, Tensor]):
         self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
         self.mask = target >= 0
         self.target = target.clamp(min=0)
+
+    def copies(self) -> "Batch":
+        """The batch with tensors of its own, for one call of a user's function."""
+        own, sums = copy.copy(self), self.rank_sums
+        own.fields, own.read = Copies(self.fields), set()
+        own.mask, own.target = self.mask.clone(), self.target.clone()
+        own.rank_sums = None if sums is None else replace(sums, counts=Copies(sums.counts))
+        return own
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.withheld:  # ``get`` and ``in`` would take a KeyError for a missing field

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.private import breaks_graph
 from ..kernels.common.cache import Cache
 from .base import DENSE, FIELDS, STATISTICS, Field, Part, Summand
 from .batch import Batch, Stats
@@ -76,6 +77,7 @@ TOKENS, SEGMENTS, PAIRS, VOCAB, TRAILING = 24, 5, 3, 13, 4  # all different: a m
 SEGMENT_IDS = (0, 0, 2, 0, -1, 2, 0, 0, 2, 0, 0, 2, 1, -1, 3, 3, 3, 3, 3, -1, 3, 3, 3, -1)
 MASKED = (4, 13, 19)
 SHAPES = {"token": (TOKENS,), "row": (TOKENS,), "segment": (SEGMENTS,), "pair": (PAIRS,), "constant": ()}
+LOSS_FIELD, METRIC_FIELD = "fields={'name': 'token'}", "extra_fields={'name': Field('token')}"
 WITHOUT_GRADIENT = ("argmax", "top_logprob", "teacher_entropy")
 WHOLE = slice(0, TOKENS)
 PIECES = (slice(0, 1), slice(1, TOKENS))
@@ -85,10 +87,11 @@ OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so d
 class Synthetic:
     """Made-up statistics and fields, as a call makes them: 0 and -1 where a token does not count.
 
-    ``tensors``: those of the loss, whose vocabulary these have."""
+    ``tensors``: copies of those of the loss, whose vocabulary these have."""
 
     def __init__(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field], device: torch.device):
         first = next(iter(tensors.values()), None)
+        self.tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self.vocab = len(first) if first is not None and first.dim() else VOCAB
         known = {"generator": torch.Generator("cpu").manual_seed(7), "dtype": torch.float32}
         rand, randn = functools.partial(torch.rand, **known), functools.partial(torch.randn, **known)
@@ -153,7 +156,30 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=atol, equal_nan=True)
 
 
-# ---- a loss, when it is made
+# ---- a loss or a metric, when it is made
+
+
+def check_pieces(where: str, part: Part, made: Synthetic) -> tuple[set[str], set[str]]:
+    """The statistics and fields that a function reads; raises where its values are not one per unit or, with scope
+    "token", values or gradients in two pieces are others."""
+    at_once, statistics, read = run(where, part, made, WHOLE)
+    pieces = [run(where, part, made, piece)[0] for piece in PIECES if part.scope == "token"]
+    for what, found in at_once.items():
+        if pieces and not same(found[made.mask], torch.cat([piece[what] for piece in pieces])[made.mask]):
+            raise ValueError(
+                f'{where} has scope="token", but its {what} on {TOKENS} made-up tokens at once and in pieces '
+                "differ: a token's value depends on other tokens, and would depend on the chunk size, or the "
+                'function draws random numbers or writes into what it reads. Pass scope="segment" if it needs '
+                "other tokens, or compute what is common to the batch before the call and pass it as a field"
+            )
+    return statistics, read
+
+
+@breaks_graph
+def check_metric(metric: Part) -> None:
+    """Raises where a user's metric is none of its scope and unit."""
+    where, question = f"metrics.Metric({metric.label!r})", ("metric", metric.scope, metric.unit)
+    found_once(metric, question, metric.extra_fields, lambda made: check_pieces(where, metric, made))
 
 
 def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
@@ -161,16 +187,7 @@ def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
     the same values and gradients. A field without which it runs too is optional."""
 
     def find(made: Synthetic) -> Reads:
-        at_once, statistics, read = run(where, summand, made, WHOLE)
-        pieces = [run(where, summand, made, piece)[0] for piece in PIECES if summand.scope == "token"]
-        for what, found in at_once.items():
-            if pieces and not same(found[made.mask], torch.cat([piece[what] for piece in pieces])[made.mask]):
-                raise ValueError(
-                    f'{where} has scope="token", but its {what} on {TOKENS} made-up tokens at once and in pieces '
-                    "differ: a token's value depends on other tokens, and would depend on the chunk size, or the "
-                    'function draws random numbers or writes into what it reads. Pass scope="segment" if it needs '
-                    "other tokens, or compute what is common to the batch before the call and pass it as a field"
-                )
+        statistics, read = check_pieces(where, summand, made)
         required = set[str]()
         for name in (*read, "target"):
             try:
@@ -183,36 +200,41 @@ def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
 
 
 def run(
-    where: str, summand: Summand, made: Synthetic, piece: slice, without: str = ""
+    where: str, part: Part, made: Synthetic, piece: slice, without: str = ""
 ) -> tuple[dict[str, Tensor], set[str], set[str]]:
-    """Values on some tokens, and gradients of their weighted sum; the statistics and fields that were read.
+    """Values on some tokens, and of a loss gradients of their weighted sum; the statistics and fields that were read.
     ``without``: a missing field, or the target."""
+    is_loss = isinstance(part, Summand)
     leaves = {name: value[piece].detach().clone() for name, value in made.stats.items()}
-    differentiable = {name: leaf.requires_grad_() for name, leaf in leaves.items() if name not in WITHOUT_GRADIENT}
-    stats, tokens, unit = Stats(leaves), piece.stop - piece.start, summand.unit
+    sloped = {name: leaf for name, leaf in leaves.items() if is_loss and name not in WITHOUT_GRADIENT}
+    for leaf in sloped.values():
+        leaf.requires_grad_()
+    stats, tokens, unit = Stats(leaves), piece.stop - piece.start, part.unit
     fields = {name: value for name, value in made.fields_of(piece).items() if name != without}
     batch = Batch(fields, made.target[piece], SEGMENTS, made.vocab)
     if without == "target":
         del batch.target
     try:
-        values = summand.values(stats, batch, summand.tensors)
+        values = part.values(stats, batch, made.tensors)
         if unknown := batch.read - made.fields.keys() - {"target"}:  # by ``get`` or ``in``
             raise KeyError(f"there is no field {min(unknown)!r}")
     except Exception as error:
         if unknown := batch.read - made.fields.keys() - {"target"}:
-            own = f"{{{min(unknown)!r}: 'token'}}"
+            own = f"fields={{{min(unknown)!r}: 'token'}}"
+            as_loss = f"losses.custom(function, scope={part.scope!r}, {own})"
             raise ValueError(
                 f"{where} reads batch[{min(unknown)!r}], a field that is not the library's; declare it, and its kind: "
-                f"losses.custom(function, scope={summand.scope!r}, fields={own})"
+                + (as_loss if is_loss else f"metrics.Metric(name, function, {own})")
             ) from error
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(
             f"{where} raised {type(error).__name__} on {tokens} made-up tokens, where it was run to see what it reads: "
             f"{reason}. If it cannot run on these, pass check=False with needs= and fields="
         ) from error
-    if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
+    numbers = "floating-point values" if sloped else "numbers"
+    if not isinstance(values, Tensor) or values.is_complex() or (sloped and not values.is_floating_point()):
         got = getattr(values, "dtype", type(values).__name__)
-        raise ValueError(f"{where} must return a tensor of floating-point values, got {got}")
+        raise ValueError(f"{where} must return a tensor of {numbers}, got {got}")
     number, per = {"token": (tokens, "tokens"), "segment": (SEGMENTS, "num_segments"), "pair": (PAIRS, "pairs")}[unit]
     if tuple(values.shape) != (number,):
         remedy = " (values are reduced for it: leave out .sum() and .mean())" if values.dim() == 0 else ""
@@ -220,6 +242,8 @@ def run(
             remedy = '; values per segment are unit="segment"'
         got = f"[{per}] = ({number},) here; got {tuple(values.shape)}{remedy}"
         raise ValueError(f"{where} must return one value per {unit}, {got}")
+    if not sloped:
+        return {"values": values.float()}, stats.read, batch.read
     if not values.requires_grad:
         raise ValueError(
             f"{where} has values without a gradient: it must depend on a statistic that is not detached. What is only "
@@ -228,8 +252,8 @@ def run(
     total = values.sum()
     if unit == "token":  # different weights: equal ones would hide a mean's share
         total = torch.where(made.mask[piece], values * made.upstream[piece], 0.0).sum()
-    gradients = torch.autograd.grad(total, list(differentiable.values()), allow_unused=True, materialize_grads=True)
-    found = {f"gradients to stats.{name}": grad for name, grad in zip(differentiable, gradients, strict=True)}
+    gradients = torch.autograd.grad(total, list(sloped.values()), allow_unused=True, materialize_grads=True)
+    found = {f"gradients to stats.{name}": grad for name, grad in zip(sloped, gradients, strict=True)}
     return {"values": values.detach()} | found, stats.read, batch.read
 
 
@@ -268,7 +292,7 @@ def adds_up(part: Part, made: Synthetic, given: frozenset[str]) -> bool:
         fields = {name: fields[name] for name in fields.keys() & given}
         batch = Batch(fields, made.target[piece], SEGMENTS, made.vocab, of_rank)
         stats = Stats({name: value[piece] for name, value in made.stats.items()})
-        values = part.values(stats, batch, part.tensors if isinstance(part, Summand) else None)
+        values = part.values(stats, batch, made.tensors)
         return values.detach(), of_rank.own
 
     try:

@@ -42,7 +42,7 @@ def make(
     unusual = suffix, "" if level == "token" else level, "" if reduce == "mean" else str(reduce)
     known |= {"name": "_".join([name or kind, *filter(None, unusual)]), "reduce": reduce, "fields": fields}
     given = {option: value for option, value in common.items() if value is not None}
-    return Metric(kind, function, needs=frozenset(needs), **(known | given))
+    return Metric(kind, function, needs=frozenset(needs), check=False, **(known | given))
 
 
 @once

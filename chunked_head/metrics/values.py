@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.checks import INFINITY, choice, number
 from ..losses.base import Part, is_library
 from ..losses.user import own_fields
+from ..losses.user_checks import check_metric
 
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
@@ -37,12 +38,18 @@ class MetricOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Metric(Part):
-    """``function(stats, batch, **options)`` gives values per unit, [n]. ``fields`` as in ``losses.custom``."""
+    """``function(stats, batch, **options)`` gives values per unit, [n]. ``fields`` as in ``losses.custom``.
+
+    A function of your own runs once on some made-up tokens, as in ``losses.custom``: it must return a number for each
+    unit and, with ``scope="token"``, the same for all tokens at once as for two pieces of them. ``check=False`` leaves
+    that out.
+    """
 
     unit: Literal["token", "segment"] = "token"
     reduce: Reduce = "mean"
     weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
     finish: Finish = "mean"  # from sums and count to .value
+    check: bool = True
 
     def __post_init__(self) -> None:
         where = f"metrics.{self.kind}"
@@ -63,6 +70,8 @@ class Metric(Part):
             number(where, "temperature", self.temperature, 0.0, open_=True)
         if self.weighting != "token" and self.ids not in self.fields:
             object.__setattr__(self, "fields", (*self.fields, self.ids))
+        if self.check and not is_library(self.function):
+            check_metric(self)
 
     @property
     def key(self) -> tuple:
