@@ -4,9 +4,11 @@ Both reduce correctly over micro-batches (``combine``) and ranks (``all_reduce``
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -113,6 +115,24 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
     return measured
 
 
+class Group(NamedTuple):
+    """A process group, by what can be copied and sent. Another one has its name after torch.distributed was shut down,
+    and another number."""
+
+    name: str
+    number: int
+
+    @classmethod
+    def of(cls, group: Any) -> "Group":
+        if group not in NUMBERS:
+            NUMBERS[group] = next(COUNTED)
+        return cls(group.group_name, NUMBERS[group])
+
+
+NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of process groups, in the order in which they came
+COUNTED = itertools.count()
+
+
 @dataclass(frozen=True, eq=False)
 class MetricValue:
     """A metric of some tokens: ``sum`` and ``count``, or ``extremum``; 0-d, or [c] with c components, on the device."""
@@ -122,7 +142,7 @@ class MetricValue:
     count: Tensor | None = None  # 0-d: tokens, or segments or documents with a token
     extremum: Tensor | None = None  # the maximum of nothing is -inf, its minimum inf
     finish: Finish = "mean"
-    whole_of: str | None = None  # name of the process group whose ranks' tokens it is of; None: of one rank's
+    whole_of: "Group | None" = None  # the process group whose ranks' tokens it is of; None: of one rank's
 
     @property
     def value(self) -> Tensor:
@@ -184,7 +204,8 @@ def merge(a: MetricValue, b: MetricValue) -> MetricValue:
     """The metric of the tokens of both, for example of two micro-batches."""
     if a.whole_of != b.whole_of:
         raise ValueError(
-            "metrics of one rank's tokens and of all ranks' cannot be merged: give both calls the same parallel="
+            "metrics of one rank's tokens and of all ranks', or of two process groups', cannot be merged: give both "
+            "calls the same parallel="
         )
     if (a.reduce, a.finish) != (b.reduce, b.finish):
         raise ValueError(
@@ -225,7 +246,16 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
     if not metrics or not (distributed.is_available() and distributed.is_initialized()):
         return dict(metrics)
     ranks: Any = distributed.group.WORLD if group is None else group
-    partial = {name: value for name, value in metrics.items() if value.whole_of != ranks.group_name}
+    here, partial = Group.of(ranks), dict[str, MetricValue]()
+    for name, value in metrics.items():
+        if value.whole_of is not None and value.whole_of != here and value.whole_of.name == here.name:
+            raise ValueError(
+                f"metric {name!r} is of a process group {here.name!r} that is no longer there; another one has its "
+                "name now, and which ranks' tokens it holds is not known: reduce metrics before "
+                "destroy_process_group()"
+            )
+        if value.whole_of != here:
+            partial[name] = value
     return {**metrics, **over_ranks(partial, ranks)}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..losses.base import Summand
-from ..metrics.values import MetricValue, over_ranks
+from ..metrics.values import Group, MetricValue, over_ranks
 from .groups import TokenParallel
 
 
@@ -56,5 +56,5 @@ class RankSums:
 
 def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
     """Metrics of the tokens of all ranks, the same on each: one message."""
-    found = over_ranks(metrics, parallel.group, counts=False)
-    return {name: replace(value, whole_of=parallel.group.group_name) for name, value in found.items()}
+    found, whole_of = over_ranks(metrics, parallel.group, counts=False), Group.of(parallel.group)
+    return {name: replace(value, whole_of=whole_of) for name, value in found.items()}

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +13,13 @@ from unittest import mock
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from loss_cases import FACTORIES
 from test_extremes import logits
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head import linear_loss, logits_logprobs, logits_loss, losses, metrics
+from chunked_head import TokenParallel, linear_loss, logits_logprobs, logits_loss, losses, metrics
 from chunked_head.metrics import Metric, MetricValue, all_reduce, combine
 
 TOKENS, VOCAB, SEGMENTS = 29, 11, 6
@@ -404,6 +406,33 @@ def of_rank(rank: int, device: str) -> dict[str, Any]:
 
 def test_ranks(tmp_path: Path) -> None:
     ranks.run(of_rank, 2, tmp_path)
+
+
+def test_a_group_is_known_by_more_than_its_name() -> None:
+    """Which another one has, once torch.distributed was shut down: of other ranks, perhaps."""
+    found, names = list[dict[str, MetricValue]](), set[str]()
+    data = Data(7)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            names.add(dist.group.WORLD.group_name)
+            for _ in range(2):
+                out = logits_loss(
+                    data.x, data.target, losses.cross_entropy(), metrics=[metrics.entropy()], parallel=TokenParallel()
+                )
+                found.append(out.metrics)
+            last = found[-1]["entropy"]
+            copied = pickle.loads(pickle.dumps(last))
+            assert all_reduce({"entropy": copied, "alone": measure(metrics.lse(), data)})["entropy"] is copied
+            assert combine(found[-2:])["entropy"].count == 2 * TOKENS
+            if len(found) == 4:
+                with pytest.raises(ValueError, match="cannot be merged"):
+                    combine(found[1:3])
+                with pytest.raises(ValueError, match=r"'entropy' is of a process group '.*' that is no longer there"):
+                    all_reduce(found[0])
+        finally:
+            dist.destroy_process_group()
+    assert len(names) == 1 and len(found) == 4
 
 
 # ---- the documentation
