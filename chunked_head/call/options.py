@@ -96,7 +96,9 @@ class Execution(TypedDict, total=False):
             promise one backward with the upstream gradient ``upstream``, or 1: with any other, ``hidden``'s gradient
             and the buffer become nan. A buffer that is cleared between the two loses the gradient unnoticed. Gradients
             made in backward (``reduction="none"``, a second backward, an activation checkpoint's) are added there, at
-            any upstream gradient. Without gradients, or with a frozen weight, nothing is written.
+            any upstream gradient. Without gradients, or with a frozen weight, nothing is written. Where a call raises
+            when a part of its gradient lies in the buffer, the next call with that buffer raises too, until it is
+            zeroed (docs/guides/sft.md).
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
             operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). ``"wait"`` does it
             for any operands and waits for their number, which a CUDA graph cannot. The gradient of hidden states is

@@ -83,6 +83,8 @@ def recorded(sweep: Sweep, call: Any, given: Tensor, head: Head) -> tuple[RowSta
         return sweep(call, given, head)
     there = [tensor for tensor in inputs if tensor is not None]
     if found.steps is not NOT_YET:
+        if buffer is not None:
+            buffer.written = plan.schedule == "forward"
         results = None if found.steps is None else found.steps.run(there)
         return sweep(call, given, head) if results is None else results_of(call, found, results)
     found.steps = None

@@ -258,6 +258,17 @@ class Pass:
         self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
     ) -> Grads:
         """Gradients of the operands: ``grads`` times the rest of the upstream gradient, or made from ``saved``."""
+        try:
+            return self.made_or_scaled(grads, operands, saved, upstream)
+        except BaseException:
+            if self.call.gradient_buffer is not None:
+                self.call.gradient_buffer.note_failure()
+            raise
+
+    def made_or_scaled(
+        self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
+    ) -> Grads:
+        """``gradients``, which notes what this has left in the caller's buffer if it raises."""
         buffer, expected, given = self.call.gradient_buffer, self.call.objective.expected, upstream[0]
         if buffer is not None:
             buffer.check_there()
@@ -331,6 +342,9 @@ class Loss(torch.autograd.Function):
         operands, count, each = saved[: ctx.operands], len(made), list[Grads]()
         with torch.no_grad(), kernel_context(there[0].device):
             ctx.overwritten = made[0].call.inplace
+            if ctx.overwritten:
+                # kernels write unseen: a node that saved the logits must not take these for them, should this raise too
+                torch.autograd.graph.increment_version(saved[0])
             if sums is not None and grads is None:
                 sums.begin(made[0].call)
             for i, one in enumerate(made):
@@ -347,9 +361,6 @@ class Loss(torch.autograd.Function):
                 weight = next((one for one in weights if one is not None), None)
                 weight = weight if sums is None else sums.finished(made, upstream, grads is None)
                 found = [*rows, weight, summed(biases)]
-            if ctx.overwritten:
-                # kernels write unseen: a node that saved the logits must not take these for them
-                torch.autograd.graph.increment_version(saved[0])
         if graph:
             # with create_graph gradients as constants would silently drop a gradient penalty
             inputs = [each for each in operands if each is not None and each.requires_grad]

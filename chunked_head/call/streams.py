@@ -29,7 +29,7 @@ class StreamsBuffer(GradientBuffer):
     def begin(self, call: LocalCall) -> None:
         """Memory for the sums of one pass over all streams, of which ``call`` is one."""
         assert call.plan is not None
-        object.__setattr__(self, "buffer", self.buffer.new_empty(self.weight.shape))
+        self.buffer = self.buffer.new_empty(self.weight.shape)
         self.buffer[call.plan.sizes.vocab :].zero_()  # rows that stand for no id
         self.fresh = True
 
@@ -51,7 +51,7 @@ class StreamsBuffer(GradientBuffer):
             assert expected is not None and upstream[0] is not None
             factors = *expected.factors(upstream[0])[:1], *factors
         sums = self.buffer.zero_() if self.fresh else self.buffer
-        object.__setattr__(self, "buffer", sums.new_empty(0))
+        self.buffer = sums.new_empty(0)
         dtype, backend = self.weight.dtype, made[0].call.backend
         if sums.dtype == dtype:
             backend.scale_([sums], factors)

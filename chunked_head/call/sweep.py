@@ -100,6 +100,8 @@ def sweep(
         if grads is None:
             continue
         assert coefficients is not None
+        if grads.gradient_buffer is not None:
+            grads.gradient_buffer.written = True
         if len(span) == 1:
             store.add_gradients(rows, out, coefficients, grads)
             continue

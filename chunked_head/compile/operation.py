@@ -87,9 +87,16 @@ def execute(
 ) -> Result:
     """The result of the call that a public function's arguments make, at once and differentiable."""
     call = function(*args, **kwargs)
-    one = call if isinstance(call, Call) else call.calls[0]
-    with on_device(one.device):
-        return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
+    calls = (call,) if isinstance(call, Call) else call.calls
+    with on_device(calls[0].device):
+        try:
+            return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
+        except BaseException:
+            for one in calls:
+                buffer = vars(one).get("gradient_buffer")  # where the call has come to look at it
+                if buffer is not None:
+                    buffer.note_failure()
+            raise
 
 
 def as_operator(name: str, given: dict[str, Any]) -> Any:

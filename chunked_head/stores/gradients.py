@@ -15,7 +15,12 @@ from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
 
 
-@dataclass(frozen=True, eq=False)
+# attribute of a caller's buffer, or of the tensor that it is a view of: where in it and in which shapes lie parts of
+# gradients whose calls have raised
+PARTIAL = "chunked_head_partial"
+
+
+@dataclass(eq=False)
 class GradientBuffer:
     """A buffer that the weight's gradient is added to.
 
@@ -27,6 +32,35 @@ class GradientBuffer:
     buffer: Tensor  # [vocab, hidden]
     attribute: str | None = None  # name of the weight's attribute that is the buffer
     fresh = False  # uninitialised: the first product is stored rather than added
+    written = False  # something of this call may lie in it
+
+    @property
+    def place(self) -> tuple[Tensor, tuple[Any, ...]]:
+        """The tensor with memory of its own, and the buffer's place in it."""
+        buffer = self.buffer
+        return buffer if buffer._base is None else buffer._base, (buffer.storage_offset(), *buffer.shape)
+
+    def note_failure(self) -> None:
+        """Notes for the next call that this one has raised, and that a part of its gradient lies in the buffer."""
+        if self.written:
+            owner, place = self.place
+            setattr(owner, PARTIAL, {*getattr(owner, PARTIAL, ()), place})
+
+    def check_complete(self, label: str) -> None:
+        """Raises where an earlier call's part lies in the buffer. Only then the host waits for its content: zeros."""
+        owner, place = self.place
+        partial = getattr(owner, PARTIAL, ())
+        if place not in partial:
+            return
+        is_captured = self.buffer.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured or self.buffer.any():
+            raise RuntimeError(
+                f"a call that added to {label} raised before it was done, and a part of its gradient lies there beside "
+                "what was there before; zero it and go on with the next step (zero_grad(set_to_none=False)), or, if "
+                f"you have put back what it held, delete its attribute {PARTIAL}"
+                + " (of the tensor that it is a view of)" * (owner is not self.buffer)
+            )
+        partial.discard(place)
 
     def check_there(self) -> None:
         """Raises where the weight has let go of the buffer since the call."""
@@ -181,7 +215,9 @@ def gradient_buffer_of(
             "weight.overwrite_main_grad is set: its main_grad is to be overwritten, and accumulate_into adds; clear "
             "the flag and zero main_grad, or leave accumulate_into=None"
         )
-    return GradientBuffer(weight, buffer, attribute or None)
+    found = GradientBuffer(weight, buffer, attribute or None)
+    found.check_complete(label)
+    return found
 
 
 def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None) -> None:

@@ -11,7 +11,9 @@ from tiers import crossed
 from torch import Tensor, nn
 from tracking import NoProducts
 
-from chunked_head import ChunkedHead, linear_cross_entropy
+from chunked_head import ChunkedHead, linear_cross_entropy, linear_loss, losses
+from chunked_head.metrics import Metric
+from chunked_head.stores import Backend
 
 SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -139,6 +141,117 @@ def test_a_buffer_that_starts_anywhere(place: Place, dtype: torch.dtype, reducti
     assert found[0][1].data_ptr() % 16 == 0 and found[1][1].data_ptr() % 16 == 4
     for aligned, other in zip(*found, strict=True):
         torch.testing.assert_close(other, aligned, rtol=1e-4, atol=1e-5 * float(aligned.abs().max()))
+
+
+# ---- a call that raises in the middle
+
+
+class Broken(Exception):
+    pass
+
+
+def raising(calls: int, **known: Any) -> losses.Losses:
+    """A loss that raises after so many calls."""
+    runs = iter(range(calls))
+
+    def function(stats: Any, batch: Any) -> Tensor:
+        if next(runs, None) is None:
+            raise Broken
+        return -stats.logprob
+
+    return losses.custom(function, check=False, **{"scope": "token", **known})
+
+
+def failing_metric(stats: Any, batch: Any) -> Tensor:
+    raise Broken
+
+
+OF_ALL = Metric("mine", failing_metric, scope="segment", check=False)
+FAILS: dict[str, Callable[..., Any]] = {
+    "second chunk": lambda hidden, *given, **more: linear_loss(hidden, *given, raising(1), chunk_tokens=32, **more),
+    "after all chunks": lambda hidden, *given, **more: linear_loss(
+        hidden, *given, losses.cross_entropy(), metrics=[OF_ALL], chunk_tokens=32, **more
+    ),
+    "second stream": lambda hidden, *given, **more: linear_loss(
+        [hidden, hidden], *given, raising(2), chunk_tokens=32, stream_weights=(1.0, 0.5), **more
+    ),
+}  # fmt: skip
+
+
+@crossed(place=PLACES, fails=FAILS, kind=["tensor", "grad", "view"])
+def test_a_part_that_lies_in_the_buffer_is_told(place: Place, fails: str, kind: str) -> None:
+    """At the next call, until it is zeroed, seen by autograd or not, or the caller says that all is well."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    flat = torch.zeros(2, *buffer.shape, device=place.device)
+    weight.grad = buffer
+
+    def options() -> dict[str, Any]:
+        into = {"tensor": buffer, "grad": "grad", "view": flat[1]}[kind]
+        return {"accumulate_into": into, "backend": place.backend}
+
+    def call(**more: Any) -> Tensor:
+        return linear_cross_entropy(hidden, weight, inputs.target, **options(), **more)
+
+    own = flat[1] if kind == "view" else buffer
+    call().backward()
+    once, words = own.clone(), r"a call that added to .*accumulate_into.* raised before .* zero it .*chunked_head_partial"
+    for zero in (own.zero_, own.data.zero_, torch.Tensor.zero_):
+        with pytest.raises(Broken):
+            FAILS[fails](hidden, weight, inputs.target, **options())
+        assert own.any() and not torch.equal(own, once)
+        for _ in range(2):
+            with NoProducts(), pytest.raises(RuntimeError, match=words):
+                call()
+        with torch.no_grad():
+            call()
+        linear_cross_entropy(hidden, weight, inputs.target, accumulate_into=flat[0], backend=place.backend)
+        if zero is torch.Tensor.zero_:
+            own.copy_(once)
+            del (flat if kind == "view" else buffer).chunked_head_partial
+            call().backward()
+            torch.testing.assert_close(own, 2.0 * once)
+        else:
+            zero()
+            call().backward()
+            torch.testing.assert_close(own, once)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_call_that_raises_before_it_adds(place: Place) -> None:
+    """Leaves every bit, and the next call runs."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    buffer.normal_()
+    before, options = buffer.clone(), {"accumulate_into": buffer, "backend": place.backend}
+    for loss in (raising(0), raising(0) + losses.cross_entropy(), raising(0, scope="segment")):
+        with pytest.raises(Broken):
+            linear_loss(hidden, weight, inputs.target, loss, chunk_tokens=32, **options)
+    assert torch.equal(buffer, before)
+    linear_cross_entropy(hidden, weight, inputs.target, **options).backward()
+
+
+@crossed(place=PLACES, late=[True, False])
+def test_a_backward_that_raises(place: Place, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``late``: in the middle of gradients that are made there."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    options: dict[str, Any] = {"accumulate_into": buffer, "backend": place.backend, "memory_budget": 40_000}
+    loss = linear_cross_entropy(hidden, weight, inputs.target, reduction="none" if late else "mean", **options)
+    assert not (late and buffer.any())
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Backend, "scale_", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.sum().backward()
+    assert buffer.any()
+    with pytest.raises(RuntimeError, match="raised before"):
+        linear_cross_entropy(hidden, weight, inputs.target, **options)
+    buffer.zero_()
+    linear_cross_entropy(hidden, weight, inputs.target, **options).backward()
 
 
 # ---- buffers that cannot be raise before any work

@@ -15,6 +15,7 @@ from torch import Tensor
 from tracking import Tracker
 
 from chunked_head import CrossEntropyLoss, logits_loss, losses
+from chunked_head.stores.store import GivenLogits
 from chunked_head.stores.torch_functions import TILE_ELEMENTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -244,6 +245,24 @@ def test_inplace_is_seen_by_whoever_saved_the_logits(place: Place) -> None:
     for loss in (second, third):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backward_that_raises_has_overwritten_logits_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, target = torch.randn(6, 40, device=place.device), torch.arange(6, device=place.device)
+    made, x = GivenLogits.add_gradients, logits.requires_grad_() * 1.0
+    saved = x.exp().sum() + x.square().sum()
+    loss = logits_loss(x, target, losses.cross_entropy(), inplace=True, backend=place.backend).loss
+
+    def raising(*given: Any) -> None:
+        made(*given)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(GivenLogits, "add_gradients", raising)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
 
 
 def test_inplace_refuses_what_must_keep_its_value() -> None:
