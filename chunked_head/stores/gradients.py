@@ -14,7 +14,6 @@ from ..kernels.common.memory import empty
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
 
-
 # attribute of a caller's buffer, or of the tensor that it is a view of: where in it and in which shapes lie parts of
 # gradients whose calls have raised
 PARTIAL = "chunked_head_partial"
@@ -58,7 +57,8 @@ class GradientBuffer:
                 f"a call that added to {label} raised before it was done, and a part of its gradient lies there beside "
                 "what was there before; zero it and go on with the next step (zero_grad(set_to_none=False)), or, if "
                 f"you have put back what it held, delete its attribute {PARTIAL}"
-                + " (of the tensor that it is a view of)" * (owner is not self.buffer)
+                + " (of the tensor that it is a view of)"
+                * (owner is not self.buffer)
             )
         partial.discard(place)
 

@@ -82,6 +82,8 @@ BROAD = {
     ("integrations.huggingface.explain", "hollow"): "copies modules of others",
     ("integrations.huggingface.explain", "rehearse"): "runs models of others",
     ("losses.user_checks", "adds_up"): "runs a user's function on tokens that it may refuse",
+    ("call.run", "gradients"): "notes what lies in the caller's buffer, and raises it on",
+    ("compile.operation", "execute"): "notes what lies in the caller's buffer, and raises it on",
     ("integrations.cut_cross_entropy", "translated"): "names the option as the other library does",
     ("losses.user_checks", "find"): "finds out whether a user's function runs without a field",
     ("losses.user_checks", "run"): "names the loss whose function raised",

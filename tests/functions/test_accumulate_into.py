@@ -195,7 +195,8 @@ def test_a_part_that_lies_in_the_buffer_is_told(place: Place, fails: str, kind: 
 
     own = flat[1] if kind == "view" else buffer
     call().backward()
-    once, words = own.clone(), r"a call that added to .*accumulate_into.* raised before .* zero it .*chunked_head_partial"
+    once = own.clone()
+    words = r"a call that added to .*accumulate_into.* raised before .* zero it .*chunked_head_partial"
     for zero in (own.zero_, own.data.zero_, torch.Tensor.zero_):
         with pytest.raises(Broken):
             FAILS[fails](hidden, weight, inputs.target, **options())
