@@ -48,7 +48,7 @@ class GradientBuffer:
     def check_complete(self, label: str) -> None:
         """Raises where an earlier call's part lies in the buffer. Only then the host waits for its content: zeros."""
         owner, place = self.place
-        partial = getattr(owner, PARTIAL, ())
+        partial: set[tuple[Any, ...]] = getattr(owner, PARTIAL, set())
         if place not in partial:
             return
         is_captured = self.buffer.is_cuda and torch.cuda.is_current_stream_capturing()
