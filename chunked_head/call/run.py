@@ -84,7 +84,7 @@ def prepared(tokens: Tokens, wanted: Wanted | None = None) -> tuple[Tokens, Head
         request=spec.request,
         packing=tokens.packing,
         recordings=spec.recordings if records else None,
-        fp8_weight=None if call.fp8_weight is None else call.fp8_weight.of(call.weight),
+        fp8_weight=None if call.fp8_weight is None else call.fp8_weight.of(call.weight, call.columns),
     )
     return tokens, on_hidden, (rows, call.weight, call.bias)
 

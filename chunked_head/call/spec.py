@@ -88,7 +88,7 @@ def spec_of(call: Call[Any]) -> Spec:
         checks.check_factor("normalizer", call.normalizer, call.device)
         checks.check_factor("upstream", call.upstream, call.device)
     if call.fp8_weight is not None and call.weight is not None:
-        call.fp8_weight.of(call.weight)
+        call.fp8_weight.of(call.weight, call.columns)
     if call.token_parallel is not None:
         for part in parts_of(call):
             what = "loss" if isinstance(part, Summand) else "metric"

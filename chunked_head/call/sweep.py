@@ -12,7 +12,6 @@ from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.stats import Coefficients, RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
-from ..kernels.common.tiles import Quantised
 from ..parallel.shard import Shard
 from ..plan.planner import find_plan
 from ..plan.plans import Plan
@@ -21,6 +20,7 @@ from ..plan.sizes import DEFAULT_REQUEST, Request, slices
 from ..stores import Backend
 from ..stores.gradients import GradientBuffer, Gradients
 from ..stores.operands import Head, Kept, Rows
+from ..stores.quantised import QuantisedWeight
 from ..stores.sets import SetStore, WithSets
 from ..stores.store import Store
 from .recording import Recorded, recorded
@@ -209,7 +209,7 @@ class HeadCall(LocalCall):
     request: Request = DEFAULT_REQUEST
     packing: Packing | None = None  # the order in which rows run
     recordings: Cache[Any, Recorded] | None = None  # of its Spec, where its sweep can be recorded
-    fp8_weight: Quantised | None = None  # the caller's copy of the weight
+    fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight
 
     @property
     def counted(self) -> Tensor | None:

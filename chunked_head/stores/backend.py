@@ -17,7 +17,7 @@ from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan
 from . import torch_functions as functions
 from .operands import Head, Rows
-from .quantised import Quantised, RoundedHead, empty_quantised, frequent_blocks, mean_of, quantise_
+from .quantised import Quantised, QuantisedWeight, RoundedHead, empty_quantised, frequent_blocks, mean_of, quantise_
 from .store import LogitsStore, MatmulStore, Store, outputs_of, teacher_outputs
 
 PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
@@ -70,28 +70,36 @@ class Backend:
         self.quantise_(out, weight, mean, dots)
         return out
 
+    def fingerprints(self, weight: Tensor) -> Tensor:
+        """[rows] int32: of a weight of 16 bits a number, to be compared with those of a later call."""
+        out = torch.empty(len(weight), dtype=torch.int32, device=weight.device)
+        self.quantise_(None, weight, prints=out)
+        return out
+
     def rounded_head(
         self,
         weight: Tensor,
         bias: Tensor | None,
-        kept: Quantised | None,
+        kept: QuantisedWeight | None,
         hidden: Tensor,
         target: Tensor,
         order: Tensor | None,
         fixed: bool,
     ) -> RoundedHead:
         """A head for these hidden states and targets (of rows in ``order``), or if ``fixed`` for any. ``kept``: the
-        caller's e4m3 weight."""
+        caller's e4m3 weight; logits of rows that it is no longer a copy of are nan."""
         mean, dots = mean_of(hidden, target, order), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         blocks = frequent_blocks(target, len(weight))
         if fixed:  # a token's logits do not depend on other tokens
             mean, blocks = torch.zeros_like(mean), blocks[:0]
         if kept is None:
-            kept = self.quantised(weight, mean, dots)
+            matrix = self.quantised(weight, mean, dots)
         else:
-            self.quantise_(None, weight, mean, dots)
-            kept = kept._replace(values=kept.values[: len(weight)])
-        return RoundedHead(kept, mean, dots if bias is None else dots.add_(bias), blocks)
+            if weight.dtype not in kept.prints:  # 16 bits that autocast casts to others: from the first call on
+                kept.prints[weight.dtype] = self.fingerprints(weight)
+            matrix = kept.matrix
+            self.quantise_(None, weight, mean, dots, expected=kept.prints[weight.dtype])
+        return RoundedHead(matrix, mean, dots if bias is None else dots.add_(bias), blocks)
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""

@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..kernels.common.gpus import GPUS
 from ..kernels.common.tiles import EXACT_BLOCK, LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv, exact_blocks
 from ..plan.sizes import cast_rows, slices
 
+WORD = (1 << 32) - 1
 SAMPLED = 256  # rows of hidden states, of which the mean is made
 
 
@@ -29,31 +30,49 @@ def empty_quantised(rows: int, columns: int, device: torch.device, each_row: boo
 class QuantisedWeight:
     """A weight in e4m3, which ``chunked_head.quantise`` makes, for ``fp8_weight`` of calls on that weight.
 
-    ``matrix``: its numbers and their scale. ``weight``: the weight's memory, ``version`` how often it had been changed.
+    ``matrix``: numbers of the rows that stand for ids, and their scale. ``weight``: the weight's memory, ``version``
+    how often it had been changed. ``prints``: fingerprints of these rows, in the dtypes that matmuls may have, which
+    find the writes that no version shows: a call reads all of the weight for the logits of the mean, and compares.
     """
 
     matrix: Quantised
     weight: Tensor
     version: int
+    prints: dict[torch.dtype, Tensor]  # [rows] int32 each
 
     def __post_init__(self) -> None:
         watch_optimizers()
         CURRENT.add(self)
 
-    def of(self, weight: Tensor) -> Quantised:
-        """The e4m3 numbers of a call's weight; ValueError if they are another's or the weight has changed."""
-        own = self.weight
-        if (weight.data_ptr(), weight.shape, weight.dtype) != (own.data_ptr(), own.shape, own.dtype):
+    def of(self, weight: Tensor, rows: int) -> Self:
+        """The copy, for a call whose weight has so many ``rows`` that stand for ids; ValueError if it is another's or
+        the weight has changed."""
+        own, made = self.weight, len(self.matrix.values)
+        if memory_of(weight) != memory_of(own):
+            here, there = (f"{list(t.shape)} {t.dtype}, strides {t.stride()}" for t in (own, weight))
             raise ValueError(
-                f"fp8_weight was made of another weight, {list(own.shape)} {own.dtype}; the call's is "
-                f"{list(weight.shape)} {weight.dtype}: make one by chunked_head.quantise(weight)"
+                f"fp8_weight was made of another weight, {here}; the call's is {there}, or lies elsewhere: make one by "
+                "chunked_head.quantise(weight)"
             )
-        if version_of(weight) != self.version or self not in CURRENT:
+        if made != rows:
+            raise ValueError(
+                f"fp8_weight was made of {made} rows, and {rows} of the call's weight stand for ids here: make one by "
+                f"chunked_head.quantise(weight, vocab_size={rows}), where ranks share the vocabulary by the call's own "
+                "vocab_size and parallel"
+            )
+        # of its own tensor: another view of that memory may count otherwise
+        if version_of(own) != self.version or self not in CURRENT:
             raise ValueError(
                 "weight has changed since fp8_weight was made of it, or an optimizer has stepped: call "
                 "chunked_head.quantise(weight) after each step"
             )
-        return self.matrix
+        return self
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """All that says which numbers in memory a tensor consists of."""
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return tensor.data_ptr(), tensor.shape, strides, tensor.dtype, tensor.device
 
 
 CURRENT: "weakref.WeakSet[QuantisedWeight]" = weakref.WeakSet()  # those that no optimizer's step has outdated
@@ -123,7 +142,14 @@ def frequent_blocks(target: Tensor, vocab: int) -> Tensor:
     return counts[1:-1].sort(descending=True, stable=True).indices[:count].int()
 
 
-def quantise_(out: Quantised | None, matrix: Tensor, mean: Tensor | None = None, dots: Tensor | None = None) -> None:
+def quantise_(
+    out: Quantised | None,
+    matrix: Tensor,
+    mean: Tensor | None = None,
+    dots: Tensor | None = None,
+    prints: Tensor | None = None,
+    expected: Tensor | None = None,
+) -> None:
     """Operations of torch in the place of ``kernels.statistics.launch.quantise``."""
     each_row = out is None or out.scale.dim() == 1
     divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
@@ -132,8 +158,12 @@ def quantise_(out: Quantised | None, matrix: Tensor, mean: Tensor | None = None,
         exact = matrix[part].float()
         if mean is not None and dots is not None:
             torch.mv(exact, mean, out=dots[part])
+            if expected is not None:
+                dots[part].masked_fill_(fingerprints(matrix[part]) != expected[part], torch.nan)
         elif mean is not None:
             exact = exact - mean
+        if prints is not None:
+            prints[part] = fingerprints(matrix[part])
         if out is None:
             continue
         if each_row:
@@ -146,6 +176,14 @@ def quantise_(out: Quantised | None, matrix: Tensor, mean: Tensor | None = None,
     if out is not None:
         before, after = (squares if each_row else squares.sum(1)) + 1.0  # of zeros
         torch.mul(out.scale if each_row else divisor, (before / after).sqrt_(), out=out.scale)
+
+
+def fingerprints(matrix: Tensor) -> Tensor:
+    """[rows] int32: of a 16-bit matrix, as ``kernels.statistics.quantise`` says."""
+    factor = torch.arange(matrix.shape[1], device=matrix.device) * 2654435769 & WORD
+    factor = (factor ^ (factor >> 15)) * 2246822519 & WORD
+    total = (matrix.view(torch.int16).long() * (factor ^ (factor >> 13) | 1)).sum(1) & WORD
+    return (total - (total >> 31 << 32)).int()
 
 
 def divisor_of(weight: Tensor) -> Tensor:

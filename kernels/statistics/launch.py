@@ -107,9 +107,12 @@ def quantise(
     matrix: torch.Tensor,
     mean: torch.Tensor | None = None,
     dots: torch.Tensor | None = None,
+    prints: torch.Tensor | None = None,
+    expected: torch.Tensor | None = None,
 ) -> None:
     """Rounds a contiguous matrix, by a scale for each row or one for all. ``mean`` [columns] fp32 is subtracted before;
-    or with ``dots`` [rows] fp32 the rows' products with it are stored there, without ``out`` nothing else."""
+    or with ``dots`` [rows] fp32 the rows' products with it are stored there, without ``out`` nothing else. Of a 16-bit
+    matrix ``prints`` [rows] int32 receives fingerprints; dots are nan where they are not those ``expected``."""
     rows, columns = matrix.shape
     values, scale = (None, None) if out is None else out
     block, warps = power_of_2(columns), 4 if columns <= 2048 else 8
@@ -119,7 +122,7 @@ def quantise(
 
     def launch(scale: torch.Tensor | None, parts: torch.Tensor | None, divisor: torch.Tensor | None) -> None:
         quantise_kernel[(programs,)](
-            values, scale, parts, dots, matrix, divisor, mean, rows, columns,
+            values, scale, parts, dots, prints, matrix, divisor, mean, expected, rows, columns,
             ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 

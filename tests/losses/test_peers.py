@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from sequences import BASELINE, LENGTH, LONGEST, PAIRS, ROWS, Sequences, sequences
+from peer_sequences import BASELINE, LENGTH, LONGEST, PAIRS, ROWS, Sequences, sequences
 from test_formulas import DPO_VARIANTS
 from torch import Tensor
 
