@@ -58,8 +58,10 @@ def quantise(
     chosen.check(own.device, own.dtype, "weight")
     if missing := e4m3_missing(chosen.traits(own.device), own.device):
         raise ValueError(missing)
-    dtypes = HALVES if own.itemsize > 2 else (own.dtype,)  # autocast casts a weight to one of them
     with on_device(own.device), torch.no_grad():
         matrix = own[:rows].contiguous()
-        prints = {dtype: chosen.fingerprints(matrix.to(dtype)) for dtype in dtypes}
-        return QuantisedWeight(chosen.quantised(matrix), own, version_of(own), prints)
+        if own.dtype in HALVES:  # else autocast casts it to one of them
+            prints = {own.dtype: torch.empty(rows, dtype=torch.int32, device=own.device)}
+        else:
+            prints = {dtype: chosen.fingerprints(matrix.to(dtype)) for dtype in HALVES}
+        return QuantisedWeight(chosen.quantised(matrix, prints=prints.get(own.dtype)), own, version_of(own), prints)

@@ -64,10 +64,12 @@ class Backend:
             store = self.grad_store if plan.sizes.grads_in_matmul else LogitsStore
         return store(self, head, plan, every, known)
 
-    def quantised(self, weight: Tensor, mean: Tensor | None = None, dots: Tensor | None = None) -> Quantised:
-        """A weight in e4m3, by one scale; in ``dots`` its products with ``mean``."""
+    def quantised(
+        self, weight: Tensor, mean: Tensor | None = None, dots: Tensor | None = None, prints: Tensor | None = None
+    ) -> Quantised:
+        """A weight in e4m3, by one scale; in ``dots`` its products with ``mean``, in ``prints`` its fingerprints."""
         out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
-        self.quantise_(out, weight, mean, dots)
+        self.quantise_(out, weight, mean, dots, prints)
         return out
 
     def fingerprints(self, weight: Tensor) -> Tensor:

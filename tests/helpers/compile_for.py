@@ -25,7 +25,7 @@ from chunked_head.kernels.common.launcher import FUSED, Launcher
 from compiled_for import told
 from triton.backends.compiler import GPUTarget
 
-from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, quantise
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats
 from chunked_head.stores.triton_backend import TRITON, TritonBackend
@@ -97,7 +97,9 @@ def fp8_calls() -> None:
         more: dict[str, Any] = {"bias": torch.zeros(vocab, dtype=torch.float16), "softcap": 30.0}
         linear_loss(*given, mix, metrics=[metrics.accuracy()], **more, **options).loss.backward()
         with torch.no_grad():
-            linear_logprobs(*operands(8, hidden, vocab, torch.bfloat16), **options)
+            given = operands(8, hidden, vocab, torch.bfloat16)
+            linear_logprobs(*given, **options)
+            linear_logprobs(*given, fp8_weight=quantise(given[1], backend="triton"), **options)
 
 
 def calls() -> None:
