@@ -62,8 +62,7 @@ class Structure:
     @functools.cached_property
     def widths(self) -> list[int]:
         """Numbers that each summand and metric has per token, 0 for those with values of other units."""
-        of_losses = [int(summand.unit == "token") for summand, _ in self.summands]
-        return of_losses + [metric.components if metric.unit == "token" else 0 for metric, _ in self.metrics]
+        return [part.width for part, _ in (*self.summands, *self.metrics)]
 
 
 def structure_of(

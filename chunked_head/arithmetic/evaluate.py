@@ -199,7 +199,7 @@ def arithmetic_of(
     ]  # fmt: skip
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
     code, numbers = structure.split
-    key = code, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
+    key = code, tuple(leaves), tuple(inputs.fields), inputs.token_fields, tuple(inputs.metric_weights), kinds
     given: list[Tensor | float] = [*tensors, *numbers]
     return KERNELS.made(key, lambda: make_arithmetic(structure, leaves, inputs, given)), given
 

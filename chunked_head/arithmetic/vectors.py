@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, fx
 
+from ..core.checks import mismatch
 from ..kernels.common import functions
 from ..kernels.common.launcher import Launcher
 from ..kernels.common.tiles import INTERPRETED, cdiv
@@ -55,10 +56,11 @@ class NoKernelError(Exception):
 
 class VectorKernel:
     """A kernel for the tokens ``rows`` of inputs that hold all tokens: it writes ``chunk`` [outputs, tokens of the
-    chunk] and ``table`` [outputs, tokens]. ``used``: inputs that the source reads."""
+    chunk] and ``table`` [outputs, tokens], both fp32, of as many ``outputs`` each as it was made for."""
 
-    def __init__(self, source: str, used: Sequence[int]):
-        self.used = tuple(used)
+    def __init__(self, source: str, used: Sequence[int], inputs: int, outputs: tuple[int, int]):
+        """``used``: which of so many ``inputs`` the source reads."""
+        self.used, self.kind = tuple(used), (inputs, outputs, torch.float32, torch.float32)
         name = f"<chunked_head arithmetic {next(COUNT)}>"
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
         weakref.finalize(self, linecache.cache.pop, name, None)
@@ -73,6 +75,10 @@ class VectorKernel:
 
     def __call__(self, inputs: Sequence[Tensor | float], rows: slice, chunk: Tensor, table: Tensor) -> None:
         count = rows.stop - rows.start
+        kind = len(inputs), (chunk.shape[0], table.shape[0]), chunk.dtype, table.dtype
+        if kind != self.kind or count > chunk.shape[1] or rows.stop > table.shape[1]:
+            memory = f"{kind} with memory for {chunk.shape[1]} and {table.shape[1]} tokens"
+            raise mismatch("an arithmetic kernel", self.kind, f"{memory}, of which it takes {rows}")
         self.launcher[(cdiv(count, BLOCK),)](
             chunk, table, *[inputs[i] for i in self.used], rows.start, count, chunk.stride(0), table.stride(0),
             BLOCK=BLOCK, num_warps=4,
@@ -89,7 +95,9 @@ def vector_kernel(
         one, other = (Writer(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
     except NoKernelError:
         return None
-    return VectorKernel(one.source, one.used) if one.source == other.source else None
+    if (one.source, one.outputs) != (other.source, other.outputs):
+        return None
+    return VectorKernel(one.source, one.used, len(inputs), one.outputs)
 
 
 def trace(
@@ -123,7 +131,7 @@ def name_of(node: fx.Node) -> str:
 
 
 class Writer:
-    """The source of a trace's kernel, and the inputs that it reads."""
+    """The source of a trace's kernel, the inputs that it reads, and how many rows it writes of a chunk and of all."""
 
     def __init__(
         self, traced: fx.GraphModule, local: int, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
@@ -139,6 +147,7 @@ class Writer:
         outputs: Any = end.args[0]
         if not outputs:
             raise NoKernelError("nothing to store")
+        self.outputs = local, len(outputs) - local
         for i, node in enumerate(outputs):
             at = f"chunk_ptr + {i} * chunk_stride" if i < local else f"table_ptr + {i - local} * table_stride + first"
             self.lines.append(f"tl.store({at} + row, {self.cast(node, torch.float32)}, mask=here)")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import LossObjective, Objective, ScalarObjective
+from ..core.checks import mismatch
 from ..core.stats import RowStats
 from ..plan.plans import Plan
 from ..stores.gradients import Gradients
@@ -106,7 +107,10 @@ def results_of(call: Any, found: Recorded, results: list[Tensor]) -> tuple[RowSt
     left = iter(results)
     stats = RowStats.of({name: next(left) for name in found.stats})
     if isinstance(call.objective, ScalarObjective):
-        call.objective.table = next(left)
+        table, rows = next(left), sum(call.objective.structure.widths)
+        if table.shape[0] != rows:
+            raise mismatch("a recording", f"{table.shape[0]} values of a token", rows)
+        call.objective.table = table
     if call.plan.schedule != "forward":
         return stats, None
     sizes = call.plan.sizes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..core.checks import refuse
+from ..core.checks import mismatch, refuse
 from ..core.private import in_backward
 from ..core.stats import RowStats, all_at_targets
 from ..plan.planner import find_plan
@@ -140,8 +140,13 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
             plan = found
             if lasts:
                 spec.plans[kind, by_segments] = plan
-        elif plan.sizes.demand != spec.demand:  # but in numbers
-            plan = replace(plan, sizes=replace(plan.sizes, demand=spec.demand))
+        else:
+            sizes = plan.sizes
+            made_for = sizes.tokens, sizes.hidden, sizes.vocab + sizes.padding, sizes.dtype
+            if made_for != (used_for := (count, *weight.shape[::-1], spec.dtype)):
+                raise mismatch("a plan", made_for, used_for)
+            if sizes.demand != spec.demand:  # but in numbers
+                plan = replace(plan, sizes=replace(sizes, demand=spec.demand))
         return plan
 
     plan, spans = plan_of(groups is not None), None

@@ -76,6 +76,9 @@ def spec_of(call: Call[Any]) -> Spec:
         spec = replace(spec, structure=spec.structure and bare(structure), demand=demand, numbers=numbers)
     else:
         key = None
+        rows = sum([part.width for part in parts_of(call)])
+        if spec.structure is not None and rows != spec.demand.values:
+            raise checks.mismatch("a Spec", f"{spec.demand.values} values of a token", rows)
     if key is not None:
         SPECS[key] = spec
     if call.normalizer is not None or call.upstream is not None:  # which may be others at every call

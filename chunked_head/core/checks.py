@@ -313,3 +313,12 @@ def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterabl
 
 def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def mismatch(what: str, made_for: Any, used_for: Any) -> RuntimeError:
+    """The error of a cached thing that meets another kind of call than its own: its key leaves something out."""
+    return RuntimeError(
+        f"{what} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
+        "mistake in chunked_head and none of yours; please report it with the losses, metrics and options of the "
+        "calls before"
+    )

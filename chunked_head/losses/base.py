@@ -127,6 +127,11 @@ class Part:
     def label(self) -> str:
         return self.name or self.kind
 
+    @property
+    def width(self) -> int:
+        """Numbers per token, 0 for values of other units."""
+        return int(self.unit == "token")
+
     @functools.cached_property
     def split(self) -> tuple[Hashable, tuple[float, ...]]:
         """A key of the function and its options without floats, and the floats; None and () for a user's function.
@@ -178,7 +183,7 @@ class Summand(Part):
     def key(self) -> tuple:
         """A key, equal for summands that compile to the same code."""
         teacher = None if self.teacher is None else split_numbers(self.teacher, [])
-        return self.split[0], self.unit, tuple(self.tensors), teacher
+        return self.split[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher
 
     @functools.cached_property
     def signature(self) -> Hashable:

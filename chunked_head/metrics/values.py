@@ -78,7 +78,7 @@ class Metric(Part):
     @property
     def key(self) -> tuple:
         """Equal for metrics that compile to the same code."""
-        return self.split[0], self.unit, self.reduce, self.weighting
+        return self.split[0], self.unit, self.reduce, self.weighting, self.components, self.scope, self.reads_target
 
     @functools.cached_property
     def signature(self) -> Hashable:
@@ -89,6 +89,10 @@ class Metric(Part):
     def components(self) -> int:
         """Numbers per unit: the value, and its square for an effective sample size."""
         return 2 if self.finish in ("effective_sample_size", "effective_sample_fraction") else 1
+
+    @property
+    def width(self) -> int:
+        return self.components if self.unit == "token" else 0
 
     @property
     def ids(self) -> str:

@@ -1,5 +1,6 @@
 """The losses' arithmetic as kernels written from traces, beside the arithmetic itself."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from loss_cases import LOSS_CASES, LossCase, inputs_of, run_step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from chunked_head import linear_cross_entropy, metrics
+from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
 from chunked_head.arithmetic import evaluate, vectors
 
 pytestmark = pytest.mark.compiled
@@ -43,6 +44,64 @@ def test_kernels_compute_what_the_losses_do(case: LossCase, place: Place, monkey
     for name, value in found[0].items():
         # two units in the last place of 1: exponentials less 1, as in estimates of a KL, are no more exact
         torch.testing.assert_close(value, found[1][name], rtol=2e-6, atol=2.4e-7, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_metrics_of_one_function_have_kernels_of_their_own(place: Place) -> None:
+    """A mean of ratios has one row, their effective sample size two, of the same function and options."""
+    made, device = torch.Generator().manual_seed(0), place.device
+    hidden, weight = (torch.randn(size, 16, generator=made).to(device).requires_grad_() for size in (24, 67))
+    target, logprobs = torch.randint(67, (24,), generator=made).to(device), 4 * torch.rand(24, generator=made)
+    batch = {"old_logprobs": -logprobs.to(device), "advantages": torch.randn(24, generator=made).to(device)}
+    kinds = [metrics.effective_sample_size(), metrics.ratio(), metrics.effective_sample_size(normalized=True)]
+
+    def run(kind: metrics.Metric) -> list[Tensor]:
+        measured = [kind, metrics.entropy()]
+        out = linear_loss(hidden, weight, target, losses.grpo(), batch=batch, metrics=measured, backend=place.backend)
+        values = [value.detach() for value in (out.loss, *[metric.value for metric in out.metrics.values()])]
+        return [*values, *torch.autograd.grad(out.loss, (hidden, weight))]
+
+    alone = []
+    for kind in kinds:
+        evaluate.KERNELS.clear()
+        alone.append(run(kind))
+        assert evaluate.KERNELS and None not in evaluate.KERNELS.values()
+    for order in itertools.permutations(range(len(kinds))):
+        evaluate.KERNELS.clear()
+        for i in order:
+            for ours, expected in zip(run(kinds[i]), alone[i], strict=True):
+                torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kernel_refuses_memory_that_it_was_not_made_for(place: Place) -> None:
+    """A key that leaves something out raises; it does not write past a table."""
+    x = torch.arange(8.0, device=place.device)
+    kernel = vectors.vector_kernel(lambda given: ([given[0] + 1], [given[0] + 2, given[0] + 3]), [x], [0])
+    assert kernel is not None
+
+    def run(
+        inputs: int = 1,
+        tokens: int = 5,
+        length: int = 8,
+        rows: tuple[int, int] = (1, 2),
+        dtype: torch.dtype = x.dtype,
+    ) -> Tensor:
+        chunk, table = x.new_zeros(rows[0], tokens), x.new_zeros(rows[1], length, dtype=dtype)
+        kernel([x] * inputs, slice(2, 7), chunk, table)
+        return table
+
+    assert run()[1, 2:7].tolist() == [5.0, 6.0, 7.0, 8.0, 9.0]
+    for wrong in (
+        {"inputs": 2},
+        {"tokens": 4},
+        {"length": 6},
+        {"rows": (1, 1)},
+        {"rows": (2, 2)},
+        {"dtype": torch.float64},
+    ):
+        with pytest.raises(RuntimeError, match="share a key"):
+            run(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("place", PLACES)
