@@ -37,6 +37,7 @@ def asked_for(config: pytest.Config) -> set[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--guards", action="store_true", help="guard memory on a GPU too, where tests measure it")
     parser.addoption("--all", action="store_true", help="run the exhaustive tests too, which the default -m leaves out")
 
 
@@ -77,12 +78,14 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def plain_arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The losses' arithmetic runs as plain PyTorch: to write a kernel for each of hundreds of sums of losses would take
-    long. Tests marked ``compiled`` hold the kernels to it."""
-    if request.node.get_closest_marker("compiled"):
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The losses' arithmetic runs by kernels, as for users; as plain PyTorch in tests that are marked
+    ``plain_arithmetic`` and say why: to write a kernel takes a tenth of a second."""
+    mark = request.node.get_closest_marker("plain_arithmetic")
+    if mark is None:
         yield
         return
+    assert mark.args and mark.args[0], "plain_arithmetic says why"
     from chunked_head.arithmetic import evaluate
 
     with pytest.MonkeyPatch.context() as patch:
@@ -128,8 +131,9 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
-def unwritten_memory_shows() -> Iterator[None]:
-    with uninitialised.shown():
+def memory_shows(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Numbers that nobody has written, and writes beyond a tensor."""
+    with uninitialised.shown(gpu=request.config.option.guards):
         yield
 
 

@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from chunked_head import ChunkedHead, linear_cross_entropy, linear_loss, losses, metrics
 from chunked_head.compile.recipes import described, text_of
 
-pytestmark = pytest.mark.compiled
 SWEEP = "chunked_head.call.sweep"
 
 

@@ -116,7 +116,6 @@ def anew(rounds: range) -> None:
     gc.collect()
 
 
-@pytest.mark.compiled
 def test_no_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     holders = modules()
     anew(range(2))

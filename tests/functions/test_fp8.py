@@ -443,7 +443,6 @@ def test_ranks_that_share_the_vocabulary(tmp_path: Path) -> None:
                 assert_within_budget(found, *both_of, torch.float32 if i == 0 else torch.bfloat16, f"{way} {i}")
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("kept", [False, True])
 def test_compiled(kept: bool) -> None:
     """As it is in eager mode; with a kept weight between two graphs."""

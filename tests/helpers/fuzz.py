@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import uninitialised
 from oracle import reference
 from oracle.reference import Term
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from chunked_head.losses import Losses
 from chunked_head.metrics import Metric, MetricValue
 
 IGNORED = -100
+HALVES = torch.bfloat16, torch.float16
 CLASS_WEIGHTS = "class weights of the vocabulary"
 POLICY = ("old_logprobs", "advantages")
 PAIRED = ("ref_logprobs", "segments", "pairs")
@@ -95,14 +97,24 @@ class Drawn(NamedTuple):
 class Call:
     """One drawn call. Tensors are float64 until they are cast to the call's dtype, which the truth is then made of."""
 
-    def __init__(self, seed: int, device: str = "cpu", backends: tuple[str, ...] = ("torch", "triton")):
+    def __init__(
+        self,
+        seed: int,
+        device: str = "cpu",
+        backends: tuple[str, ...] = ("torch", "triton"),
+        draw: random.Random | None = None,
+        numbers: int | None = None,
+        halves: tuple[torch.dtype, ...] = (),
+    ):
+        """``draw`` draws options and sizes, and ``numbers`` seeds tensors, in place of ``seed``."""
         self.seed, self.device = seed, device
-        self.draw, self.made = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.draw = random.Random(seed) if draw is None else draw
+        self.made = torch.Generator().manual_seed(seed if numbers is None else numbers)
         pick = self.pick = self.draw.choice
         self.function = FUNCTIONS[seed % len(FUNCTIONS)]
         self.backend = pick(backends)
         # interpreted, bf16 products are wrong (Triton's interpreter), and of fp16 every path is seen
-        halves = [torch.float16] if device == "cpu" else [torch.bfloat16, torch.float16]
+        halves = halves or (HALVES[1:] if device == "cpu" else HALVES)
         self.dtype = pick([torch.float32, *halves] if self.backend == "triton" else [torch.float32, torch.float64])
         self.wide = torch.promote_types(self.dtype, torch.float32)
         rows, length = pick([(3, 7), (2, 11), (1, 5), (1, 1), (0, 4), (2, 0), (1, 150)])
@@ -172,7 +184,7 @@ class Call:
         """The same numbers, perhaps elsewhere in memory: every other element, or a part of each row, of more, or
         behind an element."""
         if not self.strided or tensor.dim() == 0:
-            return tensor
+            return uninitialised.put_between_guards(tensor)
         if self.seed % 3 == 0:
             flat = torch.full((tensor.numel() + 1,), 7, dtype=tensor.dtype, device=tensor.device)
             return flat[1:].view(tensor.shape).copy_(tensor)
@@ -300,6 +312,10 @@ class Call:
             names |= (set(fields) - {DENSE}) | (teacher if DENSE in fields else set())
         return terms, names | self.pick([set(), {"token_weights"}])
 
+    def draw_metrics(self, most: int) -> list[Metric]:
+        some = self.draw.sample(METRICS, self.pick(range(most + 1)))
+        return [make(**self.pick(options), name=f"metric-{i}") for i, (make, options) in enumerate(some)]
+
     def sum_of(self, terms: list[Term]) -> Losses:
         def made(term: Term) -> Losses:
             options = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in term.options.items()}
@@ -383,10 +399,8 @@ class Call:
 
     def linear_loss(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
         terms, names = self.draw_losses(4)
-        measured: list[Metric] = []
-        for number, (make, options) in enumerate(self.draw.sample(METRICS, self.pick(range(5)))):
-            measured.append(make(**self.pick(options), name=f"metric-{number}"))
-            names |= {*measured[-1].fields, *measured[-1].optional_fields}
+        measured = self.draw_metrics(4)
+        names = names.union(*[{*metric.fields, *metric.optional_fields} for metric in measured])
         given: dict[str, Any] = {"reduction": self.pick(["mean", "sum"]), "temperature": self.temperature}
         if given["reduction"] == "mean":
             given["normalizer"] = self.pick([None, 4.0, 0.0])

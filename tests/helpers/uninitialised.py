@@ -1,43 +1,182 @@
-"""Memory that nobody has written, made to show: what new memory holds is nan, or an integer that means nothing."""
+"""Memory that shows who wrote where: what nobody has written is nan, or an integer that means nothing, and bytes stand
+guard before and behind each new tensor, in which a kernel that leaves its memory shows."""
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
-MAKERS = [
+Maker = Callable[..., torch.Tensor]
+EMPTY = [
     (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
 ]  # fmt: skip
+# what callers make operands of, and the library its sums
+WRITTEN = [
+    *[(torch, name) for name in ("zeros", "zeros_like", "ones", "full", "full_like", "tensor", "arange")],
+    *[(torch, name) for name in ("randn", "rand", "randint")],
+    *[(torch.Tensor, name) for name in ("new_zeros", "new_full", "clone")],
+]
+GUARD = 1024  # bytes on each side: most rows that are written past a table end within them
+ALIGNED = 64  # bytes, as torch's allocator aligns on a CPU
+PATTERN = b"\xa5"
+MOST_BYTES = 1 << 28  # of memory that waits to be looked at
+plain_empty = torch.empty
+
+
+class OutOfBoundsError(AssertionError):
+    """Raised for memory written outside of a tensor."""
+
+
+class Guarded:
+    """The memory of a tensor with its guards, and where the tensor was made."""
+
+    def __init__(self, tensor: torch.Tensor, extent: int):
+        self.kind, self.line = (tensor.shape, tensor.dtype), caller()
+        if tensor.device.type == "cpu":
+            self.raw: Any = bytearray(extent + 2 * GUARD + ALIGNED)
+            self.begin = GUARD + -address(self.raw) % ALIGNED
+            inside = torch.frombuffer(self.raw, dtype=torch.uint8, count=extent, offset=self.begin)
+            self.storage, self.first = inside.untyped_storage(), 0
+        else:
+            self.raw, self.begin = plain_empty(extent + 2 * GUARD, dtype=torch.uint8, device=tensor.device), GUARD
+            self.storage, self.first = self.raw.untyped_storage(), GUARD
+        self.end = self.begin + extent
+        self.sides = slice(self.begin), slice(self.end, len(self.raw))
+        for side in self.sides:
+            if isinstance(self.raw, bytearray):
+                self.raw[side] = PATTERN * (side.stop - (side.start or 0))
+            else:
+                self.raw[side].fill_(PATTERN[0])
+
+    def __str__(self) -> str:
+        (shape, dtype), (file, line) = self.kind, self.line
+        return f"{list(shape)} of {dtype}, made at {file}:{line}"
+
+    def take(self) -> torch.UntypedStorage:
+        """The storage, which nothing but the tensor holds from here on."""
+        storage = self.storage
+        del self.storage
+        return storage
+
+    @property
+    def is_free(self) -> bool:
+        """True where nothing else holds the memory; of a GPU's that does not show."""
+        return isinstance(self.raw, bytearray) and sys.getrefcount(self.raw) <= 2
+
+    def broken(self) -> str:
+        """The guard that was written to, "before" or "behind"; "" for none."""
+        for name, side in zip(("before", "behind"), self.sides, strict=True):
+            guard = self.raw[side]
+            same = guard == PATTERN * len(guard) if isinstance(guard, bytearray) else bool((guard == PATTERN[0]).all())
+            if not same:
+                return name
+        return ""
+
+
+class Watched(list[Guarded]):
+    """Guarded memory that waits to be looked at."""
+
+    bytes = 0
+    on = False
+
+    def add(self, guarded: Guarded) -> None:
+        self.append(guarded)
+        self.bytes += len(guarded.raw)
+        if self.bytes > MOST_BYTES:
+            self.look()
+
+    def look(self) -> None:
+        """Raises where a guard was written to, and forgets memory that nothing holds."""
+        everything, self[:] = [*self], []
+        wrong = [f"{side} a tensor {one}" for one in everything if (side := one.broken())]
+        self += [one for one in everything if not one.is_free]
+        self.bytes = sum(len(one.raw) for one in self)
+        if self.bytes > MOST_BYTES // 2:
+            self.forget()
+        if wrong:
+            self.forget()
+            raise OutOfBoundsError(f"memory was written to {'; '.join(wrong[:3])}")
+
+    def forget(self) -> None:
+        self.clear()
+        self.bytes = 0
+
+
+WATCHED = Watched()
+
+
+def address(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def caller() -> tuple[str, int]:
+    """The first line outside of this file that asked for memory."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 @contextmanager
-def shown() -> Iterator[None]:
-    """Whatever asks torch for new memory gets it filled."""
-    with ExitStack() as stack:
-        for place, name in MAKERS:
-            stack.enter_context(mock.patch.object(place, name, filling(getattr(place, name))))
+def shown(gpu: bool = False) -> Iterator[None]:
+    """Whatever asks torch for new memory gets it between guards, which are looked at in the end, and filled where
+    nothing is written to it. ``gpu``: guards on a GPU too, where they change what is measured of memory."""
+    makers = [(place, name, getattr(place, name)) for place, name in (*EMPTY, *WRITTEN)]
+    WATCHED.forget()
+    WATCHED.on = True
+    for place, name, maker in makers:
+        setattr(place, name, making(maker, (place, name) in EMPTY, gpu))
+    try:
         yield
+    finally:
+        WATCHED.on = False
+        for place, name, maker in makers:
+            setattr(place, name, maker)
+    WATCHED.look()
+    WATCHED.forget()
 
 
-def filling(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = make(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            fill(made)
-        return made
+def making(make: Maker, is_empty: bool, gpu: bool) -> Maker:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        # not what a mode watches, to which a step is one more operation; nor a compiler's tensors, which hold nothing
+        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
+            return tensor
+        if tensor.device.type == "cpu" or (gpu and tensor.device.type == "cuda"):
+            put_between_guards(tensor, is_empty)
+        if is_empty:
+            fill(tensor)
+        return tensor
 
-    return filled
+    return made
 
 
-def fill(made: torch.Tensor) -> None:
-    # not what a mode watches, to which a fill is one more operation; nor a compiler's tensors, which hold nothing
-    if type(made) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
-        return
-    if made.is_floating_point():
-        made.detach().fill_(torch.nan)
-    elif made.dtype != torch.bool and not made.is_complex():
-        info = torch.iinfo(made.dtype)
-        made.detach().fill_(info.min or info.max)
+def put_between_guards(tensor: torch.Tensor, is_empty: bool = False) -> torch.Tensor:
+    """The tensor, in other memory where that is watched. It keeps its history, and unless ``is_empty`` its numbers."""
+    plain = tensor.layout == torch.strided and not (tensor._is_view() or tensor.is_pinned())
+    if not (WATCHED.on and plain and tensor.numel()):
+        return tensor
+    shape, stride, itemsize, own = tensor.shape, tensor.stride(), tensor.element_size(), tensor.detach()
+    elements = tensor.numel()
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    guarded = Guarded(tensor, elements * itemsize)
+    moved = plain_empty(0, dtype=tensor.dtype, device=tensor.device)
+    moved.set_(guarded.take(), guarded.first // itemsize, shape, stride)
+    if not is_empty:
+        moved.copy_(own)
+    tensor.data = moved
+    WATCHED.add(guarded)
+    return tensor
+
+
+def fill(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.detach().fill_(torch.nan)
+    elif tensor.dtype != torch.bool and not tensor.is_complex():
+        info = torch.iinfo(tensor.dtype)
+        tensor.detach().fill_(info.min or info.max)

@@ -13,8 +13,6 @@ from tiny_models import pair, step, tokens
 
 from chunked_head import losses, metrics, patch_model
 
-pytestmark = pytest.mark.compiled
-
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:

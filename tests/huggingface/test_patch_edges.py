@@ -51,7 +51,7 @@ def added(model: Any, written: bool) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), IDS.flatten() % 80 + 8)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_operands_are_of_the_time_of_the_operation(compiled: bool) -> None:
     """Whatever is written to them before the loss: the plain model's of which nothing is."""
     found = []

@@ -31,7 +31,7 @@ HOOKS = {"function": doubled, "object": Doubled(), "partial": functools.partial(
 
 
 @pytest.mark.parametrize(("hook", "compiled"), [
-    *((hook, False) for hook in HOOKS), pytest.param("partial", True, marks=pytest.mark.compiled),
+    *((hook, False) for hook in HOOKS), ("partial", True),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:chunked_head")
 def test_forward_hooks_of_the_head_see_logits(hook: str, compiled: bool) -> None:

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
 from chunked_head.arithmetic import evaluate, vectors
 
-pytestmark = pytest.mark.compiled
 # several columns per token are no function of one number each
 WITHOUT = {"topk-tail", "topk-vocab", "topk-topk", "topk-reverse", "topk-and-dense", "temperatures-teacher"}
 TOKENWISE = [case for case in LOSS_CASES if all(s.scope == "token" for _, s in case.losses.terms)]

@@ -20,7 +20,6 @@ from chunked_head.core.stats import Demand, RowStats
 from chunked_head.losses import FIELDS
 from chunked_head.metrics import Metric
 
-pytestmark = pytest.mark.compiled
 TOKENS, VOCAB = 7, 41
 VALUES = (0.2, 0.3, 0.45, 0.6)
 ROLLOUT = POLICY + " rollout_logprobs"
