@@ -1,0 +1,72 @@
+"""What the library keeps from call to call: all of it found, and emptied at will."""
+
+import importlib
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+from chunked_head.kernels.common.cache import Cache
+
+TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+ROOT = Path(__file__).resolve().parents[2]
+# caches and results of functions, each where it is made, without the package's name
+EMPTIED = (
+    "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operation.switched_off", "core.private.private",
+    "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES", "kernels.common.gpus.SPLITS",
+    "kernels.common.gpus.gpu_of", "kernels.common.gpus.multiprocessors_of", "kernels.common.operands.KEPT",
+    "losses.base.MADE", "losses.user_checks.FOUND", "parallel.groups.AGREED", "plan.planner.PLANS",
+)  # fmt: skip
+# what is no result of an earlier call
+STAYING = {
+    "stores.quantised.watch_optimizers": "it has an effect, once: optimizers' steps outdate copies",
+    "stores.quantised.CURRENT": "copies of weights, which are alive as long as the caller holds them",
+}
+
+
+def modules() -> list[Any]:
+    """All of the library's but what belongs to frameworks, which takes a minute to import."""
+    for folder in ("chunked_head", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if not {"integrations", "__init__", "__main__"}.intersection(parts):
+                importlib.import_module(".".join(parts if folder == "chunked_head" else ("chunked_head", *parts)))
+    return [module for name, module in sys.modules.items() if name.partition(".")[0] == "chunked_head"]
+
+
+def tables(holders: list[Any]) -> dict[str, Any]:
+    """By name what modules, classes and objects that modules hold have of tables, caches and results of functions."""
+    found: dict[str, Any] = {}
+    for module in holders:
+        for name, value in list(vars(module).items()):
+            kind = value if isinstance(value, type) else type(value)
+            ours = kind.__module__.partition(".")[0] == "chunked_head" and not isinstance(value, Cache)
+            inside = dict(vars(value)) if ours and hasattr(value, "__dict__") else {}
+            for part, each in ({name: value} | {f"{name}.{key}": each for key, each in inside.items()}).items():
+                table = isinstance(each, (*TABLES, Cache)) or hasattr(each, "cache_info")
+                if table and not part.rpartition(".")[2].startswith("__"):
+                    found[f"{module.__name__}.{part}"] = each
+    return found
+
+
+def object_at(name: str) -> Any:
+    module, _, part = name.rpartition(".")
+    return getattr(importlib.import_module(f"chunked_head.{module}"), part)
+
+
+def launchers() -> list[Cache]:
+    """Compiled kernels by kind, of each kernel that a module holds; those of the arithmetic are in its own cache."""
+    return [each for name, each in tables(modules()).items() if name.endswith(".kept")]
+
+
+class Emptying:
+    """Empties everything that one call may find of another."""
+
+    def __init__(self, compiled: bool = False):
+        """``compiled``: what Triton has compiled too, in the launchers, which takes time on a GPU."""
+        self.everything = [object_at(name) for name in EMPTIED] + (launchers() if compiled else [])
+
+    def __call__(self) -> None:
+        for each in self.everything:
+            (each.cache_clear if hasattr(each, "cache_clear") else each.clear)()
