@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.private import in_own_thread, plain_saving
+from ..core.private import anomalies_at, in_own_thread, plain_saving
 from ..core.stats import RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
@@ -104,7 +104,8 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
     if sloped:
         grads = tuple([torch.zeros_like(leaf) for leaf in sloped.values()])
         if loss.requires_grad:
-            grads = torch.autograd.grad(loss, tuple(sloped.values()), allow_unused=True, materialize_grads=True)
+            with anomalies_at(batch.mask):
+                grads = torch.autograd.grad(loss, tuple(sloped.values()), allow_unused=True, materialize_grads=True)
         # again by selection: a loss may have had an infinite slope where a token does not count
         found = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
         coefficients = coefficients_of(structure, found, leaves)

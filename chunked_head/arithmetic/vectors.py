@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor, fx
 
 from ..core.checks import mismatch
+from ..core.private import answering
 from ..kernels.common import functions
 from ..kernels.common.launcher import Launcher
 from ..kernels.common.tiles import INTERPRETED, cdiv
@@ -108,16 +109,20 @@ def trace(
         from torch.fx.experimental.proxy_tensor import make_fx
     except ImportError as error:
         raise NoKernelError("this torch traces in another way") from error
+    answer = answering()
+    if answer is None:
+        raise NoKernelError("this torch has other modes")
 
     samples, counts = [], []
     for value, dim in zip(inputs, token_dims, strict=True):
         shape, dtype = ([], torch.float32) if isinstance(value, float) else ([*value.shape], value.dtype)
         if dim is not None:
             shape[dim] = tokens
-        samples.append(torch.zeros(shape, dtype=dtype))
+        samples.append(torch.zeros(shape, dtype=dtype, device="cpu"))
 
     def in_a_row(given: list[Tensor]) -> list[Tensor]:
-        of_chunk, of_all = function(given)
+        with answer(None):  # also where another thread switches anomaly mode on meanwhile
+            of_chunk, of_all = function(given)
         counts.append(len(of_chunk))
         return [*of_chunk, *of_all]
 

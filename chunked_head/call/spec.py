@@ -347,7 +347,7 @@ def check_sets(call: Call[Any], demand: Demand, wanted: Sequence[str]) -> None:
 
 def bare(structure: Structure) -> Structure:
     """The structure without the call's tensors, which must not outlive it."""
-    nothing = torch.empty(0, dtype=torch.float32)
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     summands = []
     for summand, view in structure.summands:
         tensors = dict.fromkeys(summand.tensors, nothing)

@@ -297,7 +297,7 @@ def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
     ranges = [rows for group in groups for rows in group]
     if all(one.start < next.start for one, next in itertools.pairwise(ranges)):
         return tokens
-    order = torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges])
+    order = torch.cat([torch.arange(rows.start, rows.stop, device="cpu") for rows in ranges])
     return packed(tokens, Packing(order.to(tokens.call.device, non_blocking=True), None, len(order)))
 
 

@@ -41,6 +41,39 @@ def plain_saving() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else nullcontext()
 
 
+@functools.cache
+def answering() -> Any:
+    """A mode's class that answers anomaly mode, which is on in all threads and asks each gradient whether it has a nan.
+    ``mask`` [rows]: rows that are looked at; None: none, as of a trace, whose tensors have no numbers."""
+    found = private("utils._python_dispatch.TorchDispatchMode")
+    if found is None:
+        return None
+    base: Any = found[0]
+
+    class Answer(base):
+        def __init__(self, mask: Tensor | None):
+            super().__init__()
+            self.mask = mask
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name, mask = str(func), self.mask
+            if mask is None and name == "aten._local_scalar_dense.default" and torch.is_anomaly_enabled():
+                return False
+            result = func(*args, **(kwargs or {}))
+            if mask is None or name != "aten.isnan.default" or result.shape[:1] != mask.shape:
+                return result
+            return result & mask.view(-1, *[1] * (result.dim() - 1))
+
+    return Answer
+
+
+def anomalies_at(mask: Tensor | None) -> AbstractContextManager[Any]:
+    """A context in which anomaly mode looks at the rows of gradients that count, ``mask`` [rows], or at none: others
+    may be nan, and are taken out by selection."""
+    is_on = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return answering()(mask) if is_on and answering() is not None else nullcontext()
+
+
 def in_own_thread(function: Callable[[], Result]) -> Result:
     """Result of ``function`` in a new thread, which begins without torch's hooks and switched-off dispatch keys."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -76,7 +76,7 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
             )
         together = tuple([(one, other) for one, other in pairs.tolist()])
         fields["pairs"] = pairs.to(call.device, non_blocking=True)
-    counts = torch.tensor(lengths).to(call.device, non_blocking=True)
+    counts = torch.tensor(lengths, device="cpu").to(call.device, non_blocking=True)
     ids = torch.arange(len(lengths), device=call.device)
     fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(call.leading)
     return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, together))

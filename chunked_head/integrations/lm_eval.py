@@ -107,9 +107,9 @@ class ChunkedHeadLM(theirs.HFLM):
         asked: list[tuple[Any, Tensor, Tensor]] = []  # texts, ids, and their places among all rows
         for at, ((texts, given, ids), tokens) in enumerate(zip(batch, inputs, strict=True)):
             end = at * width + prompt + len(tokens)
-            places = torch.arange(end - len(ids), end).view(1, -1, 1)  # in the place of logits
+            places = torch.arange(end - len(ids), end, device="cpu").view(1, -1, 1)  # in the place of logits
             for shared, continuation, kept in order.get_cache(texts, given, ids, places):
-                asked.append((shared, torch.tensor(continuation), kept.flatten()[-len(continuation) :]))
+                asked.append((shared, torch.tensor(continuation, device="cpu"), kept.flatten()[-len(continuation) :]))
         texts_of, ids_of, places_of = zip(*asked, strict=True)
         rows = logits.flatten(0, 1)[torch.cat(places_of).to(logits.device)]
         logprobs, greedy = scores(rows, torch.cat(ids_of).to(logits.device))

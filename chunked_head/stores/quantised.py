@@ -153,7 +153,7 @@ def quantise_(
     """Operations of torch in the place of ``kernels.statistics.launch.quantise``."""
     each_row = out is None or out.scale.dim() == 1
     divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
-    squares = torch.zeros(2, len(matrix), device=matrix.device)
+    squares = torch.zeros(2, len(matrix), dtype=torch.float32, device=matrix.device)
     for part in slices(len(matrix), cast_rows(matrix.shape[1])):
         exact = matrix[part].float()
         if mean is not None and dots is not None:

@@ -158,7 +158,7 @@ def with_memory(
 def rehearse(model: Any, agreed: Agreement, inputs: Mapping[str, Any] | None, autocast: torch.dtype | None) -> str:
     """Notes the losses of a forward with labels, of which no mask is part; returns what it raised, in words."""
     takes = inspect.signature(type(model).forward).parameters
-    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64, device="meta")
     usual = {key: value for key, value in (("input_ids", ids), ("labels", ids), ("use_cache", False)) if key in takes}
     given: dict[str, Any] = {**usual} if inputs is None else {**inputs}
     given = {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in given.items()}
