@@ -13,10 +13,10 @@ from ..arithmetic.objective import ScalarObjective
 from ..core.checks import mismatch, refuse
 from ..core.private import in_backward
 from ..core.stats import RowStats, all_at_targets
-from ..plan.planner import find_plan
+from ..plan.planner import find_late_plan, find_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
-from ..plan.sizes import Request, Sizes
+from ..plan.sizes import Sizes
 from ..stores.gradients import Gradients
 from ..stores.operands import TeacherHead
 from ..stores.sets import SetStore
@@ -133,8 +133,7 @@ def planned(tokens: Tokens, wanted: Wanted, again: bool) -> tuple[Tokens, Tensor
                 skips=skips,
             )
             check_own_matmuls(tokens, sizes)
-            # inside a backward a call recomputes, whatever its request asked for
-            found = find_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
+            found = find_late_plan(sizes, asked) if again else find_plan(sizes, asked)
             if isinstance(found, str):
                 return found
             plan = found

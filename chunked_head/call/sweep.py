@@ -13,7 +13,7 @@ from ..core.stats import Coefficients, RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
 from ..parallel.shard import Shard
-from ..plan.planner import find_plan
+from ..plan.planner import find_late_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans
 from ..plan.sizes import DEFAULT_REQUEST, Request, slices
@@ -251,9 +251,7 @@ class HeadCall(LocalCall):
         """The call with gradients in backward, as a second backward over a retained graph needs them too."""
         if self.plan.schedule == "recompute":
             return self
-        plan = find_plan(
-            replace(self.plan.sizes, late_upstream=True), Request(memory_budget=self.request.memory_budget)
-        )
+        plan = find_late_plan(self.plan.sizes, self.request)
         if isinstance(plan, str):
             raise ValueError(f"a second backward over a retained graph computes the logits again: {plan}")
         return replace(self, plan=plan)

@@ -29,8 +29,7 @@ from ..core.checks import INFINITY, NUMBERS, PACKAGE, is_dtensor
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats, at_targets
 from ..losses.base import Losses
-from ..plan.planner import make_plan
-from ..plan.sizes import Request
+from ..plan.planner import find_late_plan
 from .recipes import TASKS, described, recipe_of
 
 P = ParamSpec("P")
@@ -197,8 +196,10 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
         else:  # the plan leaves them to backward
             coefficients = objective.coefficients_for(stats, (expected,))
             if sizes != plan.sizes:
-                request = Request(memory_budget=call.request.memory_budget)
-                call = replace(call, plan=make_plan(replace(sizes, late_upstream=True), request))
+                late = find_late_plan(sizes, call.request)
+                if isinstance(late, str):
+                    raise ValueError(late)
+                call = replace(call, plan=late)
             ready = call.recompute(of, stats, coefficients)
         return [*outputs, expected, *shaped(ready, operands, wanted)]
 

@@ -237,7 +237,9 @@ class InnerGraph(torch.autograd.Function):
                         made = ctx.run(*ctx.operands)
             pairs = [(value, grad) for value, grad in zip(made, given, strict=True) if grad is not None]
             made, given = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(made, wanted, given, allow_unused=True))
+            # kept for a second backward, as the operands are: both go with the graph around
+            how = {"retain_graph": True, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
+            found = iter(torch.autograd.grad(made, wanted, given, **how))
         return *[next(found) if needed else None for needed in ctx.needs_input_grad[:3]], None, None
 
 

@@ -67,6 +67,17 @@ def find_plan(sizes: Sizes, request: Request) -> Plan | str:
     return PLANS.made((sizes, request), lambda: plan_anew(sizes, request))
 
 
+def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:
+    """The plan of a backward that makes gradients which a forward pass was to make. What was asked of that, in chunks
+    and sums, holds here where it fits: it is too late to raise."""
+    late = replace(sizes, late_upstream=True)
+    for asked in request, replace(request, accumulate_dtype=None), Request(memory_budget=request.memory_budget):
+        plan = find_plan(late, asked)
+        if isinstance(plan, Plan):
+            break
+    return plan
+
+
 def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
     if sizes.largest_part is not None:
         return plan_part(sizes, request, sizes.largest_part)
@@ -189,14 +200,15 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
         if not candidate.is_hopeless and isinstance(found := fitted(request, candidate), Plan):
             return found
     weight_dtype, wanted = sizes.weight_dtype, request.accumulate_dtype
-    if wanted == weight_dtype and weight_dtype.itemsize < 4 and not (sizes.late_upstream or sizes.coupled):
+    misses = [miss for one in candidates(sizes, request) if isinstance(miss := fitted(request, one), Miss)]
+    in_forward = not (sizes.late_upstream or sizes.coupled)
+    if wanted == weight_dtype and weight_dtype.itemsize < 4 and (in_forward or not misses):
         needed = of_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
         return (
             f"accumulate_dtype={name(weight_dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
             f"{sizes.tokens} tokens in so few need {amount(needed)}; raise memory_budget or "
             "chunk_tokens, or leave accumulate_dtype=None"
         )
-    misses = [miss for one in candidates(sizes, request) if isinstance(miss := fitted(request, one), Miss)]
     _, needed, rows = min(misses, key=lambda miss: miss.missing)
     chunk = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
     return (
@@ -266,18 +278,21 @@ def forward(
 
 def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
     """Statistics in the forward pass, gradients in backward from logits computed again."""
-    half_weight = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4
-    least = CHUNK_MULTIPLE
+    half_weight, named = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4, request.chunk_tokens
+    least = fewest = CHUNK_MULTIPLE if named is None else min(CHUNK_MULTIPLE, named)
+    too_many = False
     if half_weight:
         # the weight's gradient takes one sum per block of tokens: in 16 bits for few blocks only
         few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
         least = max(least, -(-sizes.tokens // few))
+        too_many = named is not None and balanced(sizes.tokens, named) * few < sizes.tokens
     plan = of_one_row(sizes, "recompute", request.budget, weight_acc=sizes.buffer_dtype, note=note)
-    yield Candidate(plan, least, request.chunk_tokens, request.explicit)
-    if half_weight and not request.explicit and request.accumulate_dtype != sizes.weight_dtype:
-        grown = request.budget + 4 * sizes.weight_elements
+    if not too_many:
+        yield Candidate(plan, least, named, request.explicit)
+    if half_weight and (too_many or not request.explicit) and request.accumulate_dtype != sizes.weight_dtype:
+        grown = request.budget + (0 if request.explicit else 4 * sizes.weight_elements)
         plan = replace(plan, budget=grown, weight_accumulate=torch.float32)
-        yield Candidate(plan, CHUNK_MULTIPLE, request.chunk_tokens, request.explicit)
+        yield Candidate(plan, fewest, named, request.explicit)
 
 
 def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
@@ -294,10 +309,10 @@ def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
     if plan.schedule != "recompute":
         return of_rows(plan, rows)
     plan, most_blocks = of_rows(plan, rows), -(-tokens // candidate.least_rows)
-    needed = needed_by(plan, of_tile)
-    if found := block_and_tile(plan, needed, most_blocks):
+    needed, most_rows = needed_by(plan, of_tile), tokens if named is None else balanced(tokens, named)
+    if found := block_and_tile(plan, needed, most_blocks, most_rows):
         return found
-    block = rows_of(tokens, most_blocks)
+    block = min(rows_of(tokens, most_blocks), most_rows)
     least_needed = needed(block, min(plan.sizes.vocab, CHUNK_MULTIPLE))
     return Miss(least_needed - plan.budget, least_needed, block)
 
@@ -344,15 +359,16 @@ def of_rows(plan: Plan, rows: int) -> Plan:
     return replace(plan, chunk_tokens=rows, block_tokens=rows)
 
 
-def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int) -> Plan | None:
-    """The recompute plan with the block and the tile that fit and whose products move the fewest bytes; or None."""
+def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int, most_rows: int) -> Plan | None:
+    """The recompute plan with the block and the tile that fit and whose products move the fewest bytes; or None.
+    ``most_rows``: of a block."""
     sizes, best, least, tried = plan.sizes, None, 0, 0
     # a tile reads all rows of hidden states, twice, and adds to their gradient
     read, added = 2 * sizes.dtype.itemsize, 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
     each_tile = sizes.tokens * sizes.hidden * (read + added)
     weight_sum = plan.weight_accumulate.itemsize if sizes.weight_grad else 0
     for blocks in range(1, most_blocks + 1):
-        block = rows_of(sizes.tokens, blocks)
+        block = min(rows_of(sizes.tokens, blocks), most_rows)
         if block == tried:
             continue
         # each block reads the weight, twice, and adds to its gradient

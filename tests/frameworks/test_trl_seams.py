@@ -2,6 +2,7 @@
 which `make test-frameworks` has too, has the first of them alone, with two outputs and no fused head of models."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,30 @@ def test_foreseen_log_probs(kind: str, every: bool, autocast: bool) -> None:
         with pytest.warns(UserWarning, match="another gradient than patch_trl"):
             ours = grads(both[0], other)
         assert_same(ours, grads(both[1], other), *((0.02, 0.02) if autocast else ()))
+
+
+@pytest.mark.parametrize("way", ["as foreseen", "another", "zero3"])
+def test_a_retained_graph(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second backward gives the first one's gradients, and a second derivative raises."""
+    leaves = operands()
+    if way == "zero3":
+        monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", lambda *parameters: contextlib.nullcontext())
+        leaves[1].ds_id = 1
+    foreseen = {"labels": torch.zeros(1, TOKENS + 1, dtype=torch.int64)}
+    before = STEP.set((SimpleNamespace(args=SimpleNamespace(loss_type="nll")), foreseen))
+    found = LogProbSeam({}, foresees=way != "zero3").apply(*leaves, TARGETS, 0.7, 32, None, 1.3, ("log_probs",))[0]
+    STEP.reset(before)
+    loss = found.mean() if way == "as foreseen" else (found * torch.linspace(-1, 1, TOKENS)).sum()
+    with warnings.catch_warnings(action="ignore"):
+        once = torch.autograd.grad(loss, leaves, retain_graph=True)
+        again = torch.autograd.grad(loss, leaves, retain_graph=True)
+        (slope,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="computes no second derivatives"):
+            slope.square().sum().backward(retain_graph=True)
+        loss.backward()
+    for one, other, leaf in zip(once, again, leaves, strict=True):
+        torch.testing.assert_close(other, one)
+        torch.testing.assert_close(leaf.grad, one)
 
 
 @pytest.mark.gpu
