@@ -11,7 +11,7 @@ import torch
 from tiers import first_of
 from tiny_models import pair, step, tokens
 
-from chunked_head import losses, metrics, patch_model
+from chunked_head import losses, metrics, patch_model, unpatch_model
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,17 @@ def test_strict_in_a_graph() -> None:
 
     with pytest.raises(Exception, match="would be computed for softmax at a place in a graph"):
         top(tokens())
+
+
+@pytest.mark.parametrize("later", [True, False], ids=["compiled later", "compiled before"])
+def test_a_compiled_model_that_is_unpatched(later: bool) -> None:
+    plain, model = pair()
+    compiled = torch.compile(model, backend="eager")
+    if not later:
+        compiled(**tokens())
+    unpatch_model(model)
+    torch.testing.assert_close(compiled(**tokens()).loss, plain(**tokens()).loss)
+    assert type(compiled(**tokens()).logits) is torch.Tensor
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from tiny_models import pair, tokens, transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from chunked_head import unpatch_model
+from chunked_head import metrics, patch_model, unpatch_model
 
 IDS = tokens()["input_ids"]
 
@@ -228,6 +228,19 @@ def test_functions_that_would_give_no_gradient() -> None:
     assert kind.apply(model(**tokens()).logits).materialise().requires_grad
     with torch.no_grad():
         torch.testing.assert_close(Squares.apply(model(**tokens()).logits), Squares.apply(plain(**tokens()).logits))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_metrics_of_a_forward_in_a_checkpoint_count_once(reentrant: bool) -> None:
+    model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()])
+    embedded = model.model.embed_tokens(IDS)
+
+    def loss(embedded: Any) -> Any:
+        return model(inputs_embeds=embedded, labels=IDS).loss
+
+    for _ in range(2):
+        checkpoint(loss, embedded.detach().requires_grad_(), use_reentrant=reentrant).backward()
+    assert model.chunked_head.take_metrics()["entropy"].count == 2 * 20
 
 
 @pytest.mark.parametrize("watch", [lambda x: x.retain_grad(), lambda x: x.register_hook(print)], ids=["keep", "hook"])

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from tiers import crossed
 from tiny_models import LazyLogits, assert_same, pair, step, tokens, transformers
 
-from chunked_head import patch_model, unpatch_model
+from chunked_head import metrics, patch_model, unpatch_model
 
 accelerate = pytest.importorskip("accelerate")
 IDS = tokens()["input_ids"]
@@ -65,6 +66,42 @@ def test_forwards_that_accelerate_hangs_on_modules(make: Any, how: str, first: s
         assert isinstance(same(), LazyLogits)
         unpatch_model(model)
         assert type(same()) is torch.Tensor
+
+
+def test_accelerate_takes_no_patch_off() -> None:
+    """As it unwraps a model, it follows ``__wrapped__`` from the forward inwards."""
+    model = tiny_models.llama()
+    signature = inspect.signature(model.forward)
+    patch_model(model, metrics=[metrics.entropy()])
+    assert inspect.signature(model.forward) == signature
+    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    step(prepared)
+    plain = accelerate.Accelerator(cpu=True).unwrap_model(prepared, keep_fp32_wrapper=False)
+    for fused in (2, 3):
+        step(plain)
+        assert plain.chunked_head.fused == fused
+    assert plain.chunked_head.take_metrics()["entropy"].count == 3 * 17
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_forward_that_hides_ours_after_a_step(asked: bool) -> None:
+    """Every step looks, for a forward that calls ours stays."""
+    model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()] if asked else [])
+    ours = model.forward
+    model.forward = lambda **given: ours(**given)
+    for _ in range(2):
+        step(model)
+
+    def hiding(self: Any, **given: Any) -> Any:
+        return type(self).class_before.forward(self, **given)
+
+    model.forward = types.MethodType(hiding, model)
+    message = (
+        r"outside of LlamaForCausalLM's forward \(by hiding at test_patch_frameworks\.py:\d+, which runs instead of "
+        r"the model's forward\).* let it call the forward that it finds on the model"
+    )
+    with pytest.raises(RuntimeError, match=message) if asked else pytest.warns(UserWarning, match=message):
+        step(model)
 
 
 OUTPUTS = {"tuple": lambda loss, logits: (loss, logits), "dict": lambda loss, logits: {"loss": loss, "logits": logits}}

@@ -209,7 +209,7 @@ def own_loss(model: Any, **given: Any) -> torch.Tensor:
 def test_what_has_no_part_in_the_loss_is_refused(asked: str, when: str) -> None:
     """In every training forward without labels, until the model has made a loss of its own."""
     model = patch_model(tiny_models.llama(), when=when, **ASKED[asked])
-    message = rf"{asked} of patch_model has no part.*test_patch_model\.py:\d+.*patch_trl.*when="
+    message = rf"{asked} of patch_model has no part.*test_patch_model\.py:\d+.*patch_model without {asked}.*patch_trl"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
             own_loss(model)
@@ -224,8 +224,9 @@ def test_a_forward_that_fuses_nothing_is_said_once() -> None:
     message = (
         r"outside of LlamaForCausalLM's forward \(the forward that test_patch_model\.py:\d+ called .* is not fused"
     )
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as said:
         own_loss(model).backward()
+    assert "patch_trl() for TRL's SFT, DPO, KTO, GRPO, RLOO and distillation trainers" in str(said[0].message)
     own_loss(model).backward()
     step(model)
     fusing = patch_model(tiny_models.llama())

@@ -20,7 +20,7 @@ from ...losses.base import Losses, Summand, as_losses
 from ...losses.user_checks import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
-from ..frameworks import check_named
+from ..frameworks import REPLACED, check_named
 from .head import FSDP1, sizes_of
 from .source import FORWARDS, MADE, running
 from .virtual import Rehearsed, Tail
@@ -30,11 +30,7 @@ OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into
            "deterministic", "precision", "backend")  # fmt: skip
 SKIPPED_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and its caller
-REMEDY = (
-    "train on the loss that the forward returns for its labels (label smoothing is an option of "
-    'losses.cross_entropy), call patch_trl() for TRL\'s trainers, or patch_model without them: when="training" then '
-    "fuses a loss outside of the forward as it is"
-)
+FOR_TRL = "patch_trl() for TRL's SFT, DPO, KTO, GRPO, RLOO and distillation trainers"
 
 
 class Agreement:
@@ -191,17 +187,34 @@ class Agreement:
 
     def made_outside(self, how: str) -> None:
         """Raises where ``loss`` or ``metrics`` have no part in a training step's loss; warns, once, without them."""
+        if self.asks:
+            trained = "train on the loss that the forward returns for its labels (label smoothing is an option of "
+            remedies = [f"{trained}losses.cross_entropy)"]
+            fused = " as it is" if self.when == "training" else ' with when="training"'
+            without = f"patch_model without {self.asks}, which fuses a loss outside of the forward{fused}"
+        else:
+            remedies = ["give the forward labels and train on its loss"]
+            without = 'patch_model(model, when="training") for losses outside of it'
+        self.is_passed_by(how, [*remedies, without, *([] if is_on_trl() else [FOR_TRL])])
+
+    def is_hidden(self, by: str) -> None:
+        """Says that a forward which hangs on the model, named by ``by``, ran instead of its class's."""
+        if self.asks or not is_on_trl():
+            remedies = ["let it call the forward that it finds on the model", *([] if is_on_trl() else [FOR_TRL])]
+            self.is_passed_by(f"by {by}, which runs instead of the model's forward", remedies)
+
+    def is_passed_by(self, how: str, remedies: Sequence[str]) -> None:
+        """Raises or warns of a loss of which this library has no part."""
         if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and in_backward()):
             return  # in backward a checkpoint runs the forward again
+        advice = ", or ".join(remedies)
         if self.asks:
             raise RuntimeError(
                 f"{self.asks} of patch_model has no part in a loss made outside of {self.model}'s forward ({how}); "
-                f"{REMEDY}"
+                f"{advice}"
             )
         self.warn(
-            f"chunked_head: a loss made outside of {self.model}'s forward ({how}) is not fused; "
-            'give the forward labels and train on its loss, patch_model(model, when="training") for losses outside '
-            "of it, or patch_trl() for TRL's trainers",
+            f"chunked_head: a loss made outside of {self.model}'s forward ({how}) is not fused; {advice}",
             once="outside",
         )
 
@@ -235,8 +248,8 @@ class Agreement:
         self.rehearsed.append(call._replace(made_at=place()))
 
     def takes(self, output: LossOutput) -> None:
-        """Adds a call's metrics."""
-        if output.metrics:
+        """Adds a call's metrics. In backward a checkpoint runs a forward again whose metrics are counted."""
+        if output.metrics and (torch.compiler.is_compiling() or not in_backward()):
             self.metrics[self.training] = combine([self.metrics[self.training], output.metrics])
 
     def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
@@ -244,6 +257,11 @@ class Agreement:
         ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
         taken, self.metrics[training] = self.metrics[training], {}
         return taken
+
+
+def is_on_trl() -> bool:
+    """True while ``patch_trl()`` is in effect."""
+    return any(path.startswith("trl.") for path, _ in REPLACED)
 
 
 def is_fully_sharded(module: Any) -> bool:

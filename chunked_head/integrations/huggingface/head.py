@@ -12,6 +12,7 @@ FSDP1 = "FullyShardedDataParallel"
 WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
 # hooks of these gather and free parameters or count, whatever the output is
 BLIND = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "deepspeed.", "accelerate.")
+SHOWN = "_chunked_head_shown"  # attribute of our forward: what comes out where its wrapper is taken off
 OLD_FORWARD = "_old_forward"  # attribute in which accelerate's hooks keep the forward that they call
 
 
@@ -145,7 +146,8 @@ def hides(module: Any) -> bool:
 
 
 def is_of_class(hung: Any, module: Any) -> bool:
-    return getattr(hung, "__func__", None) is type(module).forward and hung.__self__ is module
+    function, own = getattr(hung, "__func__", None), type(module).forward
+    return function in (own, getattr(own, SHOWN, own)) and hung.__self__ is module
 
 
 def hung_by(module: Any) -> str:

@@ -16,9 +16,9 @@ from ...core.checks import is_dtensor
 from ...losses.base import Losses
 from ...losses.user_checks import Function
 from ...metrics import Metric, all_reduce
-from ..frameworks import REPLACED
 from .agreement import Agreement
 from .head import (
+    SHOWN,
     NotUnderstood,
     base_model,
     embeddings,
@@ -162,14 +162,17 @@ class Patched:
         return made_again, (self.class_before,), self.__dict__.copy()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Patched):  # unpatched, and this method is still referenced
+            return type(self).__call__(self, *args, **kwargs)
         agreed: Any = self.__dict__.get(REPORT)
         hung = agreed is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
-        if not hung or not self.training or agreed.settled:
+        if not hung or not self.training or not hides(self):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        before = agreed.forwards = max(agreed.forwards, 0)
+        by, before = hung_by(self), max(agreed.forwards, 0)  # now: TRL takes its own off as it runs
+        agreed.forwards = before
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if agreed.forwards == before and (agreed.asks or not any(path.startswith("trl.") for path, _ in REPLACED)):
-            agreed.made_outside(f"by {hung_by(self)}, which runs instead of the model's forward")
+        if agreed.forwards == before:
+            agreed.is_hidden(by)
         return output
 
     def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
@@ -189,10 +192,10 @@ def made_again(base: type) -> Any:
 def patched_class(base: type) -> type:
     """The class of patched models of class ``base``, which goes by its name."""
     before = base.forward  # type: ignore[attr-defined]
-    names = [name for name in inspect.signature(before).parameters if name != "self"]
+    signature = inspect.signature(before)
+    names = [name for name in signature.parameters if name != "self"]
     places = {name: at for at, name in enumerate(names)}
 
-    @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
@@ -207,6 +210,13 @@ def patched_class(base: type) -> type:
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return without_logits(output) if agreed.logits is None and labelled and self.training else output
 
+    def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    # who takes wrappers off, as accelerate does, ends at a function of ours; its signature is the class's
+    functools.update_wrapper(shown, before).__dict__.pop("__wrapped__")
+    functools.update_wrapper(forward, shown).__dict__[SHOWN] = shown
+    shown.__dict__["__signature__"] = signature
     members = {
         "forward": forward, "class_before": base, "argument_at": places, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
