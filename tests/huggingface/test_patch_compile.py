@@ -157,6 +157,34 @@ def test_logits_that_are_written_to_in_a_graph_are_refused(write: Any, name: str
         torch.compile(loss, backend="eager")(model)
 
 
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "columns": lambda x: x[..., 5],
+    "select": lambda x: x.select(-1, 3),
+    "rows, then columns": lambda x: x[:, 1:][..., 7:],
+    "detached": lambda x: x.detach()[..., 7:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.filterwarnings("ignore:chunked_head")
+def test_what_is_written_through_a_view_in_a_graph(view: str) -> None:
+    """Reaches relatives, made before and after, as in the plain model's graph."""
+
+    def loss(model: Any) -> Any:
+        logits = model(input_ids=tokens()["input_ids"]).logits
+        part = logits[:, :-1]
+        VIEWS[view](logits).fill_(-3.0)
+        after = logits.logsumexp(-1)
+        return torch.nn.functional.cross_entropy(part.flatten(0, 1), tokens()["input_ids"][:, 1:].flatten()), after
+
+    found = []
+    for model in pair(when="training"):
+        value, after = torch.compile(loss, backend="eager", fullgraph=True)(model)
+        value.backward()
+        found.append((value.detach(), after.detach(), model.lm_head.weight.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def test_logits_used_in_a_graph_are_computed() -> None:
     plain, model = pair()
 

@@ -73,6 +73,7 @@ class Agreement:
         self.covered = False  # a model inside of this one took the head over
         self.training = True  # mode of the model in the forward that runs
         self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training and of evaluation
+        self.outputs: dict[Any, Any] = {}  # of heads that were asked
         self.warned: dict[str, str] = {}  # messages, by their occasion
         # losses of a model without numbers (explain.py), noted instead of made; None: losses are made
         self.rehearsed: list[Rehearsed] | None = None

@@ -19,7 +19,8 @@ from ...plan.plans import Plan, as_text, facts
 from ...plan.sizes import MiB
 from .agreement import Agreement
 from .fused import COPIES_OF_LOGITS, rows_at_once
-from .head import OLD_FORWARD, find_head, hides, watcher
+from .head import OLD_FORWARD, find_head, hides, sizes_of, watcher
+from .output import ask
 from .patch import LABELS, REPORT, patch_model, the_model, unpatch_model
 from .virtual import Rehearsed, Tail
 
@@ -117,8 +118,8 @@ def explain_model(
             agreed: Agreement = getattr(copied, REPORT)
             if agreed.head is None:
                 return replace(found, reason=agreed.mechanism.removeprefix("none: "))
-            found, vocab = replace(found, patched=True, head=agreed.head_in_words), agreed.head.columns
-            hook = watcher(find_head(inner))
+            found, (vocab, _) = replace(found, patched=True, head=agreed.head_in_words), sizes_of(agreed.head) or (0, 0)
+            hook = watcher(find_head(inner)) or alone(find_head(inner), agreed.head)
             failure = "" if hook else rehearse(copied, agreed, inputs, autocast)
         said = [text.removeprefix("chunked_head: ") for text in agreed.warned.values()]
         said += [f"{found.model}'s logits are computed after all, for {hook}"] if hook else []
@@ -129,6 +130,15 @@ def explain_model(
         return replace(found, reason=reason or "its loss does not go through its head")
     finally:
         unpatch_model(copied)
+
+
+def alone(head: Any, copied: Any) -> str:
+    """Why a head's own forward has to have its rows as they are; empty where it has not, or cannot be asked."""
+    tensors = [tensor for tensor in (*head.parameters(), *head.buffers()) if tensor.is_floating_point()]
+    if copied.reads_weight or not tensors or any(tensor.is_meta for tensor in tensors):
+        return ""
+    columns = (sizes_of(head) or (0, 0))[1]
+    return ask(head, tensors[0].new_empty(1, columns), None, hooked=True).reason
 
 
 def with_memory(

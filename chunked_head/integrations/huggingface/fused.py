@@ -63,7 +63,7 @@ class LazyLoss:
         """A loss without a number, of hidden states without numbers."""
         source = self.source
         casts = [argument for name, argument in self.steps if name == "cast"]
-        read = torch.float32 if source.autocast is not None else (hidden.dtype, *casts)[-1]
+        read = torch.float32 if source.autocast is not None else (source.output.dtype, *casts)[-1]
         call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, self.loss, self.reduction)
         source.patch.rehearses(call)
         shape = self.target.shape if self.reduction == "none" else ()
@@ -79,7 +79,7 @@ class LazyLoss:
         if patch.rehearsed is not None:
             return self.rehearse(hidden, None, None)
         rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
-        chunk = rows_at_once(self.source.head.columns)
+        chunk = rows_at_once(self.source.output.columns)
         parts = zip(rows.split(chunk), target.split(chunk), strict=True)
         pieces = [checkpoint(self.part, head, *part, [], use_reentrant=False) for part in parts]
         if self.reduction == "none":
@@ -98,10 +98,10 @@ class LazyLoss:
                     "the head's parameters have been modified by an inplace operation since; call backward before"
                 )
             before[:] = written
-        found = logits_loss(
-            replay(head(rows), self.steps), ids, self.loss, metrics=self.measured, ignore_index=self.ignore_index,
-            reduction="none" if self.reduction == "none" else "sum",
-        )  # fmt: skip
+        logits = replay(self.source.output.check(head(rows)), self.steps)
+        reduction = "none" if self.reduction == "none" else "sum"
+        options: Any = {"metrics": self.measured, "ignore_index": self.ignore_index, "reduction": reduction}
+        found = logits_loss(logits, ids, self.loss, **options)
         if not again:
             patch.takes(found)
         return found.loss
@@ -144,8 +144,7 @@ def cross_entropy(
         value = source.inside(logits.hidden, request.from_weight)
     else:
         with source.taken():
-            value = request.by_chunks(logits.hidden, source.head.real)
-        rounded = False  # a forward of its own may give other dtypes than it takes
+            value = request.by_chunks(logits.hidden, source.call)
     patch.fuses(tail, by_model)
     return value.to(logits.dtype if rounded else wide(logits.dtype))
 
@@ -155,9 +154,9 @@ def head_of(source: Source, tail: Tail, head: Any) -> dict[str, Any]:
     weight = head.weight  # once: a parametrised one is computed each time
     if is_dtensor(weight):
         raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
-    if weight.shape[0] != source.head.columns:
+    if weight.shape[0] != source.output.columns:
         raise RuntimeError(
-            f"the head's weight has {weight.shape[0]} rows where {source.head.columns} were expected; if a sharding "
+            f"the head's weight has {weight.shape[0]} rows where {source.output.columns} were expected; if a sharding "
             "framework holds a part of it, its hooks have to run around the head's call"
         )
     cropped = weight if tail.vocab is None else weight[: tail.vocab]

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 
+from ...core.checks import is_dtensor
+
 FSDP1 = "FullyShardedDataParallel"
 # modules around a head, and where they have it: what FSDP1 gathers is there while its forward runs
 WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
@@ -96,19 +98,39 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
     for module in (unwrapped(head), getattr(head, "original_module", None)):
         rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
         if isinstance(rows, int) and isinstance(columns, int):
-            return rows, columns
+            weight: Any = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+            # users and PEFT put other weights in its place; those of quantising libraries and shards have other shapes
+            whole = (type(weight) is nn.Parameter or is_dtensor(weight)) and weight.dim() == 2
+            return (weight.shape[0], weight.shape[1]) if whole else (rows, columns)
     return None
 
 
 def watcher(head: Any) -> str | None:
-    """The name of a hook that reads the head's output or its gradient, so that logits have to exist; None without."""
-    forward = (head._forward_hooks, of_all_modules._global_forward_hooks)
-    backward = (head._backward_hooks, head._backward_pre_hooks)
-    for kind, registered in (("forward", forward), ("backward", backward)):
-        for hook in (hook for hooks in registered for hook in hooks.values()):
-            if not module_of(hook).startswith(BLIND):
-                return f"a {kind} hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
+    """The name of a hook for which logits have to exist as they are; None without: one that reads the head's output or
+    its gradient, or that reads what a module inside of the head is given."""
+    for module in head.modules():
+        forward = (module._forward_hooks, of_all_modules._global_forward_hooks)
+        kinds = {"forward": forward, "backward": (module._backward_hooks, module._backward_pre_hooks)}
+        if module is not head:
+            kinds["forward pre-"] = (module._forward_pre_hooks, of_all_modules._global_forward_pre_hooks)
+        for kind, registered in kinds.items():
+            for hook in (hook for hooks in registered for hook in hooks.values()):
+                if not module_of(hook).startswith(BLIND):
+                    return f"a {kind} hook, {name_of_hook(hook)}"
     return None
+
+
+def pre_hook(head: Any) -> tuple[str | None, bool]:
+    """The name of a hook that reads or changes what the head is given, and whether frameworks' hooks are beside it."""
+    own = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    blind = [module_of(hook).startswith(BLIND) for hook in own]
+    hooks = [*own, *of_all_modules._global_forward_pre_hooks.values()]
+    names = [name_of_hook(hook) for hook in hooks if not module_of(hook).startswith(BLIND)]
+    return names[0] if names else None, any(blind)
+
+
+def name_of_hook(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def module_of(hook: Any) -> str:

@@ -2,22 +2,33 @@
 
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
+from torch.utils.hooks import RemovableHandle
 
 from ...core.checks import is_dtensor
 from .fused import LOG_SOFTMAX, STATISTICS, Read, Rows, cross_entropy, log_softmax, nll_loss, outputs_of
+from .head import BLIND, module_of
 from .source import changed, version
 from .virtual import COPIES as PLAIN_COPIES
 from .virtual import OPERATORS, VIEWS, Virtual, picks
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
+
+
+class View(NamedTuple):
+    """A function of logits that gives a view of them, or one of several."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = {}
+    at: int | None = None
 
 
 class LazyLogits(Tensor):
@@ -32,15 +43,19 @@ class LazyLogits(Tensor):
     _virtual: Virtual
     _written: int | None  # what had been written to the hidden states by then
     _rows: tuple[tuple[Tensor | None, int | None, bool], Rows] | None  # statistics, and of which ids
+    _origin: "LazyLogits | None"  # what these are a view of
+    _way: View | None  # from the base's numbers to these
     _family: "list[weakref.ref[LazyLogits]]"  # lazy logits that would share memory with these, and these
+    _is_shared: bool  # the numbers are in the base's memory
 
     @staticmethod
-    def of(virtual: Virtual, family: "list[weakref.ref[LazyLogits]] | None" = None) -> "LazyLogits":
-        device = virtual.hidden.device
-        made = Tensor._make_wrapper_subclass(LazyLogits, virtual.shape, dtype=virtual.dtype, device=device)
+    def of(virtual: Virtual, base: "LazyLogits | None" = None, way: View | None = None) -> "LazyLogits":
+        shape, dtype, device = virtual.shape, virtual.dtype, virtual.device
+        made = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
         made._virtual, made._rows, made._real = virtual, None, None
         made._written = version(virtual.hidden)
-        made._family = [] if family is None else family
+        made._origin, made._way, made._is_shared = base, way, False
+        made._family = [] if base is None else base._family
         made._family.append(weakref.ref(made))
         return made
 
@@ -63,6 +78,33 @@ class LazyLogits(Tensor):
                     "after the forward, before its backward, or leave the model unpatched"
                 ) from error
         return self._real
+
+    def share(self) -> None:
+        """Computes all logits of a family in one memory, for what may be written to one of them."""
+        for reference in self._family:
+            relative = reference()
+            if relative is not None:
+                relative.in_memory()
+
+    def in_memory(self) -> Tensor:
+        """These logits, as a view of their base's."""
+        if self._origin is None:
+            self.materialise()
+        elif not self._is_shared:
+            with torch.set_grad_enabled(self._virtual.source.grad):
+                self._real = through(self._origin.in_memory(), self._way)
+        self._is_shared = True
+        assert self._real is not None
+        return self._real
+
+    def has_gradient(self) -> bool:
+        """``requires_grad`` of the logits."""
+        if self._real is not None:
+            return self._real.requires_grad
+        virtual = self._virtual
+        operands = [virtual.hidden, *(argument for _, argument in virtual.steps if isinstance(argument, Tensor))]
+        source = virtual.source
+        return source.grad and any(tensor.requires_grad for tensor in (*operands, *source.head.parameters()))
 
     def check_unchanged(self) -> None:
         """Raises where the logits would not be those of the time when the head was called."""
@@ -100,27 +142,75 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function in GRADIENTS and isinstance(args[0], LazyLogits):
+            return args[0].has_gradient() == (named(function) == "requires_grad")
         if function in QUERIES:
             return Tensor.__torch_function__(function, (), args, kwargs)  # from shape, dtype and device
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, LazyLogits):
-            refuse(first, function)
+        if isinstance(first, LazyLogits) and watches(first, function, args):
+            return RemovableHandle({})
         if isinstance(first, LazyLogits) and refuse_functions(first) and named(function) in ("detach", "clone"):
-            passed = LazyLogits.of(first._virtual, first._family)
+            passed = LazyLogits.of(first._virtual, first, View(lambda logits: logits))
             passed._real = first._real
             return passed
         if isinstance(first, LazyLogits) and first._real is None:
             found = lazily(first, function, args, kwargs)
             if found is not NotImplemented:
                 return found
-        return function(*computed(args, named(function)), **computed(kwargs, named(function)))
+        return computing(function, named(function), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # what comes by C++ past __torch_function__
-        return function(*computed(args, str(function)), **computed(kwargs or {}, str(function)))
+        return computing(function, str(function), args, kwargs or {})
+
+
+def through(logits: Tensor, way: Any) -> Tensor:
+    """A view of logits."""
+    made: Any = way.function(logits, *way.arguments, **way.named)
+    view: Tensor = made if way.at is None else list(made)[way.at]
+    return view
+
+
+def computing(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A function of computed logits. Where it writes to them, or gives what may be written to later, all of their
+    family are in one memory."""
+    lazy = [*lazy_in(args), *lazy_in(kwargs)]
+    writing = writes(name) or "out" in kwargs
+    for logits in lazy if writing else []:
+        will_compute(logits, name)
+        logits.share()
+    made = function(*computed(args, name), **computed(kwargs, name))
+    if writing:
+        return made
+    apart = [one for one in lazy if not one._is_shared and sum(member() is not None for member in one._family) > 1]
+    if any(is_view(made, one._real) for one in apart):
+        if made is apart[0]._real:  # as of a cast to its own dtype
+            return apart[0]
+        for logits in apart:
+            logits.share()
+        return function(*computed(args, name), **computed(kwargs, name))
+    return made
+
+
+def lazy_in(value: Any) -> list[LazyLogits]:
+    if isinstance(value, LazyLogits):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [found for part in parts for found in lazy_in(part)]
+
+
+def is_view(value: Any, logits: Any) -> bool:
+    """False for what shares no memory with logits."""
+    if isinstance(value, (tuple, list)):
+        return any(is_view(part, logits) for part in value)
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return False
+    if type(value) is not Tensor or type(logits) is not Tensor:
+        return True
+    return value.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
 
 
 def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -142,10 +232,10 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if found is NotImplemented:
         return found
     copied = name not in VIEWS or (name == "__getitem__" and picks(rest[0]))
-    family = None if copied else first._family
+    base, way = (None, None) if copied else (first, View(function, rest, kwargs))
     if isinstance(found, Virtual):
-        return first if found is virtual and name != "clone" else LazyLogits.of(found, family)
-    parts = tuple(LazyLogits.of(part, family) for part in found)
+        return first if found is virtual and name not in ("clone", "contiguous") else LazyLogits.of(found, base, way)
+    parts = tuple(LazyLogits.of(part, base, way and way._replace(at=at)) for at, part in enumerate(found))
     if name in ("__iter__", "unbind") and not any((*rest, *kwargs.values())):  # along the first dimension
         first.hand_down(parts)
     return iter(parts) if name == "__iter__" else parts
@@ -153,22 +243,22 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
 
 def writes(name: str) -> bool:
     """True for the name of a function that writes to its tensor."""
+    name = name.split(".")[1] if name.startswith("aten.") else name
     return name in WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
-def refuse(logits: LazyLogits, function: Any) -> None:
-    """Raises for a write that would not reach views of lazy logits, and where their gradient is waited for."""
+def watches(logits: LazyLogits, function: Any, args: Any) -> bool:
+    """True for a framework's hook on the gradient of lazy logits, which are none of its module's outputs until they
+    are computed. Raises where a user waits for their gradient."""
     name = named(function)
-    if writes(name) and sum(one() is not None for one in logits._family) > 1:
-        raise RuntimeError(
-            f"{name} on lazy logits that other tensors are views of is not supported: call it on logits.materialise(), "
-            "or leave the model unpatched"
-        )
-    if name in WATCHING and logits._real is None:
-        raise RuntimeError(
-            f"{name} on lazy logits is not supported: a loss of them has no gradient of logits. Call it on "
-            "logits.materialise() before the loss is computed, or leave the model unpatched"
-        )
+    if name not in WATCHING or logits._real is not None:
+        return False
+    if len(args) > 1 and module_of(args[1]).startswith(BLIND):
+        return True
+    raise RuntimeError(
+        f"{name} on lazy logits is not supported: a loss of them has no gradient of logits. Call it on "
+        "logits.materialise() before the loss is computed, or leave the model unpatched"
+    )
 
 
 def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -184,17 +274,22 @@ RESULTS: dict[str, Any] = {"cross_entropy": cross_entropy, "nll_loss": nll_loss,
 def computed(value: Any, what: str) -> Any:
     """A value with real logits for lazy ones, in containers too."""
     if isinstance(value, LazyLogits):
-        refuse_functions(value)
-        if value._real is None:
-            value._virtual.source.patch.materialises(what)
+        will_compute(value, what)
         return value.materialise()
-    if isinstance(value, TracedLogits):
+    if hasattr(type(value), "computed"):  # TracedLogits
         return value.computed(what)
     if isinstance(value, (tuple, list)):
         return type(value)([computed(part, what) for part in value])
     if isinstance(value, dict):
         return {key: computed(part, what) for key, part in value.items()}
     return value
+
+
+def will_compute(logits: LazyLogits, what: str) -> None:
+    """Counts logits that are about to be computed for ``what``; raises where they must not be."""
+    refuse_functions(logits)
+    if logits._real is None:
+        logits._virtual.source.patch.materialises(what)
 
 
 def refuse_functions(logits: LazyLogits) -> bool:
@@ -250,92 +345,10 @@ PASSING = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")
 WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-              "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn",
-              "names")  # fmt: skip
+              "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes", "grad_fn", "names")  # fmt: skip
+GRADIENTS = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__}  # type: ignore[attr-defined]
 QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.get_device, Tensor.__hash__, Tensor.is_inference,
     Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_inference,
 }  # fmt: skip
-
-
-class TracedLogits:
-    """Lazy logits inside of ``torch.compile``: a plain object with a tensor's methods, which a graph can be traced
-    through. Whatever else is asked of it computes the logits in the graph."""
-
-    def __init__(self, virtual: Virtual):
-        self._virtual = virtual
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._virtual.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._virtual.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._virtual.hidden.device
-
-    @property
-    def ndim(self) -> int:
-        return self._virtual.hidden.ndim
-
-    def dim(self) -> int:
-        return self._virtual.hidden.dim()
-
-    def size(self, dim: int | None = None) -> Any:
-        shape = self.shape
-        return shape if dim is None else shape[dim]
-
-    def materialise(self) -> Tensor:
-        return self._virtual.source.real(self._virtual)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_virtual":
-            raise AttributeError(name)
-        return getattr(self.computed(name), name)
-
-    def computed(self, what: str) -> Tensor:
-        """The logits, for what only reads them: what is written to them would reach a copy."""
-        if writes(what):
-            raise RuntimeError(f"{what} on lazy logits inside of torch.compile is not supported; unpatch the model")
-        self._virtual.source.patch.materialises(what)
-        return self.materialise()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        first = args[0] if args else kwargs.pop("input", None)
-        if isinstance(first, TracedLogits):
-            if function is F.cross_entropy:
-                found = cross_entropy(first._virtual, *args[1:], **kwargs)
-                if found is not NotImplemented:
-                    return found
-            elif function is torch.tanh:
-                return first.tanh()
-            args = (first, *args[1:])
-        name = function.__name__
-        return function(*computed(args, name), **computed(kwargs, name))
-
-
-def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor's method of lazy logits."""
-    operation = (PLAIN_COPIES | VIEWS).get(name)
-    found = NotImplemented if operation is None else operation(logits._virtual, *args, **kwargs)
-    if found is NotImplemented:
-        return getattr(logits.computed(name), name)(*args, **kwargs)
-    return TracedLogits(found) if isinstance(found, Virtual) else tuple([TracedLogits(part) for part in found])
-
-
-def method(name: str) -> Callable[..., Any]:
-    def called(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
-        return done(self, name, args, kwargs)
-
-    return called
-
-
-for _name in (*PLAIN_COPIES, *VIEWS, *OPERATORS, *WRITING):
-    if _name != "__iter__":
-        setattr(TracedLogits, _name, method(OPERATORS.get(_name, _name)))

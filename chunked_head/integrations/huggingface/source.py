@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .output import Output, output_of
 from .virtual import Virtual, replay
 
 ROWS_AT_ONCE = 1024  # of real logits where a row's result is all that stays
@@ -75,21 +76,30 @@ def count_writes(optimizer: Any, *_: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """``head``: the module, whose ``real`` call computes. ``patch``: what was agreed on for its model."""
+    """``head``: the module, whose call computes. ``patch``: what was agreed on for its model."""
 
     head: Any
     patch: Any
     grad: bool
     autocast: torch.dtype | None  # autocast's dtype where it was on
     device_type: str
+    output: Output
+    hooked: bool  # the head's pre-hooks have run
     parameters: Versions = ()  # the head's
 
     @classmethod
-    def here(cls, head: Any, patch: Any, hidden: Tensor) -> "Source":
+    def here(cls, head: Any, patch: Any, hidden: Tensor, hooked: bool) -> "Source":
         kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no device without numbers
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         parameters = () if torch.compiler.is_compiling() else versions(head)
-        return cls(head, patch, torch.is_grad_enabled(), autocast, kind, parameters)
+        output = output_of(head, hidden, autocast, hooked, patch.outputs)
+        return cls(head, patch, torch.is_grad_enabled(), autocast, kind, output, hooked, parameters)
+
+    def call(self, hidden: Tensor, **given: Any) -> Any:
+        """The head's own call, without the hooks that have run."""
+        if self.hooked:
+            return self.head.forward(hidden, **given)
+        return (self.head.real if self.fuses else self.head)(hidden, **given)
 
     @property
     def fuses(self) -> bool:
@@ -118,12 +128,12 @@ class Source:
         """``function(head, hidden, forward)`` inside of the head's call, where its hooks have made its parameters
         ready."""
         with self.taken():
-            return self.head.real(hidden, chunked_head_loss=function)
+            return self.call(hidden, chunked_head_loss=function)
 
     def real(self, logits: Virtual) -> Tensor:
         """The logits [..., vocab], computed by the head itself with all its hooks."""
         with self.state():
-            computed = (self.head.real if self.fuses else self.head)(logits.hidden)
+            computed = self.output.check(self.call(logits.hidden))
         # operations on them followed the autocast of their place: the steps say what came of it
         with self.state(autocast=False):
             return replay(computed, logits.steps)

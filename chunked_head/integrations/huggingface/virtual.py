@@ -39,6 +39,11 @@ class Virtual:
     def shape(self) -> tuple[int, ...]:
         return (*self.hidden.shape[:-1], self.vocab)
 
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.source.output.device
+        return device
+
     def then(self, name: str, argument: Any = None) -> "Virtual":
         return self.but(steps=(*self.steps, (name, argument)))
 
@@ -88,7 +93,7 @@ def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
             dtype, device = argument.dtype, argument.device
         elif isinstance(argument, (str, int, torch.device)) and not isinstance(argument, bool):
             device = argument
-    if device is not None and torch.empty(0, device=device).device != v.hidden.device:
+    if device is not None and torch.empty(0, device=device).device != v.device:
         return NotImplemented
     return v if dtype is None else cast(v, dtype)
 
