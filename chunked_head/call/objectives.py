@@ -13,7 +13,8 @@ from ..arithmetic.objective import Expected, Objective, ScalarObjective, StatsOb
 from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
-from ..parallel.groups import TokenParallel, agree
+from ..parallel.agreement import agree
+from ..parallel.groups import TokenParallel
 from ..parallel.tokens import RankSums, add_up
 from ..stores.operands import Kept
 from .tokens import Tokens
@@ -26,8 +27,10 @@ def objective_of(tokens: Tokens) -> Objective:
     """The sum of losses as one number, or for each token, or statistics of each token."""
     call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
-        # all ranks raise if their calls differ
-        agree(call_fields(tokens) | {"vocab": str(call.vocab)}, parallel.group, call.device, "TokenParallel")
+        in_common = call_fields(tokens) | {"vocab": str(call.vocab)}
+        zero_or_nan = agree(in_common, parallel.group, call.device, "TokenParallel")
+        one_or_nan = tokens.one_or_nan + zero_or_nan
+        tokens = replace(tokens, one_or_nan=one_or_nan, inverse=tokens.inverse + zero_or_nan)
     if call.outputs:
         return of_each_token(tokens)
     if parallel is not None:
@@ -220,15 +223,17 @@ def call_fields(tokens: Tokens) -> dict[str, str]:
         value = getattr(call, name)  # a new number is no new kind of call
         found[name] = "number" if isinstance(value, int | float) else shown(value)
     for coefficient, summand in tokens.call.losses.terms:
-        factor = coefficient if isinstance(coefficient, int | float) else "tensor"
-        traits = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
+        factor = float(coefficient) if isinstance(coefficient, int | float) else "tensor"
+        traits = {name: getattr(summand, name) for name in ("reduction", "unit", "scope", "temperature")}
         traits |= {"coefficient": factor, **summand.options}
         found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in traits.items()}
     for metric in tokens.call.metrics:
-        traits = {"reduce": metric.reduce, **metric.options}
+        traits = {"reduce": metric.reduce, "temperature": metric.temperature, **metric.options}
         found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in traits.items()}
-    for name in ("temperature", "logit_scale", "softcap", "ignore_index", "shift"):
-        found[name] = shown(getattr(call, name))
+    for name in ("temperature", "logit_scale", "softcap"):
+        value = getattr(call, name)
+        found[name] = shown(float(value) if isinstance(value, int) else value)
+    found |= {name: str(getattr(call, name)) for name in ("ignore_index", "shift")}
     found["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
     found["num_segments"], found["batch"] = str(call.num_segments), str(sorted(batch))
     return found | {"dtype": str(tokens.spec.dtype)}

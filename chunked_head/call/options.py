@@ -86,8 +86,8 @@ class Execution(TypedDict, total=False):
             weight that autocast casts). None: 1.25 GiB, or a chunk of 2048 tokens if larger, and an fp32 accumulator
             on top where a 16-bit weight's gradient would else be added over more than 8 chunks. Less for each of the
             ranks that share the vocabulary: docs/guides/memory.md.
-        chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives; of a backward that
-            makes gradients too.
+        chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives; also of a
+            backward that makes gradients.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
             weight's own over few chunks), ``torch.float32`` or the weight's dtype. Under ``torch.compile`` 16-bit
             gradients wait for the upstream gradient in float32 only where it is named here.

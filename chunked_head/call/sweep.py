@@ -12,6 +12,7 @@ from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.stats import Coefficients, RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
+from ..parallel.agreement import begin_backward
 from ..parallel.shard import Shard
 from ..plan.planner import find_late_plan
 from ..plan.plans import Plan
@@ -260,8 +261,10 @@ class HeadCall(LocalCall):
         self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias once the upstream gradients are known."""
-        if self.shard is not None and not isinstance(self.objective, ScalarObjective):
-            upstream = self.shard.upstream_of_all_ranks(upstream)
+        if self.shard is not None:
+            begin_backward(self.shard.group)
+            if not isinstance(self.objective, ScalarObjective):
+                upstream = self.shard.upstream_of_all_ranks(upstream)
         coefficients = self.objective.coefficients_for(stats, upstream)
         return self.recomputing().recompute(operands, stats, coefficients)
 

@@ -263,8 +263,11 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
     return {**metrics, **over_ranks(partial, ranks)}
 
 
-def over_ranks(metrics: Mapping[str, MetricValue], group: Any, counts: bool = True) -> dict[str, MetricValue]:
-    """Sums and extrema of all ranks' metrics, in one message; ``counts`` unless they are of all ranks already."""
+def over_ranks(
+    metrics: Mapping[str, MetricValue], group: Any, counts: bool = True, gather: Callable[..., Any] | None = None
+) -> dict[str, MetricValue]:
+    """Sums and extrema of all ranks' metrics, in one message; ``counts`` unless they are of all ranks already.
+    ``gather``: in place of ``torch.distributed``'s."""
     which = ("sum", "count", "extremum") if counts else ("sum", "extremum")
     # the same order on every rank
     parts = [(name, part) for name in sorted(metrics) for part in which if getattr(metrics[name], part) is not None]
@@ -273,7 +276,7 @@ def over_ranks(metrics: Mapping[str, MetricValue], group: Any, counts: bool = Tr
     local = [getattr(metrics[name], part) for name, part in parts]
     packed = torch.cat([each.reshape(-1).double() for each in local])
     every = packed.new_empty(group.size(), len(packed))
-    torch.distributed.all_gather_into_tensor(every.view(-1), packed, group=group)
+    (gather or torch.distributed.all_gather_into_tensor)(every.view(-1), packed, group=group)
     found = dict(metrics)
     for (name, part), mine, pieces in zip(parts, local, every.split([each.numel() for each in local], 1), strict=True):
         reduced = {"mean": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}[metrics[name].reduce]

@@ -1,26 +1,16 @@
-"""Ranks that share a call by rows of the head or by tokens, their agreement before messages, and shifted targets."""
+"""Ranks that share a call by rows of the head or by tokens, and shifted targets."""
 
-import contextlib
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
 
 from ..core.checks import check_int, choice, flag
-from ..kernels.common.cache import Cache
 
-LONGEST = 160  # letters of a value in an error
 ROWS = "rows of VocabParallel"  # name of what ranks compare
-
-# Hashes of calls that all ranks of a group have agreed on, by group: torch.distributed may reuse names once it was shut
-# down. All ranks forget the same ones, since they ask in the same order.
-AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
 MOST_IDS = 1 << 24  # ids travel with statistics as floats, exact up to here
 LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
 
@@ -174,55 +164,6 @@ def process_group(group: Any, what: str) -> Any:
     if distributed.get_rank(group) < 0:
         raise ValueError(f"this process is none of the group that {what} was given")
     return group
-
-
-def agrees_each_time(device: torch.device) -> bool:
-    """True where ranks compare every call, since the host reads messages without waiting; else new kinds only."""
-    return device.type == "cpu"
-
-
-def agree(fields: dict[str, str], group: Any, device: torch.device, what: str) -> int:
-    """Compares ``fields`` over ranks, raises on all of them where they differ, and returns the fields' hash.
-
-    One message compares hashes: on the CPU before every call; elsewhere, where the host must wait for it, before the
-    first of its kind.
-    """
-    key = int.from_bytes(hashlib.sha256(repr(sorted(fields.items())).encode()).digest()[:7], "big")
-    agreed = AGREED.setdefault(group, Cache(4096))
-    if agrees_each_time(device) or agreed.get(key) is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
-        mine = torch.tensor([key], dtype=torch.int64, device=device)
-        keys = mine.new_empty(distributed.get_world_size(group))
-        distributed.all_gather_into_tensor(keys, mine, group=group)
-        if len(set(keys.tolist())) > 1:
-            every: list[Any] = [None] * len(keys)
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                distributed.all_gather_object(every, fields, group)
-            raise difference(every, what)
-        agreed[key] = True
-    return key
-
-
-def difference(every: list[dict[str, str]], what: str) -> ValueError:
-    """An error, equal on all ranks: the first field that differs, with its values on rank 0 and another."""
-    first = every[0]
-    other = next(rank for rank, given in enumerate(every) if given != first)
-    name = next(name for name in {**first, **every[other]} if first.get(name) != every[other].get(name))
-    here, there = (every[rank].get(name, "missing")[:LONGEST] for rank in (0, other))
-    return ValueError(
-        f"ranks of {what} make different calls: {name} is {here} on rank 0 and {there} on rank {other}; it must be the "
-        f"same on all ranks{split_remedy(every) if name == ROWS else ''}"
-    )
-
-
-def split_remedy(every: list[dict[str, str]]) -> str:
-    """What tells ranks how many rows each holds, for the end of an error; each believes that all hold as many as it."""
-    if not all(ROWS in fields for fields in every):
-        return ""
-    rows = [json.loads(fields[ROWS])[rank] for rank, fields in enumerate(every)]
-    right = part_sizes(sum(rows), len(rows)) == tuple(rows)
-    return f"; ranks hold {rows} rows: pass " + (f"vocab_size={sum(rows)}" if right else f"VocabParallel(rows={rows})")
 
 
 def shift_targets(

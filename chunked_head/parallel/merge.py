@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..core.stats import RowStats
+from .agreement import all_gather, all_reduce, reduce_scatter
 
 
 class GatheredStats(NamedTuple):
@@ -71,7 +72,7 @@ class SummedRows:
 
     def done(self, hidden: Tensor, at: slice) -> None:
         """Starts the sum over ranks of rows ``at``."""
-        self.works.append(distributed.all_reduce(hidden[at], group=self.group, async_op=True))
+        self.works.append(all_reduce(hidden[at], self.group, async_op=True))
 
     def wait(self) -> None:
         for work in self.works:
@@ -102,10 +103,7 @@ class ScatteredRows:
         by_rank = self.buffer[: at.stop - at.start].view(len(local), self.ranks, -1).transpose(0, 1)
         # a copy even where the layout is right already: the next products write to the buffer meanwhile
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)
-        work = distributed.reduce_scatter_tensor(
-            local, by_rank.view(-1, hidden.shape[1]), group=self.group, async_op=True
-        )
-        self.last = work, by_rank
+        self.last = reduce_scatter(local, by_rank.view(-1, hidden.shape[1]), self.group), by_rank
 
     def wait(self) -> None:
         if self.last is not None:
@@ -119,7 +117,7 @@ def interleaved(local: Tensor, group: Any) -> Tensor:
     sent = local.contiguous()
     as_bytes = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
     gathered = as_bytes.new_empty(ranks * len(sent), *sent.shape[1:])
-    distributed.all_gather_into_tensor(gathered, as_bytes, group=group)
+    all_gather(gathered, as_bytes, group)
     ordered = gathered.view(ranks, len(sent), *sent.shape[1:]).transpose(0, 1).reshape(gathered.shape)
     return ordered.view(sent.dtype)
 
@@ -135,6 +133,6 @@ class GatheredRows:
         """Rows ``at`` of the call as they came, and where in them each of the call's is."""
         local = self.hidden[at.start // self.ranks : at.stop // self.ranks]
         gathered = self.buffer[: at.stop - at.start]
-        distributed.all_gather_into_tensor(gathered, local.contiguous(), group=self.group)
+        all_gather(gathered, local.contiguous(), self.group)
         order = torch.arange(len(gathered), device=local.device).view(self.ranks, len(local)).t().reshape(-1)
         return gathered, order

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ..core.stats import PAIR_STATS, Demand, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
-from .groups import MOST_IDS, ROWS, VocabParallel, agree
+from .agreement import agree, all_gather, all_reduce
+from .groups import MOST_IDS, ROWS, VocabParallel
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
 # of a row's sum of absolute values: less than between different rows, more than between roundings of one row
@@ -25,7 +26,7 @@ class Shard:
     vocab: int  # ids on all ranks
     rows: tuple[int, ...]  # ids on each rank
     compares_hidden: bool = False  # ranks compare hidden states, not targets, to find different tokens
-    kind: int = 0  # of call, a hash of what ranks have agreed on
+    zero_or_nan: Tensor | None = None  # [] nan where ranks make different calls
 
     @property
     def group(self) -> Any:
@@ -61,19 +62,18 @@ class Shard:
         return torch.where(inside, ids - self.here.start, -1)
 
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
-        """This part, in a call that all ranks agree on; raises on every rank where ``fields`` differ."""
+        """This part, in a call that all ranks agree on; raises where the host sees that ``fields`` differ."""
         split = {ROWS: str(list(self.rows)), "vocab_size": str(self.vocab)}
         split["sequence_sharded"] = str(self.parallel.sequence_sharded)
-        return replace(self, kind=agree(split | fields, self.group, device, "VocabParallel"))
+        return replace(self, zero_or_nan=agree(split | fields, self.group, device, "VocabParallel"))
 
     def token_checks(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens] numbers, equal on ranks that make the same call: ``target`` [tokens] plus the hash of the kind of
-        call, modulo 2^24, up to which floats are exact. They find ranks with other tokens, or in another known call."""
-        return ((target + self.kind % MOST_IDS) % MOST_IDS).to(dtype)
+        """[tokens] numbers, equal on ranks with the same tokens: ``target`` modulo 2^24, which floats hold."""
+        return (target % MOST_IDS).to(dtype)
 
     def add_targets(self, target_logit: Tensor) -> None:
         """Every row's target logit, in place, from 0 where the target is elsewhere."""
-        distributed.all_reduce(target_logit, group=self.group)
+        all_reduce(target_logit, self.group)
 
     def merge(
         self,
@@ -101,20 +101,21 @@ class Shard:
         tokens = hidden.sum(1, dtype=dtype) if self.compares_hidden else token_checks
         local = pack(stats, names, tokens)
         gathered = local.new_empty(self.parallel.ranks, *local.shape)
-        distributed.all_gather_into_tensor(gathered.view(-1, local.shape[1]), local, group=self.group)
+        all_gather(gathered.view(-1, local.shape[1]), local, self.group)
         same = gathered[:, -1] == tokens
         if self.compares_hidden:
             # ranks that each computed the same hidden states may have rounded them differently
             size = torch.linalg.vector_norm(hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
-        zero_or_nan = torch.where(same.all(), 0.0, torch.nan).to(dtype)
+        assert self.zero_or_nan is not None
+        zero_or_nan = torch.where(same.all(), self.zero_or_nan, torch.nan).to(dtype)
         merge_ranks(GatheredStats(gathered, names, target, demand.ratio2, known_targets, zero_or_nan), stats)
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's and the student's terms: one message for the chunk."""
         sums = [value for name, value in stats.named().items() if name in PAIR_STATS]
         packed = torch.stack(sums)
-        distributed.all_reduce(packed, group=self.group)
+        all_reduce(packed, self.group)
         for value, total in zip(sums, packed, strict=True):
             value.copy_(total)
 
@@ -141,5 +142,5 @@ class Shard:
         summed = [None if given is None else given.clone() for given in upstream]
         for given in summed:
             if given is not None:
-                distributed.all_reduce(given, group=self.group)
+                all_reduce(given, self.group)
         return tuple(summed)

@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ..losses.base import Summand
 from ..metrics.values import Group, MetricValue, over_ranks
+from .agreement import all_gather, all_reduce
 from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
     """The sums over ranks in one message of float64, in which counts are exact; returned in their own dtypes."""
     packed = torch.cat([value.reshape(-1).double() for value in values])
-    distributed.all_reduce(packed, group=group)
+    all_reduce(packed, group)
     pieces = packed.split([value.numel() for value in values])
     return [piece.view(value.shape).to(value.dtype) for piece, value in zip(pieces, values, strict=True)]
 
@@ -29,7 +30,7 @@ class AddOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         ctx.group, total = group, values.clone()
-        distributed.all_reduce(total, group=group)
+        all_reduce(total, group)
         return total
 
     @staticmethod
@@ -56,5 +57,5 @@ class RankSums:
 
 def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
     """Metrics of the tokens of all ranks, the same on each: one message."""
-    found, whole_of = over_ranks(metrics, parallel.group, counts=False), Group.of(parallel.group)
-    return {name: replace(value, whole_of=whole_of) for name, value in found.items()}
+    found = over_ranks(metrics, parallel.group, counts=False, gather=all_gather)
+    return {name: replace(value, whole_of=Group.of(parallel.group)) for name, value in found.items()}

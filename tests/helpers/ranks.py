@@ -97,6 +97,6 @@ def said(function: Callable[[], Any]) -> str:
 
 
 def as_on_a_gpu(function: Callable[[], Any]) -> Any:
-    """Where the host would have to wait for what others have sent, and so looks at it once for each kind of call."""
-    with mock.patch("chunked_head.parallel.groups.agrees_each_time", lambda device: False):
+    """Where the host would have to wait for what others send, and so waits only for calls that nobody expects."""
+    with mock.patch("chunked_head.parallel.agreement.agrees_each_time", lambda device: False):
         return function()

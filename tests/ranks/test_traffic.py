@@ -55,11 +55,7 @@ def messages(name: str, chunks: int) -> list[traffic.Message]:
             chunk_tokens=SHAPE.tokens // chunks, accumulate_dtype=torch.bfloat16, backend="triton",
         ).loss.backward()  # fmt: skip
 
-    def counted() -> list[traffic.Message]:
-        step()  # a new kind of call is agreed on once
-        return traffic.count(step)
-
-    return ranks.as_on_a_gpu(counted)
+    return ranks.as_on_a_gpu(lambda: traffic.count(step))
 
 
 class Kinds(NamedTuple):
