@@ -154,7 +154,8 @@ class Writer:
             raise NoKernelError("nothing to store")
         self.outputs = local, len(outputs) - local
         for i, node in enumerate(outputs):
-            at = f"chunk_ptr + {i} * chunk_stride" if i < local else f"table_ptr + {i - local} * table_stride + first"
+            table, place, ahead = ("chunk", i, "") if i < local else ("table", i - local, " + first")
+            at = f"{table}_ptr + {place} * tl.cast({table}_stride, tl.int64){ahead}"
             self.lines.append(f"tl.store({at} + row, {self.cast(node, torch.float32)}, mask=here)")
         arguments = [f"in{i}" if i in self.numbers else f"in{i}_ptr" for i in self.used]
         arguments += ["first", "rows", "chunk_stride", "table_stride", "BLOCK: tl.constexpr"]

@@ -332,7 +332,8 @@ def scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK: tl.cons
     if EVEN:
         numel = numel // 16 * 16  # the compiler sees it, and reads vectors
     offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    for _ in range(0, tl.cdiv(tl.cdiv(numel, BLOCK), programs)):
+    blocks = (numel - 1) // BLOCK + 1  # a sum with BLOCK may be beyond 32 bits
+    for _ in range(0, tl.cdiv(blocks, programs)):
         value = tl.load(in_ptr + offs, mask=offs < numel).to(tl.float32) * factor
         tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=offs < numel)
         offs += programs.to(tl.int64) * BLOCK

@@ -176,7 +176,7 @@ def kept_entries_kernel(
 ):
     """Writes each entry's row and column, BLOCK entries to a program, whatever the offsets are."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries + tokens
+    inside = entry < tl.cast(entries, tl.int64) + tokens
     if offset_ptr is None:
         token = tl.where(inside, entry // (each + 1), 0)
         begin, end = token * each, (token + 1) * each

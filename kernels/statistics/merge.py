@@ -187,7 +187,8 @@ def merge_ranks_kernel(
     """Merges pieces' softmaxes in fp64 (logarithms have been rounded once already), in one order on every rank."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
-    piece = numbers.to(tl.int64) * rows
+    stride = tl.cast(rows, tl.int64)
+    piece = numbers * stride
     poison = tl.load(zero_or_nan_ptr)
     # shares are relative to the most probable piece
     best = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
@@ -195,8 +196,8 @@ def merge_ranks_kernel(
     first_rest = tl.zeros((BLOCK,), dtype=tl.float64)
     for rank in range(0, ranks):
         own = gathered_ptr + rank * piece + row
-        start = tl.load(own + START * rows, mask=mask, other=0.0).to(tl.float64)
-        rest = tl.load(own + REST * rows, mask=mask, other=0.0).to(tl.float64)
+        start = tl.load(own + START * stride, mask=mask, other=0.0).to(tl.float64)
+        rest = tl.load(own + REST * stride, mask=mask, other=0.0).to(tl.float64)
         better = (start - rest > best) | (rank == 0)
         best = tl.where(better, start - rest, best)
         first_start, first_rest = tl.where(better, start, first_start), tl.where(better, rest, first_rest)
@@ -208,27 +209,27 @@ def merge_ranks_kernel(
     argmax = tl.zeros((BLOCK,), dtype=tl.float32)
     for rank in range(0, ranks):
         own = gathered_ptr + rank * piece + row
-        start = tl.load(own + START * rows, mask=mask, other=0.0).to(tl.float64)
-        rest = tl.load(own + REST * rows, mask=mask, other=0.0).to(tl.float64)
+        start = tl.load(own + START * stride, mask=mask, other=0.0).to(tl.float64)
+        rest = tl.load(own + REST * stride, mask=mask, other=0.0).to(tl.float64)
         log_share = (start - first_start) - (rest - first_rest)
         share = tl.exp(log_share)
         total += share
         if entropy_ptr is not None:
-            entropy = tl.load(own + ENTROPY * rows, mask=mask, other=0.0).to(tl.float64)
+            entropy = tl.load(own + ENTROPY * stride, mask=mask, other=0.0).to(tl.float64)
             shifted += tl.where(share > 0.0, share * (entropy - log_share), 0.0)
         if logprob_ptr is not None:
-            asked = tl.load(own + TARGET * rows, mask=mask, other=0.0).to(tl.float64)
+            asked = tl.load(own + TARGET * stride, mask=mask, other=0.0).to(tl.float64)
             if KNOWN_TARGETS:
                 target_logit = tl.where(rank == 0, asked, target_logit)
             else:
                 target_logit += asked
         if weighted_sum_ptr is not None:
-            weighted += tl.load(own + WEIGHTED * rows, mask=mask, other=0.0).to(tl.float64)
+            weighted += tl.load(own + WEIGHTED * stride, mask=mask, other=0.0).to(tl.float64)
         if top_ptr is not None:
-            x = tl.load(own + TOP * rows, mask=mask, other=0.0)
+            x = tl.load(own + TOP * stride, mask=mask, other=0.0)
             # of equal logits the first column's, which the first piece has
             higher = (x > top) | (x != x) | (rank == 0)
-            argmax = tl.where(higher, tl.load(own + ARGMAX * rows, mask=mask, other=0.0), argmax)
+            argmax = tl.where(higher, tl.load(own + ARGMAX * stride, mask=mask, other=0.0), argmax)
             top = tl.where(higher, x, top)
     log_sum = tl.log(total)
     merged_rest = first_rest - log_sum

@@ -1,0 +1,132 @@
+"""Sizes near 2^31: 32-bit sums and products in kernels, and gradients of as many numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunked_head import linear_cross_entropy
+
+ROOT = Path(__file__).parents[2]
+# the only sums and products of 32 bits that ranges do not prove small, and what does
+TILES = "tiles of a product: rows times columns are numbers in memory, and a tile has 2^10 of them or more"
+INSIDE = "a tile's or strip's rows and columns: below those of the product plus one tile"
+PARTS = "parts of tiles that multiprocessors would wait for: at most a few for each multiprocessor"
+PLACES = "differences of two columns, both at least 0 and below 2^30"
+COUNTS = "counts of tokens or entries, at most all of them"
+PIECES = "entries behind a piece: below their number plus a block"
+SMALL: dict[str, tuple[str, ...]] = {
+    TILES: (
+        "tiles = tiles_m * tiles_n",
+        "group_rows = min(tiles_m - group * GROUP_M, GROUP_M)",
+        "return group * GROUP_M + within % group_rows, within // group_rows",
+        "for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), "
+        "flatten=hidden_desc is not None):",
+        "for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):",
+    ),
+    INSIDE: (
+        "row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N",
+        "row_start, column_start, width = tile_m * BLOCK_M, tile_n * BLOCK_N, hidden",
+        "row_start = tile_m * BLOCK_M",
+        "offs_row = row_start + tl.arange(0, grad.shape[0])",
+        "offs_col = column_start + tl.arange(0, grad.shape[1])",
+        "offs_row = row_start + tl.arange(0, BLOCK_M)",
+        "offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)",
+        "strip = tile_n * STRIPS + i",
+        "offs_col = strip * STRIP + tl.arange(0, STRIP)",
+        "first = strip * STRIP + half * HALF",
+        "first = column_start + half * (BLOCK_N // 2)",
+        "offs = first + tl.arange(0, BLOCK_N // 2)",
+        "w = load_rows(w_matrix, tile_n * BLOCK_N, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)",
+        "add_or_store(dw_matrix, row_start, column_start + BLOCK_N // 2, right, ADD, BY_MEMORY)",
+        "store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)",
+        "store_dhidden(out, factors, total, tile_m * BLOCK_M + row, tile_n * BLOCK_N, counted, ADD)",
+    ),
+    PARTS: (
+        "left = tl.maximum(tiles - uncut, 1)",
+        "part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K",
+        "dhidden_kernel: return (x + (div - 1)) // div",
+        "tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0), flatten=grad_desc is not None",
+        "for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0)):",
+        "rest = tl.maximum(unit - uncut, 0)",
+        "tile = tl.where(cut, uncut + rest % left, unit)",
+        "first = tl.where(cut, rest // left * part_columns, 0)",
+        "last = tl.where(cut, min(first + part_columns, vocab), vocab)",
+        "at = part_ptr + (unit - uncut) * (BLOCK_M * BLOCK_N)",
+        "at = (unit - uncut) % left",
+        "tile_m, tile_n = tile_place(uncut + at, tiles_m, tiles_n, GROUP_M)",
+        "part_at = part_ptr + (part * left + at) * (BLOCK_M * BLOCK_N)",
+    ),
+    PLACES: (
+        "target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32) - tile_n * BLOCK_N",
+        "column_start = tile_of_block(blocks_ptr, tile_n, BLOCK_N) * BLOCK_N - first_column",
+        "offs = column - first_column",
+        "bound = column[:, None] + (other_entry[None, :] < entry[:, None]).to(tl.int32)",
+    ),
+    COUNTS: (
+        "counted += (counts & inside).to(tl.int32)",
+        "wrong += (counts & (inside == 0)).to(tl.int32)",
+        "before += (other[None, :] < bound).to(tl.int32)",
+        "add_rows_kernel: return a + b",
+        "read_targets_kernel: return a + b",
+        "sort_columns_kernel: return a + b",
+    ),
+    PIECES: (
+        "there = stop + tl.arange(0, SCAN)",
+        "stop, more = stop + found, found // SCAN",
+        "there += AT_ONCE",
+        "other_at = first + tl.arange(0, AT_ONCE)",
+        "for first in range(0, tl.max(tl.where(of_id, small_at, -1), 0) + 1, AT_ONCE):",
+    ),
+}
+LINES = [line for lines in SMALL.values() for line in lines]
+
+
+@pytest.mark.exhaustive
+def test_sums_of_sizes_fit() -> None:
+    """Of every kernel that calls launch: what is not proved small stands above, with a reason, and is there."""
+    environment = os.environ | {
+        "CHUNKED_HEAD_ARCH": "sm_90", "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, str(ROOT / "tests/helpers/narrow.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *found, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(last["kernels"]) > 20
+    assert not (wrong := [row for row in found if row["text"] not in LINES]), wrong
+    assert not (gone := set(LINES) - {row["text"] for row in found}), gone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numbers", [2**31 - 4095, 2**31 - 2048, 2**31 - 1, 2**31])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_the_last_factor_of_many_numbers(numbers: int, inplace: bool) -> None:
+    from chunked_head.kernels.gradients.launch import scale
+
+    source = torch.ones(numbers, dtype=torch.bfloat16, device="cuda")
+    out = source if inplace else torch.full_like(source, torch.nan)
+    scale(out, source, torch.tensor(0.5, device="cuda"))
+    assert bool((out == 0.5).all())
+    if inplace:
+        few = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+        scale(few, few, torch.tensor(0.5, device="cuda"), more=out)
+        assert bool((out == 0.25).all() & (few == 0.5).all())
+
+
+@pytest.mark.gpu
+def test_a_gradient_of_many_numbers() -> None:
+    """``hidden[:, :-1]`` of a context of 2^20 tokens at hidden 2048: hidden's gradient gets the upstream's factor."""
+    hidden = torch.randn(2**20 - 1, 2048, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    weight = torch.randn(256, 2048, dtype=torch.bfloat16, device="cuda")
+    target = torch.zeros(len(hidden), dtype=torch.int64, device="cuda")
+    sums = []
+    for factor in (1.0, 0.25):
+        hidden.grad = None
+        (linear_cross_entropy(hidden, weight, target, reduction="sum") * factor).backward()
+        assert hidden.grad is not None
+        sums.append(hidden.grad[-1].float().norm())
+    torch.testing.assert_close(sums[1], 0.25 * sums[0], rtol=1e-2, atol=0)
