@@ -5,6 +5,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ GUARD = 1024  # bytes on each side: most rows that are written past a table end 
 ALIGNED = 64  # bytes, as torch's allocator aligns on a CPU
 PATTERN = b"\xa5"
 MOST_BYTES = 1 << 28  # of memory that waits to be looked at
+TORCH = str(Path(torch.__file__).parent)
 plain_empty = torch.empty
 
 
@@ -146,7 +148,9 @@ def making(make: Maker, is_empty: bool, gpu: bool) -> Maker:
         # not what a mode watches, to which a step is one more operation; nor a compiler's tensors, which hold nothing
         if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
             return tensor
-        if tensor.device.type == "cpu" or (gpu and tensor.device.type == "cuda"):
+        # torch frees and resizes storage of its own, as FSDP does
+        by_torch = sys._getframe(1).f_code.co_filename.startswith(TORCH)
+        if not by_torch and (tensor.device.type == "cpu" or (gpu and tensor.device.type == "cuda")):
             put_between_guards(tensor, is_empty)
         if is_empty:
             fill(tensor)
