@@ -39,6 +39,7 @@ RANKS, RANKS_CALLS = "tests/ranks/test_every_loss.py", "tests/ranks/test_calls.p
 MEMORY, LOSS_MEMORY, PLANS = "tests/plan/test_memory.py", "tests/plan/test_loss_memory.py", "tests/plan/test_plan.py"
 TORCH = "chunked_head/stores/torch_functions.py"
 EVALUATE = "chunked_head/arithmetic/evaluate.py"
+KEYS = "tests/functions/test_keys.py"
 
 
 class Mutation(NamedTuple):
@@ -50,6 +51,19 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [Mutation(*row) for row in (
+    # keys of caches, each without a part
+    ("key: a metric without its number of values", "chunked_head/metrics/values.py", "self.weighting, self.components, self.scope", "self.weighting, self.scope", "tests/kernels/test_vectors.py -k one_function"),
+    ("key: a loss without its unit", "chunked_head/losses/base.py", "return self.split[0], self.unit, self.scope, self.reads_target, tuple", "return self.split[0], self.scope, self.reads_target, tuple", KEYS + " -k 'arithmetic and losses'"),
+    ("key: arithmetic without the fields of tokens", EVALUATE, "tuple(inputs.fields), inputs.token_fields, tuple", "tuple(inputs.fields), tuple", KEYS + " -k 'arithmetic and metrics'"),
+    ("key: a Spec without what is returned", "chunked_head/call/spec.py", "        call.outputs,\n        static,", "        static,", KEYS + " -k specs"),
+    ("key: a Spec without its metrics", "chunked_head/call/spec.py", "tuple([metric.signature for metric in call.metrics])", "len(call.metrics)", KEYS + " -k specs"),
+    ("key: a plan without its tokens", "chunked_head/call/run.py", "kind = count, wanted, again,", "kind = wanted, again,", KEYS + " -k one_spec"),
+    ("key: a plan without the request", "chunked_head/plan/planner.py", "PLANS.made((sizes, request), ", "PLANS.made((sizes, Request()), ", KEYS + " -k of_requests"),
+    ("key: a recording without strides", "chunked_head/call/recording.py", "(one.dtype, one.shape, one.stride(), one", "(one.dtype, one.shape, one", KEYS + " -k one_spec"),
+    ("key: a recipe without autocast", "chunked_head/compile/recipes.py", "text_of((FORMAT, arguments, autocast))", "text_of((FORMAT, arguments))", KEYS + " -k recipes"),
+    ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "FOUND.made((key, about, ", "FOUND.made((key, ", KEYS + " -k found_out"),
+    ("key: a factory without its options", "chunked_head/losses/base.py", "repr((args, options))", "repr(args)", KEYS + " -k by_their_numbers"),
+    ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSSES.made(given, ", "LOSSES.made(given[:1], ", KEYS + " -k by_their_numbers"),
     # PyTorch's operations
     ("sign: the target's term", TORCH, "(here.target, -here.beta, here.target_logit)", "(here.target, here.beta, here.target_logit)", CROSS),
     ("sign: label smoothing's term", TORCH, "grad -= here.kappa[:, None]", "grad += here.kappa[:, None]", CROSS),

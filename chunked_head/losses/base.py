@@ -194,7 +194,8 @@ class Summand(Part):
             normalizer = (normalizer.shape, normalizer.dtype, normalizer.device)
         elif normalizer is not None and not isinstance(normalizer, str):
             normalizer = "a number"
-        return self.key, self.reads, self.reduction, weights, normalizer
+        how = self.kind, self.separable, self.counted, self.of_columns
+        return self.key, self.reads, self.reduction, weights, normalizer, how
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, los
 from chunked_head.call import recording, run, spec
 from chunked_head.stores import matmul
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 LOSS = losses.grpo() + 0.04 * losses.kl_to_reference() + 1e-4 * losses.z_loss()
 METRICS = [metrics.entropy(), metrics.accuracy()]
