@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..core.checks import mismatch, refuse
-from ..core.private import in_backward
+from ..core.private import FORWARD_MODE, in_backward, refuse_batched
 from ..core.stats import RowStats, all_at_targets
 from ..plan.planner import find_late_plan, find_plan
 from ..plan.plans import Plan
@@ -336,6 +336,7 @@ class Loss(torch.autograd.Function):
         there = [given for given in upstream if given is not None]
         if not there:
             return (None,) * (3 + ctx.operands)
+        refuse_batched(there[0])
         if ctx.overwritten:
             raise RuntimeError(
                 "a second backward through a loss with inplace=True, whose logits are gone; use inplace=False"
@@ -366,10 +367,14 @@ class Loss(torch.autograd.Function):
                 weight = weight if sums is None else sums.finished(made, upstream, grads is None)
                 found = [*rows, weight, summed(biases)]
         if graph:
-            # with create_graph gradients as constants would silently drop a gradient penalty
-            inputs = [each for each in operands if each is not None and each.requires_grad]
+            # with create_graph gradients as constants would silently drop a gradient penalty, or a product with them
+            inputs = [each for each in (*operands, *there) if each is not None and each.requires_grad]
             found = [None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in found]
         return None, None, None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(FORWARD_MODE)
 
 
 def summed(grads: Grads) -> Tensor | None:

@@ -96,14 +96,33 @@ def is_traced() -> bool:
     return active is None or active[0]()
 
 
+TRANSFORMS = (
+    "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see through; "
+    "use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
+)
+BATCHED = (
+    "several upstream gradients at once (is_grads_batched=True, vectorize=True, torch.vmap over a backward) do not go "
+    "with chunked_head, whose kernels torch.vmap cannot see through; ask for one after the other "
+    "(vectorize=False), or use full logits"
+)
+FORWARD_MODE = (
+    "forward-mode derivatives (torch.autograd.forward_ad, strategy='forward-mode') do not go with chunked_head, which "
+    "has gradients in backward only; use loss.backward() or torch.autograd.grad, or full logits"
+)
+
+
 def refuse_transforms() -> None:
     """Raises inside of a transform of torch.func; if torch does not tell, transforms refuse our Function."""
     active = private("_C._are_functorch_transforms_active")
     if active is not None and active[0]():
-        raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see "
-            "through; use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
-        )
+        raise RuntimeError(TRANSFORMS)
+
+
+def refuse_batched(upstream: Tensor) -> None:
+    """Raises for several upstream gradients at once; if torch does not tell, an operation without a rule does."""
+    keys = private("_C._dispatch_keys")
+    if keys is not None and "Batched" in str(keys[0](upstream)):  # the key itself has no name in Python
+        raise RuntimeError(BATCHED)
 
 
 def in_backward() -> bool:

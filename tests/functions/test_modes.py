@@ -21,6 +21,7 @@ from tiers import Turn, crossed, first_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from chunked_head import (
@@ -350,3 +351,66 @@ def test_a_trace_is_the_same_while_anomaly_mode_is_on() -> None:
         with mode():
             sources.append(vectors.Writer(*vectors.trace(slope, [x], [0], 5), [x], [0]).source)
     assert len({*sources}) == 1 and "functions.exp" in sources[0]
+
+
+# ---- refused in words
+
+
+def ours(hidden: Tensor, made: Data, reduction: str) -> Tensor:
+    return linear_cross_entropy(hidden, made.weight, made.target, reduction=reduction)
+
+
+def batched(f: Step, hidden: Tensor) -> Any:
+    out = f(hidden)
+    return torch.autograd.grad(out, hidden, torch.ones(3, *out.shape), is_grads_batched=True)
+
+
+def forward_mode(f: Step, hidden: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(hidden, torch.ones_like(hidden)))
+
+
+FUNCTIONAL = torch.autograd.functional
+ONE_BY_ONE, ORDER = "ask for one after the other", "no second derivatives"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        pytest.param(batched, ONE_BY_ONE, id="is_grads_batched"),
+        pytest.param(lambda f, x: FUNCTIONAL.jacobian(f, x, vectorize=True), ONE_BY_ONE, id="vectorized"),
+        pytest.param(forward_mode, "forward-mode derivatives", id="forward-mode"),
+        pytest.param(lambda f, x: FUNCTIONAL.jvp(f, x, torch.ones_like(x)), ORDER, id="jvp"),
+        pytest.param(lambda f, x: FUNCTIONAL.hessian(lambda h: f(h).sum(), x), ORDER, id="hessian"),
+        pytest.param(lambda f, x: torch.func.jacrev(f)(x), "torch.func transforms", id="jacrev"),
+        pytest.param(lambda f, x: torch.func.functionalize(f)(x), "torch.func transforms", id="functionalize"),
+    ],
+)
+def test_refused_in_words(run: Callable[..., Any], words: str, reduction: str) -> None:
+    data = make_data(tokens=TOKENS, vocab=VOCAB, width=WIDTH)
+    with pytest.raises(RuntimeError, match=words):
+        run(lambda h: ours(h, data, reduction), data.hidden)
+
+
+def test_a_jacobian_row_by_row() -> None:
+    data = make_data(tokens=TOKENS, vocab=VOCAB, width=WIDTH)
+    found = FUNCTIONAL.jacobian(lambda h: ours(h, data, "none").flatten(), data.hidden)
+    (expected,) = torch.autograd.grad(ours(data.hidden, data, "none").sum(), data.hidden)
+    torch.testing.assert_close(found.sum(0), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("step", [graph_calls.plain, graph_calls.grpo, graph_calls.on_logits])
+def test_in_a_checkpoint(step: Step, reentrant: bool) -> None:
+    """Of the whole step, whose backward computes it again."""
+    data, found = make_data(tokens=TOKENS, vocab=VOCAB, width=WIDTH), []
+
+    def plainly(hidden: Tensor) -> Tensor:
+        return numbers(step(data._replace(hidden=hidden)))[0]
+
+    for call in plainly, lambda hidden: checkpoint(plainly, hidden, use_reentrant=reentrant):
+        call(data.hidden.sin()).backward()
+        found.append([None if leaf.grad is None else leaf.grad.clone() for leaf in (data.hidden, data.weight)])
+        data.hidden.grad = data.weight.grad = None
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
