@@ -47,6 +47,22 @@ $(PARTS:%=test-part-%): test-part-%: $(READY)
 	TRITON_INTERPRET=1 PYTHONPATH=tests:tests/helpers $(BIN)/python -m fuzz --part $* --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.mutate --part $*
 	$(if $(filter 3,$*),$(MAKE) test-frameworks FRAMEWORKS="fast $(HF)")
+	$(if $(filter 4,$*),$(MAKE) $(MACHINES:%=test-machine-%))
+
+# What other processors would give: other instructions of ATen, MKL and oneDNN, other numbers of threads, and a BLAS that
+# sums in another order (tests/helpers/other_blas.py); on tests of values, which such things change. CI sets MACHINES.
+MACHINES ?= 1 2 3 4
+MACHINE_1 := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=AVX2 CHUNKED_HEAD_THREADS=2
+MACHINE_2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 CHUNKED_HEAD_THREADS=4
+MACHINE_3 := MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=AVX2
+MACHINE_4 := PYTHONPATH=tests/helpers PYTEST_PLUGINS=other_blas
+MACHINE_TESTS := tests/functions/test_logprobs.py tests/losses/test_properties.py tests/losses/test_reference.py \
+	tests/functions/test_divergence.py tests/functions/test_gradients.py tests/losses/test_peers.py
+.PHONY: $(MACHINES:%=test-machine-%)
+test-machine: $(MACHINES:%=test-machine-%)  ## tests of values as other processors would run them; MACHINES=1, 2, 3 or 4
+
+$(MACHINES:%=test-machine-%): test-machine-%: $(READY)
+	$(MACHINE_$*) $(PYTEST) $(MACHINE_TESTS)
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

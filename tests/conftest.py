@@ -15,7 +15,7 @@ import uninitialised
 from hypothesis import settings
 
 HAS_GPU = torch.cuda.is_available()
-# the tests' sizes are small, and several workers may share the cores; `make test-machine` asks for more
+# the tests' sizes are small, and several workers may share the cores; `make test-machine` asks for others
 torch.set_num_threads(int(os.environ.get("CHUNKED_HEAD_THREADS", "1")))
 with torch.device("meta"):
     torch.empty(0)  # a device's context lists torch's constructors when it is first met: not those of uninitialised.py

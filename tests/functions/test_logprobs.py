@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import PLACES, Place
 from oracle import reference as oracle
 from tiers import Turn, crossed, first_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunked_head import linear_logprobs, linear_loss, losses, metrics
 
@@ -93,31 +95,63 @@ def test_fed_back(
         assert out.metrics["clip_fraction"].value == 0.0
 
 
+class Products(TorchDispatchMode):
+    """Rows and columns of the products that BLAS is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = args[-2:]
+            self.sizes.append((len(a), b.shape[1]))
+        return func(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads_and_vocab", first_of([(1, 1), (2, 331), (1, 331), (2, 1), (2, 2), (2, 4099)], 2))
-def test_numbers_of_rows_change_nothing(threads_and_vocab: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """BLAS sums few rows for each thread, or one column, otherwise, and cuBLAS any number: log-probabilities would with
-    it."""
+def test_numbers_of_rows(threads_and_vocab: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """BLAS sums few rows for each thread, or one column, otherwise, and cuBLAS any number: it is asked for neither.
+    What is left on a GPU is within what log-probabilities promise up to 60 nats. Which bits a CPU's BLAS gives at two
+    sizes is not known: there each call is held to the budget."""
     made = torch.Generator().manual_seed(2)
     (threads, vocab), before = threads_and_vocab, torch.get_num_threads()
     torch.set_num_threads(threads)
-    vocab *= 97 if device == "cuda" else 1
+    vocab, least = (vocab * 97, 64) if device == "cuda" else (vocab, 8 * threads)
     try:
         hidden = torch.randn(97, 128, generator=made).to(device, dtype)
         spread = 10.0 if device == "cuda" else 100.0
         weight = (torch.randn(vocab, 128, generator=made) * spread / 128**0.5).to(device, dtype)
         target, bias = torch.randint(0, vocab, (97,), generator=made), torch.randn(vocab, generator=made)
-        options = {"bias": bias.to(device, dtype), "lse": True, "backend": "torch"}
+        target, bias = target.to(device), bias.to(device, dtype)
+        eager, exact = (
+            F.linear(hidden.to(wide), weight.to(wide), bias.to(wide)) for wide in (torch.float32, torch.float64)
+        )
+        # a log-probability is the difference of two numbers as large as a logit, whose ulps are the budget's
+        size = float(exact.abs().max())
+        outcomes = []
         with torch.no_grad():
-            whole = linear_logprobs(hidden, weight, target.to(device), **options)
-            for chunk in (1, 5, 9, 12, 17, 64):
-                found = linear_logprobs(hidden, weight, target.to(device), chunk_tokens=chunk, **options)
-                # logits are the same to the bit, so that nothing is left but the order of sums of exponentials
-                torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=2e-7, atol=1e-6)
-                torch.testing.assert_close(found.lse, whole.lse, rtol=2e-7, atol=1e-6)
+            for chunk in (None, 1, 5, 9, 12, 17, 64):
+                with Products() as products:
+                    outcomes.append(linear_logprobs(
+                        hidden, weight, target, bias=bias, lse=True, backend="torch", chunk_tokens=chunk
+                    ))  # fmt: skip
+                assert products.sizes and all(rows >= least and columns > 1 for rows, columns in products.sizes)
+        for name in ("logprobs", "lse"):
+            plain, true = (statistic(name, x, target) for x in (eager, exact))
+            allowed = 2 * float((plain - true).abs().max()) + 4 * torch.finfo(torch.float32).eps * size
+            whole, *others = (getattr(each, name) for each in outcomes)
+            assert all((each - true).abs().max() <= allowed for each in (whole, *others))
+            if device == "cuda":
+                assert all((each - whole).abs().max() <= 1e-5 for each in others)
     finally:
         torch.set_num_threads(before)
+
+
+def statistic(name: str, logits: Tensor, target: Tensor) -> Tensor:
+    return logits.logsumexp(-1) if name == "lse" else logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -131,8 +165,9 @@ def test_a_temperature_per_token(place: Place, dtype: torch.dtype) -> None:
     each = torch.where(target == -100, torch.nan, 0.3 + 1.7 * torch.rand(shape).to(place.device))
     old = linear_logprobs(hidden, weight, target, temperature=each, shift=1, backend=place.backend)
     rows = hidden[:, :-1], weight, target[:, 1:]
+    # a row less may be summed in another order
     torch.testing.assert_close(
-        old[:, 1:], linear_logprobs(*rows, temperature=each[:, 1:], backend=place.backend), rtol=0, atol=0
+        old[:, 1:], linear_logprobs(*rows, temperature=each[:, 1:], backend=place.backend), rtol=0, atol=1e-5
     )
     for at in (int(i) for i in (target[0] != -100).nonzero()[1:4]):
         one = linear_logprobs(hidden, weight, target, temperature=float(each[0, at]), shift=1, backend=place.backend)
