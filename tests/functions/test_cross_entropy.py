@@ -67,8 +67,10 @@ def test_loss_only_is_the_loss(place: Place, case: Case) -> None:
         alone = linear_cross_entropy(
             inputs.hidden, inputs.weight, inputs.target, backend=place.backend, **inputs.schedule
         )
-    # bit for bit: what a call asks beside the loss does not change the loss
-    assert torch.equal(alone, run_ours(inputs, place).loss)
+    # what a call asks beside the loss does not change the loss: no bit of it on a GPU; a CPU sums otherwise by where
+    # numbers lie in memory
+    ulps = 0.0 if place.device == "cuda" else 4 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(alone, run_ours(inputs, place).loss, rtol=ulps, atol=0)
     assert alone.grad_fn is None
 
 
