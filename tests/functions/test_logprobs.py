@@ -67,7 +67,8 @@ def test_fed_back(
     place: Place, vocab: int, spread: float, asked: dict[str, Any], dtype: torch.dtype, tokens: int, temperature: float
 ) -> None:
     """No path, temperature or number of tokens rounds a logit by more than fp32 does: against float64, and given back
-    a ratio of 1. Logits beyond 60 nats before the temperature may differ by some ulp of theirs."""
+    a ratio of 1. Logits beyond 60 nats before the temperature may differ by some ulp of theirs, and on a CPU, whose
+    BLAS sums as it likes, all may."""
     made = torch.Generator().manual_seed(7)
     hidden = torch.randn(tokens, HIDDEN, generator=made).to(place.device, dtype)
     weight = (torch.randn(vocab, HIDDEN, generator=made) * spread / HIDDEN**0.5).to(place.device, dtype)
@@ -75,7 +76,7 @@ def test_fed_back(
     x = hidden.double() @ weight.double().t() / temperature
     exact = x.log_softmax(-1).gather(-1, target[:, None])[:, 0]
     largest = float(x.abs().max()) * max(1.0, temperature)
-    ulps = 4 * torch.finfo(torch.float32).eps * largest * (largest > 60.0)
+    ulps = 4 * torch.finfo(torch.float32).eps * largest * (largest > 60.0 or place.device == "cpu")
     with torch.no_grad():
         old = linear_logprobs(hidden, weight, target, temperature=temperature, backend=place.backend, **asked)
     batch = {"old_logprobs": old[0] if asked else old, "advantages": torch.ones(tokens, device=place.device)}
