@@ -170,12 +170,14 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 def test_what_is_written_through_a_view_in_a_graph(view: str) -> None:
     """Reaches relatives, made before and after, as in the plain model's graph."""
 
+    ids = tokens()["input_ids"]
+
     def loss(model: Any) -> Any:
-        logits = model(input_ids=tokens()["input_ids"]).logits
+        logits = model(input_ids=ids).logits
         part = logits[:, :-1]
         VIEWS[view](logits).fill_(-3.0)
         after = logits.logsumexp(-1)
-        return torch.nn.functional.cross_entropy(part.flatten(0, 1), tokens()["input_ids"][:, 1:].flatten()), after
+        return torch.nn.functional.cross_entropy(part.flatten(0, 1), ids[:, 1:].flatten()), after
 
     found = []
     for model in pair(when="training"):
