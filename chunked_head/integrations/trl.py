@@ -272,6 +272,10 @@ def sft_loss(tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
         loss = mixes.cross_entropy(token_scaling=trainer.args.loss_type == "dft")
     except (AttributeError, KeyError):  # another version's
         return None
+    sequences, length = inputs.get("labels", labels).shape
+    virtual = tokens // sequences - length  # labels of a prompt's own tokens, which PEFT puts in front of the batch's
+    if labels.numel() != tokens and "shift_labels" not in inputs and virtual >= 0 and not tokens % sequences:
+        labels = torch.nn.functional.pad(inputs["labels"], (virtual, 0), value=-100)
     return loss, {"mask": (labels != -100).flatten()} if labels.numel() == tokens else {}
 
 

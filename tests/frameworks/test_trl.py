@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="the trainers are TRL's, which is not installe
 
 import tiny
 from datasets import Dataset, disable_progress_bars, enable_progress_bars
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from tiers import tier
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import utils
@@ -175,8 +175,9 @@ def trained(tmp_path: Path, adapter: LoraConfig | None, **options: Any) -> tuple
     [
         LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
         LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),  # whose tokens the labels lack
     ],
-    ids=["attention", "whole-head"],
+    ids=["attention", "whole-head", "prompt"],
 )
 def test_adapters(adapter: LoraConfig, tmp_path: Path, calls: list[type], passes: list[Any]) -> None:
     model, theirs = trained(tmp_path, adapter)

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ class LazyLogits(Tensor):
             return Tensor.__torch_function__(function, (), args, kwargs)  # from shape, dtype and device
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, LazyLogits) and watches(first, function, args):
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         if isinstance(first, LazyLogits) and refuse_functions(first) and named(function) in ("detach", "clone"):
             passed = LazyLogits.of(first._virtual, first, View(lambda logits: logits))
             passed._real = first._real
@@ -345,7 +346,7 @@ PASSING = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")
 WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-              "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes", "grad_fn", "names")  # fmt: skip
+              "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes", "grad_fn", "_base", "names")  # fmt: skip
 GRADIENTS = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__}  # type: ignore[attr-defined]
 QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,

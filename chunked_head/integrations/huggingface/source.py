@@ -74,6 +74,16 @@ def count_writes(optimizer: Any, *_: Any) -> None:
     torch.autograd.graph.increment_version([one for one in stepped if id(one) in heads and not one.is_inference()])
 
 
+def unrounded(rounded: Any, exact: Any) -> Any:
+    """Statistics of logits that a head's hooks cast to the 16 bits of logits: the exact values, differentiable through
+    the hooks."""
+    if isinstance(exact, tuple):
+        return tuple(unrounded(*both) for both in zip(rounded, exact, strict=True))
+    if rounded.dtype.itemsize >= exact.dtype.itemsize:
+        return rounded
+    return exact.detach() + (rounded - rounded.detach()).to(exact.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """``head``: the module, whose call computes. ``patch``: what was agreed on for its model."""
@@ -127,8 +137,14 @@ class Source:
     def inside(self, hidden: Tensor, function: Callable[..., Any]) -> Any:
         """``function(head, hidden, forward)`` inside of the head's call, where its hooks have made its parameters
         ready."""
+        exact = list[Any]()
+
+        def kept(head: Any, hidden: Tensor, forward: Any) -> Any:
+            exact.append(function(head, hidden, forward))
+            return exact[0]
+
         with self.taken():
-            return self.call(hidden, chunked_head_loss=function)
+            return unrounded(self.call(hidden, chunked_head_loss=kept), exact[0])
 
     def real(self, logits: Virtual) -> Tensor:
         """The logits [..., vocab], computed by the head itself with all its hooks."""
