@@ -319,3 +319,27 @@ def test_focal_of_a_certain_target(gamma: float) -> None:
     values = logits_loss(x, torch.zeros(2, dtype=torch.int64), losses.focal(gamma), reduction="none").loss
     (grad,) = torch.autograd.grad(values.sum(), x)
     assert values[0] == 0 and values[1] > 0 and not grad[0].any() and grad.isfinite().all() and grad[1, 0] < 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("nats", "coefficient", "least", "most"),
+    [(59, 1e-8, 0.0, 3e-3), (59, 1e-9, 5e-3, 2e-2), (59, 1e-10, 0.04, 0.2), (59, 1e-12, 0.9, 1.1),
+     (55, 1e-10, 0.0, 4e-3), (55, 1e-11, 5e-3, 4e-2), (50, 1e-12, 0.0, 4e-3)],
+)  # fmt: skip
+def test_range_of_bf16_factors(nats: int, coefficient: float, least: float, most: float) -> None:
+    """What docs/limits.md says of tiny coefficients: errors of a row of the weight's gradient that is no target's."""
+    hidden = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hidden[:, 0] = 1.0
+    weight = torch.zeros(512, 256, dtype=torch.bfloat16)
+    weight[0, 0] = nats  # id 0 has all of the probability
+    h, w = (tensor.cuda().requires_grad_() for tensor in (hidden, weight))
+    target = torch.randint(1, 512, (256,), device="cuda")
+    linear_loss(h, w, target, coefficient * losses.cross_entropy(), normalizer=8192).loss.backward()
+    assert w.grad is not None and h.grad is not None
+    expected = hidden.double().sum(0) * coefficient / 8192
+    error = (w.grad[0].double().cpu() - expected)[1:].norm() / expected[1:].norm()  # the first is one number 256 times
+    assert least <= error <= most, error
+    # hidden's gradient: the coefficient times the difference of two rows
+    slopes = h.grad[:, 0].double().cpu() * 8192 / coefficient
+    torch.testing.assert_close(slopes, torch.full_like(slopes, nats), rtol=1e-2, atol=0)
