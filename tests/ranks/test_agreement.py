@@ -31,9 +31,14 @@ Step = Callable[[], Tensor]
 class Setting:
     """A group of its own, which no other case has left out of step, and this rank's operands."""
 
+    last: Any = None  # the last case's group, which is closed: NCCL's take memory
+
     def __init__(self, device: str):
+        if Setting.last is not None:
+            dist.destroy_process_group(Setting.last)
         made, rank, count = torch.Generator().manual_seed(1), dist.get_rank(), dist.get_world_size()
         self.group, self.rank = dist.new_group(timeout=timedelta(seconds=30)), rank  # NCCL ends what hangs
+        Setting.last = self.group
         self.shared, self.spread = VocabParallel(self.group), TokenParallel(self.group)
         self.sharded = VocabParallel(self.group, sequence_sharded=True)
         self.hidden = torch.randn(TOKENS, HIDDEN, generator=made).to(device).requires_grad_()
