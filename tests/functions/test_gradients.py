@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
 import chunked_head.stores.store
+from benchmarks import turns_worker
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses
 from chunked_head.stores import triton_store
 
@@ -412,3 +413,48 @@ def test_chunks_round_dweight_once(place: Place, kind: str, stored: str, monkeyp
         error = (gradient(torch.bfloat16, backend="triton", chunk_tokens=rows) - truth).norm()
         most = {"exponentials": {"flat": 1.1, "frequent": 1.5}, "logits": {"flat": 1.7, "frequent": 1.8}}[stored][kind]
         assert error <= most * rounding, (rows, error / rounding)
+
+
+HEADS = [(4096, 128256), (2048, 128256), (1024, 151936), (768, 50304)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["flat", "zipf", "peaked"])
+@pytest.mark.parametrize(("hidden", "vocab"), HEADS)
+def test_dweight_at_default_settings(hidden: int, vocab: int, kind: str) -> None:
+    """8192 tokens: one rounding is 1.65e-3."""
+    for options, most in ("", 2.1e-3), (":accumulate_dtype=float32", 1.75e-3):
+        found = turns_worker.errors(turns_worker.Step(f"8192x{hidden}x{vocab}:ce{options}"), kind)
+        assert found["dweight"] <= most, (options, found)
+        torch.cuda.empty_cache()
+
+
+FEW_TOKENS = [(n, h, v, 16) for n in (8, 16, 24) for h in (768, 1024) for v in (32000, 50264, 128256)]
+FEW_IDS = [(n, h, v, 256) for n in (128, 384, 1024) for h in (512, 768) for v in (1536, 2048)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "hidden", "vocab", "rows"), [*FEW_TOKENS, *FEW_IDS])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_number_errs_more_than_twice_eagers(tokens: int, hidden: int, vocab: int, rows: int, reduction: str) -> None:
+    """The largest error of a gradient, as quack-kernels bounds its own."""
+    made = torch.Generator("cuda").manual_seed(tokens)
+    h = torch.randn(tokens, hidden, device="cuda", generator=made)
+    w = torch.randn(vocab, hidden, device="cuda", generator=made) / hidden**0.5
+    target = torch.randint(vocab, (tokens,), device="cuda", generator=made)
+
+    def gradients(dtype: torch.dtype, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        operands = [one.bfloat16().to(dtype).requires_grad_() for one in (h, w)]
+        return tuple(grad.float() for grad in torch.autograd.grad(loss(*operands), operands))
+
+    def eager(a: Tensor, b: Tensor) -> Tensor:
+        return F.cross_entropy((a @ b.t()).float(), target, reduction=reduction)
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        return linear_cross_entropy(a, b, target, reduction=reduction, chunk_tokens=rows)
+
+    truth = gradients(torch.float32, eager)
+    for mine, plain, exact in zip(
+        gradients(torch.bfloat16, ours), gradients(torch.bfloat16, eager), truth, strict=True
+    ):
+        assert (mine - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-4
