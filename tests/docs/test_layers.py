@@ -85,6 +85,7 @@ BROAD = {
     ("call.run", "gradients"): "notes what lies in the caller's buffer, and raises it on",
     ("compile.operation", "execute"): "notes what lies in the caller's buffer, and raises it on",
     ("integrations.cut_cross_entropy", "translated"): "names the option as the other library does",
+    ("integrations.huggingface.output", "ask"): "says what a head's own forward raises, and leaves it alone",
     ("losses.user_checks", "find"): "finds out whether a user's function runs without a field",
     ("losses.user_checks", "run"): "names the loss whose function raised",
 }
