@@ -185,8 +185,11 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     if plan.schedule == "recompute":
         yield from tile_buffers(plan)
     # the arithmetic runs for all tokens at once if a loss sees all of them, or its values come last
-    at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
+    in_backward = plan.schedule == "recompute" and plan.block_tokens < sizes.tokens
+    at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last or in_backward
     each = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
+    if in_backward and not sizes.coupled:  # coefficients of all tokens have a buffer of their own
+        each -= 4 * torch.float32.itemsize
     yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, each), BYTE, LOSSES, LOSSES)
 
 
