@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -57,7 +58,9 @@ class Reads:
         plain = kind.__getattribute__
 
         def read(one: Any, name: str) -> Any:
-            if self.now is not None and name in names:
+            frame = sys._getframe(1)  # a copy reads all fields, and checks them
+            copied = frame.f_globals.get("__name__") == "dataclasses" or frame.f_code.co_name == "__post_init__"
+            if self.now is not None and name in names and not copied:
                 self.now.add((kind.__name__, name))
             return plain(one, name)
 
@@ -120,8 +123,9 @@ def test_kernels_of_the_arithmetic(kind: str, monkeypatch: pytest.MonkeyPatch) -
         code = structure.split[0]
         if structure.builtin and code not in seen:
             seen.add(code)
+            anew = fresh(structure)
             with reads.of(Structure, Summand, Metric, Inputs):
-                plain(fresh(structure), *inputs)
+                plain(anew, *inputs)
             lacking.update(reads.missing(OF_KERNELS))
         return None, []
 
@@ -308,7 +312,7 @@ def test_losses_by_their_numbers() -> None:
         cache.clear()
     assert cross_entropy.plain_loss(0.1, 0.0) is cross_entropy.plain_loss(0.1, 0.0)
     several = [cross_entropy.plain_loss(*numbers) for numbers in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (0.1, 0.1))]
-    several += [losses.grpo(0.1), losses.grpo(clip_low=0.1, clip_high=0.1), losses.grpo(0.2, dual_clip=2.0)]
+    several += [losses.grpo(0.1), losses.grpo(clip_low=0.1), losses.grpo(clip_low=0.2), losses.grpo(dual_clip=2.0)]
     assert len({id(each) for each in several}) == len(several)
     assert all(len(cache) for cache in made)
 
