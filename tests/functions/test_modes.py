@@ -38,7 +38,6 @@ from chunked_head.arithmetic import vectors
 from chunked_head.call import spec
 from chunked_head.functions import quantise as functions_quantise
 
-pytestmark = pytest.mark.compiled
 ROOT = Path(__file__).resolve().parents[2]
 Step = Callable[[Data], Any]
 TOKENS, VOCAB, WIDTH = 7, 61, 32

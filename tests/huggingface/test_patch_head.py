@@ -42,7 +42,7 @@ def own_float() -> Any:
     return model
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("make", [in_float, own_float])
 @pytest.mark.filterwarnings("ignore:chunked_head.*for log_softmax:UserWarning")
 def test_a_head_of_float32_in_a_model_of_bfloat16(make: Any, compiled: bool) -> None:
@@ -148,7 +148,6 @@ def test_pre_hooks_get_the_rows_that_the_model_gives(kind: str, own: bool) -> No
     assert calls[1] == calls[0] == [(2, 11, 32)] * 2
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["mean", "position"])
 def test_pre_hooks_in_a_graph(kind: str) -> None:
     losses = []

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, quantise
 
-pytestmark = pytest.mark.compiled
 TOKENS, HIDDEN, VOCAB, CHUNK = 96, 16, 500, 16
 LENGTHS = [30, 34, 32]
 
