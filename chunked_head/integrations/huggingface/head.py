@@ -108,6 +108,9 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 def watcher(head: Any) -> str | None:
     """The name of a hook for which logits have to exist as they are; None without: one that reads the head's output or
     its gradient, or that reads what a module inside of the head is given."""
+    own = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
+    if not own and not of_all_modules._global_forward_hooks:
+        return None  # at once: the usual head's
     for module in head.modules():
         forward = (module._forward_hooks, of_all_modules._global_forward_hooks)
         kinds = {"forward": forward, "backward": (module._backward_hooks, module._backward_pre_hooks)}
@@ -122,6 +125,8 @@ def watcher(head: Any) -> str | None:
 
 def pre_hook(head: Any) -> tuple[str | None, bool]:
     """The name of a hook that reads or changes what the head is given, and whether frameworks' hooks are beside it."""
+    if not head._forward_pre_hooks and not of_all_modules._global_forward_pre_hooks:
+        return None, False
     own = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
     blind = [module_of(hook).startswith(BLIND) for hook in own]
     hooks = [*own, *of_all_modules._global_forward_pre_hooks.values()]

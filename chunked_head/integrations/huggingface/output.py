@@ -60,7 +60,7 @@ def of_matrix(head: Any, hidden: Tensor, autocast: torch.dtype | None) -> Output
     """Output of a product with a weight; None where more than the weight decides."""
     module = unwrapped(head)
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
-    hung = OLD_FORWARD in head.__dict__ or OLD_FORWARD in module.__dict__ or hides(head) or hides(module)
+    hung = any(OLD_FORWARD in one.__dict__ or hides(one) for one in (head, module))
     if not module.plain or hung or not (type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight)):
         return None
     shape = getattr(weight, "ds_shape", weight.shape)  # DeepSpeed's
@@ -77,10 +77,11 @@ def of_matrix(head: Any, hidden: Tensor, autocast: torch.dtype | None) -> Output
 
 def dtypes(head: Any, hidden: torch.dtype, weight: torch.dtype) -> tuple[list[torch.dtype], torch.dtype | None]:
     """Dtypes of hidden states and weight in the product, and of its result where FSDP casts that too."""
-    policy = getattr(head, "mixed_precision", None)  # FSDP1's
-    if FSDP1 not in [kind.__name__ for kind in type(head).__mro__]:
-        state = getattr(head, "_get_fsdp_state", None)  # FSDP2's
-        policy = None if state is None else getattr(state(), "_mp_policy", None)
+    policy = None
+    if hasattr(type(head), "_get_fsdp_state"):  # FSDP2's
+        policy = getattr(head._get_fsdp_state(), "_mp_policy", None)
+    elif FSDP1 in [kind.__name__ for kind in type(head).__mro__]:
+        policy = head.mixed_precision
     if policy is None or policy.param_dtype is None:
         return [hidden, weight], getattr(policy, "output_dtype", None)
     operands = [policy.param_dtype if policy.cast_forward_inputs else hidden, policy.param_dtype]

@@ -137,7 +137,10 @@ class Source:
     def inside(self, hidden: Tensor, function: Callable[..., Any]) -> Any:
         """``function(head, hidden, forward)`` inside of the head's call, where its hooks have made its parameters
         ready."""
-        exact = list[Any]()
+        if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
+            with self.taken():
+                return self.call(hidden, chunked_head_loss=function)
+        exact: list[Any] = []
 
         def kept(head: Any, hidden: Tensor, forward: Any) -> Any:
             exact.append(function(head, hidden, forward))
