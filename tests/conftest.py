@@ -24,6 +24,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     if os.environ.get("CHUNKED_HEAD_INTERPRETER") != "plain":  # as for tests/kernels/plain_interpreter.py
         quick_interpreter.install()
+importlib.import_module("torch._decomp.decompositions_for_jvp")  # scripts functions, which call torch's own
 importlib.import_module("torch._dynamo")  # lists torch's functions when it is imported: not those of uninitialised.py
 
 # no examples remembered from earlier runs; test_properties.py pins its draw

@@ -5,7 +5,6 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ GUARD = 1024  # bytes on each side: most rows that are written past a table end 
 ALIGNED = 64  # bytes, as torch's allocator aligns on a CPU
 PATTERN = b"\xa5"
 MOST_BYTES = 1 << 28  # of memory that waits to be looked at
-TORCH = str(Path(torch.__file__).parent)
+TORCH = torch.__path__[0]
 plain_empty = torch.empty
 
 
@@ -148,9 +147,7 @@ def making(make: Maker, is_empty: bool, gpu: bool) -> Maker:
         # not what a mode watches, to which a step is one more operation; nor a compiler's tensors, which hold nothing
         if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
             return tensor
-        # torch frees and resizes storage of its own, as FSDP does
-        by_torch = sys._getframe(1).f_code.co_filename.startswith(TORCH)
-        if not by_torch and (tensor.device.type == "cpu" or (gpu and tensor.device.type == "cuda")):
+        if tensor.device.type == "cpu" or (gpu and tensor.device.type == "cuda"):
             put_between_guards(tensor, is_empty)
         if is_empty:
             fill(tensor)
@@ -162,7 +159,8 @@ def making(make: Maker, is_empty: bool, gpu: bool) -> Maker:
 def put_between_guards(tensor: torch.Tensor, is_empty: bool = False) -> torch.Tensor:
     """The tensor, in other memory where that is watched. It keeps its history, and unless ``is_empty`` its numbers."""
     plain = tensor.layout == torch.strided and not (tensor._is_view() or tensor.is_pinned())
-    if not (WATCHED.on and plain and tensor.numel()):
+    # torch's own code may resize its memory, as FSDP does
+    if not (WATCHED.on and plain and tensor.numel()) or caller()[0].startswith(TORCH):
         return tensor
     shape, stride, itemsize, own = tensor.shape, tensor.stride(), tensor.element_size(), tensor.detach()
     elements = tensor.numel()
