@@ -13,13 +13,14 @@ TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSe
 ROOT = Path(__file__).resolve().parents[2]
 # caches and results of functions, each where it is made, without the package's name
 EMPTIED = (
-    "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operation.switched_off", "core.private.private",
-    "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES", "kernels.common.gpus.SPLITS",
+    "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operation.switched_off", "core.private.answering",
+    "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES", "kernels.common.gpus.SPLITS",
     "kernels.common.gpus.gpu_of", "kernels.common.gpus.multiprocessors_of", "kernels.common.operands.KEPT",
-    "losses.base.MADE", "losses.user_checks.FOUND", "parallel.groups.AGREED", "plan.planner.PLANS",
+    "losses.base.MADE", "losses.user_checks.FOUND", "parallel.agreement.RANKS", "plan.planner.PLANS",
 )  # fmt: skip
 # what is no result of an earlier call
 STAYING = {
+    "metrics.values.NUMBERS": "a group keeps its number as long as it lives",
     "stores.quantised.watch_optimizers": "it has an effect, once: optimizers' steps outdate copies",
     "stores.quantised.CURRENT": "copies of weights, which are alive as long as the caller holds them",
 }
