@@ -211,12 +211,12 @@ class RelativeStore(HalfStore):
         super().add_dweight(dlogits, rows, out, first, gain)
         if sums_frequent(self.sizes, self.rows, out.dtype):
             if self.frequent is None:
-                self.frequent = FrequentRows(self.every_target_sorted.columns, self.sizes.hidden)
+                self.frequent = FrequentRows(self.every_target_sorted.columns, self.sizes, self.rows)
             self.frequent.add(dlogits, rows, first)
 
     def finish(self, grads: Gradients) -> None:
         if self.frequent is not None and grads.weight is not None:
-            products.put_rows(grads.weight, self.frequent.sums, self.frequent.ids)
+            self.frequent.put(grads.weight)
 
     @functools.cached_property
     def every_target_sorted(self) -> products.SortedColumns:

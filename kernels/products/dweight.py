@@ -11,7 +11,8 @@ weight, of dhidden.
 
     out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]] + ratio[e] (s - bf16(s)),  s = softmax_factor[e] rows[row[e]]
 
-Rows of frequent ids that were summed apart, over the places, ``put_rows_kernel``.
+Rows of frequent ids, summed apart: their columns of the gradients of logits, ``pick_columns_kernel``, and the sums in
+the place of what 16 bits rounded, ``put_rows_kernel``.
 """
 
 import triton
@@ -113,23 +114,52 @@ def sort_columns_kernel(
 
 
 @kernel
+def pick_columns_kernel(
+    # outputs
+    out_ptr,  # [rows, picked] contiguous
+    # inputs
+    grad_ptr,  # [rows, vocab]
+    sorted_ptr,  # [tokens] int32: columns in ascending order, -1 for none
+    count_ptr,  # [] int64: rows of the call that count; None for all
+    # sizes
+    first_row,  # of the chunk within the call
+    rows,
+    picked,
+    each,  # one of so many columns is picked
+    stride,  # from row to row
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``out[:, i] = grad[:, sorted[each * i]]``, 0 where there is none and behind the rows that count."""
+    offs_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.load(sorted_ptr + offs.to(tl.int64) * each, mask=offs < picked, other=-1)
+    counts = offs_row < counted_rows(count_ptr, first_row, rows)
+    at = grad_ptr + offs_row[:, None] * stride + column[None, :]
+    value = tl.load(at, mask=counts[:, None] & (column >= 0)[None, :], other=0.0)
+    mask = (offs_row < rows)[:, None] & (offs < picked)[None, :]
+    tl.store(out_ptr + offs_row[:, None] * picked + offs[None, :], value, mask=mask)
+
+
+@kernel
 def put_rows_kernel(
     # outputs
     out_ptr,  # [places, width]
     # inputs
-    rows_ptr,  # [entries, width] fp32
-    sorted_ptr,  # [entries] int32: places in ascending order, -1 for none
+    rows_ptr,  # [picked, width] fp32
+    sorted_ptr,  # [tokens] int32: places in ascending order, -1 for none
     # sizes
+    each,  # one of so many places has a row
     width,
     BLOCK: tl.constexpr,
 ):
-    """``out[place[i]] = rows[i]``, of equal places the first."""
-    entry = tl.program_id(0)
-    place = tl.load(sorted_ptr + entry)
-    before = tl.load(sorted_ptr + entry - 1, mask=entry > 0, other=-1)
+    """``out[sorted[each * i]] = rows[i]``, of equal places the first."""
+    entry = tl.program_id(0).to(tl.int64)
+    place = tl.load(sorted_ptr + entry * each)
+    before = tl.load(sorted_ptr + (entry - 1) * each, mask=entry > 0, other=-1)
     if (place >= 0) & (place != before):
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        row = tl.load(rows_ptr + entry.to(tl.int64) * width + cols, mask=cols < width)
+        row = tl.load(rows_ptr + entry * width + cols, mask=cols < width)
         at = out_ptr + place.to(tl.int64) * width + cols
         tl.store(at, row.to(out_ptr.dtype.element_ty), mask=cols < width)
 

@@ -10,7 +10,7 @@ from ..common.operands import matrix, row_stride
 from ..common.records import ALL_ROWS, Counted
 from ..common.tiles import INTERPRETED, Tile, cdiv, power_of_2
 from .dhidden import dhidden_kernel, finish_dhidden_kernel
-from .dweight import add_rows_kernel, dweight_kernel, put_rows_kernel, sort_columns_kernel
+from .dweight import add_rows_kernel, dweight_kernel, pick_columns_kernel, put_rows_kernel, sort_columns_kernel
 
 PIECE = 16  # entries of equal or neighbouring columns that a program adds up
 MOST_COUNTED = 8192  # so many entries are sorted by comparing all pairs: one launch, not ten
@@ -118,12 +118,30 @@ def sort_columns(columns: torch.Tensor, counted: bool = False) -> SortedColumns:
     return SortedColumns(ordered, order, occurrences)
 
 
-def put_rows(out: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
-    """``out[places[i]] = rows[i]``, of equal places the first. ``rows`` [entries, width] fp32, ``places`` [entries]
-    int32 in ascending order, -1 for none."""
-    entries, width = rows.shape
+def pick_columns(
+    out: torch.Tensor,  # [rows, picked] contiguous
+    grad: torch.Tensor,  # [rows, vocab] 16 bit
+    columns: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
+    each: int,
+    counted: Counted = ALL_ROWS,
+) -> None:
+    """``out[:, i] = grad[:, columns[each * i]]``, 0 where there is none and behind the rows that count."""
+    rows, picked = out.shape
+    pick_columns_kernel[cdiv(rows, 32), cdiv(picked, 32)](
+        out, grad, columns, *counted, rows, picked, each, grad.stride(0), ROWS=32, COLUMNS=32, num_warps=4
+    )
+
+
+def put_rows(
+    out: torch.Tensor,  # [places, width] contiguous
+    rows: torch.Tensor,  # [picked, width] fp32
+    places: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
+    each: int,
+) -> None:
+    """``out[places[each * i]] = rows[i]``, of equal places the first."""
+    picked, width = rows.shape
     block = min(power_of_2(width), 1024)
-    put_rows_kernel[entries, cdiv(width, block)](out, rows, places, width, BLOCK=block, num_warps=4)
+    put_rows_kernel[picked, cdiv(width, block)](out, rows, places, each, width, BLOCK=block, num_warps=4)
 
 
 def add_rows(

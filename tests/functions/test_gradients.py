@@ -411,7 +411,7 @@ def test_chunks_round_dweight_once(place: Place, kind: str, stored: str, monkeyp
     rounding = (truth.bfloat16().double() - truth).norm()
     for rows in (64, 128):
         error = (gradient(torch.bfloat16, backend="triton", chunk_tokens=rows) - truth).norm()
-        most = {"exponentials": {"flat": 1.1, "frequent": 1.5}, "logits": {"flat": 1.7, "frequent": 1.8}}[stored][kind]
+        most = {"exponentials": {"flat": 1.1, "frequent": 1.5}, "logits": {"flat": 1.9, "frequent": 1.9}}[stored][kind]
         assert error <= most * rounding, (rows, error / rounding)
 
 

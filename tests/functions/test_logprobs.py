@@ -105,7 +105,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            a, b = args[-2:]
+            a, b = [arg for arg in args if isinstance(arg, Tensor)][-2:]  # behind them the dtype of what is made
             self.sizes.append((len(a), b.shape[1]))
         return func(*args, **kwargs or {})
 

@@ -78,13 +78,13 @@ def in_e4m3(d: Data) -> Any:
 
 
 def into_a_buffer(d: Data) -> Any:
-    buffer = torch.ones(d.weight.shape, dtype=torch.float32, device="cpu")
+    buffer = torch.ones(d.weight.shape, dtype=torch.float32, device=d.weight.device)
     loss = linear_cross_entropy(d.hidden, d.weight, d.target, accumulate_into=buffer)
     return loss, buffer
 
 
 def head_module(d: Data) -> Any:
-    head = ChunkedHead(1, 1, bias=True, z_loss=1e-3, device="cpu", dtype=torch.float32)
+    head = ChunkedHead(1, 1, bias=True, z_loss=1e-3, device=d.weight.device, dtype=torch.float32)
     del head.weight, head.bias
     head.weight, head.bias = d.weight, d.bias
     return head(d.hidden, d.target)

@@ -68,12 +68,28 @@ def test_put_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     """Of equal places the first is put; others stay as they are."""
     places = TARGETS[kind](torch.Generator().manual_seed(6)).sort().values.int().to(place.device)
     out, rows = torch.randn(301, 72, device=place.device, dtype=dtype), torch.randn(301, 72, device=place.device)
-    expected, rows = out.clone(), rows[: len(places)]
-    for place_of_row, row in zip(reversed(places.tolist()), reversed(rows), strict=True):
+    expected, rows = out.clone(), rows[: len(places[::3])]
+    for place_of_row, row in zip(reversed(places[::3].tolist()), reversed(rows), strict=True):
         if place_of_row >= 0:
             expected[place_of_row] = row
-    products.put_rows(out, rows, places)
+    products.put_rows(out, rows, places, 3)
     torch.testing.assert_close(out, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0.0, atol=0.0)
+
+
+@crossed(place=PLACES, kind=TARGETS, counted=[False, True])
+def test_pick_columns(place: Place, kind: str, counted: bool) -> None:
+    """Columns of each third target; 0 where there is none, and behind the rows that count, which may be anything."""
+    columns = TARGETS[kind](torch.Generator().manual_seed(6)).sort().values.int().to(place.device)
+    grad = torch.randn(70, 308, device=place.device).bfloat16()[:, :301]
+    out, rows = torch.empty(70, len(columns[::3]), dtype=torch.bfloat16, device=place.device), 70
+    count = records.ALL_ROWS
+    if counted:
+        rows, count = 41, records.Counted(torch.tensor(51, device=place.device), 10)
+        grad[rows:] = torch.nan
+    products.pick_columns(out, grad, columns, 3, count)
+    expected = torch.where(columns[::3] < 0, 0.0, grad[:, columns[::3].long().clamp(min=0)])
+    expected[rows:] = 0.0
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("place", PLACES)
