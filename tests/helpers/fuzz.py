@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import uninitialised
 from oracle import reference
+from oracle.metrics import METRICS as ROWS_OF_METRICS
+from oracle.metrics import Row as MetricRow
 from oracle.reference import Term
+from oracle.rows import CLASS_WEIGHTS, DENSE, ROWS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,57 +31,31 @@ from chunked_head.metrics import Metric, MetricValue
 
 IGNORED = -100
 HALVES = torch.bfloat16, torch.float16
-CLASS_WEIGHTS = "class weights of the vocabulary"
-POLICY = ("old_logprobs", "advantages")
-PAIRED = ("ref_logprobs", "segments", "pairs")
 TOPK = ("teacher_ids", "teacher_logprobs", "teacher_mask")
-DENSE = "a dense teacher"
-# every loss: its options, and the fields that it reads
+# losses, options and fields of the rows beside the oracle's formulas
 LOSSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("cross_entropy", {}, ()), ("cross_entropy", {"label_smoothing": 0.2}, ()),
-    ("cross_entropy", {"token_scaling": True}, ()), ("cross_entropy", {"class_weights": CLASS_WEIGHTS}, ()),
-    ("cross_entropy", {"class_weights": CLASS_WEIGHTS, "label_smoothing": 0.3}, ()), ("focal", {"gamma": 1.5}, ()),
-    ("unlikelihood", {}, ()), ("z_loss", {}, ()), ("entropy", {}, ()),
-    ("reinforce", {"rollout": "truncate"}, (*POLICY, "rollout_logprobs")), ("grpo", {}, POLICY),
-    ("grpo", {"dual_clip": 1.1, "clip_high": 0.28}, POLICY), ("cispo", {"clip_high": 0.1}, POLICY),
-    ("sapo", {}, POLICY), ("gspo", {}, (*POLICY, "segments")),
-    ("gspo", {"weighting": "token", "level": "token"}, (*POLICY, "segments")), ("gmpo", {}, (*POLICY, "segments")),
-    ("rloo", {}, (*POLICY, "segments")), ("kl_to_reference", {}, ("ref_logprobs",)),
-    ("kl_to_reference", {"estimator": "k1", "bias_correction": True}, ("ref_logprobs", "old_logprobs")),
-    ("kl_to_reference", {"estimator": "k3+", "kl_clamp": 10.0, "log_ratio_clamp": None}, ("ref_logprobs",)),
-    ("dpo", {}, PAIRED), ("dpo", {"variant": "ipo"}, PAIRED), ("simpo", {}, ("segments", "pairs")),
-    ("vespo", {"ratio_clamp": 3.0}, (*POLICY, "segments")), ("dpo", {"ld_alpha": 0.4, "divergence": "js"}, PAIRED),
-    ("cpo", {}, ("segments", "pairs")), ("orpo", {}, ("segments", "pairs")),
-    ("kto", {}, ("ref_logprobs", "segments", "segment_labels", "kl_baseline")), ("forward_kl", {}, (DENSE,)),
-    ("forward_kl", {"form": "cross_entropy", "teacher_temperature": 2.0}, (DENSE,)),
-    ("reverse_kl", {"teacher_softcap": 4.0}, (DENSE,)), ("jsd", {"beta": 0.3}, (DENSE,)), ("tvd", {}, (DENSE,)),
-    ("lk", {}, (DENSE,)), ("lk", {"form": "hybrid", "eta": 1.0}, (DENSE,)),
-    ("topk_kl", {}, TOPK), ("topk_kl", {"normalize": "vocab", "divergence": "jsd", "beta": 0.2}, TOPK),
-    ("topk_kl", {"normalize": "topk"}, TOPK), ("topk_kl", {"divergence": "reverse"}, TOPK),
+    (kind, dict(options), row.fields + row.optional)
+    for kind, row in ROWS.items() for options in row.options[: row.drawn]
 ]  # fmt: skip
 # seeds that fail, and what is open in them: printed by a run, and no failure of it
 OPEN = {
     1435: "lk from fp16 logits on a GPU: of five tokens eager's errors cancel, ours do not (of many ours are smaller)",
     2000892: "topk_kl in fp32 with 6e-3 for the tail: the relative error of 1e-7 over it that the docstring names",
 }
-INFINITE_WHERE_SURE = ("unlikelihood", "orpo", "topk_kl")  # of a token of probability 1, as with one vocabulary row
-# every metric, and options of which a call has some
+# every metric that needs no teacher, and options of which a call has some
 WEIGHTED: list[dict[str, Any]] = [{}, {"weighting": "segment"}, {"weighting": "document"}]
-REDUCED: list[dict[str, Any]] = [*WEIGHTED, {"reduce": "max"}, {"reduce": "min"}]
-SEGMENTS: list[dict[str, Any]] = [{"level": "segment"} | each for each in ({}, {"reduce": "max"}, {"reduce": "min"})]
-ESTIMATORS: list[dict[str, Any]] = [{"estimator": each} for each in ("k1", "abs", "k2", "k3")]
-AGAINST: list[dict[str, Any]] = [{"against": "rollout"}, {"against": "reference"}]
-SIDES: list[dict[str, Any]] = [{"side": side} for side in ("unsigned", "signed", "low", "high")]
-METRICS: list[tuple[Callable[..., Metric], list[dict[str, Any]]]] = [
-    (metrics.accuracy, WEIGHTED), (metrics.perplexity, WEIGHTED[:2]), (metrics.entropy, REDUCED),
-    (metrics.lse, REDUCED), (metrics.mean_logit, REDUCED), (metrics.logprob, REDUCED),
-    (metrics.top_probability, REDUCED), (metrics.advantage, REDUCED), (metrics.ratio, REDUCED + AGAINST + SEGMENTS),
-    (metrics.effective_sample_size, [{}, {"normalized": True}, *AGAINST, *SEGMENTS[:1]]),
-    (metrics.kl_old, [*ESTIMATORS, *REDUCED, *SEGMENTS, *(SEGMENTS[0] | each for each in ESTIMATORS)]),
-    (metrics.kl_reference, [*ESTIMATORS, {"bias_correction": True}, *REDUCED]),
-    (metrics.clip_fraction, [*SIDES, *(SEGMENTS[0] | each for each in SIDES)]),
-]  # fmt: skip
-ROWS = ("teacher_logits", "teacher_hidden", *TOPK)
+EXTREMA: list[dict[str, Any]] = [{"reduce": "max"}, {"reduce": "min"}]
+
+
+def options_of(kind: str, row: MetricRow) -> list[dict[str, Any]]:
+    known, own = inspect.signature(getattr(metrics, kind)).parameters, [dict(options) for options in row.options]
+    found = own + (WEIGHTED if row.is_mean else WEIGHTED[1:2] if "weighting" in known else [])
+    found += EXTREMA if "reduce" in known else []
+    return found + [{"level": "segment"} | each for each in found if "level" in known and "weighting" not in each]
+
+
+METRICS = [(kind, options_of(kind, row)) for kind, row in ROWS_OF_METRICS.items() if not row.has_teacher]
+OF_ROWS = ("teacher_logits", "teacher_hidden", *TOPK)
 WHOLE = ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias")
 # what one call cannot do, and says so
 REFUSALS = ("two softmaxes", "smooths over", "different temperatures", "skip_ignored=True", "memory_budget",
@@ -244,7 +221,7 @@ class Call:
         for name in sorted(names):
             value = self.fields[name]
             if ours and name not in WHOLE:
-                value = self.nonsense(value, ~(self.predicts if name in ROWS else self.counts))
+                value = self.nonsense(value, ~(self.predicts if name in OF_ROWS else self.counts))
             if name in ("teacher_hidden", "teacher_weight", "teacher_bias"):
                 value = self.cast(value, dtype)
             elif value.is_floating_point():  # fp32 carries the same numbers into every dtype
@@ -310,13 +287,18 @@ class Call:
         assert weight is not None
         return leaves, weight[: self.vocab], None if bias is None else bias[: self.vocab]
 
+    def some_of(self, rows: list[Any], count: int) -> list[Any]:
+        """Some in a random order; another row in the table changes no call but those that draw it."""
+        order = self.pick(range(2**20))
+        return sorted(rows, key=lambda row: random.Random(f"{order} {row[:2]}").random())[:count]
+
     def draw_losses(self, most: int) -> tuple[list[Term], set[str]]:
         terms, names, weights = [], set(), torch.rand(self.vocab, generator=self.made)
         teacher = self.pick([{"teacher_logits"}, {"teacher_hidden", "teacher_weight", "teacher_bias"}])
         if self.function == "logits_loss":
             teacher = {"teacher_logits"}
-        some = [loss for loss in LOSSES if self.vocab > 1 or loss[0] not in INFINITE_WHERE_SURE]
-        for i, (kind, options, fields) in enumerate(self.draw.sample(some, self.pick(range(1, most + 1)))):
+        some = [loss for loss in LOSSES if self.vocab > 1 or not ROWS[loss[0]].sure_is_infinite]
+        for i, (kind, options, fields) in enumerate(self.some_of(some, self.pick(range(1, most + 1)))):
             options = {name: weights if v is CLASS_WEIGHTS else v for name, v in options.items()}
             options["name"] = f"{kind}-{i}"
             options |= self.pick([{}] * 6 + [{"reduction": "sum"}, {"reduction": "mean", "normalizer": 7.0}])
@@ -325,8 +307,10 @@ class Call:
         return terms, names | self.pick([set(), {"token_weights"}])
 
     def draw_metrics(self, most: int) -> list[Metric]:
-        some = self.draw.sample(METRICS, self.pick(range(most + 1)))
-        return [make(**self.pick(options), name=f"metric-{i}") for i, (make, options) in enumerate(some)]
+        some = self.some_of(METRICS, self.pick(range(most + 1)))
+        return [
+            getattr(metrics, kind)(**self.pick(options), name=f"metric-{i}") for i, (kind, options) in enumerate(some)
+        ]
 
     def sum_of(self, terms: list[Term]) -> Losses:
         def made(term: Term) -> Losses:
@@ -419,7 +403,7 @@ class Call:
         foretold = self.pick([None, 0.37])
         later = random.Random(-self.seed)  # drawn apart from the rest
         names |= later.choice([set(), set(), set(), {"kept_ids"}])
-        if any(term.kind in INFINITE_WHERE_SURE for term in terms):
+        if any(ROWS[term.kind].sure_is_infinite for term in terms):
             names -= {"kept_ids"}  # the token of a set of one is sure
         each = later.choice([False, False, False, True])
         if each:
@@ -566,9 +550,9 @@ class Call:
             leaves, x, y = self.rows(dtype)
             fields = self.batch(names, dtype, ours=False)
             own = {name: fields[name] for name in names}
-            own = {n: v[self.predicts.to(self.device)] if n in ROWS else v for n, v in own.items()}
+            own = {n: v[self.predicts.to(self.device)] if n in OF_ROWS else v for n, v in own.items()}
             own["teacher_x"] = reference.teacher_logits(own, taught, self.temperature).to(x.dtype)
-            found = {"divergence": self.spread(reference.ORACLE[kind](x, y, own, **given))}
+            found = {"divergence": self.spread(ROWS[kind].formula(x, y, own, **given))}
             if entropy:  # of the ids that both have
                 shared = min(self.vocab, own["teacher_x"].shape[-1])
                 found["entropy"] = self.spread(entropy_of(x[:, :shared].log_softmax(-1)))

@@ -12,6 +12,7 @@ from budget import assert_within_budget
 from cases import PLACES, Place
 from oracle import reference as oracle
 from oracle.reference import Term
+from oracle.rows import PAIRED, POLICY, ROWS, SEGMENTED
 from tiers import tier
 from torch import Tensor
 
@@ -184,9 +185,6 @@ def case(name: str, *terms: tuple, batch: str = "", head: Mapping[str, Any] | No
     return LossCase(name, made, tuple(batch.split()), head or {}, **more)
 
 
-POLICY = "old_logprobs advantages"
-SEGMENTED = POLICY + " segments"
-PAIRED = "ref_logprobs segments pairs"
 DENSE_HIDDEN = "teacher_hidden teacher_weight"
 TOKEN_CASES = [
     case("cross-entropy", ("cross_entropy",)),
@@ -255,9 +253,15 @@ TEACHER_CASES = [
     case("topk-topk", ("topk_kl", {"normalize": "topk", "divergence": "jsd"}), batch="teacher_ids teacher_logprobs teacher_mask"),
     case("topk-reverse", ("topk_kl", {"divergence": "reverse", "temperature": 2.0}), (1.0, "cross_entropy", {"label_smoothing": 0.1}), batch="teacher_ids teacher_logprobs", head={"softcap": 8.0}),
     case("topk-and-dense", ("topk_kl",), (0.5, "forward_kl"), batch="teacher_ids teacher_logprobs teacher_logits"),
-    case("everything", ("grpo",), (0.1, "gspo"), (0.2, "topk_kl"), (0.3, "forward_kl"), (0.01, "entropy"), (0.1, "cross_entropy", {"label_smoothing": 0.1}), batch=SEGMENTED + " teacher_ids teacher_logprobs teacher_logits mask"),
 ]  # fmt: skip
-LOSS_CASES = [*TOKEN_CASES, *SEGMENT_CASES, *TEACHER_CASES]
+WRITTEN_CASES = [*TOKEN_CASES, *SEGMENT_CASES, *TEACHER_CASES]
+# losses of the oracle that stand in none of these
+OTHER_CASES = [
+    case(kind, (kind, row.options[0]), batch=row.batch())
+    for kind, row in ROWS.items() if not any(term.kind == kind for one in WRITTEN_CASES for term in one.terms)
+]  # fmt: skip
+EVERYTHING = case("everything", ("grpo",), (0.1, "gspo"), (0.2, "topk_kl"), (0.3, "forward_kl"), (0.01, "entropy"), (0.1, "cross_entropy", {"label_smoothing": 0.1}), batch=SEGMENTED + " teacher_ids teacher_logprobs teacher_logits mask")  # fmt: skip
+LOSS_CASES = [*WRITTEN_CASES, *OTHER_CASES, EVERYTHING]
 # of each kind some
 SOME_CASES = (
     "cross-entropy", "kept-head", "sum", "entropy-head", "grpo-sum", "gspo", "jsd-hidden", "topk-reverse", "everything",

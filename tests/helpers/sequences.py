@@ -15,6 +15,7 @@ import torch
 import uninitialised
 from fuzz import METRICS, Call
 from oracle.reference import Term
+from oracle.rows import CLASS_WEIGHTS, DENSE
 from tables import Emptying
 from torch import Tensor
 
@@ -52,10 +53,10 @@ class Pinned(Call):
     def draw_losses(self, most: int) -> tuple[list[Term], set[str]]:
         kind, options, fields = self.loss
         weights = torch.rand(self.vocab, generator=self.made)
-        options = {name: weights if value is fuzz.CLASS_WEIGHTS else value for name, value in options.items()}
+        options = {name: weights if value is CLASS_WEIGHTS else value for name, value in options.items()}
         # every call has the same fields: what it does not read is no other kind of call
-        own = {"teacher_logits"} if fuzz.DENSE in fields else set[str]()
-        return [Term(1.0, kind, options)], {*fields} - {fuzz.DENSE} | own
+        own = {"teacher_logits"} if DENSE in fields else set[str]()
+        return [Term(1.0, kind, options)], {*fields} - {DENSE} | own
 
     def draw_metrics(self, most: int) -> list[Metric]:
         return [] if self.metric is None else [self.metric, fuzz.metrics.entropy(name="beside")]
@@ -88,7 +89,7 @@ def plain_seed(seed: int) -> int:
 def of_metrics(seed: int, device: str) -> list[Step]:
     """One call for each metric with each of its options."""
     loss = fuzz.LOSSES[0]  # its kernel is soon written
-    made = [make(**options) for make, each in METRICS for options in each]
+    made = [getattr(fuzz.metrics, kind)(**options) for kind, each in METRICS for options in each]
     return [lambda metric=metric: outcome(Pinned(seed, device, loss, metric)) for metric in made]  # type: ignore[misc]
 
 

@@ -12,17 +12,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loss_cases import case, inputs_of
-from test_formulas import ESTIMATORS, PREFERENCE
+from oracle.policy import ESTIMATORS
+from oracle.rows import ROWS
+from test_formulas import of_sizes
 from torch import Tensor
 
 from chunked_head import linear_loss, logits_logprobs, logits_loss, losses
 from chunked_head.losses import Losses
 
 F64 = torch.float64
-RATIO_LOSSES = {
-    kind: {"level": "token"} if kind == "gspo-token" else {}
-    for kind in ("reinforce", "grpo", "cispo", "sapo", "gspo", "gspo-token", "gmpo", "rloo")
-}  # fmt: skip
+# rows of the oracle, and GSPO's other level
+RATIO_LOSSES: dict[str, dict[str, Any]] = {
+    kind: {} for kind, row in ROWS.items() if {"old_logprobs", "advantages"} <= {*row.fields}
+} | {"gspo-token": {"level": "token"}}
+LABEL_LOSSES = [(kind, options) for kind, row in ROWS.items() if not row.fields for options in row.options]
+PREFERENCES = [
+    (kind, options) for kind, row in ROWS.items() for options in row.options
+    if "segments" in row.fields and "old_logprobs" not in row.fields
+]  # fmt: skip
+SCORED = ("reinforce", "cispo", "vespo")  # the log-probability times a factor that is detached: has a slope everywhere
 EXTREME = [-1e4, -100.0, -21.0, 0.0, 21.0, 100.0, 1e4, math.inf]
 
 
@@ -73,14 +81,14 @@ def test_extreme_ratios_stay_finite(kind: str, dtype: torch.dtype) -> None:
         values, slopes = ratios(loss_of(kind), log_ratio, torch.full_like(log_ratio, advantage))
         assert values.isfinite().all() and slopes.isfinite().all()
         assert values.any() == slopes.any() == (advantage != 0)
-        if advantage and kind not in ("reinforce", "cispo"):
+        if advantage and kind not in SCORED:
             # clamped: constant in the log-probability (e^-20 is below any lower clip where that acts)
             assert not slopes[log_ratio.abs() > 20].any()
             torch.testing.assert_close(slopes[3].item(), -advantage, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("kind", [kind for kind in RATIO_LOSSES if kind != "reinforce"])
+@pytest.mark.parametrize("kind", [kind for kind in RATIO_LOSSES if kind not in ("reinforce", "vespo")])
 def test_without_clamp_gradients_are_finite_where_values_are(kind: str, dtype: torch.dtype) -> None:
     loss = loss_of(kind, ratio_clamp=None, **({"dual_clip": 3.0} if kind == "grpo" else {}))
     log_ratio = torch.tensor(EXTREME, dtype=dtype)
@@ -279,14 +287,12 @@ def test_odds_of_probabilities_near_0_and_1() -> None:
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "options"), [(kind, one) for kind, (_, own) in PREFERENCE.items() for one in own], ids=str
-)
+@pytest.mark.parametrize(("kind", "options"), PREFERENCES, ids=str)
 def test_far_from_the_reference(kind: str, options: dict[str, Any], chosen: bool) -> None:
     """Log-ratios of hundreds of nats: values and gradients stay finite in float32, and near those of float64."""
     found = []
     for dtype in (torch.float32, F64):
-        fields = "ref_logprobs segments " + ("segment_labels" if kind == "kto" else "pairs")
+        fields = " ".join(dict.fromkeys(("ref_logprobs", *ROWS[kind].fields)))
         given = inputs_of(case("", (kind, options), batch=fields), torch.float32, "cpu", tokens=41, vocab=23)
         moved = torch.isin(given.batch["segments"], torch.tensor([0, 2, 4, 7])) == chosen
         batch = given.batch | {"ref_logprobs": (given.batch["ref_logprobs"].double() - 40.0 * moved).to(dtype)}
@@ -310,6 +316,25 @@ def test_long_sequences_keep_the_difference() -> None:
     difference = logprob.double() - batch["ref_logprobs"].double()
     u, v = difference[segments == 0].sum(), difference[segments == 1].sum()
     torch.testing.assert_close(value.double(), F.softplus(v - u), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize(("kind", "options"), LABEL_LOSSES, ids=str)
+def test_certain_and_impossible_targets(kind: str, options: dict[str, Any]) -> None:
+    """Targets from a probability of e^-10000 to one that rounds to 1: finite in float32, and near float64's numbers."""
+    x = torch.tensor(
+        [[-1e4, 0.0], [-90.0, 0.0], [-40.0, 0.0], [-3.0, 0.0], [0.0, 0.0], [3.0, 0.0], [40.0, 0.0], [1e4, 0.0]]
+    )
+    options, found = of_sizes(options), []
+    if "class_weights" in options:
+        options["class_weights"] = options["class_weights"][:2] + 0.1
+    for dtype in (torch.float32, F64):
+        rows = x.to(dtype).requires_grad_()
+        loss = getattr(losses, kind)(**options)
+        value = logits_loss(rows, torch.zeros(len(x), dtype=torch.int64), loss, reduction="none").loss
+        found.append((value.double(), torch.autograd.grad(value.sum(), rows)[0].double()))
+    assert all(each.isfinite().all() for each in found[0])
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("gamma", [0.5, 2.0])

@@ -4,7 +4,6 @@ Tokens lie in any order; nan, inf and ids out of range stand wherever one does n
 """
 
 import inspect
-import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import DENSE_HIDDEN, FACTORIES, PAIRED, POLICY, SEGMENTED, LossCase, LossInputs, case, inputs_of
+from loss_cases import DENSE_HIDDEN, FACTORIES, SEGMENTED, LossCase, LossInputs, case, inputs_of
 from oracle import reference as oracle
 from oracle.reference import kind_of
+from oracle.rows import CLASS_WEIGHTS, DENSE, ROWS, Options, Row
 from tiers import crossed
 from torch import Tensor
 
@@ -24,118 +24,26 @@ from chunked_head.metrics import Metric, MetricValue
 
 TOKENS, VOCAB = 41, 23
 CLASSES = torch.where(torch.arange(VOCAB) % 4 > 0, torch.linspace(0.1, 1.1, VOCAB), 0.0).double()
-DPO_VARIANTS = (
-    "sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
-    "sigmoid_norm", "aot", "aot_unpaired",
-)  # fmt: skip
-ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
-KL_CLAMPS: list[dict[str, Any]] = [
-    {}, {"log_ratio_clamp": None}, {"log_ratio_clamp": 0.3}, {"kl_clamp": 0.05}, {"ratio_clamp": 0.2},
-]  # fmt: skip
-DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
-
-# by loss: its fields beside the mask, and the options that it is tried with
-LABEL: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "cross_entropy": ("token_weights", [
-        {"label_smoothing": smoothing, "token_scaling": scaling, **classes}
-        for smoothing in (0.0, 0.1, 1.0) for classes in ({}, {"class_weights": CLASSES}) for scaling in (False, True)
-    ] + [{"entropy_scaling": 0.5}]),
-    "focal": ("token_weights", [{"gamma": gamma} for gamma in (0.0, 0.5, 1.0, 2.0)]),
-    "unlikelihood": ("", [{}]), "z_loss": ("", [{}]), "entropy": ("", [{}]),
-}  # fmt: skip
-RATIO: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "reinforce": (POLICY, [{}]),
-    "grpo": (POLICY, [
-        {}, {"clip_low": 0.1, "clip_high": 0.28}, {"clip_low": 0.0, "clip_high": 0.0},
-        {"clip_low": 1.0, "clip_high": 0.2}, {"delta": 1.3},
-        {"delta": 1.1},  # below 1 + clip_high
-        {"delta": 0.7},  # below 1 - clip_low too
-        {"dual_clip": 1.5}, {"dual_clip": 1.1}, {"clip_high": 0.5, "delta": 4.0, "ratio_clamp": None},
-        {"ratio_clamp": 0.3},
-    ]),
-    "cispo": (POLICY, [
-        {}, {"clip_high": 0.3}, {"clip_high": 0.3, "clip_low": 0.2},
-        {"clip_high": 0.2, "ratio_clamp": None}, {"clip_high": 0.5, "ratio_clamp": 0.1},
-    ]),
-    "sapo": (POLICY, [{}, {"tau_pos": 3.0, "tau_neg": 0.5}, {"ratio_clamp": None}, {"ratio_clamp": 0.3}]),
-    "gspo": (SEGMENTED, [
-        {"clip_low": low, "clip_high": high, "weighting": weighting, "level": level, "ratio_clamp": clamp}
-        for low, high, clamp in ((0.2, 0.2, 20.0), (0.02, 0.03, None), (0.2, 0.1, 0.15))
-        for weighting in ("segment", "token") for level in ("segment", "token")
-    ] + [{"delta": delta, "level": level} for delta in (0.7, 1.05, 1.3) for level in ("segment", "token")]),
-    "gmpo": (SEGMENTED, [{}, {"clip_low": 0.1, "clip_high": 0.2}, {"ratio_clamp": None}, {"ratio_clamp": 0.3}]),
-    "rloo": (SEGMENTED, [
-        {}, {"clip_low": 0.05, "clip_high": 0.6}, {"ratio_clamp": None}, {"ratio_clamp": 0.1}, {"delta": 1.3},
-    ]),
-    "vespo": (SEGMENTED + " rollout_logprobs", [
-        {"rollout": "truncate"}, {"rollout": "mask"}, {}, {"ratio_clamp": 0.1},
-        {"k_pos": 0.5, "lambda_pos": 0.2, "k_neg": 1.5, "lambda_neg": 0.3},
-    ]),
-    "kl_to_reference": (SEGMENTED + " ref_logprobs", [
-        *({"estimator": one, **clamp} for one in ESTIMATORS for clamp in KL_CLAMPS),
-        *({"estimator": one, "bias_correction": True, "level": level, **clamp}
-          for one in ESTIMATORS[:4] for level in ("token", "segment") for clamp in KL_CLAMPS),
-    ]),
-}  # fmt: skip
-KTO = "ref_logprobs segments segment_labels"
-PREFERENCE: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "dpo": (PAIRED, [
-        {"beta": 0.7}, {"label_smoothing": 0.2}, {"reference_free": True}, {"average": True},
-        {"variant": "ipo", "average": False}, {"variant": "sigmoid_norm", "label_smoothing": 0.1, "beta": 2.0},
-        {"variant": "robust", "label_smoothing": 0.3}, {"variant": "exo_pair", "label_smoothing": 1e-3},
-        {"variant": "discopop", "discopop_tau": 0.3}, *({"variant": variant} for variant in DPO_VARIANTS),
-        {"variant": "aot", "label_smoothing": 0.1}, {"variant": "aot", "reference_free": True, "average": True},
-        *({"divergence": kind, "variant": "hinge"} for kind in ("forward_kl", "js", "alpha")),
-        {"divergence": "alpha", "divergence_alpha": 1.7, "average": True}, {"ld_alpha": 0.3},
-        {"ld_alpha": 0.1, "variant": "ipo", "divergence": "js"},
-    ]),
-    "simpo": (PAIRED, [
-        {"alpha": 0.25}, {}, {"beta": 2.0, "gamma": 1.4}, {"beta": 2.0, "label_smoothing": 0.1},
-    ]),
-    "cpo": (PAIRED, [
-        {"alpha": -0.5, "average": True}, {}, {"label_smoothing": 0.25, "average": True},
-        {"variant": "hinge", "beta": 0.3}, {"variant": "ipo"}, {"variant": "ipo", "average": False},
-    ]),
-    "orpo": (PAIRED, [{}, {"beta": 1.0}]),
-    "kto": (KTO, [
-        {}, {"beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.3}, {"average": True, "beta": 1.0},
-        {"reference_free": True},
-    ]),
-}  # fmt: skip
-DENSE: dict[str, list[dict[str, Any]]] = {
-    "forward_kl": [
-        {}, {"form": "cross_entropy"}, {"temperature": 2.0}, {"temperature": 2.0, "t_squared": True},
-        {"teacher_temperature": 3.0}, {"temperature": 1.5, "teacher_temperature": 0.7},
-        {"teacher_logit_scale": 0.25, "teacher_softcap": 1.5},
-    ],
-    "reverse_kl": [{}, {"temperature": 2.0, "t_squared": True, "teacher_softcap": 2.0}],
-    "jsd": [
-        {}, {"beta": 0.1, "temperature": 2.0, "t_squared": True}, {"beta": 0.9, "teacher_temperature": 2.0},
-        {"beta": 0.0, "temperature": 2.0}, {"beta": 1.0, "teacher_logit_scale": 0.5},
-    ],
-    "tvd": [{}, {"temperature": 3.0, "t_squared": True}],
-    "lk": [{"temperature": 2.0, "t_squared": True}, {"form": "hybrid", "eta": 1.0}],
-}  # fmt: skip
-TOPK: list[dict[str, Any]] = [
-    *({"divergence": divergence, "normalize": normalize, **more}
-      for divergence, normalize, more in itertools.product(
-          DIVERGENCES, ("tail", "vocab", "topk"), ({}, {"teacher_renormalize": True, "teacher_temperature": 2.0}))
-      # a renormalised teacher leaves no tail: the reverse divergence from it is infinite
-      if not (divergence == "reverse" and normalize == "tail" and more)),
-    {"normalize": "topk", "teacher_renormalize": False},
-    {"divergence": "jsd", "normalize": "topk", "teacher_renormalize": False, "beta": 0.8},
-    {"teacher_temperature": 2.0},
-    {"divergence": "reverse", "teacher_temperature": 0.5, "temperature": 2.0, "t_squared": True},
-    {"divergence": "jsd", "beta": 0.1}, {"divergence": "jsd", "beta": 0.0}, {"divergence": "jsd", "beta": 1.0},
-    {"divergence": "jsd", "beta": 0.25, "normalize": "vocab", "temperature": 3.0, "t_squared": True},
-]  # fmt: skip
+RATIOS = {kind: row for kind, row in ROWS.items() if "old_logprobs" in row.fields}
+TEACHERS = {kind: row for kind, row in ROWS.items() if DENSE in row.fields}
+OTHERS = {kind: row for kind, row in ROWS.items() if kind not in RATIOS | TEACHERS}
 
 
-def rows(table: dict[str, tuple[str, list[dict[str, Any]]]]) -> list[Any]:
-    return [
-        pytest.param(case("", (kind, one), batch=fields + " mask"), id=f"{kind}-{i}")
-        for kind, (fields, options) in table.items() for i, one in enumerate(options)
-    ]  # fmt: skip
+def rows(table: dict[str, Row]) -> list[Any]:
+    """Each loss with each of its options, and again with fields that may be missing; of no field, with weights."""
+    found = []
+    for kind, row in table.items():
+        for more in dict.fromkeys([(), row.optional]):
+            batch = " ".join([row.batch() or "token_weights", *more, "mask"])
+            found += [
+                pytest.param(case("", (kind, of_sizes(options)), batch=batch), id="-".join([kind, str(i), *more]))
+                for i, options in enumerate(row.options)
+            ]  # fmt: skip
+    return found
+
+
+def of_sizes(options: Options) -> dict[str, Any]:
+    return {name: CLASSES if value is CLASS_WEIGHTS else value for name, value in options.items()}
 
 
 def hold(one: LossCase, changed: dict[str, Tensor] | None = None, without: str = "") -> None:
@@ -182,13 +90,13 @@ def spoil(batch: dict[str, Tensor]) -> None:
     mask[9], logprobs[10] = False, -torch.inf
 
 
-@pytest.mark.parametrize("one", rows(LABEL | PREFERENCE))
+@pytest.mark.parametrize("one", rows(OTHERS))
 def test_formulas(one: LossCase) -> None:
     hold(one)
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("one", rows(RATIO))
+@pytest.mark.parametrize("one", rows(RATIOS))
 def test_ratios(one: LossCase, on_policy: bool) -> None:
     hold(one, without="old_logprobs" if on_policy else "")
 
@@ -213,22 +121,20 @@ def test_rollout_weights(kind: str, level: str, weights: dict[str, Any], on_poli
 
 @pytest.mark.parametrize("baseline", [torch.tensor(0.8), torch.tensor(-0.8), torch.linspace(-1.0, 1.0, 9)], ids=str)
 def test_a_baseline(baseline: Tensor) -> None:
-    hold(case("", ("kto", {"beta": 0.5}), batch=KTO + " kl_baseline mask"), {"kl_baseline": baseline})
+    fields = ROWS["kto"].batch() + " kl_baseline mask"
+    hold(case("", ("kto", {"beta": 0.5}), batch=fields), {"kl_baseline": baseline})
 
 
 @crossed(
     teacher=["teacher_logits", DENSE_HIDDEN], vocab=[VOCAB, VOCAB - 1, VOCAB + 1],
-    loss=[pytest.param((kind, one), id=f"{kind}-{i}") for kind, own in DENSE.items() for i, one in enumerate(own)],
+    loss=[
+        pytest.param((kind, one), id=f"{kind}-{i}")
+        for kind, row in TEACHERS.items() for i, one in enumerate(row.options)
+    ],
 )  # fmt: skip
 def test_dense_teachers(loss: tuple[str, dict[str, Any]], vocab: int, teacher: str) -> None:
     of_table = 331 + vocab - VOCAB  # as inputs_of sizes a teacher
     hold(case("", loss, batch=teacher + " mask", teacher_vocab=of_table, target=False))
-
-
-@pytest.mark.parametrize("more", ["", " teacher_mask"], ids=["plain", "spoilt"])
-@pytest.mark.parametrize("options", TOPK, ids=str)
-def test_topk(options: dict[str, Any], more: str) -> None:
-    hold(case("", ("topk_kl", options), batch="teacher_ids teacher_logprobs mask" + more))
 
 
 class Words(dict):

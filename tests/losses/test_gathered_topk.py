@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_formulas import DIVERGENCES, TOPK
+from oracle.distillation import DIVERGENCES, TOPK_OPTIONS
 from tiers import crossed
 from torch import Tensor
 
@@ -55,7 +55,9 @@ def test_teacher_is_student(divergence: str | float, normalize: str, k: int, dty
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=100 * eps, rtol=0.0)
 
 
-@crossed(dtype=[torch.float32, torch.float64], options=TOPK, student=[0.0, 40.0, 300.0], teacher=[0.0, 40.0, 300.0])
+@crossed(
+    dtype=[torch.float32, torch.float64], options=TOPK_OPTIONS, student=[0.0, 40.0, 300.0], teacher=[0.0, 40.0, 300.0]
+)
 def test_guards(dtype: torch.dtype, options: dict[str, Any], student: float, teacher: float) -> None:
     """Students and teachers whose K ids hold all probability, or next to none of it."""
     ids = torch.arange(4).expand(2, 4)

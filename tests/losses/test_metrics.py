@@ -3,9 +3,7 @@
 import inspect
 import math
 import pickle
-import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from loss_cases import FACTORIES
+from oracle.metrics import METRICS, Options
 from test_extremes import logits
 from tiers import crossed
 from torch import Tensor
@@ -44,6 +42,7 @@ class Data:
         self.logprob = self.p.log().gather(-1, self.target[:, None])[:, 0]
         noise = torch.randn(TOKENS, 4, generator=g, dtype=dtype)
         self.advantages = noise[:, 3]
+        self.q = (self.x + torch.randn(TOKENS, VOCAB, generator=g, dtype=dtype)).softmax(-1)
         others = {"old_logprobs": 0.7, "ref_logprobs": 0.4, "rollout_logprobs": 0.2}
         fields = {
             name: (self.logprob + size * noise[:, i]).clamp(max=0.0) for i, (name, size) in enumerate(others.items())
@@ -51,10 +50,11 @@ class Data:
         self.fields = fields | {"advantages": self.advantages}
         for field in self.fields.values():
             field[list(MASKED)] = math.nan
+        self.teacher = torch.where(self.mask[:, None], self.q.log(), math.nan)
         self.fields |= {"segments": IDS, "documents": DOCUMENTS, "mask": self.mask}
 
-    def log_ratio(self, other: str = "old") -> Tensor:
-        return self.logprob - self.fields[f"{other}_logprobs"]
+    def log_ratio(self, against: str = "old") -> Tensor:
+        return self.logprob - self.fields[metrics.AGAINST[against]]
 
     def groups(self, values: Tensor, name: str) -> list[Tensor]:
         """Values of the tokens that count of each segment that has some."""
@@ -69,84 +69,67 @@ class Data:
         return torch.stack([group.double().mean() for group in self.groups(values, f"{weighting}s")])
 
 
+class OfSegments:
+    """Means of segments."""
+
+    def __init__(self, data: Data):
+        self.data, self.advantages = data, data.weighted(data.advantages, "segment")
+
+    def log_ratio(self, against: str = "old") -> Tensor:
+        return self.data.weighted(self.data.log_ratio(against), "segment")
+
+
 def measure(metric: Metric, data: Data, chunk: int | None = None, **options: Any) -> MetricValue:
     """A metric of one call, in chunks of so many tokens."""
+    has_teacher = metric.kind in METRICS and METRICS[metric.kind].has_teacher
+    batch = data.fields | ({"teacher_logits": data.teacher} if has_teacher else {})
     found = linear_loss(
-        data.x, torch.eye(VOCAB, dtype=data.x.dtype), data.target, losses.z_loss(), batch=data.fields,
-        num_segments=SEGMENTS, metrics=[metric], chunk_tokens=chunk, **options,
+        data.x, torch.eye(VOCAB, dtype=data.x.dtype), data.target, losses.lk() if has_teacher else losses.z_loss(),
+        batch=batch, num_segments=SEGMENTS, metrics=[metric], chunk_tokens=chunk, **options,
     )  # fmt: skip
     return found.metrics[metric.label]
 
 
 # ---- the formulas
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda d: d.exp() - d - 1, "_k1": lambda d: -d, "_abs": lambda d: d.abs(), "_k2": lambda d: d**2 / 2,
-}  # fmt: skip
+
+def label_of(kind: str, options: Options, *more: str) -> str:
+    """The name by default: it says what of the options is not the usual."""
+    words = [value for value in options.values() if isinstance(value, str)]
+    return "_".join([kind, *words, *(["corrected"] if options.get("bias_correction") else []), *more])
 
 
-def of_estimator(make: Callable[..., Metric], name: str) -> Callable[..., Metric]:
-    return partial(make, name[1:]) if name else make
+def means(*asked: str) -> dict[str, tuple[str, Options]]:
+    """Metrics that are means and have these options, with each of their own options."""
+    known = {kind: inspect.signature(getattr(metrics, kind)).parameters for kind, row in METRICS.items() if row.is_mean}
+    return {
+        f"{kind}-{i}": (kind, options)
+        for kind in known if {*asked} <= {*known[kind]} for i, options in enumerate(METRICS[kind].options)
+    }  # fmt: skip
 
 
-def clipped(ratio: Tensor, advantages: Tensor, side: str) -> Tensor:
-    low, high = ratio < 0.8, ratio > 1.3
-    sides = {"low": low & (advantages < 0), "high": high & (advantages > 0), "unsigned": low | high}
-    return (sides["low"] | sides["high"] if side == "signed" else sides[side]).double()
+MEANS = means()
 
 
-# metric, values of tokens
-PER_TOKEN: dict[str, tuple[Callable[..., Metric], Callable[[Data], Tensor]]] = {
-    "accuracy": (metrics.accuracy, lambda d: d.x.argmax(-1) == d.target),
-    "entropy": (metrics.entropy, lambda d: -(d.p * d.p.log()).sum(-1)),
-    "lse": (metrics.lse, lambda d: d.x.exp().sum(-1).log()),
-    "top_probability": (metrics.top_probability, lambda d: d.p.amax(-1)),
-    "mean_logit": (metrics.mean_logit, lambda d: d.x.sum(-1) / VOCAB),
-    "logprob": (metrics.logprob, lambda d: d.logprob),
-    "advantage": (metrics.advantage, lambda d: d.advantages),
-    "ratio": (metrics.ratio, lambda d: d.log_ratio().exp()),
-    "ratio_reference": (partial(metrics.ratio, "reference"), lambda d: d.log_ratio("ref").exp()),
-    "ratio_rollout": (partial(metrics.ratio, "rollout"), lambda d: d.log_ratio("rollout").exp()),
-    "kl_reference_corrected": (
-        partial(metrics.kl_reference, bias_correction=True),
-        lambda d: d.log_ratio().exp() * ESTIMATORS[""](-d.log_ratio("ref")),
-    ),
-    "clip_fraction": (
-        partial(metrics.clip_fraction, 0.2, 0.3), lambda d: clipped(d.log_ratio().exp(), d.advantages, "unsigned")
-    ),
-}  # fmt: skip
-for estimator, value in ESTIMATORS.items():
-    PER_TOKEN[f"kl_old{estimator}"] = of_estimator(metrics.kl_old, estimator), lambda d, f=value: f(d.log_ratio())
-    kl_reference = of_estimator(metrics.kl_reference, estimator)
-    PER_TOKEN[f"kl_reference{estimator}"] = kl_reference, lambda d, f=value: f(-d.log_ratio("ref"))
-for side in ("low", "high", "signed"):
-    PER_TOKEN[f"clip_fraction_{side}"] = (
-        partial(metrics.clip_fraction, 0.2, 0.3, side=side),
-        lambda d, side=side: clipped(d.log_ratio().exp(), d.advantages, side),
-    )
-
-
-@crossed(chunk=CHUNKS, weighting=["token", "segment", "document"], name=PER_TOKEN)
+@crossed(chunk=CHUNKS, weighting=["token", "segment", "document"], name=MEANS)
 def test_means_of_tokens(name: str, weighting: str, chunk: int | None) -> None:
-    factory, formula = PER_TOKEN[name]
-    data, metric = Data(), factory(weighting=weighting)
-    assert metric.label == name
-    values, got = data.weighted(formula(data), weighting), measure(metric, data, chunk)
+    kind, options = MEANS[name]
+    data, metric = Data(), getattr(metrics, kind)(weighting=weighting, **options)
+    assert metric.label == label_of(kind, options)
+    values = data.weighted(METRICS[kind].formula(data, **options), weighting)
+    got = measure(metric, data, chunk)
     assert len(values.unique()) > 1  # or the wrong weighting would pass
     torch.testing.assert_close((got.count.double(), got.sum), (torch.tensor(len(values)).double(), values.sum()))
     torch.testing.assert_close(got.value, values.mean())
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize(
-    "name",
-    ["entropy", "lse", "top_probability", "mean_logit", "logprob", "advantage", "ratio", "kl_old", "kl_reference"],
-)
+@pytest.mark.parametrize("name", means("reduce"))
 def test_extrema(name: str, reduce: str) -> None:
-    factory, formula = PER_TOKEN[name]
-    data, metric = Data(), factory(reduce=reduce)
-    assert metric.label == f"{name}_{reduce}"
-    expected = getattr(data.weighted(formula(data)), f"a{reduce}")()
+    kind, options = MEANS[name]
+    data, metric = Data(), getattr(metrics, kind)(reduce=reduce, **options)
+    assert metric.label == label_of(kind, options, reduce)
+    expected = getattr(data.weighted(METRICS[kind].formula(data, **options)), f"a{reduce}")()
     for chunk in CHUNKS:
         torch.testing.assert_close(measure(metric, data, chunk).value, expected)
 
@@ -172,34 +155,15 @@ def test_effective_sample_size(against: str) -> None:
     torch.testing.assert_close(fraction.value, size / len(ratios))
 
 
-# of a segment's mean log-ratio and its mean advantage
-SEGMENT_LEVEL: dict[str, tuple[Callable[..., Metric], Callable[[Tensor, Tensor], Tensor]]] = {
-    "ratio_segment": (metrics.ratio, lambda lr, adv: lr.exp()),
-    "kl_old_segment": (metrics.kl_old, lambda lr, adv: ESTIMATORS[""](lr)),
-    "kl_old_k1_segment": (partial(metrics.kl_old, "k1"), lambda lr, adv: -lr),
-    "clip_fraction_segment": (
-        partial(metrics.clip_fraction, 0.2, 0.3), lambda lr, adv: clipped(lr.exp(), adv, "unsigned")
-    ),
-    **{
-        f"clip_fraction_{side}_segment": (
-            partial(metrics.clip_fraction, 0.2, 0.3, side=side),
-            lambda lr, adv, side=side: clipped(lr.exp(), adv, side),
-        )
-        for side in ("low", "high")
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SEGMENT_LEVEL)
+@pytest.mark.parametrize("name", means("level"))
 def test_segment_level(name: str) -> None:
-    factory, formula = SEGMENT_LEVEL[name]
-    metric = factory(level="segment")
-    assert metric.label == name
+    kind, options = MEANS[name]
+    metric = getattr(metrics, kind)(level="segment", **options)
+    assert metric.label == label_of(kind, options, "segment")
     sums = []
     for seed in range(6):  # some have clipped segments
         data = Data(seed)
-        values = formula(data.weighted(data.log_ratio(), "segment"), data.weighted(data.advantages, "segment"))
-        got = measure(metric, data)
+        values, got = METRICS[kind].formula(OfSegments(data), **options), measure(metric, data)
         assert got.count == len(values) == 4  # empty segments are not counted
         torch.testing.assert_close(got.value, values.mean())
         sums.append(float(values.sum()))
@@ -433,18 +397,3 @@ def test_a_group_is_known_by_more_than_its_name() -> None:
         finally:
             dist.destroy_process_group()
     assert len(names) == 1 and len(found) == 4
-
-
-# ---- the documentation
-
-
-def test_docs_name_every_factory_and_option() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "losses.md").read_text()
-    words = set(re.findall(r"\w+", text))
-    names = {factory.__name__ for factory in FACTORIES}
-    assert {"cross_entropy", "grpo", "dpo", "topk_kl", "clip_fraction", "kl_old", "kto", "tvd"} <= names
-    assert len(names) > 30
-    for factory in FACTORIES:
-        options = [p.name for p in inspect.signature(factory).parameters.values() if p.kind != p.VAR_KEYWORD]
-        missing = {factory.__name__, *options} - words
-        assert not missing, f"{factory.__name__}: {missing}"

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle.preference import DPO_VARIANTS
 from peer_sequences import BASELINE, LENGTH, LONGEST, PAIRS, ROWS, Sequences, sequences
-from test_formulas import DPO_VARIANTS
 from torch import Tensor
 
 from chunked_head import losses, weights

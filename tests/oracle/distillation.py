@@ -1,11 +1,29 @@
 """Distillation losses from whole logits, token by token over explicit distributions."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .rows import DENSE, TOPK, add_row
+
+DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
+TOPK_OPTIONS: list[dict[str, Any]] = [
+    *({"divergence": divergence, "normalize": normalize, **more}
+      for divergence, normalize, more in itertools.product(
+          DIVERGENCES, ("tail", "vocab", "topk"), ({}, {"teacher_renormalize": True, "teacher_temperature": 2.0}))
+      # a renormalised teacher leaves no tail: the reverse divergence from it is infinite
+      if not (divergence == "reverse" and normalize == "tail" and more)),
+    {"normalize": "topk", "teacher_renormalize": False},
+    {"divergence": "jsd", "normalize": "topk", "teacher_renormalize": False, "beta": 0.8},
+    {"teacher_temperature": 2.0},
+    {"divergence": "reverse", "teacher_temperature": 0.5, "temperature": 2.0, "t_squared": True},
+    {"divergence": "jsd", "beta": 0.1}, {"divergence": "jsd", "beta": 0.0}, {"divergence": "jsd", "beta": 1.0},
+    {"divergence": "jsd", "beta": 0.25, "normalize": "vocab", "temperature": 3.0, "t_squared": True},
+]  # fmt: skip
 
 
 def of_dense(each: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -28,17 +46,29 @@ def of_dense(each: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return whole
 
 
+@add_row(
+    DENSE,
+    {}, {"form": "cross_entropy", "teacher_temperature": 2.0}, {"form": "cross_entropy"}, {"temperature": 2.0},
+    {"temperature": 2.0, "t_squared": True}, {"teacher_temperature": 3.0},
+    {"temperature": 1.5, "teacher_temperature": 0.7}, {"teacher_logit_scale": 0.25, "teacher_softcap": 1.5},
+)  # fmt: skip
 @of_dense
 def forward_kl(log_p: Tensor, log_q: Tensor, form: str = "kl") -> Tensor:
     has = log_q.exp() > 0
     return kl(log_q, log_p) if form == "kl" else -(log_q.exp()[has] * log_p[has]).sum()
 
 
+@add_row(DENSE, {"teacher_softcap": 4.0}, {}, {"temperature": 2.0, "t_squared": True, "teacher_softcap": 2.0}, drawn=1)
 @of_dense
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return kl(log_p, log_q)
 
 
+@add_row(
+    DENSE,
+    {"beta": 0.3}, {}, {"beta": 0.1, "temperature": 2.0, "t_squared": True}, {"beta": 0.9, "teacher_temperature": 2.0},
+    {"beta": 0.0, "temperature": 2.0}, {"beta": 1.0, "teacher_logit_scale": 0.5}, drawn=1,
+)  # fmt: skip
 @of_dense
 def jsd(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
     if beta in (0, 1):
@@ -46,11 +76,15 @@ def jsd(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
     return jensen_shannon(log_p.exp(), log_q.exp(), beta)
 
 
+@add_row(DENSE, {}, {"temperature": 3.0, "t_squared": True}, drawn=1)
 @of_dense
 def tvd(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() - log_q.exp()).abs().sum() / 2
 
 
+@add_row(
+    DENSE, {}, {"form": "hybrid", "eta": 1.0}, {"temperature": 2.0, "t_squared": True}, {"least": 0.3},
+)  # fmt: skip
 @of_dense
 def lk(log_p: Tensor, log_q: Tensor, form: str = "log", eta: float = 3.0, least: float = 1e-5) -> Tensor:
     accepted = torch.minimum(log_p.exp(), log_q.exp()).sum()
@@ -59,6 +93,11 @@ def lk(log_p: Tensor, log_q: Tensor, form: str = "log", eta: float = 3.0, least:
     return hybrid if form == "hybrid" else -accepted.clamp(min=least).log()
 
 
+@add_row(
+    TOPK,
+    {}, {"normalize": "vocab", "divergence": "jsd", "beta": 0.2}, {"normalize": "topk"}, {"divergence": "reverse"},
+    *TOPK_OPTIONS, optional="teacher_mask", drawn=4, sure_is_infinite=True,
+)  # fmt: skip
 def topk_kl(
     x: Tensor,
     target: Tensor | None,

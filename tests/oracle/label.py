@@ -7,9 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .rows import CLASS_WEIGHTS, add_row
+
 Fields = Mapping[str, Any]
 
+CLASSES = {"class_weights": CLASS_WEIGHTS}
 
+
+@add_row(
+    "",
+    {}, {"label_smoothing": 0.2}, {"token_scaling": True}, CLASSES, CLASSES | {"label_smoothing": 0.3},
+    *(
+        {"label_smoothing": smoothing, "token_scaling": scaling, **classes}
+        for smoothing in (0.0, 0.1, 1.0) for classes in ({}, CLASSES) for scaling in (False, True)
+    ),
+    {"entropy_scaling": 0.5},
+    drawn=5,
+)  # fmt: skip
 def cross_entropy(
     x: Tensor,  # [n, V]
     target: Tensor,
@@ -28,20 +42,24 @@ def cross_entropy(
     return values
 
 
+@add_row("", *({"gamma": gamma} for gamma in (1.5, 0.0, 0.5, 1.0, 2.0)), drawn=1)
 def focal(x: Tensor, target: Tensor, fields: Fields, *, gamma: float = 2.0) -> Tensor:
     one_hot = F.one_hot(target, x.shape[-1]).to(x.dtype)
     p = (torch.softmax(x, -1) * one_hot).sum(-1)
     return -((1 - p) ** gamma) * p.log()
 
 
+@add_row(sure_is_infinite=True)
 def unlikelihood(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
     return -torch.log(1 - torch.softmax(x, -1)[torch.arange(len(target)), target].clamp(max=1 - 1e-6))
 
 
+@add_row()
 def z_loss(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
     return x.exp().sum(-1).log() ** 2
 
 
+@add_row()
 def entropy(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
     logs = x.log_softmax(-1)
     return -(logs.exp() * logs).sum(-1)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .rows import POLICY, SEGMENTED, add_row
+
 Fields = Mapping[str, Any]
 
 
@@ -99,11 +101,20 @@ def surrogate(
     return -torch.min(free * advantage, clipped * advantage)
 
 
+@add_row(POLICY + " rollout_logprobs", {"rollout": "truncate"}, {}, drawn=1)
 @of_a_policy
 def reinforce(b: Policy) -> Tensor:
     return -b.weights * b.advantages * b.new
 
 
+@add_row(
+    POLICY,
+    {}, {"dual_clip": 1.1, "clip_high": 0.28}, {"clip_low": 0.1, "clip_high": 0.28},
+    {"clip_low": 0.0, "clip_high": 0.0}, {"clip_low": 1.0, "clip_high": 0.2}, {"delta": 1.3},
+    {"delta": 1.1},  # below 1 + clip_high
+    {"delta": 0.7},  # below 1 - clip_low too
+    {"dual_clip": 1.5}, {"dual_clip": 1.1}, {"clip_high": 0.5, "delta": 4.0, "ratio_clamp": None}, {"ratio_clamp": 0.3},
+)  # fmt: skip
 @of_a_policy
 def grpo(
     b: Policy, clip_low: float = 0.2, clip_high: float = 0.2, delta: float | None = None, dual_clip: float | None = None
@@ -114,18 +125,35 @@ def grpo(
     return values * b.weights
 
 
+@add_row(
+    POLICY,
+    {"clip_high": 0.1}, {}, {"clip_high": 0.3}, {"clip_high": 0.3, "clip_low": 0.2},
+    {"clip_high": 0.2, "ratio_clamp": None}, {"clip_high": 0.5, "ratio_clamp": 0.1}, drawn=1,
+)  # fmt: skip
 @of_a_policy
 def cispo(b: Policy, clip_high: float = 4.0, clip_low: float | None = None) -> Tensor:
     factor = torch.clamp(b.ratio.detach(), 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high)
     return -factor * b.advantages * b.new * b.weights
 
 
+@add_row(POLICY, {}, {"tau_pos": 3.0, "tau_neg": 0.5}, {"ratio_clamp": None}, {"ratio_clamp": 0.3})
 @of_a_policy
 def sapo(b: Policy, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     tau = torch.tensor([tau_pos if a > 0 else tau_neg for a in b.advantages.tolist()], dtype=b.x.dtype)
     return -b.advantages * 4 / (tau * (1 + torch.exp(-tau * (b.ratio - 1)))) * b.weights
 
 
+@add_row(
+    SEGMENTED,
+    {}, {"weighting": "token", "level": "token"},
+    *(
+        {"clip_low": low, "clip_high": high, "weighting": weighting, "level": level, "ratio_clamp": clamp}
+        for low, high, clamp in ((0.2, 0.2, 20.0), (0.02, 0.03, None), (0.2, 0.1, 0.15))
+        for weighting in ("segment", "token") for level in ("segment", "token")
+    ),
+    *({"delta": delta, "level": level} for delta in (0.7, 1.05, 1.3) for level in ("segment", "token")),
+    unit="segment",
+)  # fmt: skip
 @of_a_policy
 def gspo(
     b: Policy,
@@ -153,6 +181,9 @@ def gspo(
     return found
 
 
+@add_row(
+    SEGMENTED, {}, {"clip_low": 0.1, "clip_high": 0.2}, {"ratio_clamp": None}, {"ratio_clamp": 0.3}, unit="segment"
+)
 @of_a_policy
 def gmpo(b: Policy, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
     def value(tokens: Tensor) -> Tensor:
@@ -164,6 +195,11 @@ def gmpo(b: Policy, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
     return b.by_segment(value)
 
 
+@add_row(
+    SEGMENTED,
+    {}, {"clip_low": 0.05, "clip_high": 0.6}, {"ratio_clamp": None}, {"ratio_clamp": 0.1}, {"delta": 1.3},
+    unit="segment",
+)  # fmt: skip
 @of_a_policy
 def rloo(b: Policy, clip_low: float = 0.2, clip_high: float = 0.2, delta: float | None = None) -> Tensor:
     def value(tokens: Tensor) -> Tensor:
@@ -174,6 +210,11 @@ def rloo(b: Policy, clip_low: float = 0.2, clip_high: float = 0.2, delta: float 
     return b.by_segment(value)
 
 
+@add_row(
+    SEGMENTED + " rollout_logprobs",
+    {"ratio_clamp": 3.0}, {"rollout": "truncate"}, {"rollout": "mask"}, {}, {"ratio_clamp": 0.1},
+    {"k_pos": 0.5, "lambda_pos": 0.2, "k_neg": 1.5, "lambda_neg": 0.3},
+)  # fmt: skip
 @of_a_policy
 def vespo(
     b: Policy, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
@@ -191,6 +232,22 @@ def vespo(
     return values
 
 
+ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+KL_CLAMPS: list[dict[str, Any]] = [
+    {}, {"log_ratio_clamp": None}, {"log_ratio_clamp": 0.3}, {"kl_clamp": 0.05}, {"ratio_clamp": 0.2},
+]  # fmt: skip
+
+
+@add_row(
+    "ref_logprobs old_logprobs segments",
+    {}, {"estimator": "k1", "bias_correction": True}, {"estimator": "k3+", "kl_clamp": 10.0, "log_ratio_clamp": None},
+    *({"estimator": one, **clamp} for one in ESTIMATORS for clamp in KL_CLAMPS),
+    *(
+        {"estimator": one, "bias_correction": True, "level": level, **clamp}
+        for one in ESTIMATORS[:4] for level in ("token", "segment") for clamp in KL_CLAMPS
+    ),
+    drawn=3,
+)  # fmt: skip
 @of_a_policy
 def kl_to_reference(
     b: Policy,

@@ -7,7 +7,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .rows import PAIRED, add_row
 
+DPO_VARIANTS = (
+    "sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
+    "sigmoid_norm", "aot", "aot_unpaired",
+)  # fmt: skip
+
+
+@add_row(
+    PAIRED,
+    {}, {"variant": "ipo"}, {"ld_alpha": 0.4, "divergence": "js"},
+    {"beta": 0.7}, {"label_smoothing": 0.2}, {"reference_free": True}, {"average": True},
+    {"variant": "ipo", "average": False}, {"variant": "sigmoid_norm", "label_smoothing": 0.1, "beta": 2.0},
+    {"variant": "robust", "label_smoothing": 0.3}, {"variant": "exo_pair", "label_smoothing": 1e-3},
+    {"variant": "discopop", "discopop_tau": 0.3}, *({"variant": variant} for variant in DPO_VARIANTS),
+    {"variant": "aot", "label_smoothing": 0.1}, {"variant": "aot", "reference_free": True, "average": True},
+    *({"divergence": kind, "variant": "hinge"} for kind in ("forward_kl", "js", "alpha")),
+    {"divergence": "alpha", "divergence_alpha": 1.7, "average": True}, {"ld_alpha": 0.3},
+    {"ld_alpha": 0.1, "variant": "ipo", "divergence": "js"},
+    drawn=3,
+)  # fmt: skip
 def dpo(
     x: Tensor,  # [n, V]: tokens that count only
     target: Tensor,  # [n]
@@ -102,6 +122,10 @@ def of_pair(u: Tensor, v: Tensor, variant: str, beta: float, eps: float, tau: fl
     return (1 - eps) * F.softplus(-d) + eps * F.softplus(d)
 
 
+@add_row(
+    "segments pairs",
+    {}, {"alpha": 0.25}, {"beta": 2.0, "gamma": 1.4}, {"beta": 2.0, "label_smoothing": 0.1}, drawn=1,
+)  # fmt: skip
 def simpo(
     x: Tensor,
     target: Tensor,
@@ -121,6 +145,11 @@ def simpo(
     return stacked(values, x)
 
 
+@add_row(
+    "segments pairs",
+    {}, {"alpha": -0.5, "average": True}, {"label_smoothing": 0.25, "average": True},
+    {"variant": "hinge", "beta": 0.3}, {"variant": "ipo"}, {"variant": "ipo", "average": False}, drawn=1,
+)  # fmt: skip
 def cpo(
     x: Tensor,
     target: Tensor,
@@ -144,6 +173,7 @@ def rewards(score: Tensor, alpha: float) -> Tensor:
     return score if alpha == 0 else (1 - score.exp() ** -alpha) / alpha
 
 
+@add_row("segments pairs", {}, {"beta": 1.0}, drawn=1, sure_is_infinite=True)
 def orpo(x: Tensor, target: Tensor, fields: Mapping[str, Any], *, beta: float = 0.1) -> Tensor:
     """[P]"""
     values = []
@@ -156,6 +186,11 @@ def orpo(x: Tensor, target: Tensor, fields: Mapping[str, Any], *, beta: float = 
     return stacked(values, x)
 
 
+@add_row(
+    "ref_logprobs segments segment_labels",
+    {}, {"beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.3}, {"average": True, "beta": 1.0},
+    {"reference_free": True}, optional="kl_baseline", unit="segment", drawn=1,
+)  # fmt: skip
 def kto(
     x: Tensor,
     target: Tensor,

@@ -1,13 +1,13 @@
 """The oracle: every option on full logits in plain PyTorch, in whatever dtype the tensors have (float64 for truth)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import distillation, label, policy, preference
+from .rows import DENSE, ROWS
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None) -> Tensor:
@@ -38,8 +38,6 @@ class Term(NamedTuple):
 
 
 SUMMAND_OPTIONS = ("temperature", "token_weights", "normalizer", "reduction", "name")
-PAIRS = ("dpo", "simpo", "cpo", "orpo")
-SEGMENTS = ("gmpo", "rloo", "kto")
 
 
 def linear_loss(
@@ -135,18 +133,16 @@ def part(
     common = {name: value for name, value in term.options.items() if name in SUMMAND_OPTIONS}
     own = {name: value for name, value in term.options.items() if name not in SUMMAND_OPTIONS}
     student = common.get("temperature") or temperature
-    fields = dict(fields)
-    if term.kind in DENSE:
+    fields, row = dict(fields), ROWS[term.kind]
+    if DENSE in row.fields:
         fields["teacher_x"] = teacher_logits(fields, own, student).to(x.dtype)
     if own.get("t_squared"):
         own["temperature"] = student
     for name, value in own.items():
         own[name] = value.to(x.dtype) if isinstance(value, Tensor) else value
     floats = {k: v.to(x.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in fields.items()}
-    values = ORACLE[term.kind](x / student, target, floats, **own)
-    unit = "pair" if term.kind in PAIRS else "segment" if term.kind in SEGMENTS else "token"
-    if term.kind == "gspo" and own.get("weighting", "segment") == "segment":
-        unit = "segment"
+    values = row.formula(x / student, target, floats, **own)
+    unit = row.unit_of(own)
     if unit == "token":
         weights = common.get("token_weights", "token_weights")
         weights = fields.get(weights) if isinstance(weights, str) else weights
@@ -192,16 +188,3 @@ def kind_of(field: str) -> str:
     if field in ("teacher_logits", "teacher_hidden", "teacher_ids", "teacher_logprobs", "teacher_mask"):
         return "row"
     return "other" if field in ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias") else "token"
-
-
-DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd", "lk")
-ORACLE: dict[str, Callable[..., Tensor]] = {
-    name: getattr(module, name)
-    for module, names in (
-        (label, ("cross_entropy", "focal", "unlikelihood", "z_loss", "entropy")),
-        (policy, ("reinforce", "grpo", "cispo", "sapo", "gspo", "gmpo", "rloo", "vespo", "kl_to_reference")),
-        (preference, ("dpo", "simpo", "cpo", "orpo", "kto")),
-        (distillation, (*DENSE, "topk_kl")),
-    )
-    for name in names
-}
