@@ -183,6 +183,11 @@ def test_reference_has_every_public_name() -> None:
     shown = set(re.findall(r"^::: chunked_head\.([\w.]+)$", text, re.M))
     for module, members in re.findall(r"^::: chunked_head\.(\w+)\n(?: .*\n)*? +members: \[([^]]+)", text, re.M):
         shown |= {f"{module}.{member.strip()}" for member in members.split(",")}
+    # all of a module's names but those that the filters leave out
+    for module, hidden in re.findall(
+        r'^::: chunked_head\.(\w+)\n(?: .*\n)*? +filters: .*"!\^\(([\w|]+)\)\$"', text, re.M
+    ):
+        shown |= {f"{module}.{name}" for name in {*modules[f"{module}."].__all__} - {*hidden.split("|")}}
     assert names - shown == set()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.rows import ROWS
 from tracking import NoProducts
 
 from chunked_head import (
@@ -150,13 +151,18 @@ METRICS = [
 ]  # fmt: skip
 PUBLIC += [(getattr(losses, name), {}) for name in LOSSES] + [(getattr(metrics, name), {}) for name in METRICS]
 WHOLE = {"weight", "ce_weight", "name"}  # a module's weights are looked at when it is called; a metric's name is not
+# options of losses that their rows try with a number below 0
+BELOW_ZERO = {
+    name for row in ROWS.values() for options in row.options for name, value in options.items()
+    if isinstance(value, float) and value < 0
+}  # fmt: skip
 # what may stand in the place of an argument, and the names that take it
 NONSENSE: list[tuple[Any, set[str] | None]] = [
     (None, None), (True, None), (1.5, None),
     ("x", {"name", "token_weights", "normalizer", "accumulate_into"}),  # fields of the batch and attributes, by name
     ([1], {"name"}), ({"x": 1}, {"name"}), (float("nan"), {"name"}), (object, {"name"}),
     (float("inf"), {"clip_low", "clip_high", "delta", "dual_clip", "kl_clamp", "log_ratio_clamp", "ratio_clamp", "name"}),
-    (-1, {"alpha", "divergence_alpha", "gamma", "ignore_index", "logit_scale", "teacher_logit_scale", "upstream", "name"}),
+    (-1, {"divergence_alpha", "gamma", "ignore_index", "logit_scale", "teacher_logit_scale", "upstream", "name"} | BELOW_ZERO),
     (torch.ones(2), WHOLE | {"class_weights", "token_weights"}),
     (torch.ones(4, 6, dtype=torch.complex64), WHOLE), (torch.ones((), requires_grad=True), WHOLE),
 ]  # fmt: skip

@@ -50,7 +50,7 @@ def own_options(factory: Callable[..., Any]) -> set[str]:
 def test_it_is_public(package: Any, factory: Callable[..., Any]) -> None:
     name = factory.__name__
     assert getattr(package, name, None) is factory and name in package.__all__, (
-        f"{package.__name__}/__init__.py lacks {name}, of {factory.__module__}: import it and add it to __all__"
+        f"__init__.py of {package.__name__} lacks {name}, of {factory.__module__}: import it and add it to __all__"
     )
     assert factory in FACTORIES
 
