@@ -88,6 +88,20 @@ def _focal(stats: Stats, batch: Batch, gamma: float | None) -> Tensor:
 
 
 @once
+def poly1(epsilon: float = 1.0, **summand: Any) -> Losses:
+    """``-logprob + epsilon * (1 - logprob.exp())``: cross-entropy with another weight of its first power of 1 - p
+    (Leng et al., arXiv 2204.12511).
+
+    ``epsilon`` is -1 at least, at which that power has no part. ``summand``: ``SummandOptions``.
+    """
+    return make("poly1", _poly1, summand, {"epsilon": number("losses.poly1", "epsilon", epsilon, -1.0, 1e3)})
+
+
+def _poly1(stats: Stats, batch: Batch, epsilon: float) -> Tensor:
+    return -stats.logprob - epsilon * torch.expm1(stats.logprob)
+
+
+@once
 def unlikelihood(**summand: Any) -> Losses:
     """``-torch.log(1 - logprob.exp())``: takes probability from tokens that should not have been said
     (Welleck, arXiv 1908.04319).

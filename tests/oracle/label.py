@@ -49,6 +49,12 @@ def focal(x: Tensor, target: Tensor, fields: Fields, *, gamma: float = 2.0) -> T
     return -((1 - p) ** gamma) * p.log()
 
 
+@add_row("", {}, {"epsilon": -1.0}, {"epsilon": 2.5})
+def poly1(x: Tensor, target: Tensor, fields: Fields, *, epsilon: float = 1.0) -> Tensor:
+    p = torch.softmax(x, -1)[torch.arange(len(target)), target]
+    return F.cross_entropy(x, target, reduction="none") + epsilon * (1 - p)
+
+
 @add_row(sure_is_infinite=True)
 def unlikelihood(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
     return -torch.log(1 - torch.softmax(x, -1)[torch.arange(len(target)), target].clamp(max=1 - 1e-6))
