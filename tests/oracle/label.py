@@ -17,9 +17,10 @@ CLASSES = {"class_weights": CLASS_WEIGHTS}
 @add_row(
     "",
     {}, {"label_smoothing": 0.2}, {"token_scaling": True}, CLASSES, CLASSES | {"label_smoothing": 0.3},
+    CLASSES | {"token_scaling": True},
     *(
         {"label_smoothing": smoothing, "token_scaling": scaling, **classes}
-        for smoothing in (0.0, 0.1, 1.0) for classes in ({}, CLASSES) for scaling in (False, True)
+        for smoothing in (0.1, 1.0) for classes in ({}, CLASSES) for scaling in (False, True)
     ),
     {"entropy_scaling": 0.5},
     drawn=5,

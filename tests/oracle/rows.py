@@ -60,8 +60,10 @@ def add_row(
     def add(formula: Formula) -> Formula:
         names = tuple(fields.split())
         kind = unit or ("pair" if "pairs" in names else "token")
-        tries = options or ({},)
-        ROWS[formula.__name__] = Row(formula, names, tries, tuple(optional.split()), kind, drawn, sure_is_infinite)
+        tries = [each for i, each in enumerate(options or ({},)) if each not in options[:i]]
+        ROWS[formula.__name__] = Row(
+            formula, names, tuple(tries), tuple(optional.split()), kind, drawn, sure_is_infinite
+        )
         return formula
 
     return add
