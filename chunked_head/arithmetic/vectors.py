@@ -48,6 +48,7 @@ SAME = {"detach", "alias", "clone", "expand", "view", "_to_copy", "lift_fresh_co
 FILLED = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
 FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the number
 POWERS = {1: "{0}", 2: "{0} * {0}"}
+SIZES = ["first", "rows", "chunk_stride", "table_stride"]  # arguments that follow the number of tokens
 COUNT = itertools.count()
 
 
@@ -68,9 +69,8 @@ class VectorKernel:
         scope: dict[str, Any] = {"tl": tl, "functions": functions}
         exec(compile(source, name, "exec"), scope)
         pointers = ["chunk_ptr", "table_ptr", *(f"in{i}_ptr" for i in self.used)]
-        sizes = ["first", "rows", "chunk_stride", "table_stride"]
         kernel = triton.jit(
-            scope["arithmetic_kernel"], do_not_specialize=sizes, do_not_specialize_on_alignment=pointers
+            scope["arithmetic_kernel"], do_not_specialize=SIZES, do_not_specialize_on_alignment=pointers
         )
         self.launcher = Launcher(kernel)
 

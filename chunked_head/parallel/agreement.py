@@ -61,8 +61,8 @@ class Ranks:
         self.sent: list[Message] | None = None  # of the present call, where they are to be noted
         self.agreements: Cache[str, Own] = Cache(64)  # by call in words
         self.captured: list[Own] = []  # what recorded graphs send
-        self.zero_or_nan = torch.zeros((), device=device)
-        self.seen = torch.zeros((), pin_memory=device.type == "cuda")
+        self.zero_or_nan = torch.zeros((), dtype=torch.float32, device=device)
+        self.seen = torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
         # the last call's, unless the host has looked: an event after ``seen`` is written, agreements [ranks, ...], name
         self.unseen: tuple[Any, Tensor, str] | None = None
         self.error = ""  # of calls of two kinds, after which ranks are not in step any more
@@ -182,7 +182,7 @@ def agreement_of(fields: dict[str, str], device: torch.device) -> Own:
         words, most = zlib.compress(repr(shown).encode()), most // 2
         if not most:
             words = zlib.compress(b"{}")
-    made = torch.zeros(BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    made = torch.zeros(BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     made[8 * HASHES :][: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     message = made.view(torch.int64)
     message[0], message[1] = kind, call

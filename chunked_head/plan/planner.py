@@ -100,16 +100,16 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
     return replace(less, budget_rule=budget_rule(less, of_rank, sizes.ranks))
 
 
-def budget_rule(plan: Plan, request: Request, ranks: int) -> str:
-    """The reason why a call may take as many bytes beside its gradients as it may."""
+def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
+    """The reason why a call may take as many bytes beside its gradients as it may, in lines."""
     if request.explicit:
-        return "memory_budget"
-    rule = "the default: 1.25 GiB, or what a chunk of 2048 tokens takes if that is more"
+        return ("memory_budget",)
+    lines = ["the default: 1.25 GiB, or a chunk of 2048 tokens if that is more"]
     if ranks > 1:
-        rule += f", for {ranks} ranks divided by {min(ranks, 16) ** 0.5:.3g}"
+        lines.append(f"divided by {min(ranks, 16) ** 0.5:.3g} for {ranks} ranks")
     if plan.budget > request.budget:
-        rule += f"; and a float32 sum of the weight's gradient, for more than {MAX_HALF_CHUNKS} chunks"
-    return rule
+        lines.append(f"and a float32 sum of the weight's gradient: over {MAX_HALF_CHUNKS} chunks")
+    return tuple(lines)
 
 
 def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:

@@ -56,7 +56,7 @@ class Plan:
     weight_accumulate: torch.dtype
     note: str = ""
     ending: int | None = None  # number of chunks, where they end with segments
-    budget_rule: str = ""  # the reason for the budget
+    budget_rule: tuple[str, ...] = ()  # the reason for the budget, in lines
 
     @property
     def chunks(self) -> int:
@@ -113,7 +113,7 @@ class Plan:
         """The plan's fields that ranks of a vocabulary share, as text by name; not numbers of losses and metrics."""
         demand = self.sizes.demand.of_columns(None)._replace(values=0)
         sizes = replace(self.sizes, vocab=0, padding=0, demand=demand)
-        return text_fields(replace(self, sizes=sizes, tile_columns=0, budget=0, budget_rule=""))
+        return text_fields(replace(self, sizes=sizes, tile_columns=0, budget=0, budget_rule=()))
 
     def __str__(self) -> str:
         return as_text(sections(self))
@@ -333,7 +333,7 @@ def sections(plan: Plan) -> list[Section]:
     totals = [
         ("peak over the inputs", f"{plan.peak_bytes / MiB:,.1f} MiB"),
         ("beside the gradients", f"{plan.extra_bytes / MiB:,.1f} MiB of {plan.budget / MiB:,.0f}"),
-        ("budget", plan.budget_rule),
+        *[("" if i else "budget", line) for i, line in enumerate(plan.budget_rule)],
     ]
     buffers = [("", "shape", "dtype", "MiB", "in memory"), *rows]
     return [("Plan", facts(plan)), ("Buffers", buffers), ("Memory", totals)]

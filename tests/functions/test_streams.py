@@ -320,7 +320,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         ({"hidden": []}, "hidden must be a tensor or a list of one tensor or more"),
         ({"stream_weights": [1.0]}, "stream_weights must be one for all 2 streams or a list of 2, got 1"),
         ({"stream_weights": [1.0, float("inf")]}, "the coefficient of a loss must be a number"),
-        ({"stream_weights": [1.0, torch.ones((), device="meta")]}, "on the meta device, where it has no value"),
+        ({"stream_weights": [1.0, torch.ones((), device="meta")]}, "on the meta device, without value"),
         ({"shift": (1, 2, 3)}, "shift must be one for all 2 streams or a list of 2, got 3"),
         ({"batch": {"mask": [torch.ones(2, LINE).bool()]}}, r"batch\['mask'\] must be one for all 2 streams"),
         ({"reduction": "none"}, "call linear_loss once for each stream"),

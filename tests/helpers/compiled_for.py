@@ -1,5 +1,6 @@
 """What Triton compiles for: of each launch, the kernel and what of its arguments is part of compiled code."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,19 +8,26 @@ import pytest
 import torch
 
 
+def is_input(name: str) -> bool:
+    """True for a pointer of a kernel of the losses' arithmetic."""
+    return name in ("chunk_ptr", "table_ptr") or bool(re.fullmatch(r"in\d+_ptr", name))
+
+
 def told(name: str, value: Any) -> Any:
     """What of an argument is part of the compiled code."""
     from chunked_head.kernels.common.launcher import PER_CALL, PER_ROW
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from chunked_head.arithmetic.vectors import SIZES
 
     if name.isupper() or value is None or isinstance(value, bool):
         return value
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
     if isinstance(value, torch.Tensor):
-        return value.dtype, name in PER_ROW or value.data_ptr() % 16 == 0
+        return value.dtype, name in PER_ROW or is_input(name) or value.data_ptr() % 16 == 0
     if isinstance(value, int):
-        return abs(value) < 2**31 and (name in PER_CALL or (value == 1, value % 16 == 0))
+        return abs(value) < 2**31 and (name in (*PER_CALL, *SIZES) or (value == 1, value % 16 == 0))
     return type(value)
 
 

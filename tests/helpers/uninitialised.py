@@ -2,6 +2,7 @@
 guard before and behind each new tensor, in which a kernel that leaves its memory shows."""
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ EMPTY = [
 WRITTEN = [
     *[(torch, name) for name in ("zeros", "zeros_like", "ones", "full", "full_like", "tensor", "arange")],
     *[(torch, name) for name in ("randn", "rand", "randint")],
-    *[(torch.Tensor, name) for name in ("new_zeros", "new_full", "clone")],
+    *[(torch.Tensor, name) for name in ("new_zeros", "new_full")],
 ]
 GUARD = 1024  # bytes on each side: most rows that are written past a table end within them
 ALIGNED = 64  # bytes, as torch's allocator aligns on a CPU
@@ -142,10 +143,13 @@ def shown(gpu: bool = False) -> Iterator[None]:
 
 
 def making(make: Maker, is_empty: bool, gpu: bool) -> Maker:
+    @functools.wraps(make)  # whoever overrides torch's functions gets this one by its name
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
-        # not what a mode watches, to which a step is one more operation; nor a compiler's tensors, which hold nothing
-        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
+        # not what a mode or a transform watches, to which a step is one more operation; nor a compiler's tensors, which
+        # hold nothing
+        watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or watched:
             return tensor
         if tensor.device.type == "cpu" or (gpu and tensor.device.type == "cuda"):
             put_between_guards(tensor, is_empty)

@@ -27,7 +27,7 @@ def test_tritons_own_interpreter() -> None:
     tests = Path(__file__).parents[1]
     named = [f"{tests}/{name}[{each}" for name, ids in TESTS.items() for each in ids]
     named = [f"{one}-float16-triton-interpreted]" if "test_loss" in one else f"{one}]" for one in named]
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *named]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--all", *named]
     command.append(str(Path(__file__).with_name("plain_interpreter.py")))
     environment = os.environ | {"CHUNKED_HEAD_INTERPRETER": "plain"}
     done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True)

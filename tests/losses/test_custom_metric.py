@@ -30,7 +30,7 @@ SCOPE = "depends on other tokens, and would depend on the chunk size"
         (lambda s, b: s.argmax == s.argmax[0], {}, SCOPE),
         (lambda s, b: b.segment_mean(s.lse), {}, r'got \(5,\); values per segment are unit="segment"'),
         (lambda s, b: s.lse, {"unit": "segment", "scope": "segment"}, r"\[num_segments\] = \(5,\) here; got \(24,\)"),
-        (lambda s, b: s.lse * b["mine"], {}, r"field 'mine' is not in.*extra_fields={'name': Field\('token'\)}"),
+        (lambda s, b: s.lse * b["mine"], {}, r"\['mine'\], a field that is not the.*fields={'mine': 'token'}"),
         (lambda s, b: s.lse / 0 + [], {}, "raised TypeError on 24 made-up tokens.*check=False"),
     ],
 )  # fmt: skip

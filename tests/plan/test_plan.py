@@ -165,6 +165,10 @@ def test_prints_as_a_table() -> None:
     for part in ("8192 x 4096 x 128256, bfloat16", "4 of 2048 tokens", "expected error", "beside the gradients"):
         assert part in text
     assert all(len(line) <= 100 for line in text.splitlines()) and "teacher" not in text
+    assert "the default: 1.25 GiB, or a chunk of 2048 tokens if that is more" in text and "divided" not in text
+    assert "a float32 sum of the weight's gradient" in str(plan(65536, **LLAMA))
+    assert "divided by 2 for 4 ranks" in str(plan(8192, **LLAMA, ranks=4))
+    assert "memory_budget" in str(plan(8192, **LLAMA, memory_budget="1GiB"))
     taught = str(plan(8192, **LLAMA, loss=losses.forward_kl(), teacher_hidden=32, teacher_vocab=400))
     assert "logits of 400 ids, made of hidden states [32]" in taught
     assert "logits of 128256 ids, given by the caller" in str(plan(8192, **LLAMA, loss=losses.forward_kl()))
