@@ -266,7 +266,9 @@ def test_frozen_operands(place: Place, asked: tuple[bool, bool], bias: bool) -> 
         given = [t.clone().requires_grad_(w) for t, w in zip((hidden, weight), wanted, strict=True)]
         linear_cross_entropy(*given, target, bias=own, precision="fp8", backend=place.backend).backward()
         both.append([t.grad for t, w in zip(given, asked, strict=True) if w])
-    assert torch.equal(both[0][0], both[1][0])
+    # a target's term is in dweight's product or apart, as other tokens have the same target, and in dhidden's likewise
+    largest = float(both[0][0].abs().max())
+    torch.testing.assert_close(both[0][0], both[1][0], rtol=2**-7, atol=2**-9 * largest)
 
 
 @crossed(place=PLACES, wrong=[torch.nan, torch.inf])

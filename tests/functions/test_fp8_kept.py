@@ -139,6 +139,14 @@ OPTIONS: list[dict[str, Any]] = [{}, {"chunk_tokens": 8}, {"softcap": 20.0, "lab
                                  {"reduction": "none", "memory_budget": 90_000}, {"temperature": 0.5}]  # fmt: skip
 
 
+def are_alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Equal to the bit; on a GPU in float16, where BLAS sums several chunks of a gradient, within 1e-3 of the largest.
+    A copy of other numbers would be ten times as far off."""
+    if not (some[0].is_cuda and some[1].dtype == torch.float16):
+        return all(torch.equal(*pair) for pair in zip(some, others, strict=True))
+    return all(float((a - b).abs().max()) <= 1e-3 * float(b.abs().max()) for a, b in zip(some, others, strict=True))
+
+
 @crossed(place=PLACES, write=WRITES, options=OPTIONS, dtype=[torch.bfloat16, torch.float16])
 def test_a_write_that_no_version_shows(
     place: Place, write: Callable[[Tensor], None], options: dict[str, Any], dtype: torch.dtype
@@ -158,7 +166,7 @@ def test_a_write_that_no_version_shows(
         return [first.detach(), *torch.autograd.grad(first.sum(), (h, w))]
 
     right = call(fp8_weight=kept)
-    assert all(torch.equal(*pair) for pair in zip(right, call(), strict=True))
+    assert are_alike(right, call())
     version = weight._version
     write(weight)
     assert weight._version == version
@@ -166,7 +174,7 @@ def test_a_write_that_no_version_shows(
     assert loss.isnan().all() and all(grad.isnan().any() for grad in grads)
     assert grads[0].isnan().all(1).sum() == len(hidden)
     anew = call(fp8_weight=quantise(weight, backend=place.backend))
-    assert anew[0].isfinite().all() and all(torch.equal(*pair) for pair in zip(anew, call(), strict=True))
+    assert anew[0].isfinite().all() and are_alike(anew, call())
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -146,10 +146,9 @@ def making(make: Maker, is_empty: bool, gpu: bool) -> Maker:
     @functools.wraps(make)  # whoever overrides torch's functions gets this one by its name
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
-        # not what a mode or a transform watches, to which a step is one more operation; nor a compiler's tensors, which
-        # hold nothing
-        watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
-        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or watched:
+        # not a compiler's tensors, which hold nothing; nor what a mode or a transform watches, to which a step is one
+        # more operation
+        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or is_watched():
             return tensor
         if tensor.device.type == "cpu" or (gpu and tensor.device.type == "cuda"):
             put_between_guards(tensor, is_empty)
@@ -158,6 +157,10 @@ def making(make: Maker, is_empty: bool, gpu: bool) -> Maker:
         return tensor
 
     return made
+
+
+def is_watched() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def put_between_guards(tensor: torch.Tensor, is_empty: bool = False) -> torch.Tensor:
