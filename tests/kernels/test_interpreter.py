@@ -13,8 +13,8 @@ from loss_cases import loss_combinations
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("on a GPU kernels are compiled", allow_module_level=True)
 
-# tests of other files that launch all kernels but those of plain_interpreter.py; of losses those in float16, without some
-# that launch what others do: the interpreter takes bfloat16 operands of a product for integers
+# tests of other files that launch all kernels but those of plain_interpreter.py; of losses those in float16, without
+# some that launch what others do: the interpreter takes bfloat16 operands of a product for integers
 ALIKE = "dft|sum|poly1|grpo|sapo|rloo|vespo|cpo"
 IN_FLOAT16 = re.compile(rf"(?!{ALIKE})(?!.*bfloat16).*-float16-triton-interpreted")
 TESTS: dict[str, Sequence[str]] = {
