@@ -40,6 +40,7 @@ MEMORY, LOSS_MEMORY, PLANS = "tests/plan/test_memory.py", "tests/plan/test_loss_
 TORCH = "chunked_head/stores/torch_functions.py"
 EVALUATE = "chunked_head/arithmetic/evaluate.py"
 KEYS = "tests/functions/test_keys.py"
+DIVERGENCES, SUMS = "chunked_head/core/divergences.py", "kernels/common/sums.py"
 
 
 class Mutation(NamedTuple):
@@ -69,15 +70,15 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sign: label smoothing's term", TORCH, "grad -= here.kappa[:, None]", "grad += here.kappa[:, None]", CROSS),
     ("sign: entropy", TORCH, "log_sum - expected(e, z) / total", "log_sum + expected(e, z) / total", LINEAR + " -k 'test_loss and entropy'"),
     ("scale: log-probabilities at another temperature", TORCH, "- start) * ratio - log_sum", "- start) - log_sum", LINEAR + " -k test_loss"),
-    ("sign: KL(q || p)", TORCH, '"forward_kl": expected(q, log_q - log_p)', '"forward_kl": expected(q, log_p - log_q)', LINEAR + " -k 'test_loss and kl'"),
-    ("swapped: shares of a mixture", TORCH, "beta * expected(q, log_q - log_m) + (1.0 - beta) *", "(1.0 - beta) * expected(q, log_q - log_m) + beta *", LINEAR + " -k 'test_loss and jsd'"),
-    ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
+    ("sign: KL(q || p)", DIVERGENCES, "weighted(q, log_q - log_p), -q", "weighted(q, log_p - log_q), -q", LINEAR + " -k 'test_loss and kl'"),
+    ("swapped: shares of a mixture", DIVERGENCES, "return beta * weighted(log_q.exp()", "return (1.0 - beta) * weighted(log_q.exp()", LINEAR + " -k 'test_loss and jsd'"),
+    ("scale: total variation", DIVERGENCES, "(p - q).abs() / 2", "(p - q).abs()", LINEAR + " -k 'test_loss and tvd'"),
     ("offset: columns of a tile", TORCH, "for each in (ids - first_column, values, exact)", "for each in (ids, values, exact)", RANKS + " -k 'budget and one'"),
     ("offset: a loss's own columns in a tile", TORCH, "(ids >= 0) & (ids < width) & counts", "(ids >= 0) & counts", RANKS + " -k 'budget and everything'"),
     ("scale: bias", TORCH, "x = x + bias", "x = x - bias", CROSS + " -k bias"),
     ("scale: slope of scale and cap", TORCH, "neg_().add_(1.0).mul_(factor)", "neg_().add_(1.0).mul_(each)", CROSS + " -k softcap"),
-    ("sign: total variation's gradient", TORCH, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
-    ("swapped: logarithms of a mixture", TORCH, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
+    ("sign: total variation's gradient", DIVERGENCES, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
+    ("swapped: logarithms of a mixture", DIVERGENCES, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
     ("mask: an ignored token in a mean", TORCH, "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
     ("mask: a mask that is not read", TORCH, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", "tests/functions/test_targets.py"),
     # e4m3 operands
@@ -100,15 +101,15 @@ MUTATIONS = [Mutation(*row) for row in (
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),
-    ("tie: total variation of equal probabilities", "kernels/common/transform.py", "tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))", "tl.where(p - q > 0.0, 0.0, 2.0 * p)", LOGITS + " tests/functions/test_divergence.py -k 'known_columns or signs'"),
+    ("tie: total variation of equal probabilities", SUMS, "tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))", "tl.where(p - q > 0.0, 0.0, 2.0 * p)", LOGITS + " tests/functions/test_divergence.py -k 'known_columns or signs'"),
     ("scale: logit_scale left out of backward", "kernels/common/transform.py", "slope = slope * logit_scale", "slope = slope * 1.0", GRAD_LOGITS),
     ("scale: slope of a cap", "kernels/common/transform.py", "slope = 1.0 - capped * capped", "slope = 1.0 - capped", GRAD_LOGITS),
     ("scale: temperature of a token left out of backward", "kernels/common/transform.py", "slope = slope * row_scale", "slope = slope * 1.0", LOGPROBS + " -k temperature"),
     ("sign: entropy in kernels", "kernels/statistics/merge.py", "log_sum - run_shifted / run_sum", "log_sum + run_shifted / run_sum", LINEAR + " -k 'test_loss and entropy'"),
     ("scale: sums of strips", "kernels/statistics/merge.py", "run_sum = run_sum * rescale + ", "run_sum = run_sum + ", KERNELS + " -k more_strips"),
     ("sign: the target's factor", "kernels/gradients/row_grad.py", "tl.exp2(logprob * log2_e) - beta", "tl.exp2(logprob * log2_e) + beta", KERNELS + " -k level"),
-    ("scale: total variation in kernels", "kernels/statistics/row_stats.py", "0.5 * tl.abs(p - q)", "tl.abs(p - q)", LINEAR + " -k tvd"),
-    ("swapped: shares of a mixture in kernels", "kernels/statistics/row_stats.py", "beta * tl.sum(q_to_mixture, 0) + (1.0 - beta) * kl_mixture", "(1.0 - beta) * tl.sum(q_to_mixture, 0) + beta * kl_mixture", LINEAR + " -k jsd"),
+    ("scale: total variation in kernels", SUMS, "0.5 * tl.abs(p - q)", "tl.abs(p - q)", LINEAR + " -k tvd"),
+    ("swapped: shares of a mixture in kernels", SUMS, "beta * q * (log_q - log_m)", "(1.0 - beta) * q * (log_q - log_m)", LINEAR + " -k jsd"),
     ("offset: sums of a target in several pieces", "kernels/products/dweight.py", "range(end, stop, AT_ONCE)", "range(end, stop, 2 * AT_ONCE)", KERNELS + " -k add_rows"),
     ("sign: offsets of strips", "kernels/common/transform.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
@@ -118,7 +119,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # from statistics to coefficients
     ("sign: entropy's coefficient", EVALUATE, 'add("alpha" + suffix, -g * leaves["entropy" + suffix])', 'add("alpha" + suffix, g * leaves["entropy" + suffix])', LINEAR + " -k 'test_loss and entropy'"),
     ("scale: slope of a second temperature", EVALUATE, 'g = r * grads["logprob" + suffix]', 'g = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),
-    ("swapped: the mixture's share in its gradient", EVALUATE, "g = (1.0 - structure.pairing.beta) * r", "g = structure.pairing.beta * r", LINEAR + " -k 'test_loss and jsd'"),
+    ("swapped: the mixture's share in its gradient", SUMS, "(1.0 - beta) * p * (log_p - log_m)", "beta * p * (log_p - log_m)", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: mean logit", EVALUATE, "(ratio / structure.vocab)", "(1 / structure.vocab)", LINEAR + " -k test_loss"),
     ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "torch.where(off, leaf.detach(), leaf) for", "leaf for", GRADIENTS + " -k normalizer_of_zero"),
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),

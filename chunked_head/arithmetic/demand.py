@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.stats import Demand, Pairing, View
+from ..core.divergences import DIVERGENCES, Sum
+from ..core.stats import Demand, Pairing, View, VocabularySum
+from ..kernels.common.records import SumFunction
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 
-# for each statistic that a loss may ask for: the vector in which it is differentiated
-LEAVES = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"} | {
-    name: name for name in ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap")
-}
+# for statistics that a loss may ask for: the vector in which each is differentiated
+VECTORS = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"}
 SUFFIX = ("", "2")  # of the names of statistics, by view
 
 
@@ -24,30 +24,40 @@ class Structure:
     metrics: tuple[tuple[Metric, int], ...]
     views: tuple[View, ...]
     pairing: Pairing | None
+    sums: tuple[VocabularySum, ...]
     leaves: frozenset[str]  # statistics in which losses are differentiated
     vocab: int
     temperature: float = 1.0  # of the first view; it goes into the head's scale and cap
     teacher: Teacher | None = None  # its temperature resolved: None for that of each token
     weighted: int | None = None  # index of the summand with the class weights of weighted_sum
     segment_metrics: tuple[tuple[Metric, int], ...] = ()  # those that must see all tokens
+    beta: float | None = None  # of the first loss that names one: the mixture that metrics see
 
     @functools.cached_property
     def split(self) -> tuple[tuple, tuple[float, ...]]:
         """A key, equal for structures that compile to the same code, and that code's arguments: floats of the options,
-        ratios of further softmaxes, the teacher's part of a mixture."""
+        ratios of further softmaxes."""
         numbers = [number for part, _ in (*self.summands, *self.metrics) for number in part.split[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])
-        softmaxes = self.views[0], split_numbers((self.views[1:], self.pairing), numbers)
-        return (summands, metrics, softmaxes, self.leaves, self.vocab), tuple(numbers)
+        softmaxes = self.views[0], split_numbers(self.views[1:], numbers), self.pairing
+        sums = tuple([(each.function, each.view) for each in self.sums])
+        parts: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
+        places = tuple([tuple(self.vectors_of(part, view).items()) for part, view in parts])
+        return (summands, metrics, softmaxes, sums, places, self.leaves, self.vocab), tuple(numbers)
+
+    def vectors_of(self, part: Summand | Metric, view: int) -> dict[str, str]:
+        """Names of the vectors of a part's sums over the vocabulary, by the statistics' names."""
+        places = {each[:3]: f"sum{i}" for i, each in enumerate(self.sums)}
+        return {name: places[*each, view] for name, each in sums_of(part, self.beta).items()}
 
     def at(self, numbers: Iterable[Any]) -> "Structure":
         """The structure at other numbers, which may be tensors []."""
         them = iter(numbers)
         summands = tuple([(summand.at(them), view) for summand, view in self.summands])
         metrics = tuple([(metric.at(them), view) for metric, view in self.metrics])
-        views, pairing = join_numbers((self.views[1:], self.pairing), them)
-        return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views), pairing=pairing)
+        views = join_numbers(self.views[1:], them)
+        return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views))
 
     @functools.cached_property
     def builtin(self) -> bool:
@@ -120,17 +130,22 @@ def structure_of(
     leaves: set[str] = set()
     for summand, view in seen:
         leaves |= {name + SUFFIX[view] for name in ("logprob", "lse", *summand.needs & {"entropy"})}
-        leaves |= {LEAVES[name] for name in summand.needs if name in LEAVES}
+        leaves |= {VECTORS[name] for name in summand.needs if name in VECTORS}
     statistics = {(name, view) for part, view in (*seen, *measured) for name in part.needs}
     names = {name for name, _ in statistics}
     columns_shared = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
-    teacher, pairing = pair_up(seen, names, columns_shared, [None if per_token else t for t, _ in softmaxes])
+    betas = [summand.teacher.beta for summand in dense if summand.teacher is not None]
+    beta = next((each for each in betas if each is not None), None)
+    sums = all_sums(seen, measured, beta)
+    leaves |= {f"sum{i}" for i, each in enumerate(sums) if each.is_differentiated}
+    temperatures = [None if per_token else t for t, _ in softmaxes]
+    teacher, pairing = pair_up(seen, "teacher_argmax" in names, sums, columns_shared, temperatures)
     of_tokens, of_segments = (
         tuple([pair for pair in measured if (pair[0].scope == "token") == local]) for local in (True, False)
     )
     structure = Structure(
-        tuple(seen), of_tokens, views, pairing, frozenset(leaves), vocab, first[0], teacher,
-        smoothing_weights(summands, names), of_segments,
+        tuple(seen), of_tokens, views, pairing, sums, frozenset(leaves), vocab, first[0], teacher,
+        smoothing_weights(summands, names), of_segments, beta,
     )  # fmt: skip
     fields = {name: FIELDS[name] for part in everything for name in part.fields if name in FIELDS}
     # segments' ids twice: those in range are a copy
@@ -142,7 +157,8 @@ def structure_of(
         top=bool(names & {"argmax", "top_logprob"}),
         columns=columns if "topk_logprobs" in names else 0,
         pairing=pairing,
-        rank_one=leaves <= {"logprob", "lse"},
+        sums=sums,
+        rank_one=leaves <= {"logprob", "lse"} and not sums,
         columns_only=bool(columns and summands)
         and all(s.of_columns for s in summands)
         and not metrics
@@ -153,32 +169,55 @@ def structure_of(
     return structure, demand
 
 
+def sums_of(part: Summand | Metric, beta: float | None) -> dict[str, Sum]:
+    """Sums over the vocabulary that a loss or metric reads, by the statistics' names; ``beta`` for a metric."""
+    if isinstance(part, Summand):
+        return dict(part.sums)
+    known = {name: DIVERGENCES[name] for name in sorted(part.needs) if name in DIVERGENCES}
+    if beta is None and any(function.numbers for function in known.values()):
+        raise ValueError(f"metrics.{part.kind} reads the divergence of a mixture: add a loss that has its beta")
+    return {name: Sum(each, (beta or 0.0,) * each.numbers) for name, each in known.items()} | dict(part.sums)
+
+
+def all_sums(
+    seen: list[tuple[Summand, int]], measured: list[tuple[Metric, int]], beta: float | None
+) -> tuple[VocabularySum, ...]:
+    """The sums over the vocabulary of a call, each once at each of its softmaxes and numbers."""
+    needed = dict[tuple[SumFunction, tuple[float, ...], int], bool]()
+    parts: list[tuple[Summand | Metric, int]] = [*seen, *measured]
+    for part, view in parts:
+        for function, numbers in sums_of(part, beta).values():
+            key = function, numbers, view
+            sloped = isinstance(part, Summand) and function.total is not None
+            needed[key] = needed.get(key, False) or sloped
+    return tuple([VocabularySum(*key, is_differentiated=sloped) for key, sloped in needed.items()])
+
+
 def pair_up(
-    seen: list[tuple[Summand, int]], names: set[str], columns: int, temperatures: Sequence[float | None]
+    seen: list[tuple[Summand, int]],
+    top: bool,
+    sums: Sequence[VocabularySum],
+    columns: int,
+    temperatures: Sequence[float | None],
 ) -> tuple[Teacher | None, Pairing | None]:
-    """The one dense teacher of a call and the statistics that pair it with the student."""
+    """The one dense teacher of a call, and the softmax that it is paired with."""
     dense = {summand.label: (summand.teacher, view) for summand, view in seen if summand.teacher is not None}
     if not dense:
         return None, None
-    kinds, betas = set[tuple[Teacher, int]](), set[float]()
+    kinds = set[tuple[Teacher, int]]()
     for given, view in dense.values():
         resolved = temperatures[view] if given.temperature is None else given.temperature
         kinds.add((given._replace(temperature=resolved, beta=None), view))
-        betas |= set() if given.beta is None else {given.beta}
-    if len(kinds) > 1 or len(betas) > 1:
+    if len(kinds) > 1:
         raise ValueError(
-            f"losses {', '.join(dense)} see the dense teacher at different "
-            "temperatures, scales or beta; give them the same, or make two calls"
+            f"losses {', '.join(dense)} see the dense teacher at different temperatures or scales; give them the same, "
+            "or make two calls"
         )
     ((teacher, view),) = kinds
-    # d KL(q || p) is p - q whatever the divergence is; a user's loss may be any function of it
-    others = {"reverse_kl", "jsd", "tvd", "overlap"}
-    last = names.isdisjoint(others) and all(summand.kind != "custom" for summand, _ in seen)
-    pairing = Pairing(
-        view, "forward_kl" in names, "reverse_kl" in names, "teacher_entropy" in names, "tvd" in names,
-        "overlap" in names, "teacher_argmax" in names, next(iter(betas), None), columns, last,
-    )  # fmt: skip
-    return teacher, pairing
+    # a user's loss may be any function of the sums, whatever their own slopes are
+    last = all(each.function.is_early and each.function.is_paired for each in sums)
+    last = last and all(summand.kind != "custom" for summand, _ in seen)
+    return teacher, Pairing(view, columns, top, last)
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:

@@ -19,7 +19,7 @@ that is written from a trace of it (``vectors.py``).
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..core.private import anomalies_at, in_own_thread, plain_saving
 from ..core.stats import RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
-from ..losses.base import DENSE, Part, Summand
+from ..losses.base import Part, Summand
 from ..losses.batch import Batch, Copies, Stats
 from ..metrics import Metric
 from ..metrics.values import OF_NOTHING, selected
@@ -109,9 +109,9 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         # again by selection: a loss may have had an infinite slope where a token does not count
         found = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
         coefficients = coefficients_of(structure, found, leaves)
-    known: dict[tuple[int, bool], Stats] = {}
+    known: dict[Any, Stats] = {}
     for metric, view in structure.metrics:
-        at = view, metric.reads_target
+        at = view, metric.reads_target, *structure.vectors_of(metric, view).items()
         if at not in known:
             known[at] = stats_at(structure, metric, view, leaves)
         mask = share_mask(metric.unit, batch)
@@ -156,10 +156,9 @@ def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Na
         x = (leaves["column_logits"] * ratio).t()
         # the value without the rounding of lse, with its gradient
         values["topk_logprobs"] = ((x - leaves["start" + suffix]) + leaves["rest" + suffix] + (lse.detach() - lse)).t()
-    if structure.pairing is not None and structure.pairing.view == view:
-        values.update({name: leaves[name] for name in DENSE if name in leaves})
-        if "teacher_argmax" in leaves:
-            values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
+    values.update({name: leaves[vector] for name, vector in structure.vectors_of(part, view).items()})
+    if "teacher_argmax" in leaves:
+        values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
     return Stats(values)
 
 
@@ -288,12 +287,10 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
     """Derivatives with respect to statistics -> factors of the gradient identity's terms, by the chain rule:
 
         d logprob = 1[target] - p,   d lse = p,   d entropy = -p (log p + H),   d weighted_sum = omega,
-        d KL(q || p) = p - q,   d KL(p || q) = p (log p - log q - KL),   d JSD = (1 - b) p (log p - log m - KL(p || m)),
-        d TVD = p (sign(p - q) - sum p sign) / 2 = -d overlap,   d x_k = 1[k]
+        d sum f = s - p total,   d x_k = 1[k]
 
-    each times the inverse ratio of the softmax's temperature to that of the logits. Where p and q hardly overlap, sign
-    and its mean are both nearly 1, and the logarithm of the overlap needs their small difference: 1 is taken out of
-    both (``below``), since probabilities of rounded logits do not quite add up to 1.
+    each times the inverse ratio of the softmax's temperature to that of the logits. ``f`` is the function of a sum over
+    the vocabulary, ``s`` its slope and ``total`` the sum of s (``core/divergences.py``).
     """
     total: Named = {}
 
@@ -316,23 +313,15 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
         add("kappa", -grads["weighted_sum"])
     if "column_logits" in grads:
         add("columns", grads["column_logits"].contiguous())  # as kernels read it
-    if structure.pairing is not None:
-        suffix, r = SUFFIX[structure.pairing.view], structure.views[structure.pairing.view].ratio
-        if "forward_kl" in grads:
-            g = r * grads["forward_kl"]
-            add("alpha" + suffix, g)
-            add("gamma", g)
-        if "reverse_kl" in grads:
-            g = r * grads["reverse_kl"]
-            add("alpha" + suffix, -g * leaves["reverse_kl"])
-            add("eta" + suffix, g)
-            add("rho", g)
-        if "jsd" in grads:
-            assert structure.pairing.beta is not None
-            g = (1.0 - structure.pairing.beta) * r * grads["jsd"]
-            add("alpha" + suffix, -g * leaves["kl_mixture"])
-            add("tau", g)
-        for name, half in (("tvd", 0.5), ("overlap", -0.5)):
-            if name in grads:
-                add("theta", half * r * grads[name])
+    for i, each in enumerate(structure.sums):
+        if (name := f"sum{i}") not in grads:
+            continue
+        g = structure.views[each.view].ratio * grads[name]
+        sums = {"value": leaves[name], "slopes": leaves.get(f"{name}_total")}
+        if each.function.total != "gradient":
+            slopes = sums.get(each.function.total, each.function.total)
+            # a user's slopes may be infinite where the loss takes none of them
+            share = torch.where(g == 0, 0.0, g * slopes) if each.function.source else g * slopes
+            add("alpha" + SUFFIX[each.view], -share)
+        add(name, g)
     return total

@@ -85,9 +85,7 @@ def of_each_token(tokens: Tokens) -> Objective:
     if fields["structure"].views != views:  # there are some that no loss asks for
         fields["structure"] = replace(fields["structure"], views=views)
     if pairing is not None:
-        ((_, summand),) = tokens.call.losses.terms
-        (statistic,) = summand.needs
-        found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
+        found_in = {"divergence": "sum0", "entropy": "entropy" + SUFFIX[pairing.view]}
         names = tuple([found_in[name] for name in names])
     return StatsObjective(**fields, names=names, differentiable=sum(name not in WITHOUT_GRADIENT for name in names))
 

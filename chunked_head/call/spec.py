@@ -135,6 +135,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     extra = {name: kind for one in summands for name, kind in one.extra_fields.items()}
     extra |= {one.token_weights: Field("token") for one in summands if isinstance(one.token_weights, str)}
     tensors = [tensor for summand in summands for tensor in summand.tensors.values()]
+    sums = [each for part in parts for each in part.sums.values()]  # equal ones are made once
     # a tensor that has a number for each token: equal for calls of other lengths
     of_tokens = *for_each, *[batch[name] for name in batch if name in FOR_EACH]
     # which losses and metrics share a softmax: each one's first of equal temperature, 0 for the call's
@@ -156,6 +157,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         tuple([next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]),
         tuple([metric.signature for metric in call.metrics]),
         tuple(map(found.index, found)),
+        tuple(map(sums.index, sums)),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         torch.is_grad_enabled(),
     )
@@ -267,7 +269,7 @@ def structure_at(
             weighted_sum=mean,
             top="argmax" in call.outputs,
             top_k=call.top_k or 0,
-            rank_one=demand.pairing is None and not (entropy or mean or squares),
+            rank_one=not demand.sums and not (entropy or mean or squares),
         )
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
@@ -333,6 +335,7 @@ def check_sets(call: Call[Any], demand: Demand, wanted: Sequence[str]) -> None:
         of_all.format("logits of a teacher's ids"): demand.columns,
         of_all.format("top_k"): demand.top_k,
         of_all.format("a dense teacher"): demand.pairing is not None,
+        of_all.format("a sum over the vocabulary"): demand.sums,
         "candidate_bias does not go with softcap, whose slope is that of logits without it; leave one out":
             "candidate_bias" in wanted and call.softcap is not None,
         "target is None, and kept_ids or candidates are sets that targets belong to; pass token ids":

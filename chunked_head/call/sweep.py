@@ -71,9 +71,9 @@ def sweep(
     if not tokens:
         return stats, grads
     store, rows_of, spans = call.begin(given, head, stats, grads, known is not None)
-    pairs = objective.demand.pairing is not None
+    sums = bool(objective.demand.sums)
     # a teacher's statistics come with the gradients
-    last = pairs and call.plan is not None and call.plan.teacher_last
+    last = call.plan is not None and call.plan.teacher_last
     closed = call.spans is not None and call.multiplies  # no other tokens belong to a span's segments
 
     def filled(at: slice) -> tuple[Rows, RowStats]:
@@ -84,10 +84,10 @@ def sweep(
             target = rows.target if call.kept is None else call.every_target[rows.tokens]
             of_rows = rows.hidden, target, rows.columns, call.token_checks[rows.tokens]
             call.shard.merge(call.backend.merge_ranks, *of_rows, out, objective.demand, store.known_targets)
-        if pairs and not last:
-            store.pair_statistics(rows, out)
+        if sums and not last:
+            store.sum_statistics(rows, out)
             if call.shard is not None:
-                call.shard.add_pairs(out)
+                call.shard.add_sums(out, objective.demand)
         return rows, out
 
     for span in spans:

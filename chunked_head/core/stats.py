@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
-
-# of a dense teacher and the student: sums over columns, made once both softmaxes are known
-PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "below", "overlap")
+from ..kernels.common.records import SumFunction
 
 
 class View(NamedTuple):
@@ -23,18 +21,26 @@ class View(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """A dense teacher paired with the student's softmax, and the statistics that are wanted."""
+    """A dense teacher paired with the student's softmax."""
 
     view: int  # of Demand.views
-    forward_kl: bool
-    reverse_kl: bool
-    entropy: bool
-    tvd: bool
-    overlap: bool
-    top: bool  # the teacher's most probable id
-    beta: float | None  # of the Jensen-Shannon divergence, or None
     columns: int  # that both vocabularies have
-    last: bool = False  # no gradient depends on it: made along with the gradient
+    top: bool  # the teacher's most probable id is wanted
+    last: bool = False  # no gradient depends on their sums: made along with the gradient
+
+
+class VocabularySum(NamedTuple):
+    """A sum over the vocabulary at one softmax; its vectors are ``sum0``, ``sum1`` and so on, in their order."""
+
+    function: SumFunction
+    numbers: tuple[float, ...]
+    view: int
+    is_differentiated: bool = False
+
+    @property
+    def has_total(self) -> bool:
+        """True where the gradient needs the sum of slopes, a vector ``sum0_total``."""
+        return self.is_differentiated and self.function.has_total
 
 
 class Demand(NamedTuple):
@@ -47,6 +53,7 @@ class Demand(NamedTuple):
     columns: int = 0  # K: logits of so many columns of each row's own
     top_k: int = 0  # largest logits and their columns
     pairing: Pairing | None = None
+    sums: tuple[VocabularySum, ...] = ()  # over the vocabulary, made once softmaxes are known
     rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view
     columns_only: bool = False  # only logits of each row's own columns, up to a constant of the row
     values: int = 0  # numbers per token that losses and metrics make
@@ -55,7 +62,7 @@ class Demand(NamedTuple):
     @property
     def one_sweep(self) -> bool:
         """True where one pass makes all statistics, so that a sweep need not store logits."""
-        return len(self.views) == 1 and self.pairing is None and self.top_k == 0
+        return len(self.views) == 1 and self.pairing is None and not self.sums and self.top_k == 0
 
     def of_columns(self, columns: int | None) -> "Demand":
         """The demand of a rank's columns; None: what ranks of other columns have in common."""
@@ -104,20 +111,22 @@ def statistics_anew(demand: Demand) -> dict[str, Statistic]:
         (demand.top_k, Statistic(demand.top_k, torch.int64), "top_k_ids"),
     ]  # fmt: skip
     if pairing is not None:
-        mixed = pairing.beta is not None
         wanted += [
             (True, number, "teacher_start teacher_rest"), (pairing.top, number, "teacher_top"),
-            (pairing.top, Statistic(ids=torch.int32), "teacher_argmax"), (pairing.forward_kl, local, "forward_kl"),
-            (pairing.reverse_kl, local, "reverse_kl"), (pairing.entropy, local, "teacher_entropy"),
-            (mixed, local, "kl_mixture jsd"), (pairing.tvd, local, "tvd"), (pairing.overlap, local, "overlap"),
-            (pairing.tvd or pairing.overlap, local, "below"),
+            (pairing.top, Statistic(ids=torch.int32), "teacher_argmax"),
         ]  # fmt: skip
+    wanted.append((bool(demand.sums), local, " ".join(names_of_sums(demand))))
     return {name: statistic for here, statistic, names in wanted if here for name in names.split()}
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
     """Names of the statistics that ranks send each other, in the order of the message."""
     return tuple(name for name, statistic in statistics_of(demand).items() if statistic.sent)
+
+
+def names_of_sums(demand: Demand) -> list[str]:
+    """Names of the vectors that add up over pieces of the vocabulary once softmaxes are known."""
+    return [name for i, each in enumerate(demand.sums) for name in (f"sum{i}", f"sum{i}_total")[: 1 + each.has_total]]
 
 
 class Vectors:
@@ -150,9 +159,8 @@ class RowStats(Vectors):
     ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
     ``weighted_sum``: ``sum(omega * x)``, omega the class weights or 1. ``top``, ``argmax``: the largest logit and the
-    first column that has it. ``column_logits`` [tokens, K]. ``*2``: at the second view. With a teacher ``q`` and
-    ``m = beta q + (1 - beta) p``: ``kl_mixture`` is KL(p || m), ``below`` is ``sum p (1 - sign(p - q))``, ``overlap``
-    ``sum min(p, q)``.
+    first column that has it. ``column_logits`` [tokens, K]. ``*2``: at the second view. ``sum0``, ``sum0_total`` and so
+    on, by name alone: those of ``Demand.sums``, and the sums of their slopes.
     """
 
     lse: Tensor
@@ -176,14 +184,6 @@ class RowStats(Vectors):
     teacher_rest: Tensor | None = None
     teacher_top: Tensor | None = None
     teacher_argmax: Tensor | None = None
-    forward_kl: Tensor | None = None
-    reverse_kl: Tensor | None = None
-    teacher_entropy: Tensor | None = None
-    kl_mixture: Tensor | None = None
-    jsd: Tensor | None = None
-    tvd: Tensor | None = None
-    below: Tensor | None = None
-    overlap: Tensor | None = None
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
@@ -206,7 +206,8 @@ class RowStats(Vectors):
 class Coefficients(Vectors):
     """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
 
-    0 where a row does not count. ``columns`` [tokens, K] is added at each of a row's own columns.
+    0 where a row does not count. ``columns`` [tokens, K] is added at each of a row's own columns. ``sum0`` and so on,
+    by name alone: of ``Demand.sums``.
     """
 
     alpha: Tensor | None = None
@@ -215,10 +216,6 @@ class Coefficients(Vectors):
     kappa: Tensor | None = None
     alpha2: Tensor | None = None
     eta2: Tensor | None = None
-    gamma: Tensor | None = None
-    rho: Tensor | None = None
-    tau: Tensor | None = None
-    theta: Tensor | None = None
     columns: Tensor | None = None
 
     def times(self, factor: Tensor) -> "Coefficients":

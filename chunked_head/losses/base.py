@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks as shared
+from ..core.divergences import DIVERGENCES, Sum
 from ..kernels.common.cache import Cache
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
@@ -65,7 +66,7 @@ KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense one
 # statistics that a loss may need besides `logprob` and `lse`, which are always there
 STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")
-DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap", "teacher_entropy", "teacher_argmax")
+DENSE = (*DIVERGENCES, "teacher_argmax")
 
 
 class Teacher(NamedTuple):
@@ -114,6 +115,7 @@ class Part:
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)  # all but their floats decide what is compiled
     needs: frozenset[str] = frozenset()
+    sums: Mapping[str, Sum] = field(default_factory=dict)  # over the vocabulary, by the names of their statistics
     fields: Collection[str] = ()  # a tuple
     optional_fields: tuple[str, ...] = ()
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
@@ -153,13 +155,14 @@ class Part:
     @functools.cached_property
     def settings(self) -> tuple:
         """Numbers of the options, which ``signature`` leaves out."""
-        return self.split[1], self.temperature, getattr(self, "teacher", None)
+        return self.split[1], self.temperature, getattr(self, "teacher", None), *[s.numbers for s in self.sums.values()]
 
     @property
     def reads(self) -> tuple:
         """Its place in a call: name, fields, statistics."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
-        return self.name or self.kind, fields, self.needs, self.scope, self.reads_target, type(self.temperature)
+        sums = tuple([(name, each.function) for name, each in self.sums.items()])
+        return self.name or self.kind, fields, self.needs, sums, self.scope, self.reads_target, type(self.temperature)
 
     def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return self.function(stats, batch, **self.options, **(tensors or {}))
@@ -286,7 +289,11 @@ def make(
     """A sum of one loss; an error that names it where options don't fit.
     ``given``: the user's ``SummandOptions``. ``known``: further fields of ``Summand``."""
     shared.refuse_unknown("losses", kind, given, SUMMAND)
-    summand, where = Summand(kind, function, options or {}, frozenset(needs), **known, **given), f"losses.{kind}"
+    needs, where = frozenset(needs), f"losses.{kind}"
+    sums = {name: DIVERGENCES[name] for name in sorted(needs) if name in DIVERGENCES}
+    beta = None if known.get("teacher") is None else known["teacher"].beta
+    sums = {name: Sum(each, (beta,) * each.numbers) for name, each in sums.items()} | dict(known.pop("sums", {}))
+    summand = Summand(kind, function, options or {}, needs, sums, **known, **given)
     if summand.temperature is not None:
         shared.number(where, "temperature", summand.temperature, 0.0, open_=True)
     if summand.reduction not in (None, "mean", "sum"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import PAIR_STATS, Demand, RowStats, sent
+from ..core.stats import Demand, RowStats, names_of_sums, sent
 from ..kernels.common.tiles import ELSEWHERE
 from .agreement import agree, all_gather, all_reduce
 from .groups import MOST_IDS, ROWS, VocabParallel
@@ -111,9 +111,9 @@ class Shard:
         zero_or_nan = torch.where(same.all(), self.zero_or_nan, torch.nan).to(dtype)
         merge_ranks(GatheredStats(gathered, names, target, demand.ratio2, known_targets, zero_or_nan), stats)
 
-    def add_pairs(self, stats: RowStats) -> None:
-        """Sums over columns of a teacher's and the student's terms: one message for the chunk."""
-        sums = [value for name, value in stats.named().items() if name in PAIR_STATS]
+    def add_sums(self, stats: RowStats, demand: Demand) -> None:
+        """Sums over the vocabulary, of all ranks' columns: one message for the chunk."""
+        sums = [stats.named()[name] for name in names_of_sums(demand)]
         packed = torch.stack(sums)
         all_reduce(packed, self.group)
         for value, total in zip(sums, packed, strict=True):

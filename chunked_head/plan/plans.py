@@ -215,7 +215,10 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
     """Blocks of the largest statistic and gradient in torch operations, while no tile of the weight is cast."""
     if not sizes.in_blocks:
         return
-    pairs, wide = sizes.demand.pairing is not None, any(sizes.demand.entropy) or len(sizes.demand.views) > 1
+    pairs, wide = (
+        sizes.demand.pairing is not None or bool(sizes.demand.sums),
+        any(sizes.demand.entropy) or len(sizes.demand.views) > 1,
+    )
     cast = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
     block = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
     if first == SWEEP:
@@ -254,7 +257,7 @@ def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
     if sizes.any_grad:
         numbers = 1 + len(demand.views) + sum(demand.entropy) + demand.weighted_sum + demand.columns
-        numbers += 2 * (demand.pairing is not None)
+        numbers += bool(demand.sums) + sum(each.is_differentiated for each in demand.sums)
         yield Buffer("coefficients", (tokens, numbers), wide, SWEEP, WEIGHT)
 
 

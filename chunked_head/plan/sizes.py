@@ -165,7 +165,7 @@ class Sizes:
     @property
     def grads_in_matmul(self) -> bool:
         """True where the matmul of tiles with known statistics stores 16-bit gradients and no logits."""
-        return self.own_matmul and self.demand.pairing is None
+        return self.own_matmul and not self.demand.sums and self.demand.pairing is None
 
     @property
     def keeps_sweep(self) -> bool:

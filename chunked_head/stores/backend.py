@@ -34,7 +34,7 @@ class Backend:
     read_fields = staticmethod(functions.read_fields)
     clean_rows = staticmethod(functions.clean_rows)
     row_stats = staticmethod(functions.row_stats)
-    pair_stats = staticmethod(functions.pair_stats)
+    sums = staticmethod(functions.sums)
     row_grad = staticmethod(functions.row_grad)
     kept_sets = staticmethod(functions.kept_sets)
     dot_columns = staticmethod(functions.dot_columns)

@@ -1,12 +1,12 @@
 """The protocol of a store, the base of stores that multiply, and the stores of logits from BLAS or the caller."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats
+from ..core.stats import Coefficients, Demand, RowStats, VocabularySum
 from ..kernels.common.records import (
     ALL_ROWS,
     NO_SOFTMAX,
@@ -15,7 +15,9 @@ from ..kernels.common.records import (
     Outputs,
     Softmax,
     Stored,
-    TeacherTerms,
+    SumOutputs,
+    SumTerm,
+    TeacherSoftmax,
     Terms,
     Transform,
 )
@@ -30,8 +32,6 @@ FP16_LARGEST = 64.0
 # relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, signs
 # of mere roundings would differ between the sum over a row and the gradient of its columns
 TIE = 2.0**-16
-# of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
-Parts = tuple[Tensor | None, Tensor | None]
 OUTPUTS = {view: tuple(name + view for name in Outputs._fields) for view in ("", "2")}
 
 
@@ -66,6 +66,20 @@ def terms_of(
     return Terms(target, stats.target_logit, c.beta, c.kappa, Softmax(stats.start, stats.rest, c.alpha, c.eta), second)
 
 
+def sum_terms(
+    sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, parts: Sequence[Tensor]
+) -> list[SumTerm]:
+    """Terms of sums over the vocabulary; those with a teacher where it has columns."""
+    vectors, coefficients, terms = stats.named(), c.named(), []
+    for i, (function, numbers, view, _) in enumerate(sums):
+        coefficient, part = coefficients.get(f"sum{i}"), parts[i] if parts else None
+        if (has_teacher or not function.is_paired) and not (coefficient is None and part is None):
+            is_read = function.total == "gradient" and coefficient is not None
+            total = vectors[f"sum{i}_total"] if is_read else None
+            terms.append(SumTerm(function, numbers, view == 1, coefficient, total, part))
+    return terms
+
+
 # ids [rows, K] of each row's own columns, the coefficients of their logits, and their exact logits
 OwnColumns = tuple[Tensor, Tensor, Tensor]
 
@@ -81,8 +95,9 @@ class Store:
     """A way of keeping one chunk's logits, from the matmul that makes them until they have become gradients.
 
     A sweep calls ``fill``, ``statistics`` and ``add_gradients`` for one chunk after the other, ``finish`` at its end.
-    Where statistics are known it calls ``add_gradients`` only. Where there is a dense teacher, ``pair_statistics``
-    follows ``statistics``, unless ``Plan.teacher_last``: then these and the teacher's come with the gradients.
+    Where statistics are known it calls ``add_gradients`` only. Where there are sums over the vocabulary,
+    ``sum_statistics`` follows ``statistics``, unless ``Plan.teacher_last``: then they and the teacher's come with the
+    gradients.
 
     ``known_targets``: ``statistics`` writes the logit of every row's target, though another rank may have its column.
     """
@@ -113,8 +128,8 @@ class Store:
         """Statistics of the chunk filled last [rows], all that ``out`` has room for. Where ranks share the vocabulary
         they are those of this rank's columns."""
 
-    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        """Statistics of a teacher together with the student, once ``out`` holds the softmaxes of both."""
+    def sum_statistics(self, rows: Rows, out: RowStats) -> None:
+        """Sums over the vocabulary, once ``out`` holds all softmaxes."""
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         """Gradients of the chunk filled last, added to ``grads``."""
@@ -203,13 +218,20 @@ class MatmulStore(Store):
         gain = torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
         return coefficients.times(1.0 / gain), gain
 
-    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        pairing = self.demand.pairing
-        assert pairing is not None
-        wanted, ratio = [getattr(out, name) for name in PAIR_STATS], ratio_of(self.demand.views[pairing.view].ratio)
-        student = self.stored, ((out.start2, out.rest2) if pairing.view else (out.start, out.rest)), ratio
-        teacher = self.teacher_stored, (out.teacher_start, out.teacher_rest)
-        self.backend.pair_stats(wanted, *student, *teacher, pairing.columns, pairing.beta, self.tie)
+    def sum_statistics(self, rows: Rows, out: RowStats) -> None:
+        pairing, views, named = self.demand.pairing, self.demand.views, out.named()
+        groups: dict[tuple[int, bool], list[SumOutputs]] = {}  # by softmax, and whether the teacher is read
+        for i, each in enumerate(self.demand.sums):
+            made = SumOutputs(each.function, each.numbers, named[f"sum{i}"], named.get(f"sum{i}_total"))
+            groups.setdefault((each.view, each.function.is_paired), []).append(made)
+        for (view, is_paired), sums in groups.items():
+            suffix, teacher, columns = "2" * view, None, views[view].columns or self.vocab
+            if is_paired:
+                assert pairing is not None and self.teacher_stored is not None
+                columns = pairing.columns
+                teacher = TeacherSoftmax(self.teacher_stored, out.teacher_start, out.teacher_rest, columns)
+            softmax = named["start" + suffix], named["rest" + suffix]
+            self.backend.sums(sums, self.stored, softmax, ratio_of(views[view].ratio), teacher, columns, self.tie)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
         """A teacher's logits, given or made; ``normalize`` receives what makes log-probabilities of them."""
@@ -234,19 +256,20 @@ class MatmulStore(Store):
         c: Coefficients,
         teacher: Stored | None,
         counted: Counted = ALL_ROWS,
-        parts: Parts = (None, None),
+        parts: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The gradient of raw logits, of ``head``'s columns, which begin at ``first``."""
-        pairing, columns, teacher_terms = self.demand.pairing, dlogits.shape[1], None
+        """The gradient of raw logits, of ``head``'s columns, which begin at ``first``. ``parts``: of each sum over the
+        vocabulary [programs, rows], where these are made on the way."""
+        pairing, columns, softmax = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None
             columns_of_both = min(max(pairing.columns - first, 0), columns)
-            softmax = stats.teacher_start, stats.teacher_rest, columns_of_both, pairing.view == 1
-            factors = c.gamma, c.rho, c.tau, c.theta
-            teacher_terms = TeacherTerms(teacher, *softmax, *factors, stats.below, pairing.beta, self.tie, *parts)
+            softmax = TeacherSoftmax(teacher, stats.teacher_start, stats.teacher_rest, columns_of_both)
+        sums = sum_terms(self.demand.sums, stats, c, softmax is not None, parts)
         common = terms_of(self.demand, rows.target, stats, c, first, columns, self.vocab)
         made, own = transform(head, rows.scale), own_columns(rows, stats, c)
-        self.backend.row_grad(dlogits, stored, head.class_weights, common, teacher_terms, first, made, counted, own)
+        of_sums = (softmax if sums else None), sums, self.tie
+        self.backend.row_grad(dlogits, stored, head.class_weights, common, *of_sums, first, made, counted, own)
         return dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:

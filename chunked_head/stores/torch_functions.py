@@ -11,8 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import PAIR_STATS, shift_left
-from ..kernels.common.records import KeptEntries, Outputs, Softmax, Stored, TeacherTerms, Terms, Transform
+from ..core.stats import shift_left
+from ..kernels.common.records import (
+    KeptEntries,
+    Outputs,
+    Softmax,
+    Stored,
+    SumOutputs,
+    SumTerm,
+    TeacherSoftmax,
+    Terms,
+    Transform,
+)
 from ..kernels.common.tiles import BEHIND, ELSEWHERE, LOG_FLOOR
 from ..plan.sizes import TILE_ELEMENTS, slices
 
@@ -116,37 +126,24 @@ def write(out: Outputs, rows: slice, found: dict[str, Tensor]) -> None:
             into[rows] = value
 
 
-def pair_stats(
-    outs: Sequence[Tensor | None],
+def sums(
+    outputs: Sequence[SumOutputs],
     student: Stored,
     softmax: tuple[Tensor, Tensor],
     ratio: float | None,
-    teacher: Stored,
-    teacher_softmax: tuple[Tensor, Tensor],
+    teacher: TeacherSoftmax | None,
     columns: int,
-    beta: float | None,
     tie: float | None,
 ) -> None:
     for at in row_blocks(student.logits):
-        x, y = logits_of(student, at, columns), logits_of(teacher, at, columns)
+        x = logits_of(student, at, columns)
         log_p = logprobs(x if ratio is None else x * ratio, *(each[at] for each in softmax))
-        log_q = logprobs(y, *(each[at] for each in teacher_softmax))
-        p, q = log_p.exp(), log_q.exp()
-        found = {
-            "forward_kl": expected(q, log_q - log_p),
-            "reverse_kl": expected(p, log_p - log_q.clamp(min=LOG_FLOOR)),
-            "teacher_entropy": -expected(q, log_q),
-            "tvd": (p - q).abs().sum(1) / 2,
-            "below": part_below(p, q).sum(1),
-            "overlap": torch.minimum(p, q).sum(1),
-        }
-        if beta is not None:
-            log_m = log_mixture(log_q, log_p, beta)
-            found["kl_mixture"] = expected(p, log_p - log_m)
-            found["jsd"] = beta * expected(q, log_q - log_m) + (1.0 - beta) * found["kl_mixture"]
-        for name, into in zip(PAIR_STATS, outs, strict=True):
-            if into is not None:
-                into[at] = found[name]
+        log_q = log_p if teacher is None else teacher_logprobs(teacher, at, columns)
+        for function, numbers, value, total in outputs:
+            found = function.terms(log_p, log_q, *numbers)
+            for into, terms in zip((value, total), found, strict=True):
+                if into is not None:
+                    into[at] = terms.sum(1)
 
 
 def merge_softmax(
@@ -191,7 +188,9 @@ def row_grad(
     stored: Stored,
     class_weights: Tensor | None,
     terms: Terms,
-    teacher_terms: TeacherTerms | None,
+    teacher: TeacherSoftmax | None,
+    sums: Sequence[SumTerm],
+    tie: float | None,
     first_column: int,
     transform: Transform,
     counted: Any = None,
@@ -213,11 +212,14 @@ def row_grad(
                 grad += softmax_term(logs, softmax)
         if here.kappa is not None:
             grad -= here.kappa[:, None] * (1.0 if class_weights is None else class_weights)
-        if teacher_terms is not None:
-            y = logits_of(teacher_terms.stored, at, teacher_terms.columns)
-            log_q = logprobs(y, teacher_terms.start[at], teacher_terms.rest[at])
-            count = teacher_terms.columns
-            grad[:, :count] += teacher_grad(log_p[teacher_terms.second][:, :count], log_q, teacher_terms, at)
+        log_q = None if teacher is None else teacher_logprobs(teacher, at, teacher.columns)
+        for each in sums:
+            logs = log_p[each.is_second]
+            if each.function.is_paired and log_q is not None:
+                count = log_q.shape[1]
+                grad[:, :count] += sum_term(logs[:, :count], log_q, each, at)
+            else:
+                grad += sum_term(logs, logs, each, at)
         grad.mul_(slope(x, made))
         # the target's column, and the columns of each row, from their exact logits: a tile rounds
         single = [] if here.beta is None else [(here.target, -here.beta, here.target_logit)]
@@ -262,7 +264,7 @@ def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, tr
         x, here = behind(logit, -torch.inf)[entries], of_rows(terms, at)
         here = here._replace(target=target, second=here.second._replace(columns=x.shape[1]))
         made, real = torch.empty_like(x), entries < len(logit)
-        row_grad(made, Stored(x, None), None, here, None, 0, of_rows(transform, at))
+        row_grad(made, Stored(x, None), None, here, None, (), None, 0, of_rows(transform, at))
         dlogits[entries[real]] = made[real]
 
 
@@ -413,33 +415,18 @@ def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
     return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta[:, None] * log_p))
 
 
-def teacher_grad(log_p: Tensor, log_q: Tensor, terms: TeacherTerms, rows: slice) -> Tensor:
-    """The terms of the gradient identity that have a teacher in them, of some rows."""
-    p, q = log_p.exp(), log_q.exp()
-    grad = torch.zeros_like(p)
-    if terms.gamma is not None:
-        grad -= terms.gamma[rows, None] * q
-    if terms.rho is not None:
-        grad -= torch.where(p > 0, terms.rho[rows, None] * p * log_q.clamp(min=LOG_FLOOR), 0.0)
-    if terms.tau is not None:
-        assert terms.beta is not None
-        grad += torch.where(p > 0, terms.tau[rows, None] * p * (log_p - log_mixture(log_q, log_p, terms.beta)), 0.0)
-    if terms.theta is not None:
-        assert terms.below is not None
-        below = terms.below[rows, None]
-        # as in the kernels' identity: the sign of a column above 2/3 follows from the sum
-        found = torch.where(below < 1 - p / 2, 0.0, torch.where(below > 1 + p / 2, 2 * p, p))
-        grad += terms.theta[rows, None] * (p * below - torch.where(p > 0.75, found, part_below(p, q)))
-    return grad
+def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor:
+    """A sum's term of the gradient of some rows; both logarithms are bounded from below."""
+    assert term.coefficient is not None
+    logs, c = (log_p.clamp(min=LOG_FLOOR), log_q.clamp(min=LOG_FLOOR)), term.coefficient[rows, None]
+    if term.total is not None and term.function.gradient is not None:
+        return c * term.function.gradient(*logs, term.total[rows, None])
+    slopes = term.function.terms(*logs, *term.numbers)[1]
+    return torch.where(c == 0, 0.0, c * slopes) if term.function.source else c * slopes
 
 
-def part_below(p: Tensor, q: Tensor) -> Tensor:
-    return p * (1 - (p - q).sign()) + 0.0 * q  # the sign of nan is 0
-
-
-def log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
-    """``log(beta q + (1 - beta) p)``"""
-    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+def teacher_logprobs(teacher: TeacherSoftmax, rows: slice, columns: int) -> Tensor:
+    return logprobs(logits_of(teacher.stored, rows, columns), teacher.start[rows], teacher.rest[rows])
 
 
 def logprobs(x: Tensor, start: Tensor, rest: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class TritonBackend(Backend):
     read_fields = staticmethod(statistics.read_fields)
     clean_rows = staticmethod(statistics.clean_rows)
     row_stats = staticmethod(statistics.row_stats)
-    pair_stats = staticmethod(statistics.pair_stats)
+    sums = staticmethod(statistics.sums)
     row_grad = staticmethod(gradients.row_grad)
     kept_sets = staticmethod(statistics.kept_sets)
     dot_columns = staticmethod(statistics.dot_columns)

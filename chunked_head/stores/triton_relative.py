@@ -21,7 +21,7 @@ from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import add_dhidden
 from .operands import Head, Rows
-from .store import Parts, outputs_of, ratio_of, teacher_buffers, teacher_outputs, terms_of, transform
+from .store import outputs_of, ratio_of, teacher_buffers, teacher_outputs, terms_of, transform
 from .triton_store import FrequentRows, HalfStore, counted_of, sums_frequent
 
 
@@ -30,7 +30,7 @@ class RelativeStore(HalfStore):
 
     name = "relative"
     description = "logits relative to strips of columns"
-    parts: Parts = (None, None)
+    parts: Tensor | None = None  # of each sum over the vocabulary that comes with the gradient
     arrived: Tensor | None = None
     level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
     frequent: FrequentRows | None = None
@@ -54,7 +54,7 @@ class RelativeStore(HalfStore):
         if parts > (numbers - 1) * strips * strip_rows(rows):  # else in the place of the strips' sums
             yield Buffer("gradient of hidden, parts", (parts,), torch.float32, LOOP, LOOP)
         if sizes.teacher_last and pairing is not None:
-            shape = rows, pairing.forward_kl + pairing.entropy, cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
+            shape = rows, len(demand.sums), cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
             yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
 
     def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
@@ -95,11 +95,8 @@ class RelativeStore(HalfStore):
             assert demand.pairing is not None
             self.teacher_strips = Strips.empty(rows, strip_count, device, top=demand.pairing.top)
         if plan.teacher_last:
-            assert demand.pairing is not None
-            wanted = demand.pairing.forward_kl, demand.pairing.entropy
             programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
-            made = iter(empty(sum(wanted), programs, stride, dtype=torch.float32, device=device).unbind())
-            self.parts = next(made) if wanted[0] else None, next(made) if wanted[1] else None
+            self.parts = empty(len(demand.sums), programs, stride, dtype=torch.float32, device=device)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         """Logits relative to their strips' maxima, or exponentials relative to the target's logit; only strips'
@@ -189,7 +186,7 @@ class RelativeStore(HalfStore):
         for at in slices(len(dlogits), self.teacher_rows):
             some, out = rows.at(at), stats.at(at)
             self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), teacher_outputs(out))
-            forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
+            assert self.parts is not None
             self.differentiate_(
                 dlogits[at],
                 stored.at(at),
@@ -200,11 +197,11 @@ class RelativeStore(HalfStore):
                 coefficients.at(at),
                 self.teacher_stored,
                 self.differentiated(some),
-                (forward_kl, entropy),
+                self.parts[:, :, at].unbind(),
             )
-        for part, total in zip(self.parts, (stats.forward_kl, stats.teacher_entropy), strict=True):
-            if part is not None:
-                torch.sum(part[:, : len(dlogits)], 0, out=total)
+        if self.parts is not None:
+            for i, part in enumerate(self.parts.unbind()):
+                torch.sum(part[:, : len(dlogits)], 0, out=stats.named()[f"sum{i}"])
         return dlogits
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:

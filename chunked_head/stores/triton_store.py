@@ -157,6 +157,8 @@ class GradStore(HalfStore):
                     head.class_weights,
                     common,
                     None,
+                    (),
+                    None,
                     tile.start,
                     made,
                     entries=(ids, added, None, None),

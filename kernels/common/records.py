@@ -1,6 +1,8 @@
 """Arguments of kernels: tuples of torch tensors and numbers; nothing here needs Triton."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -50,6 +52,9 @@ class Stored(NamedTuple):
         return self._replace(logits=self.logits[rows], offset=offset)
 
 
+NOT_STORED = Stored(None, None)  # type: ignore[arg-type]
+
+
 class Outputs(NamedTuple):
     """Outputs for statistics of a softmax over each row, [rows] fp32; None for those not wanted."""
 
@@ -95,21 +100,61 @@ class Terms(NamedTuple):
         return *self[:4], *self.first[:4], *self.second[:4]
 
 
-class TeacherTerms(NamedTuple):
-    """The teacher's side of a gradient."""
+@dataclass(frozen=True)
+class SumFunction:
+    """The function ``f`` of a sum over the vocabulary ``sum_j f(log p_j, log q_j)``, elementwise: p the student's
+    softmax, q a dense teacher's. Equal to another of the same ``name``.
+
+    With the slope ``s_j = df / d log p_j``, up to a multiple of p_j, and ``total = sum_j s_j`` a coefficient c of the
+    sum adds ``c (s_j - p_j total)`` to the gradient of a logit. ``total`` is a number that is known beforehand,
+    ``"value"`` where it is the sum itself, ``"slopes"`` where it is another sum, ``"gradient"`` where it is that and
+    ``gradient`` reads it, and None of a sum that takes no gradient.
+    """
+
+    name: str  # of its jit functions: NAME_terms and, with ``gradient``, NAME_gradient
+    # (log_p, log_q, *numbers) -> f, s: of PyTorch, and the same of Triton
+    terms: Callable[..., tuple[torch.Tensor, torch.Tensor]] = field(compare=False, repr=False)
+    total: float | Literal["value", "slopes", "gradient"] | None = field(default="slopes", compare=False)
+    gradient: Callable[..., torch.Tensor] | None = field(default=None, compare=False, repr=False)  # s - p total
+    numbers: int = field(default=0, compare=False)  # that it takes
+    is_paired: bool = field(default=True, compare=False)  # reads log q
+    source: str = field(default="", compare=False, repr=False)  # of a user's jit function
+
+    @property
+    def has_total(self) -> bool:
+        """True where the sum of the slopes is a vector of its own."""
+        return self.total in ("slopes", "gradient")
+
+    @property
+    def is_early(self) -> bool:
+        """True where no gradient waits for one of its sums."""
+        return self.total is None or isinstance(self.total, float)
+
+
+class SumOutputs(NamedTuple):
+    """A sum over the vocabulary to be made, [rows] fp32 each."""
+
+    function: SumFunction
+    numbers: tuple[float, ...]
+    value: torch.Tensor
+    total: torch.Tensor | None  # of the slopes; None where not wanted
+
+
+class SumTerm(NamedTuple):
+    """A sum's term of a gradient."""
+
+    function: SumFunction
+    numbers: tuple[float, ...]
+    is_second: bool  # p is the second softmax
+    coefficient: torch.Tensor | None  # [rows] fp32; None for no term
+    total: torch.Tensor | None  # [rows] fp32 of the slopes, where the term reads it
+    part: torch.Tensor | None = None  # [row_programs, rows] fp32: the sum itself, each program's part; None if known
+
+
+class TeacherSoftmax(NamedTuple):
+    """A dense teacher's logits and their softmax."""
 
     stored: Stored
-    start: torch.Tensor
+    start: torch.Tensor  # [rows] fp32: log q = (y - start) + rest
     rest: torch.Tensor
-    columns: int
-    second: bool  # the student's softmax is the second one
-    gamma: torch.Tensor | None
-    rho: torch.Tensor | None
-    tau: torch.Tensor | None
-    theta: torch.Tensor | None
-    below: torch.Tensor | None
-    beta: float | None
-    tie: float | None  # relative difference of probabilities that count as equal
-    # where the gradient's kernel writes each program's part of KL(q || p) and of q's entropy
-    forward_kl: torch.Tensor | None = None  # [row_programs, rows] fp32
-    teacher_entropy: torch.Tensor | None = None
+    columns: int  # of those of the student that the teacher has

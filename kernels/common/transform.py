@@ -59,33 +59,6 @@ def transform_derivative(
 
 
 @triton.jit
-def part_below(
-    p,
-    q,
-    tie,  # relative difference of equal probabilities; None for 0
-):
-    """``p (1 - sign(p - q))``, nan where either is."""
-    near = 0.0 * p
-    if tie is not None:
-        near = tl.maximum(p, q) * tie
-    return tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))
-
-
-@triton.jit
-def log_mixture(
-    log_a,  # log-probabilities
-    log_b,
-    share_a,  # in (0, 1)
-):
-    """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``, -inf where both are."""
-    a = log_a + tl.log2(share_a) * ln_2
-    b = log_b + tl.log2(1.0 - share_a) * ln_2
-    largest = tl.maximum(a, b)
-    offset = tl.where(largest == float("-inf"), 0.0, largest)
-    return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2
-
-
-@triton.jit
 def load_number(ptr, row):
     """A row's number; None where there is no such number."""
     if ptr is None:
@@ -101,6 +74,15 @@ def load_column(ptr, offs_row, in_rows):
         return
     else:
         return tl.load(ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+
+
+@triton.jit
+def load_columns(pointers, offs_row, in_rows, COUNT: tl.constexpr):
+    """As many numbers per row, each as a column."""
+    columns = (load_column(pointers[0], offs_row, in_rows),)
+    for i in tl.static_range(1, COUNT):
+        columns = columns + (load_column(pointers[i], offs_row, in_rows),)
+    return columns
 
 
 @triton.jit

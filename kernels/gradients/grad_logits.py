@@ -115,9 +115,9 @@ def grad_logits_kernel(
             if kappa_ptr is not None and class_weights_ptr is not None:
                 omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
             grad = logits_gradient(
-                x, None, offs[None, :], omega, None, None, None, None, kappa, start, rest, alpha, eta,
-                start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
-                columns2, None, None, False, True,
+                x, None, offs[None, :], omega, None, None, None, None, None, kappa, start, rest, alpha, eta,
+                start2, rest2, alpha2, eta2, None, logit_scale, softcap, row_scale, ratio2, columns2, None, None,
+                None, True,
             )  # fmt: skip
             # selection, whatever stands in a row that does not count
             store_tile(dlogits, row_start, first, tl.where(counts[:, None], grad, 0.0))

@@ -1,19 +1,15 @@
 """The gradient of raw logits, as a function of values: every kernel that makes gradients calls it.
 
     g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
-        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j (sign(p_j - q_j) - 1 + below)
+        + c s_j of each sum over the vocabulary, s its slope (``common/sums.py``)
 
-with q a teacher's softmax, m a mixture of p and q, and ``below = sum p (1 - sign(p - q))``; then times the slope of
-scale and cap. A term whose factor is None is absent, and no code is generated for it.
+then times the slope of scale and cap. A term whose factor is None is absent, and no code is generated for it.
 """
 
 import triton
 import triton.language as tl
 
-from ..common import tiles
-from ..common.transform import log2_e, log_mixture, part_below, transform_derivative
-
-LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
+from ..common.transform import log2_e, transform_derivative
 
 
 @triton.jit
@@ -40,35 +36,6 @@ def fused_softmax_term(
 
 
 @triton.jit
-def add_teacher_terms(
-    grad,
-    log_p,
-    log_q,
-    gamma,  # or None, like all that follow
-    rho,
-    tau,
-    theta,
-    below,
-    share,  # of the teacher in a mixture; None without one
-    tie,
-):
-    """``grad`` and the second line of the identity."""
-    p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
-    if gamma is not None:
-        grad -= gamma * q
-    if rho is not None:
-        grad -= tl.where(p != 0.0, rho * p * tl.where(log_q < LOG_FLOOR, LOG_FLOOR, log_q), 0.0)
-    if tau is not None:
-        grad += tl.where(p != 0.0, tau * p * (log_p - log_mixture(log_q, log_p, share)), 0.0)
-    if theta is not None:
-        # the sign of a column above 2/3 follows from the sum: where a sure student and a sure teacher nearly agree, the
-        # sum and the column could else see different signs, and differ by all of p instead of the rest of the row
-        found = tl.where(below < 1.0 - 0.5 * p, 0.0, tl.where(below > 1.0 + 0.5 * p, 2.0 * p, p))
-        grad += theta * (p * below - tl.where(p > 0.75, found, part_below(p, q, tie)))
-    return grad
-
-
-@triton.jit
 def logits_gradient(
     # per column: a block, or columns of one row
     x,  # logits as the softmax sees them
@@ -76,6 +43,7 @@ def logits_gradient(
     offs,  # of the columns
     omega,  # None for 1
     log_q,  # the teacher's log-probabilities, -inf where it has no column; None without one
+    inside,  # where it has one; None without a teacher
     added,  # what else the gradient has, before the slope; None for nothing
     # per row, each None where there is none
     target_logit,
@@ -89,20 +57,16 @@ def logits_gradient(
     rest2,
     alpha2,
     eta2,
-    gamma,
-    rho,
-    tau,
-    theta,
-    below,
+    vectors,  # a tuple of those that ADD_TERMS reads
     # scalars
     logit_scale,
     softcap,
     row_scale,
     ratio2,
     columns2,  # that the second softmax is over; None for all
-    share,  # of the teacher in a mixture; None without one
+    scalars,  # a tuple of those that ADD_TERMS reads
     tie,  # as of ``part_below``, or None
-    SECOND: tl.constexpr,  # p of the teacher's terms is of the second temperature
+    ADD_TERMS: tl.constexpr,  # of sums over the vocabulary, or None
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
 ):
     """The identity times the slope; anything where a row does not count."""
@@ -138,7 +102,9 @@ def logits_gradient(
         grad = tl.where(is_target, grad - beta, grad)
     if kappa is not None:
         grad -= kappa if omega is None else kappa * omega
-    if log_q is not None:
-        of_student = log_p2 if SECOND else log_p
-        grad = add_teacher_terms(grad, of_student, log_q, gamma, rho, tau, theta, below, share, tie)
+    if ADD_TERMS is not None:
+        inside2 = None
+        if columns2 is not None:
+            inside2 = offs < columns2
+        grad = ADD_TERMS(grad, log_p, log_p2, log_q, inside, inside2, vectors, scalars, tie)
     return grad * transform_derivative(x, logit_scale, softcap, row_scale)

@@ -1,13 +1,27 @@
 """Launching the kernels of logits' gradients on torch tensors: grids, block sizes, warps; nothing of losses."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
-from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, TeacherTerms, Terms, Transform
+from ..common.records import (
+    ALL_ROWS,
+    NOT_STORED,
+    Counted,
+    KeptEntries,
+    Stored,
+    SumTerm,
+    TeacherSoftmax,
+    Terms,
+    Transform,
+)
+from ..common.sums import flat_terms, kernel_of
 from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
+from . import row_grad as kernels
 from .grad_logits import grad_logits_kernel
-from .row_grad import level_rows_kernel, row_grad_kernel, scale_kernel
+from .row_grad import level_rows_kernel, scale_kernel
 
 
 def row_programs(columns: int) -> int:
@@ -15,22 +29,14 @@ def row_programs(columns: int) -> int:
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
-def teacher_arguments(teacher_terms: TeacherTerms | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
-    """A teacher as the kernels take it: tensors, columns and stride, numbers, constants; None for none."""
-    if teacher_terms is None:
-        return (None,) * 10, (0, 0), (*PLAIN, None, None), {"SECOND": False}
-    side = teacher_terms.stored
-    tensors = (side.logits, side.offset, side.bias, *teacher_terms[1:3], *teacher_terms[5:10])
-    scalars = *side.transform, teacher_terms.beta, teacher_terms.tie
-    return tensors, (teacher_terms.columns, side.logits.stride(0)), scalars, {"SECOND": teacher_terms.second}
-
-
 def row_grad(
     dlogits: torch.Tensor,  # [rows, columns], may share the logits' bytes; with sets [entries] fp32
     stored: Stored,  # of entries their exact logits, fp32
     class_weights: torch.Tensor | None,
     terms: Terms,
-    teacher_terms: TeacherTerms | None,
+    teacher: TeacherSoftmax | None,
+    sums: Sequence[SumTerm],  # over the vocabulary
+    tie: float | None,  # relative difference of probabilities that count as equal
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may be left unwritten
@@ -54,22 +60,24 @@ def row_grad(
         block, warps = RELATIVE_STRIP, 4
     else:
         block, warps = row_block(columns)
-        block = min(block, 4096) if teacher_terms else block
-    teacher, sizes, scalars, constants = teacher_arguments(teacher_terms)
-    parts = (None, None)
-    if teacher_terms is not None and count is None:
-        parts = teacher_terms.forward_kl, teacher_terms.teacher_entropy
-    row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, *parts, stored.logits, stored.offset, stored.bias, *entries, class_weights, *terms.tensors, *teacher,
-        rows, columns, first_column, columns2, sizes[0], count, stored.logits.stride(0), dlogits.stride(0), sizes[1],
-        strip_stride(stored) if teacher_terms is None else strip_stride(stored, teacher_terms.stored),
-        next((part.stride(0) for part in parts if part is not None), None),
-        *counted, *transform, terms.second.ratio, *scalars,
-        **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
+        block = min(block, 4096) if sums else block
+    other, tensors, teacher_columns, teacher_stride = NOT_STORED, (None, None), 0, 0
+    if teacher is not None:
+        other, tensors, teacher_columns = teacher.stored, teacher[1:3], teacher.columns
+        teacher_stride = other.logits.stride(0)
+    kinds, parts, vectors, numbers = flat_terms(sums if count is None else [each._replace(part=None) for each in sums])
+    kernel_of(kernels.row_grad, "row_grad_kernel", kinds)[(column_programs * cdiv(rows, block_rows),)](
+        dlogits, *parts, stored.logits, stored.offset, stored.bias, *entries, class_weights, *terms.tensors,
+        *other[:3], *tensors, *vectors,
+        rows, columns, first_column, columns2, teacher_columns, count, stored.logits.stride(0), dlogits.stride(0),
+        teacher_stride, strip_stride(stored) if teacher is None else strip_stride(stored, other),
+        parts[0].stride(0) if parts else None,
+        *counted, *transform, terms.second.ratio, *other.transform, *numbers, tie if sums else None,
+        COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if own is not None:
         ids, added, exact = own
-        given = class_weights, terms, teacher_terms, first_column, transform
+        given = class_weights, terms, teacher, sums, tie, first_column, transform
         row_grad(dlogits, Stored(exact, None), *given, entries=(ids, added, None, None))
 
 
@@ -82,7 +90,7 @@ def set_grad(
 ) -> None:
     """Gradients of the logits of sets; other rows' entries stay as they are."""
     entries = sets.columns, None, sets.begins, sets.ends
-    row_grad(dlogits, Stored(logit, None), None, terms, None, 0, transform, entries=entries)
+    row_grad(dlogits, Stored(logit, None), None, terms, None, (), None, 0, transform, entries=entries)
 
 
 def grad_logits(

@@ -1,8 +1,8 @@
 """Gradients of raw logits [rows, columns] in the place of what is stored of a chunk.
 
-From logits, by the identity of ``identity.py``, ``row_grad_kernel``: of all columns, or of few of each row, whose exact
-logits are entries [n]. On the way sums over columns that no gradient waits for: KL(q || p) and the entropy of q [rows]
-fp32, in a part for each program.
+From logits, by the identity of ``identity.py``, ``row_grad``: of all columns, or of few of each row, whose exact
+logits are entries [n]. On the way sums over the vocabulary that no gradient waits for [rows] fp32, in a part for each
+program. ``row_grad`` is the body of these kernels, which are generated for the sums of a call (``common/sums.py``).
 
 From exponentials E that ``exp_logits`` left, ``level_rows_kernel``: brought to one offset per row, and their factors.
 Hidden states times the softmax factor [rows] fp32 are the other operand of the weight's gradient.
@@ -27,7 +27,7 @@ import triton.language as tl
 from ..common import tiles
 from ..common.blocks import counted_rows
 from ..common.launcher import kernel
-from ..common.transform import load_block, load_column, log2_e
+from ..common.transform import load_block, load_column, load_columns, log2_e
 from .identity import logits_gradient
 
 PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
@@ -36,12 +36,11 @@ MOST_APART = tl.constexpr(4)
 LEAST_FACTOR = tl.constexpr(2.0**-80)  # of a row's softmax; it and its inverse are far inside bf16's range
 
 
-@kernel
-def row_grad_kernel(
+@triton.jit
+def row_grad(
     # outputs
     dlogits_ptr,  # [rows, columns], may share the bytes of logits if no wider; of sets [n] fp32
-    forward_kl_ptr,  # [COLUMN_PROGRAMS, rows] fp32: each program's part of KL(q || p), or None
-    teacher_entropy_ptr,  # [COLUMN_PROGRAMS, rows] fp32: its part of q's entropy, or None
+    outputs,  # a tuple of [COLUMN_PROGRAMS, rows] fp32: each program's part of a sum over the vocabulary
     # inputs
     logits_ptr,  # [rows, columns]: raw, or fp16 relative to strips' offsets; of entries [n] fp32, exact
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
@@ -68,11 +67,7 @@ def row_grad_kernel(
     teacher_bias_ptr,
     teacher_start_ptr,
     teacher_rest_ptr,
-    gamma_ptr,  # or None
-    rho_ptr,  # or None
-    tau_ptr,  # or None
-    theta_ptr,  # or None, with below
-    below_ptr,
+    vectors,  # a tuple of [rows] fp32 that ADD_TERMS reads
     # sizes
     rows,
     columns,
@@ -95,9 +90,12 @@ def row_grad_kernel(
     teacher_scale,
     teacher_softcap,
     teacher_row_scale_ptr,
-    share,  # of the teacher in a mixture; float or None without one
+    scalars,  # a tuple of the sums' own numbers
     tie,  # as of ``part_below``, or None
-    SECOND: tl.constexpr,  # p inside the teacher is of the second temperature
+    ADD_SUMS: tl.constexpr,  # or None
+    ADD_TERMS: tl.constexpr,  # or None
+    SUMS: tl.constexpr,
+    VECTORS: tl.constexpr,
     COLUMN_PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a strip where logits are relative
@@ -144,19 +142,17 @@ def row_grad_kernel(
     eta2 = load_column(eta2_ptr, offs_row, in_rows)
     teacher_start = load_column(teacher_start_ptr, offs_row, in_rows)
     teacher_rest = load_column(teacher_rest_ptr, offs_row, in_rows)
-    gamma = load_column(gamma_ptr, offs_row, in_rows)
-    rho = load_column(rho_ptr, offs_row, in_rows)
-    tau = load_column(tau_ptr, offs_row, in_rows)
-    theta = load_column(theta_ptr, offs_row, in_rows)
-    below = load_column(below_ptr, offs_row, in_rows)
+    terms = None
+    if ADD_TERMS is not None:
+        terms = load_columns(vectors, offs_row, in_rows, VECTORS)
     read_start, read_rest = None, None
     if LOGARITHMS:
         target_logit = (target_logit - row_start) + row_rest
         read_start, read_rest, row_start, row_rest = row_start, row_rest, None, None
-    if forward_kl_ptr is not None:
-        forward = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-    if teacher_entropy_ptr is not None:
-        entropy = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
+    if ADD_SUMS is not None:
+        sums = (tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32),)
+        for _ in tl.static_range(1, SUMS):
+            sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32),)
     for start in range(first, last, COLUMN_PROGRAMS * BLOCK):
         # a sum that starts from zero takes 32 registers for plain rows, one from the first term 49
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
@@ -181,7 +177,7 @@ def row_grad_kernel(
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
             omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        log_q = None
+        log_q, inside = None, None
         if teacher_ptr is not None:
             in_teacher, with_teacher, of_strip = offs < teacher_columns, in_rows, start
             if column_ptr is None:
@@ -199,23 +195,20 @@ def row_grad_kernel(
             if teacher_offset_ptr is None:
                 log_q = (log_q - teacher_start) + teacher_rest
                 log_q = tl.where(in_rows[:, None] & in_teacher[None, :], log_q, float("-inf"))
-        # as pair_stats sums them: a probability of 0 has no part in a sum, whatever its logarithm
-        if forward_kl_ptr is not None:
-            q, log_p = tl.exp2(log_q * log2_e), x
-            if SECOND:
-                if ratio2 is not None:
-                    log_p = x * ratio2
-                log_p = (log_p - start2) + rest2
-            elif not LOGARITHMS:
+            inside = with_teacher[:, None] & in_teacher[None, :]
+        if ADD_SUMS is not None:
+            log_p, log_p2 = x, x
+            if row_start is not None:
                 log_p = (x - row_start) + row_rest
-            forward += q * tl.where(q != 0.0, log_q - log_p, 0.0)
-        if teacher_entropy_ptr is not None:
-            q = tl.exp2(log_q * log2_e)
-            entropy -= q * tl.where(q != 0.0, log_q, 0.0)
+            if start2 is not None:
+                if ratio2 is not None:
+                    log_p2 = x * ratio2
+                log_p2 = (log_p2 - start2) + rest2
+            sums = ADD_SUMS(sums, log_p, log_p2, log_q, inside, scalars, tie)
         grad = logits_gradient(
-            x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
-            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta, below,
-            logit_scale, softcap, row_scale, ratio2, columns2, share, tie, SECOND, False,
+            x, offs[None, :] == target, offs[None, :], omega, log_q, inside, zero, target_logit, beta, kappa,
+            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, terms,
+            logit_scale, softcap, row_scale, ratio2, columns2, scalars, tie, ADD_TERMS, False,
         )  # fmt: skip
         if not LOGARITHMS:
             # selection: where a row does not count a teacher's logits, or a bias, may be nan
@@ -227,10 +220,10 @@ def row_grad_kernel(
             grad = tl.where(mask, grad, 0.0)
             at, mask = (dlogits_ptr + entry)[None, :], (entry < last)[None, :]
         tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
-    if forward_kl_ptr is not None:
-        tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, tl.sum(forward, 1), mask=in_rows)
-    if teacher_entropy_ptr is not None:
-        tl.store(teacher_entropy_ptr + column_program * parts_stride + offs_row, tl.sum(entropy, 1), mask=in_rows)
+    if ADD_SUMS is not None:
+        for i in tl.static_range(SUMS):
+            part_at = outputs[i] + column_program * parts_stride + offs_row
+            tl.store(part_at, tl.sum(sums[i], 1), mask=in_rows)
 
 
 @kernel

@@ -6,14 +6,27 @@ import torch
 
 from ..common.gpus import multiprocessors_of, programs_of
 from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
-from ..common.records import ALL_ROWS, PLAIN, Counted, KeptEntries, Outputs, Stored, Transform
+from ..common.records import (
+    ALL_ROWS,
+    NOT_STORED,
+    PLAIN,
+    Counted,
+    KeptEntries,
+    Outputs,
+    Stored,
+    SumOutputs,
+    TeacherSoftmax,
+    Transform,
+)
+from ..common.sums import flat_outputs, kernel_of
 from ..common.tiles import EXACT_BLOCK, INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
 from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
 from .quantise import quantise_kernel, sum_parts_kernel
-from .row_stats import pair_stats_kernel, row_stats_kernel
+from .row_stats import row_stats_kernel
+from .sums import row_sums
 
 MOST_PARTS = 4  # that sum_rows_kernel puts together
 
@@ -226,25 +239,26 @@ def set_stats(
     )
 
 
-def pair_stats(
-    outs: Sequence[torch.Tensor | None],  # [rows] fp32 each, in the kernel's order
+def sums(
+    outputs: Sequence[SumOutputs],  # of one softmax of the student, all with a teacher or none
     student: Stored,
     softmax: tuple[torch.Tensor, torch.Tensor],  # start and rest, [rows] fp32
     ratio: float | None,
-    teacher: Stored,
-    teacher_softmax: tuple[torch.Tensor, torch.Tensor],
-    columns: int,
-    beta: float | None,
+    teacher: TeacherSoftmax | None,
+    columns: int,  # that both have
     tie: float | None,  # relative difference of probabilities that count as equal
 ) -> None:
-    rows = student.logits.shape[0]
-    block = min(row_block(columns)[0], 2048)
-    pair_stats_kernel[(rows,)](
-        *outs, student.logits, student.offset, student.bias, *softmax,
-        teacher.logits, teacher.offset, teacher.bias, *teacher_softmax,
-        strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
-        *student.transform, ratio, *teacher.transform, beta, tie,
-        BLOCK=block, num_warps=4,
+    """Sums over the vocabulary."""
+    rows, stored = student.logits.shape[0], NOT_STORED if teacher is None else teacher.stored
+    kinds, tensors, numbers = flat_outputs(outputs)
+    both = (student,) if teacher is None else (student, stored)
+    stride = 0 if teacher is None else stored.logits.stride(0)
+    kernel_of(row_sums, "sums_kernel", kinds)[(rows,)](
+        *tensors, student.logits, student.offset, student.bias, *softmax,
+        *stored[:3], *((None, None) if teacher is None else teacher[1:3]),
+        strip_stride(*both), columns, student.logits.stride(0), stride,
+        *student.transform, ratio, *stored.transform, *numbers, tie,
+        BLOCK=min(row_block(columns)[0], 2048), num_warps=4,
     )  # fmt: skip
 
 

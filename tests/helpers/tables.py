@@ -16,7 +16,8 @@ EMPTIED = (
     "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operation.switched_off", "core.private.answering",
     "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES", "kernels.common.gpus.SPLITS",
     "kernels.common.gpus.gpu_of", "kernels.common.gpus.multiprocessors_of", "kernels.common.operands.KEPT",
-    "losses.base.MADE", "losses.user_checks.FOUND", "parallel.agreement.RANKS", "plan.planner.PLANS",
+    "kernels.common.sums.KERNELS", "losses.base.MADE", "losses.user_checks.FOUND", "parallel.agreement.RANKS",
+    "plan.planner.PLANS",
 )  # fmt: skip
 # what is no result of an earlier call
 STAYING = {

@@ -1,0 +1,94 @@
+"""The library's sums over the vocabulary: divergences of the student's softmax p and a dense teacher's q.
+
+Each is a function of two logarithms in PyTorch, with its slope ``df / d log p`` up to a multiple of p, and in Triton
+(``kernels/common/sums.py``). A probability of 0 has no part in a sum, whatever its logarithm; one that is nan shows.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.common.records import SumFunction
+from ..kernels.common.tiles import LOG_FLOOR
+
+
+def forward_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """``q (log q - log p)``: KL(q || p)"""
+    q = log_q.exp()
+    return weighted(q, log_q - log_p), -q
+
+
+def reverse_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """``p (log p - log q)``: KL(p || q), of a log q of at least -1e4"""
+    term = weighted(log_p.exp(), log_p - log_q.clamp(min=LOG_FLOOR))
+    return term, term
+
+
+def teacher_entropy_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """``-q log q``"""
+    q = log_q.exp()
+    return -weighted(q, log_q), q
+
+
+def jsd_terms(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """``beta q (log q - log m) + (1 - beta) p (log p - log m)`` with ``m = beta q + (1 - beta) p``"""
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+    slope = (1.0 - beta) * weighted(log_p.exp(), log_p - log_m)
+    return beta * weighted(log_q.exp(), log_q - log_m) + slope, slope
+
+
+def tvd_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """``|p - q| / 2``"""
+    p, q = log_p.exp(), log_q.exp()
+    return (p - q).abs() / 2, -part_below(p, q) / 2
+
+
+def tvd_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
+    """``p (sign(p - q) - sum p sign) / 2``. Where p and q hardly overlap, sign and its mean are both nearly 1, and the
+    logarithm of the overlap needs their small difference: 1 is taken out of both, since probabilities of rounded logits
+    do not quite add up to 1. The sign of a column above 2/3 follows from the sum, as in the kernels."""
+    p, q, below = log_p.exp(), log_q.exp(), -2 * total
+    by_sum = torch.where(below < 1 - p / 2, 0.0, torch.where(below > 1 + p / 2, 2 * p, p))
+    return (p * below - torch.where(p > 0.75, by_sum, part_below(p, q))) / 2
+
+
+def overlap_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """``min(p, q)``"""
+    p, q = log_p.exp(), log_q.exp()
+    return torch.minimum(p, q), part_below(p, q) / 2
+
+
+def overlap_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
+    return -tvd_gradient(log_p, log_q, -total)
+
+
+def weighted(p: Tensor, values: Tensor) -> Tensor:
+    return torch.where(p == 0, 0.0, p * values)
+
+
+def part_below(p: Tensor, q: Tensor) -> Tensor:
+    """``p (1 - sign(p - q))``, nan where either is"""
+    return p * (1 - (p - q).sign()) + 0.0 * q  # the sign of nan is 0
+
+
+class Sum(NamedTuple):
+    """A sum over the vocabulary at its numbers."""
+
+    function: SumFunction
+    numbers: tuple[float, ...] = ()
+
+
+# statistics that a loss or metric may need, by name
+DIVERGENCES = {
+    each.name: each
+    for each in (
+        SumFunction("forward_kl", forward_kl_terms, -1.0),
+        SumFunction("reverse_kl", reverse_kl_terms, "value"),
+        SumFunction("jsd", jsd_terms, "slopes", numbers=1),
+        SumFunction("tvd", tvd_terms, "gradient", tvd_gradient),
+        SumFunction("overlap", overlap_terms, "gradient", overlap_gradient),
+        SumFunction("teacher_entropy", teacher_entropy_terms, None),
+    )
+}

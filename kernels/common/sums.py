@@ -1,0 +1,261 @@
+"""Sums over the vocabulary in kernels: the library's divergences, and kernels generated for the sums of a call.
+
+``NAME_terms(log_p, log_q, p, q, tie, *numbers)`` are a column's term of a sum and its slope ``df / d log p``, up to a
+multiple of p (``records.SumFunction``). A probability of 0 has no part in a sum, whatever its logarithm; one that is
+nan shows. Sums are of differences of log-probabilities, so that equal rows give exactly 0. For a gradient both
+logarithms are at least ``LOG_FLOOR``.
+
+Kernels are written by hand over tuples of pointers and numbers, and over two functions, ``ADD_SUMS`` and ``ADD_TERMS``,
+that are generated for a list of sums. A generated kernel with flat arguments enters them: as arguments of a launch
+tuples would lose what ``do_not_specialize`` says, and Triton's cache would know functions in them by name alone.
+"""
+
+import inspect
+import itertools
+import linecache
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import tiles
+from .cache import Cache
+from .launcher import Launcher, kernel
+from .records import SumFunction, SumOutputs, SumTerm
+from .transform import ln_2, log2_e
+
+LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
+
+
+@triton.jit
+def floored(log_p):
+    """A logarithm of at least -1e4; nan stays."""
+    return tl.where(log_p < LOG_FLOOR, LOG_FLOOR, log_p)
+
+
+@triton.jit
+def part_below(
+    p,
+    q,
+    tie,  # relative difference of equal probabilities; None for 0
+):
+    """``p (1 - sign(p - q))``, nan where either is."""
+    near = 0.0 * p
+    if tie is not None:
+        near = tl.maximum(p, q) * tie
+    return tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))
+
+
+@triton.jit
+def log_mixture(
+    log_a,  # log-probabilities
+    log_b,
+    share_a,  # in (0, 1)
+):
+    """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``, -inf where both are."""
+    a = log_a + tl.log2(share_a) * ln_2
+    b = log_b + tl.log2(1.0 - share_a) * ln_2
+    largest = tl.maximum(a, b)
+    offset = tl.where(largest == float("-inf"), 0.0, largest)
+    return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2
+
+
+@triton.jit
+def forward_kl_terms(log_p, log_q, p, q, tie):
+    return tl.where(q != 0.0, q * (log_q - log_p), 0.0), -q
+
+
+@triton.jit
+def reverse_kl_terms(log_p, log_q, p, q, tie):
+    term = tl.where(p != 0.0, p * (log_p - floored(log_q)), 0.0)
+    return term, term
+
+
+@triton.jit
+def teacher_entropy_terms(log_p, log_q, p, q, tie):
+    return -tl.where(q != 0.0, q * log_q, 0.0), q
+
+
+@triton.jit
+def jsd_terms(log_p, log_q, p, q, tie, beta):
+    log_m = log_mixture(log_q, log_p, beta)
+    # factors inside of the selections: 8 registers fewer
+    slope = tl.where(p != 0.0, (1.0 - beta) * p * (log_p - log_m), 0.0)
+    return tl.where(q != 0.0, beta * q * (log_q - log_m), 0.0) + slope, slope
+
+
+@triton.jit
+def tvd_terms(log_p, log_q, p, q, tie):
+    return 0.5 * tl.abs(p - q), -0.5 * part_below(p, q, tie)
+
+
+@triton.jit
+def tvd_gradient(log_p, log_q, p, q, total, tie):
+    """``p (sign(p - q) - sum p sign) / 2``, 1 taken out of both signs.
+
+    The sign of a column above 2/3 follows from the sum: where a sure student and a sure teacher nearly agree, the sum
+    and the column could else see different signs, and differ by all of p instead of the rest of the row."""
+    below = -2.0 * total
+    by_sum = tl.where(below < 1.0 - 0.5 * p, 0.0, tl.where(below > 1.0 + 0.5 * p, 2.0 * p, p))
+    return 0.5 * (p * below - tl.where(p > 0.75, by_sum, part_below(p, q, tie)))
+
+
+@triton.jit
+def overlap_terms(log_p, log_q, p, q, tie):
+    return tl.where(p < q, p, q + 0.0 * p), 0.5 * part_below(p, q, tie)
+
+
+@triton.jit
+def overlap_gradient(log_p, log_q, p, q, total, tie):
+    return -tvd_gradient(log_p, log_q, p, q, -total, tie)
+
+
+@triton.jit
+def within(term, inside):
+    """A user's term, 0 outside of the columns."""
+    if inside is None:
+        return term
+    else:
+        return tl.where(inside, term, 0.0)
+
+
+@triton.jit
+def user_term(coefficient, slope, p, inside):
+    """The coefficient times a user's slope: 0 where the coefficient is, and where p is 0 and the slope nan."""
+    slope = within(tl.where((p != 0.0) | (slope == slope), slope, 0.0), inside)
+    return tl.where(coefficient != 0.0, coefficient * slope, 0.0)
+
+
+class Kind(NamedTuple):
+    """All of a sum that decides a kernel's code."""
+
+    function: SumFunction
+    is_second: bool = False
+    has_value: bool = False  # the sum is made
+    has_total: bool = False  # ... and that of the slopes; of a term: which reads it
+    has_term: bool = False  # of a gradient
+
+
+HEADER = "@triton.jit\ndef {}:\n    "
+ADD_SUMS = "add_sums(sums, log_p, log_p2, log_q, inside, scalars, tie)"
+ADD_TERMS = "add_terms(grad, log_p, log_p2, log_q, inside, inside2, vectors, scalars, tie)"
+# flat arguments in place of a tuple
+FLAT = {"outputs": "output{}_ptr", "vectors": "vector{}_ptr", "scalars": "scalar{}"}
+KERNELS: Cache[tuple, Launcher] = Cache(256)
+COUNT = itertools.count()
+
+
+def defined(name: str, source: str, scope: dict[str, Any]) -> Any:
+    """The function of that name in a source, which Triton can read as long as the function lives."""
+    file = f"<chunked_head {name} {next(COUNT)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), scope)
+    function = scope[name]
+    weakref.finalize(function, linecache.cache.pop, file, None)
+    return function
+
+
+def add_sums(kinds: Sequence[Kind]) -> str:
+    """Source of ``ADD_SUMS``, which adds a block's terms to each sum."""
+    lines, sums = [], []
+    for kind, terms in zip(kinds, calls(kinds, False), strict=True):
+        i = len(sums)
+        lines.append(f"value{i}, slope{i} = {terms}")
+        for term in [f"value{i}"][: kind.has_value] + [f"slope{i}"][: kind.has_total]:
+            own = f"within({term}, inside)" if kind.function.source else term
+            sums.append(f"sums[{len(sums)}] + {own}")
+    return HEADER.format(ADD_SUMS) + "\n    ".join([*logarithms(kinds, False), *lines, f"return ({', '.join(sums)},)"])
+
+
+def add_terms(kinds: Sequence[Kind]) -> str:
+    """Source of ``ADD_TERMS``, which adds the terms of a gradient."""
+    lines, count = [], 0
+    for i, (kind, terms) in enumerate(zip(kinds, calls(kinds, True), strict=True)):
+        if not kind.has_term:
+            continue
+        coefficient, count = f"vectors[{count}]", count + 1
+        if kind.has_total:
+            total, count = f"vectors[{count}]", count + 1
+            gradient = terms.replace("_terms(", "_gradient(").replace(", tie", f", {total}, tie")
+            lines.append(f"grad += {coefficient} * {gradient}")
+            continue
+        lines.append(f"value{i}, slope{i} = {terms}")
+        if kind.function.source:
+            two = "2" * kind.is_second
+            inside = "inside" if kind.function.is_paired else "inside2" if kind.is_second else "None"
+            lines.append(f"grad += user_term({coefficient}, slope{i}, p{two}, {inside})")
+        else:
+            lines.append(f"grad += {coefficient} * slope{i}")
+    return HEADER.format(ADD_TERMS) + "\n    ".join([*logarithms(kinds, True), *lines, "return grad"])
+
+
+def logarithms(kinds: Sequence[Kind], is_floored: bool) -> list[str]:
+    """Lines that make probabilities and logarithms which the kinds read."""
+    read = {"_p" + "2" * kind.is_second for kind in kinds} | {"_q" for kind in kinds if kind.function.is_paired}
+    lines = [f"{name.strip('_')} = tl.exp2(log{name} * log2_e)" for name in sorted(read)]
+    wanted = is_floored or any(kind.function.source for kind in kinds)
+    return lines + [f"low{name} = floored(log{name})" for name in sorted(read) if wanted]
+
+
+def calls(kinds: Sequence[Kind], is_floored: bool) -> Iterable[str]:
+    """For each kind the call that gives a column's term and slope."""
+    first = 0
+    for function, is_second, *_ in kinds:
+        p = "p2" if is_second else "p"
+        q = "q" if function.is_paired else p
+        log = "low" if is_floored or function.source else "log"
+        numbers = "".join(f", scalars[{first + i}]" for i in range(function.numbers))
+        first += function.numbers
+        yield f"{function.name}_terms({log}_{p}, {log}_{q}, {p}, {q}, tie{numbers})"
+
+
+def kernel_of(body: Any, name: str, kinds: tuple[Kind, ...]) -> Launcher:
+    """The kernel of a jit function for these sums: its tuples are flat arguments, ``output0_ptr`` and so on."""
+    return KERNELS.made((name, kinds), lambda: generate(body, name, kinds))
+
+
+def generate(body: Any, name: str, kinds: Sequence[Kind]) -> Launcher:
+    sums, terms = any(kind.has_value for kind in kinds), any(kind.has_term for kind in kinds)
+    made = sum(kind.has_value + (kind.has_total and not kind.has_term) for kind in kinds)
+    read = sum(kind.has_term + (kind.has_total and kind.has_term) for kind in kinds)
+    counts = {"outputs": made, "vectors": read, "scalars": sum(kind.function.numbers for kind in kinds)}
+    known = {
+        "ADD_SUMS": "add_sums" if sums else "None", "ADD_TERMS": "add_terms" if terms else "None",
+        "SUMS": str(made), "VECTORS": str(read),
+    }  # fmt: skip
+    parameters, arguments = list[str](), list[str]()
+    for parameter in inspect.signature(body.fn).parameters.values():
+        if parameter.name in FLAT:
+            flat = [FLAT[parameter.name].format(i) for i in range(counts[parameter.name])]
+            parameters += flat
+            arguments.append(f"({', '.join(flat)},)" if flat else "None")
+        elif parameter.name in known:
+            arguments.append(known[parameter.name])
+        else:
+            is_constant = parameter.annotation is not inspect.Parameter.empty
+            parameters.append(parameter.name + ": tl.constexpr" * is_constant)
+            arguments.append(parameter.name)
+    entry = f"def {name}({', '.join(parameters)}):\n    body({', '.join(arguments)})"
+    users = {kind.function.name: kind.function.source for kind in kinds if kind.function.source}
+    parts = [*users.values(), *[add_sums(kinds)][:sums], *[add_terms(kinds)][:terms], entry]
+    return kernel(defined(name, "\n\n\n".join(parts) + "\n", globals() | {"body": body}))
+
+
+def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[Kind, ...], list[Any], list[float]]:
+    """Kinds of sums, their outputs and their numbers, in the order of a generated kernel's arguments."""
+    kinds = [Kind(each.function, has_value=True, has_total=each.total is not None) for each in sums]
+    tensors = [tensor for each in sums for tensor in (each.value, each.total) if tensor is not None]
+    return tuple(kinds), tensors, [number for each in sums for number in each.numbers]
+
+
+def flat_terms(terms: Sequence[SumTerm]) -> tuple[tuple[Kind, ...], list[Any], list[Any], list[float]]:
+    """Kinds of terms, the parts that they write, the vectors that they read, and their numbers."""
+    kinds = [
+        Kind(each.function, each.is_second, each.part is not None, each.total is not None, each.coefficient is not None)
+        for each in terms
+    ]
+    parts = [each.part for each in terms if each.part is not None]
+    vectors = [tensor for each in terms for tensor in (each.coefficient, each.total) if tensor is not None]
+    return tuple(kinds), parts, vectors, [number for each in terms for number in each.numbers]
