@@ -317,6 +317,8 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
         f"{fp8} does not go with top_k, whose logits BLAS makes; take argmax=True, or leave precision=None": call.top_k,
         f"{fp8} does not go with a dense teacher: the divergence would be one of rounded logits; leave precision=None":
             spec.demand.pairing is not None,
+        f"{fp8} does not go with a sum over the vocabulary, which would be one of rounded logits; leave precision=None":
+            spec.demand.sums,
         missing: missing,
         f"{fp8} needs rows of 16 bytes: hidden of a multiple of 16, got {hidden}; leave precision=None":
             "gpu" in traits and hidden % 16,

@@ -265,7 +265,7 @@ def backward(
         of_hidden, of_weight, of_bias = (*wanted, False, False)[:3]
         tokens, call, of = prepared(tokens_of(asked, spec), (of_hidden, of_weight, of_bias))
         names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()
-        kept = RowStats(**dict(zip(names, stats, strict=True)))
+        kept = RowStats.of(dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):
             return shaped(call.late_gradients(of, kept, upstream), operands, wanted)
         if tokens.packing is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..call.options import Call
 from ..call.spec import Spec, spec_of
 from ..core.checks import NUMBERS
+from ..core.divergences import DIVERGENCES, TRACED, Sum
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 
@@ -28,6 +29,7 @@ TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 # one for each call that a graph has been traced with; never removed, since the graph's code names its recipe and no
 # event says when that code is freed
 RECIPES: dict[str, "Recipe"] = {}
+FUNCTIONS = dict(DIVERGENCES)  # of sums over the vocabulary in recipes, by name
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
         return "tensor", len(tensors) - 1
     if isinstance(value, Losses):
         return "losses", described(value.terms, tensors)
+    if isinstance(value, Sum):
+        return "sum", (value.function.name, value.numbers)
     for kind, (record, names) in RECORDS.items():
         if isinstance(value, record):
             return kind, tuple([described(getattr(value, name), tensors) for name in names])
@@ -88,6 +92,9 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
         return tensors[content]
     if kind == "losses":
         return Losses(restored(content, tensors))
+    if kind == "sum":
+        name, numbers = content
+        return Sum(FUNCTIONS[name], numbers)
     if kind in RECORDS:
         record, _ = RECORDS[kind]
         return record(*[restored(field, tensors) for field in content])
@@ -103,6 +110,7 @@ def registered(function: str, arguments: tuple, autocast: torch.dtype | None) ->
     function, which no graph holds."""
     if is_users(arguments):
         return ""
+    note_functions(arguments)
     digest = hashlib.sha256(text_of((FORMAT, arguments, autocast)).encode()).hexdigest()[:24]
     key = f"{function}-{digest}"
     RECIPES.setdefault(key, Recipe(function, arguments, autocast))
@@ -131,6 +139,17 @@ def is_users(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(is_users, value))
     return callable(value) and not isinstance(value, type) and not is_library(value)
+
+
+def note_functions(description: Any) -> None:
+    """Keeps the functions of sums over the vocabulary that a description names."""
+    if isinstance(description, tuple):
+        if len(description) == 2 and description[0] == "sum" and isinstance(description[1], tuple):
+            name = description[1][0]
+            if name not in FUNCTIONS and (function := TRACED.get(name)) is not None:
+                FUNCTIONS[name] = function
+        for each in description:
+            note_functions(each)
 
 
 def recipe_of(key: str) -> Recipe:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.common.cache import Cache
 from ..kernels.common.records import SumFunction
 from ..kernels.common.tiles import LOG_FLOOR
 
@@ -92,3 +93,5 @@ DIVERGENCES = {
         SumFunction("teacher_entropy", teacher_entropy_terms, None),
     )
 }
+# those of users, by name, of which a graph's recipe keeps what it reads
+TRACED: Cache[str, SumFunction] = Cache(256)

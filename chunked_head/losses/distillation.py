@@ -4,15 +4,19 @@ Throughout, ``p`` is the student's distribution and ``q`` the teacher's, which t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.checks import INFINITY, MOST_ROUNDED, check_logprobs, choice, flag, number, refuse_unknown
+from ..core.divergences import Sum
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, once
 from .batch import Batch, Stats
+
+NOTHING: Mapping[str, Sum] = MappingProxyType({})
 
 
 class TeacherOptions(SummandOptions, total=False):
@@ -113,8 +117,10 @@ def dense(
     beta: float | None = None,
     function: Callable[..., Tensor] = _sum_of,
     options: dict[str, Any] | None = None,
+    sums: Mapping[str, Sum] = NOTHING,
 ) -> Losses:
-    """The loss that is a function of these statistics, or their sum; ``given``: ``TeacherOptions``."""
+    """The loss that is a function of these statistics, or their sum; ``given``: ``TeacherOptions``. ``sums``: of
+    statistics that are not the library's."""
     refuse_unknown("losses", kind, given, TeacherOptions.__annotations__)
     where, summand = f"losses.{kind}", dict(given)
     temperature, softcap = summand.pop("teacher_temperature", None), summand.pop("teacher_softcap", None)
@@ -129,7 +135,7 @@ def dense(
     options = {"statistics": statistics} if options is None else options
     return make(
         kind, function, summand, {"factor": factor, **options}, needs=statistics, optional_fields=TEACHER_FIELDS,
-        reads_target=False, teacher=teacher,
+        reads_target=False, teacher=teacher, sums=sums,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core.checks import choice
 from ..core.private import breaks_graph
 from .base import DENSE, FIELDS, STATISTICS, TAKERS, TEACHER_FIELDS, Field, Losses, Scope, Summand, Teacher, Unit, make
+from .sums import named_sums
 from .user_checks import Function, checked
 
 ALWAYS = ("logprob", "lse")
@@ -26,6 +27,7 @@ def custom(
     options: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     teacher: Teacher | None = None,
+    sums: Mapping[str, Any] | None = None,
     **summand: Any,
 ) -> Losses:
     """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
@@ -50,6 +52,10 @@ def custom(
     function reads in some calls only. Fields without which it runs too are optional. ``check=False`` leaves
     all this out, takes ``needs`` and ``fields`` as they are given, and a target to be read.
 
+    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics: sums over the vocabulary of functions as
+    ``losses.vocabulary_sum`` takes them, or of ``log_p`` and ``log_q`` as ``losses.divergence`` does; a pair
+    ``(function, options)`` where a function has options.
+
     ``options`` and ``tensors`` are what the function gets as keyword arguments, ``teacher`` how it sees a dense
     teacher; ``summand``: ``SummandOptions``.
     """
@@ -69,8 +75,11 @@ def custom(
             f"needs of {where}: there is no statistic {unknown[0]!r}; there are {', '.join((*STATISTICS, *DENSE))}"
         )
     options, tensors = dict(options or {}), dict(tensors or {})
+    own_sums = named_sums(where, sums, (*ALWAYS, *STATISTICS, *DENSE))
     if check:
-        question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
+        question = Summand(
+            "custom", function, options, sums=own_sums, unit=unit, scope=scope, name=name, tensors=tensors
+        )
         read, required, optional = checked(where, question, extra)
         # a branch that a field would choose may read what this one did not
         reads_target = "logprob" in read or "target" in required or bool(optional)
@@ -80,7 +89,7 @@ def custom(
         required.add("teacher_ids")
     if "weighted_sum" in statistics and "class_weights" not in tensors:
         raise ValueError(f'{where} reads stats.weighted_sum: pass the weights, tensors={{"class_weights": ...}}')
-    if statistics & set(DENSE):
+    if statistics & set(DENSE) or any(each.function.is_paired for each in own_sums.values()):
         optional |= set(TEACHER_FIELDS)  # which of them, the call decides
         teacher = teacher or Teacher()
         if "jsd" in statistics and teacher.beta is None:
@@ -95,6 +104,7 @@ def custom(
         tensors=tensors,
         teacher=teacher,
         needs=statistics - set(ALWAYS),
+        sums=own_sums,
         fields=tuple(sorted(required)),
         optional_fields=tuple(sorted(optional - required)),
         extra_fields=extra,

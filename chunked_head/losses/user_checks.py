@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -89,7 +89,9 @@ class Synthetic:
 
     ``tensors``: copies of those of the loss, whose vocabulary these have."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field], device: torch.device):
+    def __init__(
+        self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field], sums: Iterable[str], device: torch.device
+    ):
         first = next(iter(tensors.values()), None)
         self.tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self.vocab = len(first) if first is not None and first.dim() else VOCAB
@@ -99,7 +101,7 @@ class Synthetic:
             mask = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, torch.tensor(MASKED), False)
             target, argmax = (rand(2, TOKENS) * self.vocab).long()
             logprob = -0.1 - 3 * rand(TOKENS)
-            stats = {name: 0.1 + 2 * rand(TOKENS) for name in (*STATISTICS, *DENSE)} | {
+            stats = {name: 0.1 + 2 * rand(TOKENS) for name in (*STATISTICS, *DENSE, *sums)} | {
                 "logprob": logprob,
                 "lse": 4 * randn(TOKENS),
                 "mean_logit": randn(TOKENS),
@@ -143,9 +145,9 @@ def found_once(part: Part, about: Hashable, extra: Mapping[str, Field], find: Ca
         others, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
         forked = torch.random.fork_rng(others, device_type=kind)
         with torch.inference_mode(False), torch.enable_grad(), forked, device:
-            return find(Synthetic(tensors, extra, device))
+            return find(Synthetic(tensors, extra, part.sums, device))
 
-    found: Found = FOUND.made((key, about, tuple(sorted(extra.items()))), run)
+    found: Found = FOUND.made((key, about, tuple(part.sums), tuple(sorted(extra.items()))), run)
     return found
 
 

@@ -17,6 +17,7 @@ from .functions import (
     perplexity,
     ratio,
     top_probability,
+    vocabulary_sum,
 )
 from .values import Finish, Metric, MetricOptions, MetricValue, Reduce, Weighting, all_reduce, combine, merge
 
@@ -24,5 +25,5 @@ __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",
     "accuracy", "advantage", "agreement", "all_reduce", "clip_fraction", "combine",
     "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "mean_logit", "merge",
-    "perplexity", "ratio", "top_probability",
+    "perplexity", "ratio", "top_probability", "vocabulary_sum",
 ]  # fmt: skip

@@ -9,9 +9,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ..core.checks import bound, choice, flag, number, refuse_unknown
+from ..core.private import breaks_graph
 from ..losses.base import once
 from ..losses.batch import clamped, kl_estimate
 from ..losses.policy import checked_clamp, estimated_kl
+from ..losses.sums import Elementwise, sum_of
 from .values import Metric, MetricOptions, Reduce
 
 ESTIMATORS = ("k1", "abs", "k2", "k3")
@@ -278,6 +280,16 @@ def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has
     sampled. ``q`` is the dense teacher of a loss of the call, at that loss's softmaxes."""
     return _statistic("acceptance", "overlap", reduce, common)
+
+
+@breaks_graph
+def vocabulary_sum(
+    function: Elementwise, options: Mapping[str, float] | None = None, reduce: Reduce = "mean", **common: Any
+) -> Metric:
+    """``f(p.log()).sum(-1)`` with ``function`` f, which ``losses.vocabulary_sum`` describes with its ``options``: such
+    as the mass of ids above a threshold, ``lambda log_p: torch.where(log_p > -3, log_p.exp(), 0.0)``."""
+    each = sum_of("metrics.vocabulary_sum", function, options, False)
+    return _statistic("vocabulary_sum", "vocabulary_sum", reduce, common, sums={"vocabulary_sum": each})
 
 
 @once

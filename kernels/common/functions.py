@@ -57,3 +57,11 @@ def power(x, y):
 @triton.jit
 def sigmoid(x):
     return tl.div_rn(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
+def logaddexp(x, y):
+    largest = tl.where((x > y) | (x != x), x, y)
+    # of equal infinities the difference is nan
+    apart = tl.where(x == y, 0.0, -tl.abs(x - y))
+    return largest + log1p(exp(apart))

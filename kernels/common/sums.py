@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import functions, tiles
 from .cache import Cache
 from .launcher import Launcher, kernel
 from .records import SumFunction, SumOutputs, SumTerm
@@ -55,8 +55,12 @@ def log_mixture(
     share_a,  # in (0, 1)
 ):
     """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``, -inf where both are."""
-    a = log_a + tl.log2(share_a) * ln_2
-    b = log_b + tl.log2(1.0 - share_a) * ln_2
+    return log_of_sum(log_a + tl.log2(share_a) * ln_2, log_b + tl.log2(1.0 - share_a) * ln_2)
+
+
+@triton.jit
+def log_of_sum(a, b):
+    """``log(exp(a) + exp(b))``, -inf where both are."""
     largest = tl.maximum(a, b)
     offset = tl.where(largest == float("-inf"), 0.0, largest)
     return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2
@@ -122,10 +126,15 @@ def within(term, inside):
 
 
 @triton.jit
+def user_slope(slope, p, inside):
+    """A user's slope, 0 outside of the columns and where p is 0 and the slope nan."""
+    return within(tl.where((p != 0.0) | (slope == slope), slope, 0.0), inside)
+
+
+@triton.jit
 def user_term(coefficient, slope, p, inside):
-    """The coefficient times a user's slope: 0 where the coefficient is, and where p is 0 and the slope nan."""
-    slope = within(tl.where((p != 0.0) | (slope == slope), slope, 0.0), inside)
-    return tl.where(coefficient != 0.0, coefficient * slope, 0.0)
+    """The coefficient times a user's slope, 0 where the coefficient is."""
+    return tl.where(coefficient != 0.0, coefficient * user_slope(slope, p, inside), 0.0)
 
 
 class Kind(NamedTuple):
@@ -163,9 +172,11 @@ def add_sums(kinds: Sequence[Kind]) -> str:
     for kind, terms in zip(kinds, calls(kinds, False), strict=True):
         i = len(sums)
         lines.append(f"value{i}, slope{i} = {terms}")
-        for term in [f"value{i}"][: kind.has_value] + [f"slope{i}"][: kind.has_total]:
-            own = f"within({term}, inside)" if kind.function.source else term
-            sums.append(f"sums[{len(sums)}] + {own}")
+        value, slope = f"value{i}", f"slope{i}"
+        if kind.function.source:
+            value, slope = f"within({value}, inside)", f"user_slope({slope}, p{'2' * kind.is_second}, inside)"
+        for term in [value][: kind.has_value] + [slope][: kind.has_total]:
+            sums.append(f"sums[{len(sums)}] + {term}")
     return HEADER.format(ADD_SUMS) + "\n    ".join([*logarithms(kinds, False), *lines, f"return ({', '.join(sums)},)"])
 
 
@@ -240,7 +251,7 @@ def generate(body: Any, name: str, kinds: Sequence[Kind]) -> Launcher:
     entry = f"def {name}({', '.join(parameters)}):\n    body({', '.join(arguments)})"
     users = {kind.function.name: kind.function.source for kind in kinds if kind.function.source}
     parts = [*users.values(), *[add_sums(kinds)][:sums], *[add_terms(kinds)][:terms], entry]
-    return kernel(defined(name, "\n\n\n".join(parts) + "\n", globals() | {"body": body}))
+    return kernel(defined(name, "\n\n\n".join(parts) + "\n", globals() | {"body": body, "functions": functions}))
 
 
 def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[Kind, ...], list[Any], list[float]]:

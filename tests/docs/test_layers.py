@@ -81,6 +81,8 @@ BROAD = {
     ("integrations.huggingface.explain", "explain_model"): "reports what patch_model would raise",
     ("integrations.huggingface.explain", "hollow"): "copies modules of others",
     ("integrations.huggingface.explain", "rehearse"): "runs models of others",
+    ("losses.sums", "parameters_of"): "says that a function has no signature",
+    ("losses.sums", "trace"): "says why a user's function cannot be traced",
     ("losses.user_checks", "adds_up"): "runs a user's function on tokens that it may refuse",
     ("call.run", "gradients"): "notes what lies in the caller's buffer, and raises it on",
     ("compile.operation", "execute"): "notes what lies in the caller's buffer, and raises it on",

@@ -156,7 +156,11 @@ def test_blocks_of_frequent_ids(
     assert_outcome(run_ours(inputs, place, precision="fp8"), eager, truth, dtype)
 
 
-FITTING = [case for case in LOSS_CASES if not any(name.startswith("teacher_") for name in case.batch)]
+OF_SUMS = {"vocabulary_sum"}  # which fp8 refuses, as it does a dense teacher
+FITTING = [
+    case for case in LOSS_CASES
+    if not any(name.startswith("teacher_") for name in case.batch) and not OF_SUMS & {term.kind for term in case.terms}
+]  # fmt: skip
 
 
 def loss_combinations() -> list:

@@ -348,7 +348,7 @@ def test_a_trace_is_the_same_while_anomaly_mode_is_on() -> None:
             return [*torch.autograd.grad((leaf.exp() * leaf.sigmoid()).sum(), leaf)], []
 
         with mode():
-            sources.append(vectors.Writer(*vectors.trace(slope, [x], [0], 5), [x], [0]).source)
+            sources.append(vectors.VectorWriter(*vectors.trace(slope, [x], [0], 5), [x], [0]).source)
     assert len({*sources}) == 1 and "functions.exp" in sources[0]
 
 

@@ -11,6 +11,7 @@ import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
 from oracle import reference as oracle
+from oracle.functions import alpha_divergence, hellinger, likely, power
 from oracle.reference import Term
 from oracle.rows import PAIRED, POLICY, ROWS, SEGMENTED
 from tiers import tier
@@ -242,6 +243,12 @@ TEACHER_CASES = [
     case("drafter", ("lk",), (0.5, "lk", {"form": "hybrid", "name": "hybrid"}), batch=DENSE_HIDDEN + " mask"),
     case("mixed", (0.5, "forward_kl"), (0.5, "reverse_kl"), (0.2, "jsd"), (0.1, "tvd"), batch="teacher_logits"),
     case("teacher-only", ("forward_kl", {"teacher_temperature": 2.0, "form": "cross_entropy"}), batch="teacher_logits"),
+    case("divergence", ("divergence", {"function": alpha_divergence, "options": {"alpha": 0.3}}), batch="teacher_logits mask", target=False),
+    case("divergence-hidden", ("divergence", {"function": hellinger, "temperature": 1.5}), (0.5, "cross_entropy"), batch=DENSE_HIDDEN),
+    case("divergence-smaller", ("divergence", {"function": alpha_divergence, "options": {"alpha": 0.7}}), (0.3, "jsd"), batch="teacher_logits token_weights", teacher_vocab=256),
+    case("divergences", ("jsd", {"beta": 0.3, "name": "a"}), (0.5, "jsd", {"beta": 0.8, "name": "b"}), (0.2, "tvd"), (0.3, "divergence", {"function": hellinger}), (2.0, "vocabulary_sum", {"function": power, "options": {"power": 2.0}}), batch="teacher_logits"),
+    case("vocabulary-sum", ("vocabulary_sum", {"function": power, "options": {"power": 1.7}}), batch="mask token_weights", target=False),
+    case("vocabulary-sums", ("cross_entropy",), (2.0, "vocabulary_sum", {"function": power, "options": {"power": 0.8}, "name": "tsallis"}), (0.5, "vocabulary_sum", {"function": likely, "temperature": 2.0}), head={"softcap": 5.0, "bias": True}),
     case("smaller-teacher", ("forward_kl",), (0.5, "cross_entropy"), batch="teacher_logits", teacher_vocab=256),
     case("smaller-teacher-alone", ("reverse_kl",), batch=DENSE_HIDDEN, teacher_vocab=301),
     case("larger-teacher", ("jsd",), (0.1, "entropy"), batch="teacher_logits", teacher_vocab=350),
@@ -272,7 +279,7 @@ SOME_CASES = (
 FACTORIES = [
     function for module in (losses, metrics) for function in vars(module).values()
     if inspect.isfunction(function) and function.__annotations__.get("return") in (Losses, Metric)
-    and function is not losses.custom
+    and "function" not in inspect.signature(function).parameters  # of a user's own
 ]  # fmt: skip
 
 

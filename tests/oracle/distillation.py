@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .functions import alpha_divergence, hellinger
 from .rows import DENSE, TOPK, add_row
 
 DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
@@ -80,6 +81,13 @@ def jsd(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
 @of_dense
 def tvd(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() - log_q.exp()).abs().sum() / 2
+
+
+@add_row(DENSE, {"function": alpha_divergence, "options": {"alpha": 0.3}}, {"function": hellinger})
+@of_dense
+def divergence(log_p: Tensor, log_q: Tensor, function: Callable[..., Tensor], options: Any = None) -> Tensor:
+    given = [{name: torch.tensor(value, dtype=log_p.dtype) for name, value in options.items()}] if options else []
+    return function(log_p.clamp(min=-1e4), log_q.clamp(min=-1e4), *given).sum()
 
 
 @add_row(

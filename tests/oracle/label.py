@@ -1,12 +1,13 @@
 """Label losses on full logits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .functions import likely, power
 from .rows import CLASS_WEIGHTS, add_row
 
 Fields = Mapping[str, Any]
@@ -64,6 +65,14 @@ def unlikelihood(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
 @add_row()
 def z_loss(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
     return x.exp().sum(-1).log() ** 2
+
+
+@add_row("", {"function": power, "options": {"power": 2.0}}, {"function": likely})
+def vocabulary_sum(
+    x: Tensor, target: Tensor, fields: Fields, *, function: Callable[..., Tensor], options: Any = None
+) -> Tensor:
+    given = [{name: torch.tensor(value, dtype=x.dtype) for name, value in options.items()}] if options else []
+    return function(x.log_softmax(-1).clamp(min=-1e4), *given).sum(-1)
 
 
 @add_row()

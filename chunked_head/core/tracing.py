@@ -1,0 +1,165 @@
+"""The source of a function of numbers in Triton, written from a trace of it in PyTorch.
+
+A trace is of elementwise operations: the tables below say which, and how Triton writes each. What a ``Writer`` reads,
+and what shape its numbers have, is for those who write a kernel with it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from .private import answering
+
+NAMES = {
+    torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
+}  # fmt: skip
+# aten's operations by how they take operands: in the result's dtype, in their common one, as truth values
+ARITHMETIC = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
+    "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "abs": "tl.abs({0})",
+    "exp": "functions.exp({0})", "expm1": "functions.expm1({0})", "log": "functions.log({0})",
+    "log1p": "functions.log1p({0})", "sigmoid": "functions.sigmoid({0})", "pow": "functions.power({0}, {1})",
+    "sigmoid_backward": "{0} * ((1.0 - {1}) * {1})", "logaddexp": "functions.logaddexp({0}, {1})",
+    "sqrt": "tl.sqrt_rn({0})", "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+}  # fmt: skip
+COMPARED = {
+    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
+    "ge": "{0} >= {1}", "isnan": "{0} != {0}", "logical_not": "{0} == 0", "bitwise_not": "{0} == 0",
+}  # fmt: skip
+LOGICAL = {"logical_and": "{0} & {1}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}"}
+# the same numbers in another shape or dtype
+SAME = {"detach", "alias", "clone", "expand", "view", "_to_copy", "lift_fresh_copy"}
+FILLED = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
+FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the number
+POWERS = {1: "{0}", 2: "{0} * {0}"}
+
+
+class NoKernelError(Exception):
+    """Raised for a trace that is no function of one token's numbers."""
+
+
+def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tensor]) -> fx.GraphModule:
+    """The trace of a function of tensors like these."""
+    try:
+        from torch.fx.experimental.proxy_tensor import make_fx
+    except ImportError as error:
+        raise NoKernelError("this torch traces in another way") from error
+    answer = answering()
+    if answer is None:
+        raise NoKernelError("this torch has other modes")
+
+    def answered(given: list[Tensor]) -> list[Tensor]:
+        with answer(None):  # also where another thread switches anomaly mode on meanwhile
+            return function(given)
+
+    return make_fx(answered, tracing_mode="fake")(samples)
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the operation that a node calls, without aten's prefix; that of an input."""
+    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
+
+
+class Writer:
+    """Lines that compute values of a trace, each once."""
+
+    shape = "(BLOCK,)"  # of numbers
+    own: ClassVar[dict[str, str]] = {}  # operations in another way than the table's
+
+    def __init__(self, traced: fx.GraphModule):
+        self.lines: list[str] = []
+        self.names: dict[str, str] = {}  # by expression, so that each is computed once
+        self.values: dict[fx.Node, str] = {}
+        self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
+        (end,) = traced.graph.find_nodes(op="output")
+        outputs: Any = end.args[0]
+        self.outputs: list[fx.Node] = list(outputs)
+
+    def read(self, node: fx.Node) -> str:
+        """The name of an input."""
+        raise NotImplementedError
+
+    def select(self, vector: fx.Node, dim: int, i: int) -> str:
+        """One number of an input."""
+        raise NoKernelError(str(vector))
+
+    def named(self, expression: str) -> str:
+        if expression not in self.names:
+            self.names[expression] = f"v{len(self.names)}"
+            self.lines.append(f"{self.names[expression]} = {expression}")
+        return self.names[expression]
+
+    def value(self, node: fx.Node) -> str:
+        if node.op != "call_function":
+            raise NoKernelError(node.op)
+        operation, dtype = name_of(node), node.meta["val"].dtype
+        if node.meta["val"].dim() > 1 or dtype not in NAMES:
+            raise NoKernelError(str(node))
+        tensors = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        if operation == "select" and node.args[0] in self.inputs:
+            return self.select(*node.args)  # type: ignore[arg-type]
+        if operation in SAME:
+            return self.cast(tensors[0], dtype)
+        if operation in FILLED:
+            return self.constant(FILLED[operation], dtype)
+        if operation in FILLED_BY:
+            return self.constant(node.args[FILLED_BY[operation]], dtype)
+        if operation in ("where", "masked_fill"):
+            condition, *parts = node.args if operation == "where" else (node.args[1], node.args[2], node.args[0])
+            chosen = [self.cast(part, dtype) for part in parts]
+            return self.named(f"tl.where({self.cast(condition, torch.bool)}, {chosen[0]}, {chosen[1]})")
+        if operation == "clamp":
+            bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
+            x = self.cast(node.args[0], dtype)
+            for side, beyond in ("min", "<"), ("max", ">"):  # a nan is neither and stays, as in PyTorch
+                if bounds.get(side) is not None:
+                    bound = self.cast(bounds[side], dtype)
+                    x = self.named(f"tl.where({x} {beyond} {bound}, {bound}, {x})")
+            return x
+        if operation == "pow" and node.args[1] in POWERS:
+            return self.computed(POWERS[node.args[1]], node.args[:1], dtype)  # type: ignore[index]
+        if node.kwargs or len(node.args) > 2:  # a factor or a rounding mode, which the tables lack
+            raise NoKernelError(str(node))
+        if operation in ("sign", "sgn") and dtype == torch.float32:
+            x = self.cast(node.args[0], dtype)
+            return self.named(f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))")
+        if operation in ARITHMETIC:
+            return self.computed((ARITHMETIC | self.own)[operation], node.args, dtype)
+        if operation in COMPARED:
+            floats = any(isinstance(arg, float) for arg in node.args)
+            floats = floats or any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors)
+            return self.computed(COMPARED[operation], node.args, torch.float32 if floats else torch.int64)
+        if operation in LOGICAL:
+            return self.computed(LOGICAL[operation], node.args, torch.bool)
+        raise NoKernelError(str(operation))
+
+    def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
+        return self.named(template.format(*[self.cast(arg, dtype) for arg in args]))
+
+    def constant(self, number: Any, dtype: torch.dtype) -> str:
+        if isinstance(number, fx.Node):
+            return self.cast(number, dtype)
+        number = float(number) if dtype.is_floating_point else int(number)
+        text = repr(number) if math.isfinite(number) else f'float("{number}")'
+        return self.named(f"tl.full({self.shape}, {text}, {NAMES[dtype]})")
+
+    def cast(self, value: Any, dtype: torch.dtype) -> str:
+        """An operand in a dtype."""
+        if not isinstance(value, fx.Node):
+            return self.constant(value, dtype)
+        own = value.meta["val"].dtype
+        if own not in NAMES or value.meta["val"].dim() > 1:
+            raise NoKernelError(str(value))
+        if value in self.inputs:
+            name = self.read(value)
+        else:
+            if value not in self.values:  # values read for their shape only may be any
+                self.values[value] = self.value(value)
+            name = self.values[value]
+        if own == dtype:
+            return name
+        return self.named(f"{name} != 0" if dtype == torch.bool else f"{name}.to({NAMES[dtype]})")

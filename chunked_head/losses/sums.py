@@ -1,0 +1,243 @@
+"""Sums over the vocabulary of a user's own function: of the student's softmax p, and of a dense teacher's q.
+
+The function is traced once, with its slope by autograd, into a graph of elementwise operations and their source in
+Triton. The graph holds no tensor and nothing that the function closes over but plain numbers, which are part of it.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Collection, Hashable, Mapping
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..core.checks import number
+from ..core.divergences import TRACED, Sum
+from ..core.private import breaks_graph, in_own_thread
+from ..core.tracing import FILLED, FILLED_BY, SAME, NoKernelError, Writer, name_of, traced
+from ..kernels.common.cache import Cache
+from ..kernels.common.records import SumFunction
+from ..kernels.common.tiles import LOG_FLOOR
+from .base import Losses, make
+from .batch import Batch, Stats
+from .distillation import dense
+
+Elementwise = Callable[..., Tensor]  # f(log_p), f(log_p, log_q), each with a mapping of options behind if there are any
+FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # by code, and the plain values that it reads
+PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
+LENGTHS = (5, 7)  # of the vocabulary that is traced
+DEEPEST = 6
+
+
+def sum_of(where: str, function: Elementwise, options: Mapping[str, Any] | None, is_paired: bool | None = None) -> Sum:
+    """The sum of a user's function at its options; TypeError or ValueError where there is none. ``is_paired``: it takes
+    log_q; None: as its parameters say."""
+    if not callable(function):
+        raise TypeError(f"{where} takes a function of log-probabilities, got {function!r}")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options of {where} must be a mapping of names to numbers, got {options!r}")
+    numbers = tuple([number(where, f"option {name!r}", value) for name, value in (options or {}).items()])
+    names = tuple(options or ())
+    if is_paired is None:
+        is_paired = parameters_of(where, function) - bool(names) == 2
+    key = key_of(function), names, is_paired
+    return Sum(FUNCTIONS.made(key, lambda: trace(where, function, names, is_paired)), numbers)
+
+
+def parameters_of(where: str, function: Elementwise) -> int:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where} takes a function whose parameters can be read; wrap it in a lambda") from error
+    return sum(each.default is each.empty and each.kind in (0, 1) for each in parameters)
+
+
+def key_of(value: Any, depth: int = 0) -> Hashable:
+    """A key of a function: equal for the same code, and equal plain values and functions that it reads. With anything
+    else, which may change unseen, the key equals no other."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind is float:
+        return kind, value.hex()
+    if isinstance(value, ModuleType | FunctionType | BuiltinFunctionType | type) and is_torchs(value):
+        return value
+    if kind is tuple and depth < DEEPEST:
+        return kind, *[key_of(each, depth + 1) for each in value]
+    if kind is not FunctionType or depth >= DEEPEST:
+        return object()
+    codes, names = [value.__code__], dict[str, None]()
+    for code in codes:  # which grow
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        names |= dict.fromkeys(code.co_names)
+    cells = [object() if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
+    used = [(name, key_of(value.__globals__[name], depth + 1)) for name in names if name in value.__globals__]
+    defaults = value.__defaults__, *(value.__kwdefaults__ or {}).items()
+    own = [None if each is value else key_of(each, depth + 1) for each in (*cells, *(defaults[0] or ()), *defaults[1:])]
+    return value.__code__, *own, *used
+
+
+def is_torchs(value: Any) -> bool:
+    """True for modules, functions and types that nobody changes."""
+    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | type):
+        return False  # a method of some object
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return str(name).partition(".")[0] in ("torch", "math", "builtins", "None")
+
+
+class SumWriter(Writer):
+    """The jit function of a trace: a column's term and its slope."""
+
+    shape = "log_p.shape"
+    # as exact as p itself, in two thirds of the registers
+    own: ClassVar = {
+        "exp": "tl.exp2({0} * log2_e)", "log": "tl.log2({0}) * ln_2", "logaddexp": "log_of_sum({0}, {1})",
+        "div": "{0} / {1}", "reciprocal": "1.0 / {0}",
+    }  # fmt: skip
+
+    def __init__(self, graph: fx.GraphModule, is_paired: bool, numbers: int):
+        self.arguments = ["log_p", *["log_q"] * is_paired, *[f"n{i}" for i in range(numbers)]]
+        super().__init__(graph)
+        self.terms = [self.cast(node, torch.float32) for node in self.outputs]
+
+    def read(self, node: fx.Node) -> str:
+        return self.arguments[self.inputs[node]]
+
+    def source(self, name: str) -> str:
+        arguments = "".join(f", {each}" for each in self.arguments if each.startswith("n"))
+        header = f"@triton.jit\ndef {name}_terms(log_p, log_q, p, q, tie{arguments}):"
+        return "\n    ".join([header, *self.lines, f"return {', '.join(self.terms)}"])
+
+
+def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: bool) -> SumFunction:
+    """The function as a sum's, or ValueError that says why it has none."""
+
+    def terms(given: list[Tensor]) -> list[Tensor]:
+        log_p = given[0].detach().requires_grad_()
+        logs, numbers = (log_p, *given[1 : 1 + is_paired]), given[1 + is_paired :]
+        with torch.enable_grad():
+            values = function(*logs, *[dict(zip(names, numbers, strict=True))][: bool(names)])
+            if not isinstance(values, Tensor) or values.shape != log_p.shape or not values.is_floating_point():
+                got = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
+                raise ValueError(f"it must return a floating-point number for each id, got {got}")
+            if not values.requires_grad:
+                return [values, torch.zeros_like(log_p)]
+            (slopes,) = torch.autograd.grad(values, log_p, torch.ones_like(values), materialize_grads=True)
+        return [values.detach(), slopes]
+
+    def graph_of(length: int) -> fx.GraphModule:
+        samples = [torch.zeros([length], device="cpu") for _ in range(1 + is_paired)]
+        return traced(terms, [*samples, *[torch.ones([], device="cpu") for _ in names]])
+
+    try:
+        # a trace begins without whatever modes and hooks there are around the call
+        graphs = [in_own_thread(functools.partial(graph_of, length)) for length in LENGTHS]
+        sources = [SumWriter(graph, is_paired, len(names)).source("f") for graph in graphs]
+        if sources[0] != sources[1]:
+            raise ValueError("it depends on the number of ids")
+    except Exception as error:  # whatever a user's function raises on made-up tensors
+        reason = str(error).partition("\n")[0].rstrip(".")
+        reason = f"there is no kernel of {reason}" if isinstance(error, NoKernelError) else reason
+        raise ValueError(
+            f"the function of {where} cannot be computed column by column: {reason}. It must be made of elementwise "
+            "operations of torch on log-probabilities and options, without other tensors and branches on their values"
+        ) from error
+    name = f"user_{hashlib.sha256(sources[0].encode()).hexdigest()[:16]}"
+    graph = graphs[0].graph
+    graph.eliminate_dead_code()
+    source = SumWriter(graphs[0], is_paired, len(names)).source(name)
+    made = SumFunction(name, InBlocks(graph), "slopes", None, len(names), is_paired, source)
+    return TRACED.made(name, lambda: made)
+
+
+class InBlocks:
+    """A trace in PyTorch, for blocks of any shape and dtype. Both logarithms are at least -1e4, so that a probability
+    of 0 times its logarithm is 0; a slope that is nan at a probability of 0 is 0 as well."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+
+    def __call__(self, log_p: Tensor, log_q: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
+        log_p, log_q = (log.clamp(min=LOG_FLOOR) for log in (log_p, log_q))
+        places = self.graph.find_nodes(op="placeholder")
+        logs = (log_p, log_q)[: len(places) - len(numbers)]
+        at = dict[fx.Node, Any](zip(places, [*logs, *[log_p.new_tensor(each) for each in numbers]], strict=True))
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                at[node] = self.computed(node, at, log_p)
+        (end,) = self.graph.find_nodes(op="output")
+        terms, slopes = (at[node].expand_as(log_p) for node in end.args[0])
+        return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
+
+    def computed(self, node: fx.Node, at: dict[fx.Node, Any], like: Tensor) -> Any:
+        operation, target = name_of(node), node.target
+        arguments: Any = fx.node.map_arg(node.args, lambda each: at[each])
+        dtype = node.meta["val"].dtype
+        dtype = like.dtype if dtype.is_floating_point else dtype
+        if operation in SAME:
+            return arguments[0].to(dtype)
+        if operation in FILLED or operation in FILLED_BY:
+            value = FILLED[operation] if operation in FILLED else arguments[FILLED_BY[operation]]
+            return torch.full_like(like, value, dtype=dtype) if not isinstance(value, Tensor) else value
+        assert callable(target)
+        return target(*arguments, **node.kwargs)
+
+
+@breaks_graph
+def divergence(function: Elementwise, options: Mapping[str, float] | None = None, **teacher: Any) -> Losses:
+    """``f(p.log(), q.log()).sum(-1)`` with ``function`` f: any divergence to a dense teacher.
+
+        def alpha_divergence(log_p, log_q, options):
+            a = options["alpha"]
+            return ((a * log_q + (1 - a) * log_p).exp() - log_q.exp()) / (a * (a - 1))
+
+        loss = losses.divergence(alpha_divergence, {"alpha": 0.3}, temperature=2.0)
+
+    ``function(log_p, log_q)``, or ``function(log_p, log_q, options)`` where there are any, returns a number for each
+    id, of elementwise operations of torch. It is traced once, with its slope by autograd, into a kernel that
+    ``options`` are arguments of: a schedule of their values compiles nothing. Plain numbers that it closes over are
+    part of it, and others make another kernel. What cannot be traced raises here: sums over ids, other tensors,
+    branches on values.
+
+    Both logarithms are at least -1e4, so that a probability of 0 times its logarithm is 0, and values are finite where
+    one of the two excludes an id. ``teacher``: ``TeacherOptions``; fields as ``forward_kl``.
+    """
+    each = sum_of("losses.divergence", function, options, True)
+    return dense("divergence", ("divergence",), teacher, sums={"divergence": each})
+
+
+@breaks_graph
+def vocabulary_sum(function: Elementwise, options: Mapping[str, float] | None = None, **summand: Any) -> Losses:
+    """``f(p.log()).sum(-1)`` with ``function`` f: any function of the student's distribution that adds up over ids.
+
+        loss = losses.vocabulary_sum(lambda log_p: (2 * log_p).exp())  # sum of p squared, 1 less Tsallis' entropy
+
+    ``function(log_p)``, or ``function(log_p, options)``, and ``options`` as in ``divergence``. The target is read for
+    its ``ignore_index`` alone and may be None. Functions of such sums, as Renyi's entropy, are losses of
+    ``losses.custom(..., sums=...)``. ``summand``: ``SummandOptions``.
+    """
+    each = sum_of("losses.vocabulary_sum", function, options, False)
+    needs, sums = ("vocabulary_sum",), {"vocabulary_sum": each}
+    return make("vocabulary_sum", _vocabulary_sum, summand, needs=needs, sums=sums, reads_target=False)
+
+
+def _vocabulary_sum(stats: Stats, batch: Batch) -> Tensor:
+    return stats.vocabulary_sum
+
+
+def named_sums(where: str, sums: Mapping[str, Any] | None, known: Collection[str]) -> dict[str, Sum]:
+    """Sums over the vocabulary by the names of their statistics, from functions or pairs of a function and options."""
+    if sums is not None and not isinstance(sums, Mapping):
+        raise TypeError(f"sums of {where} must be a mapping of names to functions, got {sums!r}")
+    found = {}
+    for name, given in (sums or {}).items():
+        if not isinstance(name, str) or not name.isidentifier() or name in known:
+            raise ValueError(
+                f"sums of {where} has {name!r}, which must be a new name of a statistic; take another name"
+            )
+        function, options = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        found[name] = sum_of(f"sum {name!r} of {where}", function, options)
+    return found
