@@ -104,7 +104,7 @@ def structure_of(
         if isinstance(part, Metric) and part.needs & set(DENSE):
             named = f"metrics.{part.kind}"
             if not dense:
-                one = "add one, such as 0.0 * losses.tvd()"
+                one = "add one, such as 0.0 * losses.lk()"
                 raise ValueError(f"{named} is of a dense teacher, and no loss of the call has one; {one}")
             if part.temperature is not None:
                 raise ValueError(f"{named} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature")
