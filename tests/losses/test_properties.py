@@ -21,6 +21,9 @@ NOT_DRAWN = {
     "deterministic": "test_deterministic.py: two calls of Hopper's, compared with each other",
     **dict.fromkeys(("kept_offsets", "kept_everywhere", "candidates", "candidate_bias"), "test_kept.py"),
     "segment_lengths": "test_segment_lengths.py",
+    **dict.fromkeys(
+        ("custom", "divergence", "vocabulary_sum"), "functions of a user's own: loss_cases.py, test_sums.py"
+    ),
     **dict.fromkeys(("stream_weights", "acceptance", "agreement"), "test_streams.py"),
 }
 
