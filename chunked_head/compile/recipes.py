@@ -19,11 +19,11 @@ from ..core.divergences import DIVERGENCES, TRACED, Sum
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 
-RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their fields in order
+RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their fields
     "summand": (Summand, tuple(Summand.__dataclass_fields__)),
     "metric": (Metric, tuple(Metric.__dataclass_fields__)),
 }
-FORMAT = 2  # of the operators' outputs, in keys of compiled graphs on disk: raise it with changes
+FORMAT = 3  # of the operators' outputs, in keys of compiled graphs on disk: raise it with changes
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 # one for each call that a graph has been traced with; never removed, since the graph's code names its recipe and no
@@ -96,8 +96,8 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
         name, numbers = content
         return Sum(FUNCTIONS[name], numbers)
     if kind in RECORDS:
-        record, _ = RECORDS[kind]
-        return record(*[restored(field, tensors) for field in content])
+        record, names = RECORDS[kind]
+        return record(**{name: restored(field, tensors) for name, field in zip(names, content, strict=True)})
     if kind == "mapping":
         return {name: restored(item, tensors) for name, item in content}
     if kind == "tuple":

@@ -115,7 +115,6 @@ class Part:
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)  # all but their floats decide what is compiled
     needs: frozenset[str] = frozenset()
-    sums: Mapping[str, Sum] = field(default_factory=dict)  # over the vocabulary, by the names of their statistics
     fields: Collection[str] = ()  # a tuple
     optional_fields: tuple[str, ...] = ()
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
@@ -124,6 +123,8 @@ class Part:
     reads_target: bool = True
     temperature: float | None = None
     name: str | None = None
+    # over the vocabulary, by the names of their statistics
+    sums: Mapping[str, Sum] = field(default_factory=dict, kw_only=True)
 
     @property
     def label(self) -> str:
@@ -181,6 +182,13 @@ class Summand(Part):
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
+
+    def __post_init__(self) -> None:
+        missing = [name for name in sorted(self.needs) if name in DIVERGENCES and name not in self.sums]
+        if missing:
+            numbers = () if self.teacher is None or self.teacher.beta is None else (self.teacher.beta,)
+            known = {name: Sum(DIVERGENCES[name], numbers[: DIVERGENCES[name].numbers]) for name in missing}
+            object.__setattr__(self, "sums", {**known, **self.sums})
 
     @property
     def key(self) -> tuple:
@@ -289,11 +297,7 @@ def make(
     """A sum of one loss; an error that names it where options don't fit.
     ``given``: the user's ``SummandOptions``. ``known``: further fields of ``Summand``."""
     shared.refuse_unknown("losses", kind, given, SUMMAND)
-    needs, where = frozenset(needs), f"losses.{kind}"
-    sums = {name: DIVERGENCES[name] for name in sorted(needs) if name in DIVERGENCES}
-    beta = None if known.get("teacher") is None else known["teacher"].beta
-    sums = {name: Sum(each, (beta,) * each.numbers) for name, each in sums.items()} | dict(known.pop("sums", {}))
-    summand = Summand(kind, function, options or {}, needs, sums, **known, **given)
+    summand, where = Summand(kind, function, options or {}, frozenset(needs), **known, **given), f"losses.{kind}"
     if summand.temperature is not None:
         shared.number(where, "temperature", summand.temperature, 0.0, open_=True)
     if summand.reduction not in (None, "mean", "sum"):

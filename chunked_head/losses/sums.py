@@ -158,16 +158,23 @@ class InBlocks:
     of 0 times its logarithm is 0; a slope that is nan at a probability of 0 is 0 as well."""
 
     def __init__(self, graph: fx.Graph):
-        self.graph = graph
+        self.graph, read = graph, set[fx.Node]()
+        # what nobody reads after each node, whose memory is let go of
+        self.done: dict[fx.Node, list[fx.Node]] = {}
+        for node in reversed(graph.nodes):
+            self.done[node] = [each for each in node.all_input_nodes if each not in read]
+            read.update(node.all_input_nodes)
 
     def __call__(self, log_p: Tensor, log_q: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
         log_p, log_q = (log.clamp(min=LOG_FLOOR) for log in (log_p, log_q))
         places = self.graph.find_nodes(op="placeholder")
         logs = (log_p, log_q)[: len(places) - len(numbers)]
-        at = dict[fx.Node, Any](zip(places, [*logs, *[log_p.new_tensor(each) for each in numbers]], strict=True))
+        at = dict[fx.Node, Any](zip(places, [*logs, *[log_p.new_full((), each) for each in numbers]], strict=True))
         for node in self.graph.nodes:
             if node.op == "call_function":
                 at[node] = self.computed(node, at, log_p)
+                for each in self.done[node]:
+                    del at[each]
         (end,) = self.graph.find_nodes(op="output")
         terms, slopes = (at[node].expand_as(log_p) for node in end.args[0])
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
