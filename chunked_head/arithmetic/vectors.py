@@ -33,7 +33,7 @@ class VectorKernel:
     def __init__(self, source: str, used: Sequence[int], inputs: int, outputs: tuple[int, int]):
         """``used``: which of so many ``inputs`` the source reads."""
         self.used, self.kind = tuple(used), (inputs, outputs, torch.float32, torch.float32)
-        function = defined("arithmetic_kernel", source, {"tl": tl, "functions": functions})
+        function = defined("arithmetic_kernel", source, {"tl": tl, "functions": functions}, self)
         pointers = ["chunk_ptr", "table_ptr", *(f"in{i}_ptr" for i in self.used)]
         kernel = triton.jit(function, do_not_specialize=SIZES, do_not_specialize_on_alignment=pointers)
         self.launcher = Launcher(kernel)

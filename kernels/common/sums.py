@@ -156,13 +156,13 @@ KERNELS: Cache[tuple, Launcher] = Cache(256)
 COUNT = itertools.count()
 
 
-def defined(name: str, source: str, scope: dict[str, Any]) -> Any:
-    """The function of that name in a source, which Triton can read as long as the function lives."""
+def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) -> Any:
+    """The function of that name in a source, which Triton can read as long as ``owner``, or the function, lives."""
     file = f"<chunked_head {name} {next(COUNT)}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), scope)
     function = scope[name]
-    weakref.finalize(function, linecache.cache.pop, file, None)
+    weakref.finalize(function if owner is None else owner, linecache.cache.pop, file, None)
     return function
 
 
