@@ -175,7 +175,10 @@ def sums_of(part: Summand | Metric, beta: float | None) -> dict[str, Sum]:
         return dict(part.sums)
     known = {name: DIVERGENCES[name] for name in sorted(part.needs) if name in DIVERGENCES}
     if beta is None and any(function.numbers for function in known.values()):
-        raise ValueError(f"metrics.{part.kind} reads the divergence of a mixture: add a loss that has its beta")
+        raise ValueError(
+            f"metrics.{part.kind} reads the divergence of a mixture, of which no loss of the call has a beta; add one "
+            "that has, times 0.0 where it is only to be measured"
+        )
     return {name: Sum(each, (beta or 0.0,) * each.numbers) for name, each in known.items()} | dict(part.sums)
 
 

@@ -149,7 +149,11 @@ METRICS = [
     name for name in metrics.__all__
     if inspect.isfunction(getattr(metrics, name)) and name not in ("all_reduce", "combine", "merge")
 ]  # fmt: skip
-PUBLIC += [(getattr(losses, name), {}) for name in LOSSES] + [(getattr(metrics, name), {}) for name in METRICS]
+OWN: dict[str, dict[str, Any]] = {
+    "divergence": {"function": lambda log_p, log_q: log_p - log_q}, "vocabulary_sum": {"function": lambda log_p: log_p},
+}  # fmt: skip
+PUBLIC += [(getattr(losses, name), OWN.get(name, {})) for name in LOSSES]
+PUBLIC += [(getattr(metrics, name), OWN.get(name, {})) for name in METRICS]
 WHOLE = {"weight", "ce_weight", "name"}  # a module's weights are looked at when it is called; a metric's name is not
 # options of losses that their rows try with a number below 0
 BELOW_ZERO = {

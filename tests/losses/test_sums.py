@@ -287,6 +287,17 @@ def test_refusals_of_calls() -> None:
         linear_loss(**head, loss=loss, batch={"teacher_logits": torch.zeros(4, 7)})
 
 
+def test_a_metric_sees_the_mixture_of_a_loss() -> None:
+    x, teacher = logits(Place("torch", "cpu"))
+    target, batch = torch.zeros(len(x), dtype=torch.int64), {"teacher_logits": teacher}
+    metric = metrics.Metric("mine", lambda s, b: s.jsd, needs=frozenset({"jsd"}), check=False)
+    mix = losses.tvd() + losses.jsd(0.3) + losses.jsd(0.6, name="far")
+    out = logits_loss(x, target, mix, batch=batch, metrics=[metric])
+    torch.testing.assert_close(out.metrics["mine"].value, out.parts["jsd"])
+    with pytest.raises(ValueError, match="no loss of the call has a beta"):
+        logits_loss(x, target, losses.tvd(), batch=batch, metrics=[metric])
+
+
 def test_a_plan_needs_no_tensors() -> None:
     assert "logits buffer" in str(
         plan(4096, 1024, 32000, torch.bfloat16, loss=losses.vocabulary_sum(mass), device="cpu")
