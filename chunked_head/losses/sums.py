@@ -129,8 +129,8 @@ def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: 
         return [values.detach(), slopes]
 
     def graph_of(length: int) -> fx.GraphModule:
-        samples = [torch.zeros([length], device="cpu") for _ in range(1 + is_paired)]
-        return traced(terms, [*samples, *[torch.ones([], device="cpu") for _ in names]])
+        samples = [torch.zeros([length], dtype=torch.float32, device="cpu") for _ in range(1 + is_paired)]
+        return traced(terms, [*samples, *[torch.ones([], dtype=torch.float32, device="cpu") for _ in names]])
 
     try:
         # a trace begins without whatever modes and hooks there are around the call
