@@ -64,6 +64,11 @@ def name_of(node: fx.Node) -> str:
     return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
 
 
+def has_one_reader(node: fx.Node) -> bool:
+    """True for new numbers that one operation reads: where that writes in place, nothing sees the old ones."""
+    return node.op == "call_function" and len(node.users) == 1 and name_of(node) not in {*SAME, "select"}
+
+
 class Writer:
     """Lines that compute values of a trace, each once."""
 
@@ -97,6 +102,8 @@ class Writer:
         if node.op != "call_function":
             raise NoKernelError(node.op)
         operation, dtype = name_of(node), node.meta["val"].dtype
+        if operation.endswith("_") and has_one_reader(node.args[0]):  # type: ignore[arg-type]
+            operation = operation.removesuffix("_")  # as older torch writes where a minimum's gradient goes
         if node.meta["val"].dim() > 1 or dtype not in NAMES:
             raise NoKernelError(str(node))
         tensors = [arg for arg in node.args if isinstance(arg, fx.Node)]

@@ -45,7 +45,8 @@ def root(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def mass(log_p: Tensor) -> Tensor:
-    return torch.where(log_p > -3.0, log_p.exp(), 0.0)
+    """Written in place at the end, as torch 2.11 and older write the slope of a minimum."""
+    return torch.where(log_p > -3.0, log_p.exp(), 1.0).masked_fill_(log_p <= -3.0, 0.0)
 
 
 def oracle(
