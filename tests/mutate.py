@@ -109,7 +109,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: sums of strips", "kernels/statistics/merge.py", "run_sum = run_sum * rescale + ", "run_sum = run_sum + ", KERNELS + " -k more_strips"),
     ("sign: the target's factor", "kernels/gradients/row_grad.py", "tl.exp2(logprob * log2_e) - beta", "tl.exp2(logprob * log2_e) + beta", KERNELS + " -k level"),
     ("scale: total variation in kernels", SUMS, "0.5 * tl.abs(p - q)", "tl.abs(p - q)", LINEAR + " -k tvd"),
-    ("swapped: shares of a mixture in kernels", SUMS, "beta * q * (log_q - log_m)", "(1.0 - beta) * q * (log_q - log_m)", LINEAR + " -k jsd"),
+    ("swapped: shares of a mixture in kernels", SUMS, "tl.fma(beta, ", "tl.fma(1.0 - beta, ", LINEAR + " -k jsd"),
     ("offset: sums of a target in several pieces", "kernels/products/dweight.py", "range(end, stop, AT_ONCE)", "range(end, stop, 2 * AT_ONCE)", KERNELS + " -k add_rows"),
     ("sign: offsets of strips", "kernels/common/transform.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),

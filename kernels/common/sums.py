@@ -84,11 +84,10 @@ def teacher_entropy_terms(log_p, log_q, p, q, tie):
 
 @triton.jit
 def jsd_terms(log_p, log_q, p, q, tie, beta):
-    log_p, log_q = floored(log_p), floored(log_q)  # a probability of 0 times a finite difference is 0
     log_m = log_mixture(log_q, log_p, beta)
-    slope = (1.0 - beta) * p * (log_p - log_m)
+    slope = (1.0 - beta) * tl.where(p != 0.0, p * (log_p - log_m), 0.0)
     # with + LLVM's vectoriser crashes on the sums of rows for sm_90
-    return tl.fma(beta * q, log_q - log_m, slope), slope
+    return tl.fma(beta, tl.where(q != 0.0, q * (log_q - log_m), 0.0), slope), slope
 
 
 @triton.jit

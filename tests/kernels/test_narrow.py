@@ -19,6 +19,7 @@ PARTS = "parts of tiles that multiprocessors would wait for: at most a few for e
 PLACES = "differences of two columns, both at least 0 and below 2^30"
 COUNTS = "counts of tokens or entries, at most all of them"
 PIECES = "entries behind a piece: below their number plus a block"
+HASHES = "fingerprints of rows: sums and products modulo 2^32"
 SMALL: dict[str, tuple[str, ...]] = {
     TILES: (
         "tiles = tiles_m * tiles_n",
@@ -71,6 +72,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "counted += (counts & inside).to(tl.int32)",
         "wrong += (counts & (inside == 0)).to(tl.int32)",
         "before += (other[None, :] < bound).to(tl.int32)",
+        "equal += (other[None, :] == column[:, None]).to(tl.int32)",
         "add_rows_kernel: return a + b",
         "read_targets_kernel: return a + b",
         "sort_columns_kernel: return a + b",
@@ -81,6 +83,12 @@ SMALL: dict[str, tuple[str, ...]] = {
         "there += AT_ONCE",
         "other_at = first + tl.arange(0, AT_ONCE)",
         "for first in range(0, tl.max(tl.where(of_id, small_at, -1), 0) + 1, AT_ONCE):",
+    ),
+    HASHES: (
+        "factor = column.to(tl.uint32) * 2654435769",
+        "factor = (factor ^ (factor >> 15)) * 2246822519",
+        "prints = tl.sum(bits * factor, 1).to(tl.int32, bitcast=True)",
+        "quantise_kernel: return a + b",
     ),
 }
 LINES = [line for lines in SMALL.values() for line in lines]
