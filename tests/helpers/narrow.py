@@ -33,7 +33,7 @@ SIZES: dict[str, int] = {
 }
 LEAST = {"length": 1}  # of others 0
 PROGRAMS = 2**20  # as many as multiprocessors, times a few; or one for a block, which begins at a row of those above
-LINE = re.compile(r"^\s*(?:%([\w#]+)(?::\d+)? = )?\"?([\w.]+)\"?(.*?)(?: loc\((#loc\d*)\))?$")
+LINE = re.compile(r"^\s*(?:%([\w.#]+)(?::\d+)? = )?\"?([\w.]+)\"?(.*?)(?: loc\((#loc\d*)\))?$")
 PASSED = ("tt.splat", "tt.expand_dims", "tt.broadcast", "arith.extsi", "arith.trunci", "arith.index_cast", "tt.reshape",
           "arith.extui", "ttg.convert_layout", "tt.trans")  # fmt: skip
 
@@ -45,7 +45,7 @@ def narrow(text: str) -> list[tuple[str, int]]:
         places[name] = place
     for line in text.splitlines():
         if "tt.func" in line:
-            for name in re.findall(r"%(\w+): i32", line):
+            for name in re.findall(r"%([\w.]+): i32", line):
                 ranges[name] = LEAST.get(name, 0), SIZES.get(name, LARGEST)
             continue
         found = LINE.match(line)
@@ -53,11 +53,11 @@ def narrow(text: str) -> list[tuple[str, int]]:
             continue
         name, operation, rest, place = found.groups()
         if operation == "scf.for":
-            loop = re.match(r" %(\w+) = %(\w+) to %(\w+) step", rest)
+            loop = re.match(r" %([\w.]+) = %([\w.]+) to %([\w.]+) step", rest)
             if loop is not None:
                 first, last = (ranges.get(each, ANY) for each in loop.groups()[1:])
                 ranges[loop[1]] = first[0], last[1]
-            for carried in re.findall(r"%(\w+) = %\w+[,)]", rest.split("iter_args")[-1]):
+            for carried in re.findall(r"%([\w.]+) = %[\w.]+[,)]", rest.split("iter_args")[-1]):
                 ranges[carried] = ANY
         if name is None:
             continue
@@ -71,7 +71,7 @@ def narrow(text: str) -> list[tuple[str, int]]:
 
 
 def range_of(operation: str, rest: str, ranges: dict[str, Range]) -> Range:
-    given = [ranges.get(each, ANY) for each in re.findall(r"%([\w#]+)", rest.split(" : ")[0])]
+    given = [ranges.get(each, ANY) for each in re.findall(r"%([\w.#]+)", rest.split(" : ")[0])]
     if operation == "arith.constant":
         number = re.match(r" (?:dense<)?(-?\d+)>? : ", rest)
         return (int(number[1]),) * 2 if number else ANY
