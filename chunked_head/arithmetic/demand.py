@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.divergences import DIVERGENCES, Sum
-from ..core.stats import Demand, Pairing, View, VocabularySum
+from ..core.stats import SUFFIX, Demand, Pairing, View, VocabularySum
 from ..kernels.common.records import SumFunction
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 
 # for statistics that a loss may ask for: the vector in which each is differentiated
 VECTORS = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"}
-SUFFIX = ("", "2")  # of the names of statistics, by view
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..core.private import anomalies_at, in_own_thread, plain_saving
-from ..core.stats import RowStats
+from ..core.stats import SUFFIX, RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
 from ..losses.base import Part, Summand
@@ -34,7 +34,7 @@ from ..metrics import Metric
 from ..metrics.values import OF_NOTHING, selected
 from ..parallel.tokens import RankSums
 from ..stores import Backend
-from .demand import SUFFIX, Structure
+from .demand import Structure
 
 if TYPE_CHECKING:
     from .vectors import VectorKernel  # imports Triton

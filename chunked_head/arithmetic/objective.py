@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, RowStats
+from ..core.stats import SUFFIX, Coefficients, Demand, RowStats
 from ..kernels.common.memory import empty
 from ..metrics import Metric, MetricValue
 from ..metrics.values import OF_NOTHING
@@ -274,8 +274,9 @@ class StatsObjective(Objective):
         if name == "mean_logit":
             return stats["weighted_sum"] / self.structure.vocab
         if name == "log_sum_sq_probs":
-            # lse2 - 2 * lse, which would lose what lies below an ulp of the logits
-            return (stats["start2"] - 2 * stats["start"]) - (stats["rest2"] - 2 * stats["rest"])
+            # not the difference of both lse, which has lost what lies below an ulp of the logits
+            start, rest = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("start", "rest"))
+            return start - rest
         return stats[LEAF.get(name, name)]
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
@@ -289,7 +290,7 @@ class StatsObjective(Objective):
         if (given := grads.pop("mean_logit", None)) is not None:
             grads["weighted_sum"] = given / self.structure.vocab
         if (given := grads.pop("log_sum_sq_probs", None)) is not None:
-            grads["lse2"] = given
+            grads["lse" + SUFFIX[1]] = given
             grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
         # by selection: where a token does not count statistics may be missing or nan
         return Coefficients.of(masked(coefficients_of(self.structure, grads, stats.named()), self.target >= 0))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.demand import SUFFIX
 from ..arithmetic.evaluate import Inputs, unit_mask
 from ..arithmetic.objective import Expected, Objective, ScalarObjective, StatsObjective, TokenObjective, snapshot, times
+from ..core.stats import SUFFIX
 from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in

@@ -12,6 +12,8 @@ from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
 from ..kernels.common.records import SumFunction
 
+SUFFIX = ("", "2")  # of the names of a softmax's statistics and coefficients, by view
+
 
 class View(NamedTuple):
     """A softmax over the logits: ``softmax(ratio * x[:columns])``, ``columns`` None for all of them."""
@@ -72,11 +74,6 @@ class Demand(NamedTuple):
         return self._replace(views=views, pairing=pairing)
 
     @property
-    def ratio2(self) -> float:
-        """Ratio of the second softmax."""
-        return self.views[1].ratio if len(self.views) > 1 else 1.0
-
-    @property
     def numbers(self) -> int:
         """Numbers of four bytes per token that all statistics are."""
         each = statistics_of(self).values()
@@ -100,12 +97,14 @@ def statistics_of(demand: Demand) -> dict[str, Statistic]:
 
 
 def statistics_anew(demand: Demand) -> dict[str, Statistic]:
-    number, local, two, pairing = Statistic(), Statistic(sent=False), len(demand.views) > 1, demand.pairing
-    wanted = [
-        (True, number, "start rest target_logit"), (True, local, "lse logprob"),
-        (demand.entropy[0], number, "entropy"), (demand.weighted_sum, number, "weighted_sum"),
+    number, local, pairing = Statistic(), Statistic(sent=False), demand.pairing
+    wanted = list[tuple[int, Statistic, str]]()
+    for suffix, entropy in zip(SUFFIX, demand.entropy, strict=False):
+        softmax = (True, number, "start rest"), (True, local, "lse logprob"), (entropy, number, "entropy")
+        wanted += [(here, kind, " ".join(name + suffix for name in names.split())) for here, kind, names in softmax]
+    wanted += [
+        (True, number, "target_logit"), (demand.weighted_sum, number, "weighted_sum"),
         (demand.top, number, "top"), (demand.top, Statistic(ids=torch.int32), "argmax"),
-        (two, number, "start2 rest2"), (two, local, "lse2 logprob2"), (two and demand.entropy[1], number, "entropy2"),
         (demand.columns, Statistic(demand.columns), "column_logits"),
         (demand.top_k, Statistic(demand.top_k), "top_k_logits"),
         (demand.top_k, Statistic(demand.top_k, torch.int64), "top_k_ids"),
@@ -159,8 +158,8 @@ class RowStats(Vectors):
     ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
     ``weighted_sum``: ``sum(omega * x)``, omega the class weights or 1. ``top``, ``argmax``: the largest logit and the
-    first column that has it. ``column_logits`` [tokens, K]. ``*2``: at the second view. ``sum0``, ``sum0_total`` and so
-    on, by name alone: those of ``Demand.sums``, and the sums of their slopes.
+    first column that has it. ``column_logits`` [tokens, K]. By name alone: those of a further view's softmax, with its
+    ``SUFFIX``; and ``sum0``, ``sum0_total`` and so on, those of ``Demand.sums``, and the sums of their slopes.
     """
 
     lse: Tensor
@@ -175,11 +174,6 @@ class RowStats(Vectors):
     column_logits: Tensor | None = None
     top_k_logits: Tensor | None = None
     top_k_ids: Tensor | None = None
-    lse2: Tensor | None = None
-    start2: Tensor | None = None
-    rest2: Tensor | None = None
-    logprob2: Tensor | None = None
-    entropy2: Tensor | None = None
     teacher_start: Tensor | None = None
     teacher_rest: Tensor | None = None
     teacher_top: Tensor | None = None
@@ -206,16 +200,14 @@ class RowStats(Vectors):
 class Coefficients(Vectors):
     """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
 
-    0 where a row does not count. ``columns`` [tokens, K] is added at each of a row's own columns. ``sum0`` and so on,
-    by name alone: of ``Demand.sums``.
+    0 where a row does not count. ``columns`` [tokens, K] is added at each of a row's own columns. By name alone:
+    ``alpha`` and ``eta`` of a further view, with its ``SUFFIX``; ``sum0`` and so on, of ``Demand.sums``.
     """
 
     alpha: Tensor | None = None
     beta: Tensor | None = None
     eta: Tensor | None = None
     kappa: Tensor | None = None
-    alpha2: Tensor | None = None
-    eta2: Tensor | None = None
     columns: Tensor | None = None
 
     def times(self, factor: Tensor) -> "Coefficients":

@@ -16,7 +16,7 @@ class GatheredStats(NamedTuple):
     message: Tensor  # [pieces, numbers + 1, rows] of ``names``, and last a check of the tokens
     names: tuple[str, ...]
     target: Tensor  # [rows] int64, -1 where a row does not count
-    ratio2: float  # of the second softmax
+    ratios: tuple[float, ...]  # of the softmaxes
     known_targets: bool  # every rank has sent the target's complete logit
     zero_or_nan: Tensor  # [] nan where pieces are of different tokens
 

@@ -109,7 +109,8 @@ class Shard:
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
         assert self.zero_or_nan is not None
         zero_or_nan = torch.where(same.all(), self.zero_or_nan, torch.nan).to(dtype)
-        merge_ranks(GatheredStats(gathered, names, target, demand.ratio2, known_targets, zero_or_nan), stats)
+        ratios = tuple([view.ratio for view in demand.views])
+        merge_ranks(GatheredStats(gathered, names, target, ratios, known_targets, zero_or_nan), stats)
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
         """Sums over the vocabulary, of all ranks' columns: one message for the chunk."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.checks import BACKENDS, choice
-from ..core.stats import RowStats
+from ..core.stats import SUFFIX, RowStats
 from ..kernels.common.gpus import gpu_of
+from ..kernels.common.records import Outputs
 from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan
 from . import torch_functions as functions
@@ -106,10 +107,10 @@ class Backend:
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
         at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
-        named = out.named()
-        softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]
-        if "start2" in named:
-            softmaxes.append((outputs_of(named, "2"), gathered.ratio2, ("start2", "rest2", "entropy2", "", "")))
+        named, softmaxes = out.named(), list[tuple[Outputs, float, tuple[str, ...]]]()
+        for view, ratio in enumerate(gathered.ratios):
+            names = tuple([name + SUFFIX[view] for name in ("start", "rest", "entropy", "top", "argmax")])
+            softmaxes.append((outputs_of(named, view), ratio, names))
         if "teacher_start" in named:
             names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
             softmaxes.append((teacher_outputs(out), 1.0, names))

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, RowStats
+from ..core.stats import SUFFIX, Coefficients, Demand, RowStats
 from ..kernels.common.records import KeptEntries
 from .gradients import Gradients
 from .operands import Head, Kept, Rows
 from .store import Store, outputs_of, ratio_of, terms_of, transform
 from .torch_functions import of_rows, slope, transformed
 
-NOWHERE = {"start": torch.inf, "rest": 0.0, "start2": torch.inf, "rest2": 0.0}  # a softmax whose probabilities are 0
+NOWHERE = {name + suffix: value for name, value in (("start", torch.inf), ("rest", 0.0)) for suffix in SUFFIX}
 
 
 class SetStore(Store):
@@ -65,8 +65,8 @@ class SetStore(Store):
         """Statistics over the sets' columns; 0 for other rows where every row that counts keeps a set."""
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.kept.everywhere
-            for suffix, view in zip(("", "2"), self.demand.views, strict=False):
-                outputs = outputs_of(out.named(), suffix)
+            for i, view in enumerate(self.demand.views):
+                outputs = outputs_of(out.named(), i)
                 self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
             return
         out.zero_()
@@ -80,7 +80,7 @@ class SetStore(Store):
         at, kept = rows.tokens, self.kept
         if not self.demand.columns_only:
             entries, made = self.entries(at), of_rows(self.transform, at)
-            terms = terms_of(self.demand, entries.target, stats, coefficients, 0, 0, 0)
+            terms = terms_of(self.demand, entries.target, stats, coefficients)
             self.backend.set_grad(self.dlogits, self.logits, entries, terms, made)
         elif coefficients.columns is not None:
             own = slice(at.start * self.demand.columns, at.stop * self.demand.columns)
@@ -131,7 +131,7 @@ class WithSets(Store):
         self.sets.statistics(rows, out)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        # rows that keep a set have probabilities and coefficients of 0 here
+        # softmaxes of rows that keep a set have probabilities of 0 here, and coefficients
         has, named = self.sets.kept.has[rows.tokens], stats.named()
         nowhere = {name: named[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in named}
         factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()}

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, RowStats, VocabularySum
+from ..core.stats import SUFFIX, Coefficients, Demand, RowStats, VocabularySum
 from ..kernels.common.records import (
     ALL_ROWS,
-    NO_SOFTMAX,
     PLAIN,
     Counted,
     Outputs,
@@ -32,7 +31,8 @@ FP16_LARGEST = 64.0
 # relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, signs
 # of mere roundings would differ between the sum over a row and the gradient of its columns
 TIE = 2.0**-16
-OUTPUTS = {view: tuple(name + view for name in Outputs._fields) for view in ("", "2")}
+SOFTMAX = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SUFFIX]
+OUTPUTS = [tuple(name + suffix for name in Outputs._fields) for suffix in SUFFIX]  # by view
 
 
 def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
@@ -41,8 +41,8 @@ def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
-def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
-    """Outputs of a softmax's statistics, by their names; ``view``: "2" for those of the second."""
+def outputs_of(stats: Mapping[str, Tensor], view: int = 0) -> Outputs:
+    """Outputs of a softmax's statistics, by their names."""
     return Outputs(*map(stats.get, OUTPUTS[view]))
 
 
@@ -56,14 +56,16 @@ def ratio_of(ratio: float) -> float | None:
 
 
 def terms_of(
-    demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int, columns: int, vocab: int
+    demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int = 0, columns: int | None = None
 ) -> Terms:
-    """Operands of the gradient of so many columns from ``first`` on."""
-    second = NO_SOFTMAX
-    if stats.start2 is not None:
-        columns2 = min(max((demand.views[1].columns or vocab) - first, 0), columns)
-        second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(demand.views[1].ratio), columns2)
-    return Terms(target, stats.target_logit, c.beta, c.kappa, Softmax(stats.start, stats.rest, c.alpha, c.eta), second)
+    """Operands of the gradient of so many columns from ``first`` on; None: of columns in any order."""
+    vectors, factors, softmaxes = stats.named(), c.named(), []
+    for (ratio, width), (start, rest, alpha, eta) in zip(demand.views, SOFTMAX, strict=False):
+        if width is not None:
+            width = None if columns is None else min(max(width - first, 0), columns)
+        terms = factors.get(alpha), factors.get(eta)
+        softmaxes.append(Softmax(vectors[start], vectors[rest], *terms, ratio_of(ratio), width))
+    return Terms(target, stats.target_logit, c.beta, c.kappa, tuple(softmaxes))
 
 
 def sum_terms(
@@ -76,7 +78,7 @@ def sum_terms(
         if (has_teacher or not function.is_paired) and not (coefficient is None and part is None):
             is_read = function.total == "gradient" and coefficient is not None
             total = vectors[f"sum{i}_total"] if is_read else None
-            terms.append(SumTerm(function, numbers, view == 1, coefficient, total, part))
+            terms.append(SumTerm(function, numbers, view, coefficient, total, part))
     return terms
 
 
@@ -225,7 +227,7 @@ class MatmulStore(Store):
             made = SumOutputs(each.function, each.numbers, named[f"sum{i}"], named.get(f"sum{i}_total"))
             groups.setdefault((each.view, each.function.is_paired), []).append(made)
         for (view, is_paired), sums in groups.items():
-            suffix, teacher, columns = "2" * view, None, views[view].columns or self.vocab
+            suffix, teacher, columns = SUFFIX[view], None, views[view].columns or self.vocab
             if is_paired:
                 assert pairing is not None and self.teacher_stored is not None
                 columns = pairing.columns
@@ -266,9 +268,11 @@ class MatmulStore(Store):
             columns_of_both = min(max(pairing.columns - first, 0), columns)
             softmax = TeacherSoftmax(teacher, stats.teacher_start, stats.teacher_rest, columns_of_both)
         sums = sum_terms(self.demand.sums, stats, c, softmax is not None, parts)
-        common = terms_of(self.demand, rows.target, stats, c, first, columns, self.vocab)
+        common = terms_of(self.demand, rows.target, stats, c, first, columns)
         made, own = transform(head, rows.scale), own_columns(rows, stats, c)
-        of_sums = (softmax if sums else None), sums, self.tie
+        if not any(term.function.is_paired for term in sums):
+            softmax = None
+        of_sums = softmax, sums, self.tie
         self.backend.row_grad(dlogits, stored, head.class_weights, common, *of_sums, first, made, counted, own)
         return dlogits
 
@@ -319,11 +323,9 @@ class LogitsStore(MatmulStore):
     def statistics(self, rows: Rows, out: RowStats) -> None:
         head, logits, row_stats = self.head, self.stored.logits, self.backend.row_stats
         named = out.named()
-        row_stats(outputs_of(named), self.stored, logits.shape[1], rows.target, head.class_weights)
-        if len(self.demand.views) > 1:
-            view = self.demand.views[1]
-            columns, ratio = view.columns or self.vocab, ratio_of(view.ratio)
-            row_stats(outputs_of(named, "2"), self.stored, columns, rows.target, ratio=ratio)
+        for i, (ratio, columns) in enumerate(self.demand.views):
+            softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
+            row_stats(outputs_of(named, i), self.stored, *softmax)
         if out.column_logits is not None:
             assert rows.columns is not None
             self.pick_columns(out.column_logits, rows.columns)

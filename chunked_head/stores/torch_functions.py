@@ -201,11 +201,9 @@ def row_grad(
         x, here, made = logits_of(stored, at, width), of_rows(terms, at), of_rows(transform, at)
         grad, log_p = torch.zeros_like(x), []
         counts = (here.target >= 0).unsqueeze(1)
-        for softmax in (here.first, here.second):
-            if softmax.start is None:
-                continue
+        for softmax in here.softmaxes:
             logs = logprobs(x if softmax.ratio is None else x * softmax.ratio, softmax.start, softmax.rest)
-            if softmax is here.second:
+            if softmax.columns is not None:
                 logs[:, softmax.columns :] = -torch.inf
             log_p.append(logs)
             if softmax.alpha is not None:
@@ -214,7 +212,7 @@ def row_grad(
             grad -= here.kappa[:, None] * (1.0 if class_weights is None else class_weights)
         log_q = None if teacher is None else teacher_logprobs(teacher, at, teacher.columns)
         for each in sums:
-            logs = log_p[each.is_second]
+            logs = log_p[each.view]
             if each.function.is_paired and log_q is not None:
                 count = log_q.shape[1]
                 grad[:, :count] += sum_term(logs[:, :count], log_q, each, at)
@@ -262,7 +260,7 @@ def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | Non
 def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, transform: Transform) -> None:
     for at, entries, _, target in set_blocks(sets):
         x, here = behind(logit, -torch.inf)[entries], of_rows(terms, at)
-        here = here._replace(target=target, second=here.second._replace(columns=x.shape[1]))
+        here = here._replace(target=target)
         made, real = torch.empty_like(x), entries < len(logit)
         row_grad(made, Stored(x, None), None, here, None, (), None, 0, of_rows(transform, at))
         dlogits[entries[real]] = made[real]

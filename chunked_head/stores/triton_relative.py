@@ -145,13 +145,10 @@ class RelativeStore(HalfStore):
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics of rows from those of their strips."""
-        strips, vocab, into = self.stored_strips, self.vocab, out.named()
         targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
-        statistics.merge_strips(outputs_of(into), self.level, strips, *targets, vocab)
-        if "start2" in into:
-            ratio2, columns2 = self.second
-            second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
-            statistics.merge_strips(outputs_of(into, "2"), None, second, *targets, columns2 or vocab, ratio2, True)
+        for i, (ratio, columns) in enumerate(self.demand.views):
+            softmax = outputs_of(out.named(), i), self.level, self.stored_strips.of_view(i)
+            statistics.merge_strips(*softmax, *targets, columns or self.vocab, ratio_of(ratio), i > 0)
         if self.demand.pairing is not None and not self.plan.teacher_last:
             self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), teacher_outputs(out))
 
@@ -319,7 +316,7 @@ class FastStore(RelativeStore):
             occurrences = ordered.occurrences
             if occurrences is not None and gathered is None:
                 occurrences = occurrences[at]
-        terms = terms_of(self.demand, rows.target, stats, coefficients, 0, self.vocab, self.vocab)
+        terms = terms_of(self.demand, rows.target, stats, coefficients)
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
             exp,

@@ -133,7 +133,7 @@ class GradStore(HalfStore):
         # a row starts on 16 bytes
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
-        common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns, self.vocab)
+        common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns)
         made = transform(head, rows.scale)
         for operands, blocks in self.operands(rows, head, tile.start == 0):
             gradients.grad_logits(

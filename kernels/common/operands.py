@@ -55,6 +55,10 @@ class Strips(NamedTuple):
             found["argmax"] = found["argmax"].view(torch.int32)
         return cls(**{name: found.get(name) for name in cls._fields})
 
+    def of_view(self, view: int) -> "Strips":
+        """The strips with the sums of a softmax in the place of the first's."""
+        return self if view == 0 else self._replace(sum=self.sum2, shifted_sum=self.shifted_sum2, weighted_sum=None)
+
     def sums(self) -> torch.Tensor:
         """Memory [n] of all but the offsets, free once rows have their statistics."""
         behind = sum(each is not None for each in self) - 1

@@ -70,18 +70,15 @@ class Outputs(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax of a gradient: ``log p = (ratio x - start) + rest`` over so many columns, its term
-    ``p (alpha + eta log p)``; the first is over all at ratio 1."""
+    """A softmax of a gradient: ``log p = (ratio x - start) + rest`` over its first columns, and its term
+    ``p (alpha + eta log p)``; [rows] fp32."""
 
-    start: torch.Tensor | None = None
-    rest: torch.Tensor | None = None
-    alpha: torch.Tensor | None = None
+    start: torch.Tensor
+    rest: torch.Tensor
+    alpha: torch.Tensor | None = None  # None for no term
     eta: torch.Tensor | None = None
-    ratio: float | None = None
-    columns: int = 0
-
-
-NO_SOFTMAX = Softmax()
+    ratio: float | None = None  # None for 1
+    columns: int | None = None  # None for all
 
 
 class Terms(NamedTuple):
@@ -91,13 +88,7 @@ class Terms(NamedTuple):
     target_logit: torch.Tensor  # [rows] fp32, as all that follow
     beta: torch.Tensor | None
     kappa: torch.Tensor | None
-    first: Softmax
-    second: Softmax
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors in the order that kernels take them in."""
-        return *self[:4], *self.first[:4], *self.second[:4]
+    softmaxes: tuple[Softmax, ...]  # the first over all columns at ratio 1
 
 
 @dataclass(frozen=True)
@@ -145,7 +136,7 @@ class SumTerm(NamedTuple):
 
     function: SumFunction
     numbers: tuple[float, ...]
-    is_second: bool  # p is the second softmax
+    view: int  # of the softmax p among those of the gradient
     coefficient: torch.Tensor | None  # [rows] fp32; None for no term
     total: torch.Tensor | None  # [rows] fp32 of the slopes, where the term reads it
     part: torch.Tensor | None = None  # [row_programs, rows] fp32: the sum itself, each program's part; None if known

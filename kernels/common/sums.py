@@ -5,16 +5,17 @@ multiple of p (``records.SumFunction``). A probability of 0 has no part in a sum
 nan shows. Sums are of differences of log-probabilities, so that equal rows give exactly 0. For a gradient both
 logarithms are at least ``LOG_FLOOR``.
 
-Kernels are written by hand over tuples of pointers and numbers, and over two functions, ``ADD_SUMS`` and ``ADD_TERMS``,
-that are generated for a list of sums. A generated kernel with flat arguments enters them: as arguments of a launch
-tuples would lose what ``do_not_specialize`` says, and Triton's cache would know functions in them by name alone.
+Kernels are written by hand over tuples of pointers and numbers, and over functions that are generated: ``ADD_SUMS`` for
+a list of sums here, ``ADD_TERMS`` for terms of a gradient in ``gradients/identity.py``. A generated kernel with flat
+arguments enters them: as arguments of a launch tuples would lose what ``do_not_specialize`` says, and Triton's cache
+would know functions in them by name alone.
 """
 
 import inspect
 import itertools
 import linecache
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -23,7 +24,7 @@ import triton.language as tl
 from . import functions, tiles
 from .cache import Cache
 from .launcher import Launcher, kernel
-from .records import SumFunction, SumOutputs, SumTerm
+from .records import SumFunction, SumOutputs
 from .transform import ln_2, log2_e
 
 LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
@@ -141,17 +142,32 @@ class Kind(NamedTuple):
     """All of a sum that decides a kernel's code."""
 
     function: SumFunction
-    is_second: bool = False
+    view: int = 0  # of the softmax p
     has_value: bool = False  # the sum is made
     has_total: bool = False  # ... and that of the slopes; of a term: which reads it
     has_term: bool = False  # of a gradient
 
 
+class Code(NamedTuple):
+    """What a generated kernel gives its body."""
+
+    functions: list[str]  # sources
+    constants: dict[str, Any]  # the body's, by name
+    counts: dict[str, int]  # of numbers in its tuples, by their name
+    scope: dict[str, Any] = {}  # noqa: RUF012  # what the sources name besides what is here
+
+
 HEADER = "@triton.jit\ndef {}:\n    "
-ADD_SUMS = "add_sums(sums, log_p, log_p2, log_q, inside, scalars, tie)"
-ADD_TERMS = "add_terms(grad, log_p, log_p2, log_q, inside, inside2, vectors, scalars, tie)"
+ADD_SUMS = "add_sums(sums, logs, log_q, inside, scalars, tie)"
 # flat arguments in place of a tuple
-FLAT = {"outputs": "output{}_ptr", "vectors": "vector{}_ptr", "scalars": "scalar{}"}
+FLAT: dict[str, tuple[str, ...]] = {
+    "outputs": ("output{}_ptr",), "vectors": ("vector{}_ptr",), "scalars": ("scalar{}",),
+    "starts": ("start{}_ptr",), "rests": ("rest{}_ptr",), "ratios": ("ratio{}",), "widths": ("columns{}",),
+    "teacher": (
+        "teacher_ptr", "teacher_offset_ptr", "teacher_bias_ptr", "teacher_start_ptr", "teacher_rest_ptr",
+        "teacher_columns", "teacher_stride", "teacher_scale", "teacher_softcap", "teacher_row_scale_ptr",
+    ),
+}  # fmt: skip
 KERNELS: Cache[tuple, Launcher] = Cache(256)
 COUNT = itertools.count()
 
@@ -174,47 +190,27 @@ def add_sums(kinds: Sequence[Kind]) -> str:
         lines.append(f"value{i}, slope{i} = {terms}")
         value, slope = f"value{i}", f"slope{i}"
         if kind.function.source:
-            value, slope = f"within({value}, inside)", f"user_slope({slope}, p{'2' * kind.is_second}, inside)"
+            value, slope = f"within({value}, inside)", f"user_slope({slope}, p{kind.view}, inside)"
         for term in [value][: kind.has_value] + [slope][: kind.has_total]:
             sums.append(f"sums[{len(sums)}] + {term}")
     return HEADER.format(ADD_SUMS) + "\n    ".join([*logarithms(kinds, False), *lines, f"return ({', '.join(sums)},)"])
 
 
-def add_terms(kinds: Sequence[Kind]) -> str:
-    """Source of ``ADD_TERMS``, which adds the terms of a gradient."""
-    lines, count = [], 0
-    for i, (kind, terms) in enumerate(zip(kinds, calls(kinds, True), strict=True)):
-        if not kind.has_term:
-            continue
-        coefficient, count = f"vectors[{count}]", count + 1
-        if kind.has_total:
-            total, count = f"vectors[{count}]", count + 1
-            gradient = terms.replace("_terms(", "_gradient(").replace(", tie", f", {total}, tie")
-            lines.append(f"grad += {coefficient} * {gradient}")
-            continue
-        lines.append(f"value{i}, slope{i} = {terms}")
-        if kind.function.source:
-            two = "2" * kind.is_second
-            inside = "inside" if kind.function.is_paired else "inside2" if kind.is_second else "None"
-            lines.append(f"grad += user_term({coefficient}, slope{i}, p{two}, {inside})")
-        else:
-            lines.append(f"grad += {coefficient} * slope{i}")
-    return HEADER.format(ADD_TERMS) + "\n    ".join([*logarithms(kinds, True), *lines, "return grad"])
-
-
 def logarithms(kinds: Sequence[Kind], is_floored: bool) -> list[str]:
     """Lines that make probabilities and logarithms which the kinds read."""
-    read = {"_p" + "2" * kind.is_second for kind in kinds} | {"_q" for kind in kinds if kind.function.is_paired}
-    lines = [f"{name.strip('_')} = tl.exp2(log{name} * log2_e)" for name in sorted(read)]
+    views = sorted({kind.view for kind in kinds})
+    names = [f"p{view}" for view in views] + ["q"] * any(kind.function.is_paired for kind in kinds)
+    lines = [f"log_p{view} = logs[{view}]" for view in views]
+    lines += [f"{name} = tl.exp2(log_{name} * log2_e)" for name in names]
     wanted = is_floored or any(kind.function.source for kind in kinds)
-    return lines + [f"low{name} = floored(log{name})" for name in sorted(read) if wanted]
+    return lines + [f"low_{name} = floored(log_{name})" for name in names if wanted]
 
 
 def calls(kinds: Sequence[Kind], is_floored: bool) -> Iterable[str]:
     """For each kind the call that gives a column's term and slope."""
     first = 0
-    for function, is_second, *_ in kinds:
-        p = "p2" if is_second else "p"
+    for function, view, *_ in kinds:
+        p = f"p{view}"
         q = "q" if function.is_paired else p
         log = "low" if is_floored or function.source else "log"
         numbers = "".join(f", scalars[{first + i}]" for i in range(function.numbers))
@@ -222,36 +218,39 @@ def calls(kinds: Sequence[Kind], is_floored: bool) -> Iterable[str]:
         yield f"{function.name}_terms({log}_{p}, {log}_{q}, {p}, {q}, tie{numbers})"
 
 
-def kernel_of(body: Any, name: str, kinds: tuple[Kind, ...]) -> Launcher:
-    """The kernel of a jit function for these sums: its tuples are flat arguments, ``output0_ptr`` and so on."""
-    return KERNELS.made((name, kinds), lambda: generate(body, name, kinds))
+def user_functions(kinds: Sequence[Kind]) -> list[str]:
+    """Sources of users' functions, each once."""
+    return list({kind.function.name: kind.function.source for kind in kinds if kind.function.source}.values())
 
 
-def generate(body: Any, name: str, kinds: Sequence[Kind]) -> Launcher:
-    sums, terms = any(kind.has_value for kind in kinds), any(kind.has_term for kind in kinds)
-    made = sum(kind.has_value + (kind.has_total and not kind.has_term) for kind in kinds)
-    read = sum(kind.has_term + (kind.has_total and kind.has_term) for kind in kinds)
-    counts = {"outputs": made, "vectors": read, "scalars": sum(kind.function.numbers for kind in kinds)}
-    known = {
-        "ADD_SUMS": "add_sums" if sums else "None", "ADD_TERMS": "add_terms" if terms else "None",
-        "SUMS": str(made), "VECTORS": str(read),
-    }  # fmt: skip
+def code_of_sums(kinds: Sequence[Kind]) -> Code:
+    made = sum(kind.has_value + kind.has_total for kind in kinds)
+    counts = {"outputs": made, "scalars": sum(kind.function.numbers for kind in kinds)}
+    return Code([*user_functions(kinds), add_sums(kinds)], {"ADD_SUMS": "add_sums", "SUMS": made}, counts)
+
+
+def kernel_of(body: Any, name: str, kinds: Hashable, code: Callable[[Any], Code] = code_of_sums) -> Launcher:
+    """The kernel of a jit function for these kinds: its tuples are flat arguments, ``output0_ptr`` and so on."""
+    return KERNELS.made((name, kinds), lambda: generate(body, name, code(kinds)))
+
+
+def generate(body: Any, name: str, code: Code) -> Launcher:
     parameters, arguments = list[str](), list[str]()
     for parameter in inspect.signature(body.fn).parameters.values():
         if parameter.name in FLAT:
-            flat = [FLAT[parameter.name].format(i) for i in range(counts[parameter.name])]
+            count = code.counts[parameter.name]
+            flat = [template.format(i) for i in range(count) for template in FLAT[parameter.name]]
             parameters += flat
             arguments.append(f"({', '.join(flat)},)" if flat else "None")
-        elif parameter.name in known:
-            arguments.append(known[parameter.name])
+        elif parameter.name in code.constants:
+            arguments.append(str(code.constants[parameter.name]))
         else:
             is_constant = parameter.annotation is not inspect.Parameter.empty
             parameters.append(parameter.name + ": tl.constexpr" * is_constant)
             arguments.append(parameter.name)
     entry = f"def {name}({', '.join(parameters)}):\n    body({', '.join(arguments)})"
-    users = {kind.function.name: kind.function.source for kind in kinds if kind.function.source}
-    parts = [*users.values(), *[add_sums(kinds)][:sums], *[add_terms(kinds)][:terms], entry]
-    return kernel(defined(name, "\n\n\n".join(parts) + "\n", globals() | {"body": body, "functions": functions}))
+    scope = globals() | code.scope | {"body": body, "functions": functions}
+    return kernel(defined(name, "\n\n\n".join([*code.functions, entry]) + "\n", scope))
 
 
 def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[Kind, ...], list[Any], list[float]]:
@@ -259,14 +258,3 @@ def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[Kind, ...], list[Any
     kinds = [Kind(each.function, has_value=True, has_total=each.total is not None) for each in sums]
     tensors = [tensor for each in sums for tensor in (each.value, each.total) if tensor is not None]
     return tuple(kinds), tensors, [number for each in sums for number in each.numbers]
-
-
-def flat_terms(terms: Sequence[SumTerm]) -> tuple[tuple[Kind, ...], list[Any], list[Any], list[float]]:
-    """Kinds of terms, the parts that they write, the vectors that they read, and their numbers."""
-    kinds = [
-        Kind(each.function, each.is_second, each.part is not None, each.total is not None, each.coefficient is not None)
-        for each in terms
-    ]
-    parts = [each.part for each in terms if each.part is not None]
-    vectors = [tensor for each in terms for tensor in (each.coefficient, each.total) if tensor is not None]
-    return tuple(kinds), parts, vectors, [number for each in terms for number in each.numbers]

@@ -1,10 +1,11 @@
 """The logits matmul whose epilogue leaves the gradient of the raw logits, where their statistics are known beforehand.
 
-The persistent GEMM of ``exp_logits.py`` with the identity of ``identity.py`` (without a teacher) in its epilogue, 0 for
-rows that do not count. No logit is stored. Targets' columns get the general term here, since a test of every element
-would cost 3 to 10 % of the matmul: ``row_grad_kernel`` overwrites them, from the exact logits.
+Body of generated kernels: the persistent GEMM of ``exp_logits.py`` with the terms of ``identity.py`` in its epilogue,
+without a teacher, 0 for rows that do not count. No logit is stored. Targets' columns get the general term here, since a
+test of every element would cost 3 to 10 % of the matmul: ``row_grad_kernel`` overwrites them, from the exact logits.
 """
 
+import triton
 import triton.language as tl
 
 from ..common.blocks import (
@@ -17,13 +18,12 @@ from ..common.blocks import (
     tile_of_block,
     tile_place,
 )
-from ..common.launcher import kernel
-from ..common.transform import load_column, transform_logits
-from .identity import logits_gradient
+from ..common.transform import load_column, load_columns, transform_derivative, transform_logits
+from .identity import log_probabilities
 
 
-@kernel
-def grad_logits_kernel(
+@triton.jit
+def grad_logits(
     # outputs
     dlogits_desc,  # [rows, columns] 16 bit, block [BLOCK_M, BLOCK_N / 2]; None where not described
     dlogits_ptr,
@@ -38,15 +38,9 @@ def grad_logits_kernel(
     weight_scale_ptr,  # [] fp32, likewise
     blocks_ptr,  # [made / EXACT_BLOCK] int32: blocks of ids, or None for all columns
     target_ptr,  # [rows] int64, -1 where a row does not count
-    kappa_ptr,  # [rows] fp32, like all that follow, or None
-    start_ptr,  # log p = (x - start) + rest
-    rest_ptr,
-    alpha_ptr,  # or None, with eta
-    eta_ptr,  # or None
-    start2_ptr,  # at the second temperature, or None with all that follow
-    rest2_ptr,
-    alpha2_ptr,
-    eta2_ptr,  # or None
+    starts,  # a tuple, of each softmax [rows] fp32: log p = (ratio x - start) + rest
+    rests,
+    vectors,  # a tuple of [rows] fp32 that ADD_TERMS reads
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of these within the call
@@ -55,13 +49,16 @@ def grad_logits_kernel(
     made,  # of them
     hidden,
     first_column,  # of these columns in the vocabulary
-    columns2,  # of these in the second softmax; None for all
+    widths,  # of these in each softmax; None for all
     dlogits_stride,  # from row to row
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
-    ratio2,  # second inverse temperature over the first; float or None for 1
+    ratios,  # of each softmax's inverse temperature to the first's; float or None for 1
+    ADD_TERMS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    SOFTMAXES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -94,15 +91,9 @@ def grad_logits_kernel(
         acc = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
         counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
         row_scale = load_column(row_scale_ptr, offs_row, in_rows)
-        kappa = load_column(kappa_ptr, offs_row, in_rows)
-        start = load_column(start_ptr, offs_row, in_rows)
-        rest = load_column(rest_ptr, offs_row, in_rows)
-        alpha = load_column(alpha_ptr, offs_row, in_rows)
-        eta = load_column(eta_ptr, offs_row, in_rows)
-        start2 = load_column(start2_ptr, offs_row, in_rows)
-        rest2 = load_column(rest2_ptr, offs_row, in_rows)
-        alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
-        eta2 = load_column(eta2_ptr, offs_row, in_rows)
+        row_starts = load_columns(starts, offs_row, in_rows, SOFTMAXES)
+        softmaxes = row_starts, load_columns(rests, offs_row, in_rows, SOFTMAXES), ratios, widths
+        coefficients = load_columns(vectors, offs_row, in_rows, VECTORS)
         halves = column_halves(acc, BLOCK_M, BLOCK_N)
         for half in tl.static_range(2):
             first = column_start + half * (BLOCK_N // 2)
@@ -111,13 +102,15 @@ def grad_logits_kernel(
             if bias_ptr is not None:
                 x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
             x = transform_logits(x, logit_scale, softcap, row_scale)
-            omega = None
-            if kappa_ptr is not None and class_weights_ptr is not None:
+            omega = 1.0
+            if class_weights_ptr is not None:
                 omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
-            grad = logits_gradient(
-                x, None, offs[None, :], omega, None, None, None, None, None, kappa, start, rest, alpha, eta,
-                start2, rest2, alpha2, eta2, None, logit_scale, softcap, row_scale, ratio2, columns2, None, None,
-                None, True,
+            logs = log_probabilities(x, offs[None, :], softmaxes, SOFTMAXES)
+            # plus -0.0 a term is itself
+            grad = ADD_TERMS(
+                tl.full(x.shape, -0.0, tl.float32), x, logs, None, offs[None, :], None, omega, None, softmaxes,
+                coefficients, None, None,
             )  # fmt: skip
+            grad *= transform_derivative(x, logit_scale, softcap, row_scale)
             # selection, whatever stands in a row that does not count
             store_tile(dlogits, row_start, first, tl.where(counts[:, None], grad, 0.0))

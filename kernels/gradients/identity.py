@@ -1,110 +1,142 @@
 """The gradient of raw logits, as a function of values: every kernel that makes gradients calls it.
 
-    g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
+    g_j = sum of p_j (alpha + eta log p_j) over softmaxes - beta 1[j = target] - kappa omega_j
         + c s_j of each sum over the vocabulary, s its slope (``common/sums.py``)
 
-then times the slope of scale and cap. A term whose factor is None is absent, and no code is generated for it.
+then times the slope of scale and cap. ``ADD_TERMS`` is generated for a list of terms: for others there is no code.
 """
+
+import itertools
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..common.transform import log2_e, transform_derivative
+from ..common.sums import HEADER, Code, Kind, add_sums, calls, logarithms, user_functions
+from ..common.transform import log2_e
 
 
 @triton.jit
-def softmax_term(
-    log_p,
-    alpha,
-    eta,  # or None for 0
-):
+def softmax_term(log_p, alpha):
+    """``p alpha``"""
+    return tl.exp2(log_p * log2_e) * alpha
+
+
+@triton.jit
+def entropy_term(log_p, alpha, eta):
     """``p (alpha + eta log p)``, 0 where p is, nan where p is."""
     p = tl.exp2(log_p * log2_e)
-    return tl.where(p != 0.0, p * (alpha + eta * log_p), 0.0) if eta is not None else p * alpha
+    return tl.where(p != 0.0, p * (alpha + eta * log_p), 0.0)
 
 
 @triton.jit
-def fused_softmax_term(
-    x,
-    start,
-    rest,
-    alpha,
-):
+def fused_softmax_term(x, offs, start, rest, ratio, width, alpha):
     """``p alpha`` with one multiply-add: off by 1e-7 |start| of p, which 16 bits do not show."""
+    if ratio is not None:
+        x = x * ratio
     shift = tl.broadcast_to((rest - start) * log2_e, x.shape)
-    return alpha * tl.exp2(tl.fma(x, tl.full(x.shape, log2_e, tl.float32), shift))
+    term = alpha * tl.exp2(tl.fma(x, tl.full(x.shape, log2_e, tl.float32), shift))
+    if width is not None:
+        term = tl.where(offs < width, term, 0.0)
+    return term
 
 
 @triton.jit
-def logits_gradient(
-    # per column: a block, or columns of one row
+def log_probability(x, offs, start, rest, ratio, width):
+    """``log p`` of a softmax, -inf behind its columns."""
+    if ratio is not None:
+        x = x * ratio
+    log_p = (x - start) + rest
+    if width is not None:
+        log_p = tl.where(offs < width, log_p, float("-inf"))
+    return log_p
+
+
+@triton.jit
+def log_probabilities(
     x,  # logits as the softmax sees them
-    is_target,  # None where no column can be the target
     offs,  # of the columns
-    omega,  # None for 1
-    log_q,  # the teacher's log-probabilities, -inf where it has no column; None without one
-    inside,  # where it has one; None without a teacher
-    added,  # what else the gradient has, before the slope; None for nothing
-    # per row, each None where there is none
-    target_logit,
-    beta,
-    kappa,
-    start,  # log p = (x - start) + rest; None with rest where x and target_logit are log p
-    rest,
-    alpha,
-    eta,
-    start2,  # at the second temperature
-    rest2,
-    alpha2,
-    eta2,
-    vectors,  # a tuple of those that ADD_TERMS reads
-    # scalars
-    logit_scale,
-    softcap,
-    row_scale,
-    ratio2,
-    columns2,  # that the second softmax is over; None for all
-    scalars,  # a tuple of those that ADD_TERMS reads
-    tie,  # as of ``part_below``, or None
-    ADD_TERMS: tl.constexpr,  # of sums over the vocabulary, or None
-    ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
+    softmaxes,  # tuples: start and rest, columns of numbers per row, the ratio or None, the width or None
+    SOFTMAXES: tl.constexpr,
 ):
-    """The identity times the slope; anything where a row does not count."""
-    # the target's column from its exact logit: p - 1 of a rounded p loses everything as p nears 1
-    if is_target is not None:
-        x = tl.where(is_target, target_logit, x)
-    log_p = x
-    if start is not None:
-        log_p = (x - start) + rest
-    grad = added
-    if alpha is not None:
-        term = fused_softmax_term(x, start, rest, alpha) if ROUNDED and eta is None else softmax_term(log_p, alpha, eta)
-        grad = term if grad is None else grad + term
-    log_p2 = log_p
-    if start2 is not None:
-        x2 = x
-        if ratio2 is not None:
-            x2 = x * ratio2
-        log_p2 = (x2 - start2) + rest2
-        if columns2 is not None:
-            log_p2 = tl.where(offs < columns2, log_p2, float("-inf"))
-        if alpha2 is not None:
-            if ROUNDED and eta2 is None:
-                term2 = fused_softmax_term(x2, start2, rest2, alpha2)
-                if columns2 is not None:
-                    term2 = tl.where(offs < columns2, term2, 0.0)
-            else:
-                term2 = softmax_term(log_p2, alpha2, eta2)
-            grad = term2 if grad is None else grad + term2
-    if grad is None:
-        grad = tl.zeros(x.shape, dtype=tl.float32)
-    if beta is not None and is_target is not None:
-        grad = tl.where(is_target, grad - beta, grad)
-    if kappa is not None:
-        grad -= kappa if omega is None else kappa * omega
-    if ADD_TERMS is not None:
-        inside2 = None
-        if columns2 is not None:
-            inside2 = offs < columns2
-        grad = ADD_TERMS(grad, log_p, log_p2, log_q, inside, inside2, vectors, scalars, tie)
-    return grad * transform_derivative(x, logit_scale, softcap, row_scale)
+    """``log p`` of each softmax."""
+    starts, rests, ratios, widths = softmaxes
+    logs = (log_probability(x, offs, starts[0], rests[0], ratios[0], widths[0]),)
+    for i in tl.static_range(1, SOFTMAXES):
+        logs = logs + (log_probability(x, offs, starts[i], rests[i], ratios[i], widths[i]),)
+    return logs
+
+
+@triton.jit
+def before(offs, width):
+    """Mask of a softmax's columns; None where it is over all."""
+    if width is None:
+        return
+    else:
+        return offs < width
+
+
+class RowTerm(NamedTuple):
+    """A term of a gradient that is no sum over the vocabulary's, by its name in ``TERMS``."""
+
+    name: str
+    view: int = 0  # of its softmax
+
+
+class Gradient(NamedTuple):
+    """All of a gradient that decides a kernel's code."""
+
+    softmaxes: int
+    terms: tuple[RowTerm, ...]
+    sums: tuple[Kind, ...]
+
+
+# lines of ADD_TERMS, for a softmax i and coefficients
+TERMS = {
+    "softmax": "grad += softmax_term(logs[{i}], {})",
+    "entropy": "grad += entropy_term(logs[{i}], {}, {})",
+    "fused": "grad += fused_softmax_term(x, offs, starts[{i}], rests[{i}], ratios[{i}], widths[{i}], {})",
+    "target": "grad = tl.where(is_target, grad - {}, grad)",
+    "smoothing": "grad -= {} * omega",
+}
+ADD_TERMS = "add_terms(grad, x, logs, log_q, offs, is_target, omega, inside, softmaxes, vectors, scalars, tie)"
+
+
+def code_of_gradient(kinds: Gradient) -> Code:
+    """Functions of a gradient's kernel: ``ADD_TERMS`` adds terms to ``grad``, ``ADD_SUMS`` makes sums on the way."""
+    lines, places = ["starts, rests, ratios, widths = softmaxes"], itertools.count()
+    vectors = (f"vectors[{place}]" for place in places)
+    for name, view in kinds.terms:
+        line = TERMS[name]
+        lines.append(line.format(*itertools.islice(vectors, line.count("{}")), i=view))
+    lines += logarithms(kinds.sums, True)
+    for kind, call in zip(kinds.sums, calls(kinds.sums, True), strict=True):
+        if kind.has_term and kind.has_total:
+            coefficient, total = itertools.islice(vectors, 2)
+            gradient = call.replace("_terms(", "_gradient(").replace(", tie", f", {total}, tie")
+            lines.append(f"grad += {coefficient} * {gradient}")
+        elif kind.has_term:
+            lines += [f"value, slope = {call}", f"grad += {slope_term(kind, next(vectors))}"]
+    sources = [*user_functions(kinds.sums), HEADER.format(ADD_TERMS) + "\n    ".join([*lines, "return grad"])]
+    makes_sums, read = any(kind.has_value for kind in kinds.sums), next(places)
+    if makes_sums:
+        sources.append(add_sums(kinds.sums))
+    counts = {
+        "outputs": len(kinds.sums) * makes_sums, "vectors": read,
+        "scalars": sum(kind.function.numbers for kind in kinds.sums),
+        "teacher": any(kind.function.is_paired for kind in kinds.sums),
+        **dict.fromkeys(("starts", "rests", "ratios", "widths"), kinds.softmaxes),
+    }  # fmt: skip
+    constants = {
+        "ADD_TERMS": "add_terms", "ADD_SUMS": "add_sums" if makes_sums else "None", "SUMS": counts["outputs"],
+        "IS_PAIRED": counts["teacher"], "VECTORS": read, "SOFTMAXES": kinds.softmaxes,
+    }  # fmt: skip
+    return Code(sources, constants, counts, globals())
+
+
+def slope_term(kind: Kind, coefficient: str) -> str:
+    """The term of a sum's ``slope``."""
+    if not kind.function.source:
+        return f"{coefficient} * slope"
+    inside = "inside" if kind.function.is_paired else f"before(offs, widths[{kind.view}])"
+    return f"user_term({coefficient}, slope, p{kind.view}, {inside})"

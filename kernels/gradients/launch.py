@@ -1,6 +1,7 @@
 """Launching the kernels of logits' gradients on torch tensors: grids, block sizes, warps; nothing of losses."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,7 +9,6 @@ from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
 from ..common.records import (
     ALL_ROWS,
-    NOT_STORED,
     Counted,
     KeptEntries,
     Stored,
@@ -17,16 +17,52 @@ from ..common.records import (
     Terms,
     Transform,
 )
-from ..common.sums import flat_terms, kernel_of
+from ..common.sums import Kind, kernel_of
 from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
+from . import grad_logits as matmul
 from . import row_grad as kernels
-from .grad_logits import grad_logits_kernel
+from .identity import Gradient, RowTerm, code_of_gradient
 from .row_grad import level_rows_kernel, scale_kernel
 
 
 def row_programs(columns: int) -> int:
     """Programs that share a row of relative logits."""
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
+
+
+class Flat(NamedTuple):
+    """Terms of a gradient in the order of a generated kernel's arguments."""
+
+    kinds: Gradient
+    vectors: list[torch.Tensor]
+    starts: tuple[torch.Tensor, ...]  # of softmaxes
+    rests: tuple[torch.Tensor, ...]
+    ratios: tuple[float | None, ...]
+    widths: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, terms: Terms, sums: Sequence[SumTerm] = (), is_fused: bool = False) -> "Flat":
+        """``is_fused``: without the target's term, and probabilities as ``fused_softmax_term`` makes them."""
+        kinds, vectors = list[RowTerm](), list[torch.Tensor]()
+        for i, softmax in enumerate(terms.softmaxes):
+            if softmax.alpha is None:
+                continue
+            vectors.append(softmax.alpha)
+            if softmax.eta is None:
+                kinds.append(RowTerm("fused" if is_fused else "softmax", i))
+            else:
+                kinds.append(RowTerm("entropy", i))
+                vectors.append(softmax.eta)
+        for name, factor in ("target", None if is_fused else terms.beta), ("smoothing", terms.kappa):
+            if factor is not None:
+                kinds.append(RowTerm(name))
+                vectors.append(factor)
+        of_sums = list[Kind]()
+        for function, _, view, coefficient, total, part in sums:
+            of_sums.append(Kind(function, view, part is not None, total is not None, coefficient is not None))
+            vectors += [vector for vector in (coefficient, total) if vector is not None]
+        starts, rests, _, _, ratios, widths = zip(*terms.softmaxes, strict=True)
+        return cls(Gradient(len(starts), tuple(kinds), tuple(of_sums)), vectors, starts, rests, ratios, widths)
 
 
 def row_grad(
@@ -46,14 +82,14 @@ def row_grad(
     entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
     """Gradients of all columns, or of entries alone; others stay as they are."""
-    rows, columns, columns2, count = len(terms.target), dlogits.shape[-1], terms.second.columns, None
+    rows, columns, count = len(terms.target), dlogits.shape[-1], None
     # one program walks a row, because a narrower gradient overwrites logits that lie before it
     block_rows, column_programs = 1, 1
     if entries[0] is not None:
         count = entries[0].shape[-1]
         block, warps = power_of_2(count), 1
         if entries[2] is not None:
-            block, columns, columns2 = 128, ELSEWHERE, ELSEWHERE  # behind every column
+            block, columns = 128, ELSEWHERE  # behind every column
     elif stored.offset is not None:
         # several strips a program: what is per row is loaded once for them
         block_rows, column_programs = 8, row_programs(columns)
@@ -61,18 +97,22 @@ def row_grad(
     else:
         block, warps = row_block(columns)
         block = min(block, 4096) if sums else block
-    other, tensors, teacher_columns, teacher_stride = NOT_STORED, (None, None), 0, 0
+    both, of_teacher = [stored], tuple[Any, ...]()
     if teacher is not None:
-        other, tensors, teacher_columns = teacher.stored, teacher[1:3], teacher.columns
-        teacher_stride = other.logits.stride(0)
-    kinds, parts, vectors, numbers = flat_terms(sums if count is None else [each._replace(part=None) for each in sums])
-    kernel_of(kernels.row_grad, "row_grad_kernel", kinds)[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, *parts, stored.logits, stored.offset, stored.bias, *entries, class_weights, *terms.tensors,
-        *other[:3], *tensors, *vectors,
-        rows, columns, first_column, columns2, teacher_columns, count, stored.logits.stride(0), dlogits.stride(0),
-        teacher_stride, strip_stride(stored) if teacher is None else strip_stride(stored, other),
-        parts[0].stride(0) if parts else None,
-        *counted, *transform, terms.second.ratio, *other.transform, *numbers, tie if sums else None,
+        other = teacher.stored
+        both.append(other)
+        of_teacher = *other[:3], *teacher[1:], other.logits.stride(0), *other.transform
+    if count is not None:
+        sums = [term._replace(part=None) for term in sums]
+    flat, parts = Flat.of(terms, sums), [term.part for term in sums if term.part is not None]
+    kernel = kernel_of(kernels.row_grad, "row_grad_kernel", flat.kinds, code_of_gradient)
+    kernel[(column_programs * cdiv(rows, block_rows),)](
+        dlogits, *parts, stored.logits, stored.offset, stored.bias, *entries,
+        None if terms.kappa is None else class_weights, terms.target, terms.target_logit, *flat.starts, *flat.rests,
+        *of_teacher, *flat.vectors,
+        rows, columns, first_column, *flat.widths, count, stored.logits.stride(0), dlogits.stride(0),
+        strip_stride(*both), parts[0].stride(0) if parts else None, *counted, *transform, *flat.ratios,
+        *[number for term in sums for number in term.numbers], tie if sums else None,
         COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if own is not None:
@@ -112,14 +152,15 @@ def grad_logits(
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     made = columns if blocks is None else len(blocks) * EXACT_BLOCK
     programs = programs_of(tile, rows, made, hidden.device)
-    second = terms.second
-    columns2 = None if second.alpha is None or second.columns >= columns else second.columns
-    grad_logits_kernel[(programs,)](
+    flat = Flat.of(terms, is_fused=True)
+    widths = [None if limit is None or limit >= columns else limit for limit in flat.widths]
+    kernel_of(matmul.grad_logits, "grad_logits_kernel", flat.kinds, code_of_gradient)[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, hidden_scale, weight_scale, blocks, terms.target, *terms.tensors[3:], *counted, rows,
-        columns, made, width, first_column, columns2, row_stride(dlogits, tile), *transform, second.ratio,
+        bias, None if terms.kappa is None else class_weights, hidden_scale, weight_scale, blocks, terms.target,
+        *flat.starts, *flat.rests, *flat.vectors, *counted, rows, columns, made, width, first_column, *widths,
+        row_stride(dlogits, tile), *transform, *flat.ratios,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -141,11 +182,11 @@ def level_rows(
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
     width = 0 if hidden is None else hidden.shape[1]
-    count = strips.offset.shape[0]
+    count, (softmax,) = strips.offset.shape[0], terms.softmaxes
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
         exp, hidden, *factors,
-        strips.offset, strips.sum, level, terms.target, occurrences, terms.target_logit, *terms.first[:2], logprob,
-        terms.first.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
+        strips.offset, strips.sum, level, terms.target, occurrences, terms.target_logit, *softmax[:2], logprob,
+        softmax.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
         transform.logit_scale, transform.row_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),
         num_warps=4,

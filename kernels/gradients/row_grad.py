@@ -2,7 +2,7 @@
 
 From logits, by the identity of ``identity.py``, ``row_grad``: of all columns, or of few of each row, whose exact
 logits are entries [n]. On the way sums over the vocabulary that no gradient waits for [rows] fp32, in a part for each
-program. ``row_grad`` is the body of these kernels, which are generated for the sums of a call (``common/sums.py``).
+program. ``row_grad`` is the body of these kernels, which are generated for the terms of a call (``common/sums.py``).
 
 From exponentials E that ``exp_logits`` left, ``level_rows_kernel``: brought to one offset per row, and their factors.
 Hidden states times the softmax factor [rows] fp32 are the other operand of the weight's gradient.
@@ -27,8 +27,8 @@ import triton.language as tl
 from ..common import tiles
 from ..common.blocks import counted_rows
 from ..common.launcher import kernel
-from ..common.transform import load_block, load_column, load_columns, log2_e
-from .identity import logits_gradient
+from ..common.transform import load_block, load_column, load_columns, log2_e, transform_derivative
+from .identity import log_probabilities
 
 PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
 # With 4, in place of 0, dweight errs by 1.66e-3 for 2.56e-3 on flat heads, 1.96e-3 for 1.93e-3 on Zipf's, in two chunks
@@ -51,33 +51,19 @@ def row_grad(
     end_ptr,  # [rows] int64: and ends
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where a row does not count
-    target_logit_ptr,  # [rows] fp32, like all that follow
-    beta_ptr,  # or None
-    kappa_ptr,  # or None
-    start_ptr,  # log p = (x - start) + rest
-    rest_ptr,
-    alpha_ptr,  # or None, with eta
-    eta_ptr,  # or None
-    start2_ptr,  # at the second temperature, or None
-    rest2_ptr,
-    alpha2_ptr,
-    eta2_ptr,  # or None
-    teacher_ptr,  # [rows, teacher_columns], or None
-    teacher_offset_ptr,  # [strips, rows] fp32, or None for raw logits
-    teacher_bias_ptr,
-    teacher_start_ptr,
-    teacher_rest_ptr,
+    target_logit_ptr,  # [rows] fp32
+    starts,  # a tuple, of each softmax [rows] fp32: log p = (ratio x - start) + rest
+    rests,
+    teacher,  # a tuple as ``FLAT`` names it, or None
     vectors,  # a tuple of [rows] fp32 that ADD_TERMS reads
     # sizes
     rows,
     columns,
     first_column,  # of these columns in the vocabulary
-    columns2,  # of these that the second softmax is over
-    teacher_columns,  # of these that the teacher has
+    widths,  # of these that each softmax is over; None for all
     count,  # of a row's entries; None without entries
     logits_stride,  # elements from row to row
     dlogits_stride,
-    teacher_stride,
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
     parts_stride,  # from program to program of the parts; None without them
     count_ptr,  # [] int64: rows of the call that count; None for all
@@ -86,16 +72,15 @@ def row_grad(
     logit_scale,
     softcap,
     row_scale_ptr,  # [rows] fp32 or None
-    ratio2,  # second inverse temperature over the first; float or None for 1
-    teacher_scale,
-    teacher_softcap,
-    teacher_row_scale_ptr,
+    ratios,  # of each softmax's inverse temperature to the first's; float or None for 1
     scalars,  # a tuple of the sums' own numbers
     tie,  # as of ``part_below``, or None
     ADD_SUMS: tl.constexpr,  # or None
-    ADD_TERMS: tl.constexpr,  # or None
+    ADD_TERMS: tl.constexpr,
+    IS_PAIRED: tl.constexpr,  # with a teacher
     SUMS: tl.constexpr,
     VECTORS: tl.constexpr,
+    SOFTMAXES: tl.constexpr,
     COLUMN_PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a strip where logits are relative
@@ -123,33 +108,31 @@ def row_grad(
     target = (target - first_column).to(tl.int32)[:, None]
     # Without a second softmax or a cap relative logits are read as log-probabilities: a row and a strip add one number.
     # Rows that do not count are not read and write no part.
-    LOGARITHMS: tl.constexpr = strip_offset_ptr is not None and start2_ptr is None and softcap is None
+    LOGARITHMS: tl.constexpr = strip_offset_ptr is not None and SOFTMAXES == 1 and softcap is None
     if LOGARITHMS:
         in_rows = in_rows & counts
     # per row, and so before the loop over columns
     target_logit = load_column(target_logit_ptr, offs_row, in_rows)
-    row_start = load_column(start_ptr, offs_row, in_rows)
-    row_rest = load_column(rest_ptr, offs_row, in_rows)
     row_scale = load_column(row_scale_ptr, offs_row, in_rows)
-    teacher_row_scale = load_column(teacher_row_scale_ptr, offs_row, in_rows)
-    beta = load_column(beta_ptr, offs_row, in_rows)
-    kappa = load_column(kappa_ptr, offs_row, in_rows)
-    alpha = load_column(alpha_ptr, offs_row, in_rows)
-    eta = load_column(eta_ptr, offs_row, in_rows)
-    start2 = load_column(start2_ptr, offs_row, in_rows)
-    rest2 = load_column(rest2_ptr, offs_row, in_rows)
-    alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
-    eta2 = load_column(eta2_ptr, offs_row, in_rows)
-    teacher_start = load_column(teacher_start_ptr, offs_row, in_rows)
-    teacher_rest = load_column(teacher_rest_ptr, offs_row, in_rows)
-    terms = None
-    if ADD_TERMS is not None:
-        terms = load_columns(vectors, offs_row, in_rows, VECTORS)
+    row_starts = load_columns(starts, offs_row, in_rows, SOFTMAXES)
+    row_rests = load_columns(rests, offs_row, in_rows, SOFTMAXES)
+    softmaxes = row_starts, row_rests, ratios, widths
+    coefficients = vectors
+    if VECTORS > 0:
+        coefficients = load_columns(vectors, offs_row, in_rows, VECTORS)
+    if IS_PAIRED:
+        (
+            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, teacher_start_ptr, teacher_rest_ptr, teacher_columns,
+            teacher_stride, teacher_scale, teacher_softcap, teacher_row_scale_ptr,
+        ) = teacher  # fmt: skip
+        teacher_row_scale = load_column(teacher_row_scale_ptr, offs_row, in_rows)
+        teacher_start = load_column(teacher_start_ptr, offs_row, in_rows)
+        teacher_rest = load_column(teacher_rest_ptr, offs_row, in_rows)
     read_start, read_rest = None, None
     if LOGARITHMS:
-        target_logit = (target_logit - row_start) + row_rest
-        read_start, read_rest, row_start, row_rest = row_start, row_rest, None, None
-    if ADD_SUMS is not None:
+        read_start, read_rest = row_starts[0], row_rests[0]
+        target_logit = (target_logit - read_start) + read_rest
+    if SUMS > 0:
         sums = (tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32),)
         for _ in tl.static_range(1, SUMS):
             sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32),)
@@ -174,11 +157,11 @@ def row_grad(
                     same = column == tl.load(column_ptr + other)
                     zero += tl.where(same, tl.load(sparse_ptr + other), 0.0)[None, :]
                     in_columns &= (same & (entry > other)) == 0
-        omega = None
-        if kappa_ptr is not None and class_weights_ptr is not None:
+        omega = 1.0
+        if class_weights_ptr is not None:
             omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         log_q, inside = None, None
-        if teacher_ptr is not None:
+        if IS_PAIRED:
             in_teacher, with_teacher, of_strip = offs < teacher_columns, in_rows, start
             if column_ptr is None:
                 # a block: the interpreter makes no mask of a block and a scalar
@@ -196,20 +179,21 @@ def row_grad(
                 log_q = (log_q - teacher_start) + teacher_rest
                 log_q = tl.where(in_rows[:, None] & in_teacher[None, :], log_q, float("-inf"))
             inside = with_teacher[:, None] & in_teacher[None, :]
-        if ADD_SUMS is not None:
-            log_p, log_p2 = x, x
-            if row_start is not None:
-                log_p = (x - row_start) + row_rest
-            if start2 is not None:
-                if ratio2 is not None:
-                    log_p2 = x * ratio2
-                log_p2 = (log_p2 - start2) + rest2
-            sums = ADD_SUMS(sums, log_p, log_p2, log_q, inside, scalars, tie)
-        grad = logits_gradient(
-            x, offs[None, :] == target, offs[None, :], omega, log_q, inside, zero, target_logit, beta, kappa,
-            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, terms,
-            logit_scale, softcap, row_scale, ratio2, columns2, scalars, tie, ADD_TERMS, False,
+        logs = (x,)
+        if SUMS > 0:
+            if not LOGARITHMS:
+                logs = log_probabilities(x, offs[None, :], softmaxes, SOFTMAXES)
+            sums = ADD_SUMS(sums, logs, log_q, inside, scalars, tie)
+        # the target's column from its exact logit: p - 1 of a rounded p loses everything as p nears 1
+        is_target = offs[None, :] == target
+        x = tl.where(is_target, target_logit, x)
+        logs = (x,)
+        if not LOGARITHMS:
+            logs = log_probabilities(x, offs[None, :], softmaxes, SOFTMAXES)
+        grad = ADD_TERMS(
+            zero, x, logs, log_q, offs[None, :], is_target, omega, inside, softmaxes, coefficients, scalars, tie,
         )  # fmt: skip
+        grad *= transform_derivative(x, logit_scale, softcap, row_scale)
         if not LOGARITHMS:
             # selection: where a row does not count a teacher's logits, or a bias, may be nan
             grad = tl.where(counts[:, None], grad, 0.0)
@@ -220,7 +204,7 @@ def row_grad(
             grad = tl.where(mask, grad, 0.0)
             at, mask = (dlogits_ptr + entry)[None, :], (entry < last)[None, :]
         tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
-    if ADD_SUMS is not None:
+    if SUMS > 0:
         for i in tl.static_range(SUMS):
             part_at = outputs[i] + column_program * parts_stride + offs_row
             tl.store(part_at, tl.sum(sums[i], 1), mask=in_rows)

@@ -71,6 +71,6 @@ def row_sums(
                 teacher_softcap, teacher_row_scale,
             )  # fmt: skip
             log_q = tl.where(inside, (y - start_q) + rest_q, float("-inf"))
-        sums = ADD_SUMS(sums, log_p, log_p, log_q, inside, scalars, tie)
+        sums = ADD_SUMS(sums, (log_p,), log_q, inside, scalars, tie)
     for i in tl.static_range(SUMS):
         tl.store(outputs[i] + row, tl.sum(sums[i], 0))

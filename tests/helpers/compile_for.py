@@ -128,7 +128,7 @@ def calls() -> None:
         linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, deterministic=True, backend="triton")
     stats, names = RowStats.empty(8, Demand(), torch.float32, torch.device("cpu")), sent(Demand())
     message, target = torch.zeros(2, len(names) + 1, 8), torch.zeros(8, dtype=torch.int64)
-    TRITON.merge_ranks(GatheredStats(message, names, target, 1.0, False, torch.zeros(())), stats)
+    TRITON.merge_ranks(GatheredStats(message, names, target, (1.0,), False, torch.zeros(())), stats)
 
 
 def spilled(compiled: Any) -> int:

@@ -22,7 +22,7 @@ SIZES: dict[str, int] = {
     # tokens of a call: each has 40 bytes of targets and statistics, and its hidden states
     **dict.fromkeys(("rows", "tokens", "first_row", "first", "length", "shift"), 2**30),
     # ids and columns: each has a row of the head
-    **dict.fromkeys(("vocab", "columns", "columns2", "made", "first_column"), 2**30),
+    **dict.fromkeys(("vocab", "columns", "columns0", "columns1", "made", "first_column"), 2**30),
     **dict.fromkeys(("hidden", "width"), 2**24),
     "entries": 2**31 - 2**13,  # of sets: so many would take 40 bytes each, 80 GiB, beside hidden states
     "each": 2**24,  # ids that a token keeps

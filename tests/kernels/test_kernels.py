@@ -150,7 +150,7 @@ def test_level_rows_scales_hidden_states(place: Place, width: int, rare: bool) -
     softmax, at_target, ratio = factors
     gradients.level_rows(
         exp, factors, hidden, operands.Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
-        records.Terms(target, level, beta, None, records.Softmax(start, rest, alpha), records.NO_SOFTMAX),
+        records.Terms(target, level, beta, None, (records.Softmax(start, rest, alpha),)),
         records.Transform(2.0), occurrences=torch.full((rows,), 4 if rare else 5, dtype=torch.int32, device=device),
     )  # fmt: skip
     counts = target >= 0

@@ -128,7 +128,7 @@ def test_grad_logits(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile
     logits = states.float() @ weight.float().t()
     alpha, beta = torch.rand(2, rows, device=states.device).unbind()
     softmax = records.Softmax(logits.amax(1), -(logits - logits.amax(1, True)).exp().sum(1).log(), alpha)
-    terms = records.Terms(target, logit, beta, None, softmax, records.NO_SOFTMAX)
+    terms = records.Terms(target, logit, beta, None, (softmax,))
     found = []
     for h, w in ((states, weight), (quantised(states, True), quantised(weight, False))):
         dlogits = torch.zeros(rows, -(-vocab // 8) * 8, device=states.device, dtype=torch.bfloat16)[:, :vocab]
