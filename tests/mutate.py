@@ -99,8 +99,8 @@ MUTATIONS = [Mutation(*row) for row in (
     ("name: a process group that is gone", "chunked_head/metrics/values.py", "return cls(group.group_name, NUMBERS[group])", "return cls(group.group_name, 0)", METRICS + " -k group"),
     ("stale: an e4m3 copy of a weight that a fused optimizer has changed", "chunked_head/stores/quantised.py", " or self not in CURRENT:", ":", "tests/functions/test_fp8.py -k outdates"),
     # kernels
-    ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
-    ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),
+    ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - {}, grad)", "tl.where(is_target, grad + {}, grad)", GRAD_LOGITS),
+    ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= {} * omega", "grad += {} * omega", GRAD_LOGITS),
     ("tie: total variation of equal probabilities", SUMS, "tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))", "tl.where(p - q > 0.0, 0.0, 2.0 * p)", LOGITS + " tests/functions/test_divergence.py -k 'known_columns or signs'"),
     ("scale: logit_scale left out of backward", "kernels/common/transform.py", "slope = slope * logit_scale", "slope = slope * 1.0", GRAD_LOGITS),
     ("scale: slope of a cap", "kernels/common/transform.py", "slope = 1.0 - capped * capped", "slope = 1.0 - capped", GRAD_LOGITS),

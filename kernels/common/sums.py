@@ -163,6 +163,7 @@ ADD_SUMS = "add_sums(sums, logs, log_q, inside, scalars, tie)"
 FLAT: dict[str, tuple[str, ...]] = {
     "outputs": ("output{}_ptr",), "vectors": ("vector{}_ptr",), "scalars": ("scalar{}",),
     "starts": ("start{}_ptr",), "rests": ("rest{}_ptr",), "ratios": ("ratio{}",), "widths": ("columns{}",),
+    "entries": ("column_ptr", "sparse_ptr", "begin_ptr", "end_ptr", "count"),
     "teacher": (
         "teacher_ptr", "teacher_offset_ptr", "teacher_bias_ptr", "teacher_start_ptr", "teacher_rest_ptr",
         "teacher_columns", "teacher_stride", "teacher_scale", "teacher_softcap", "teacher_row_scale_ptr",

@@ -106,10 +106,9 @@ def grad_logits(
             if class_weights_ptr is not None:
                 omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
             logs = log_probabilities(x, offs[None, :], softmaxes, SOFTMAXES)
-            # plus -0.0 a term is itself
+            zero = tl.zeros(x.shape, dtype=tl.float32)
             grad = ADD_TERMS(
-                tl.full(x.shape, -0.0, tl.float32), x, logs, None, offs[None, :], None, omega, None, softmaxes,
-                coefficients, None, None,
+                zero, x, logs, None, offs[None, :], None, omega, None, softmaxes, coefficients, None, None
             )  # fmt: skip
             grad *= transform_derivative(x, logit_scale, softcap, row_scale)
             # selection, whatever stands in a row that does not count

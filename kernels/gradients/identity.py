@@ -32,24 +32,26 @@ def entropy_term(log_p, alpha, eta):
 @triton.jit
 def fused_softmax_term(x, offs, start, rest, ratio, width, alpha):
     """``p alpha`` with one multiply-add: off by 1e-7 |start| of p, which 16 bits do not show."""
-    if ratio is not None:
-        x = x * ratio
-    shift = tl.broadcast_to((rest - start) * log2_e, x.shape)
-    term = alpha * tl.exp2(tl.fma(x, tl.full(x.shape, log2_e, tl.float32), shift))
-    if width is not None:
-        term = tl.where(offs < width, term, 0.0)
-    return term
+    z = times(x, ratio)
+    shift = tl.broadcast_to((rest - start) * log2_e, z.shape)
+    return cut(alpha * tl.exp2(tl.fma(z, tl.full(z.shape, log2_e, tl.float32), shift)), offs, width, 0.0)
 
 
 @triton.jit
 def log_probability(x, offs, start, rest, ratio, width):
     """``log p`` of a softmax, -inf behind its columns."""
-    if ratio is not None:
-        x = x * ratio
-    log_p = (x - start) + rest
-    if width is not None:
-        log_p = tl.where(offs < width, log_p, float("-inf"))
-    return log_p
+    return cut((times(x, ratio) - start) + rest, offs, width, float("-inf"))
+
+
+@triton.jit
+def times(x, ratio):
+    return x if ratio is None else x * ratio
+
+
+@triton.jit
+def cut(values, offs, width, fill):
+    """The values of a softmax's columns, ``fill`` behind them."""
+    return values if width is None else tl.where(offs < width, values, fill)
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def log_probabilities(
 
 
 @triton.jit
-def before(offs, width):
+def column_mask(offs, width):
     """Mask of a softmax's columns; None where it is over all."""
     if width is None:
         return
@@ -76,19 +78,14 @@ def before(offs, width):
         return offs < width
 
 
-class RowTerm(NamedTuple):
-    """A term of a gradient that is no sum over the vocabulary's, by its name in ``TERMS``."""
-
-    name: str
-    view: int = 0  # of its softmax
-
-
 class Gradient(NamedTuple):
     """All of a gradient that decides a kernel's code."""
 
     softmaxes: int
-    terms: tuple[RowTerm, ...]
+    factors: tuple[bool, ...]  # those that there are: alpha and eta of each softmax, then beta and kappa
     sums: tuple[Kind, ...]
+    has_entries: bool = False  # gradients of few columns of each row
+    is_fused: bool = False  # as ``fused_softmax_term``
 
 
 # lines of ADD_TERMS, for a softmax i and coefficients
@@ -106,9 +103,17 @@ def code_of_gradient(kinds: Gradient) -> Code:
     """Functions of a gradient's kernel: ``ADD_TERMS`` adds terms to ``grad``, ``ADD_SUMS`` makes sums on the way."""
     lines, places = ["starts, rests, ratios, widths = softmaxes"], itertools.count()
     vectors = (f"vectors[{place}]" for place in places)
-    for name, view in kinds.terms:
+    *of_softmaxes, beta, kappa = kinds.factors
+    terms = list[tuple[str, int]]()
+    for i in range(kinds.softmaxes):
+        alpha, eta = of_softmaxes[2 * i : 2 * i + 2]
+        name = "entropy" if eta else "fused" if kinds.is_fused else "softmax"
+        terms += [(name, i)] * alpha
+    for name, i in [*terms, *[("target", 0)] * beta, *[("smoothing", 0)] * kappa]:
         line = TERMS[name]
-        lines.append(line.format(*itertools.islice(vectors, line.count("{}")), i=view))
+        lines.append(line.format(*itertools.islice(vectors, line.count("{}")), i=i))
+    if kinds.is_fused:  # the first term begins the sum: Triton 3.5 would add it to 0
+        lines[1] = lines[1].replace("grad += ", "grad = ")
     lines += logarithms(kinds.sums, True)
     for kind, call in zip(kinds.sums, calls(kinds.sums, True), strict=True):
         if kind.has_term and kind.has_total:
@@ -124,12 +129,13 @@ def code_of_gradient(kinds: Gradient) -> Code:
     counts = {
         "outputs": len(kinds.sums) * makes_sums, "vectors": read,
         "scalars": sum(kind.function.numbers for kind in kinds.sums),
-        "teacher": any(kind.function.is_paired for kind in kinds.sums),
+        "teacher": any(kind.function.is_paired for kind in kinds.sums), "entries": kinds.has_entries,
         **dict.fromkeys(("starts", "rests", "ratios", "widths"), kinds.softmaxes),
     }  # fmt: skip
     constants = {
         "ADD_TERMS": "add_terms", "ADD_SUMS": "add_sums" if makes_sums else "None", "SUMS": counts["outputs"],
-        "IS_PAIRED": counts["teacher"], "VECTORS": read, "SOFTMAXES": kinds.softmaxes,
+        "IS_PAIRED": counts["teacher"], "HAS_ENTRIES": kinds.has_entries, "VECTORS": read,
+        "SOFTMAXES": kinds.softmaxes,
     }  # fmt: skip
     return Code(sources, constants, counts, globals())
 
@@ -138,5 +144,5 @@ def slope_term(kind: Kind, coefficient: str) -> str:
     """The term of a sum's ``slope``."""
     if not kind.function.source:
         return f"{coefficient} * slope"
-    inside = "inside" if kind.function.is_paired else f"before(offs, widths[{kind.view}])"
+    inside = "inside" if kind.function.is_paired else f"column_mask(offs, widths[{kind.view}])"
     return f"user_term({coefficient}, slope, p{kind.view}, {inside})"

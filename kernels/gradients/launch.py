@@ -1,5 +1,6 @@
 """Launching the kernels of logits' gradients on torch tensors: grids, block sizes, warps; nothing of losses."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ..common.sums import Kind, kernel_of
 from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
 from . import grad_logits as matmul
 from . import row_grad as kernels
-from .identity import Gradient, RowTerm, code_of_gradient
+from .identity import Gradient, code_of_gradient
 from .row_grad import level_rows_kernel, scale_kernel
 
 
@@ -30,8 +31,8 @@ def row_programs(columns: int) -> int:
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
-class Flat(NamedTuple):
-    """Terms of a gradient in the order of a generated kernel's arguments."""
+class TermArguments(NamedTuple):
+    """Terms of a gradient as a generated kernel takes them."""
 
     kinds: Gradient
     vectors: list[torch.Tensor]
@@ -40,29 +41,22 @@ class Flat(NamedTuple):
     ratios: tuple[float | None, ...]
     widths: tuple[int | None, ...]
 
-    @classmethod
-    def of(cls, terms: Terms, sums: Sequence[SumTerm] = (), is_fused: bool = False) -> "Flat":
-        """``is_fused``: without the target's term, and probabilities as ``fused_softmax_term`` makes them."""
-        kinds, vectors = list[RowTerm](), list[torch.Tensor]()
-        for i, softmax in enumerate(terms.softmaxes):
-            if softmax.alpha is None:
-                continue
-            vectors.append(softmax.alpha)
-            if softmax.eta is None:
-                kinds.append(RowTerm("fused" if is_fused else "softmax", i))
-            else:
-                kinds.append(RowTerm("entropy", i))
-                vectors.append(softmax.eta)
-        for name, factor in ("target", None if is_fused else terms.beta), ("smoothing", terms.kappa):
-            if factor is not None:
-                kinds.append(RowTerm(name))
-                vectors.append(factor)
-        of_sums = list[Kind]()
-        for function, _, view, coefficient, total, part in sums:
-            of_sums.append(Kind(function, view, part is not None, total is not None, coefficient is not None))
-            vectors += [vector for vector in (coefficient, total) if vector is not None]
-        starts, rests, _, _, ratios, widths = zip(*terms.softmaxes, strict=True)
-        return cls(Gradient(len(starts), tuple(kinds), tuple(of_sums)), vectors, starts, rests, ratios, widths)
+
+def term_arguments(
+    terms: Terms, sums: Sequence[SumTerm] = (), has_entries: bool = False, is_fused: bool = False
+) -> TermArguments:
+    """``is_fused``: without the target's term, and probabilities as ``fused_softmax_term`` makes them."""
+    starts, rests, alphas, etas, ratios, widths = zip(*terms.softmaxes, strict=True)
+    factors = [*itertools.chain(*zip(alphas, etas, strict=True)), None if is_fused else terms.beta, terms.kappa]
+    has_factors = tuple([factor is not None for factor in factors])
+    kinds = [
+        Kind(term.function, term.view, term.part is not None, term.total is not None, term.coefficient is not None)
+        for term in sums
+    ]
+    gradient = Gradient(len(starts), has_factors, tuple(kinds), has_entries, is_fused)
+    factors += [vector for term in sums for vector in (term.coefficient, term.total)]
+    vectors = [factor for factor in factors if factor is not None]
+    return TermArguments(gradient, vectors, starts, rests, ratios, widths)
 
 
 def row_grad(
@@ -97,21 +91,20 @@ def row_grad(
     else:
         block, warps = row_block(columns)
         block = min(block, 4096) if sums else block
-    both, of_teacher = [stored], tuple[Any, ...]()
+    stride, of_teacher = strip_stride(stored), tuple[Any, ...]()
     if teacher is not None:
-        other = teacher.stored
-        both.append(other)
-        of_teacher = *other[:3], *teacher[1:], other.logits.stride(0), *other.transform
+        of_teacher = *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
+        stride = strip_stride(stored, teacher.stored)
     if count is not None:
         sums = [term._replace(part=None) for term in sums]
-    flat, parts = Flat.of(terms, sums), [term.part for term in sums if term.part is not None]
+    flat, parts = term_arguments(terms, sums, count is not None), [term.part for term in sums if term.part is not None]
     kernel = kernel_of(kernels.row_grad, "row_grad_kernel", flat.kinds, code_of_gradient)
     kernel[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, *parts, stored.logits, stored.offset, stored.bias, *entries,
+        dlogits, *parts, stored.logits, stored.offset, stored.bias, *(() if count is None else (*entries, count)),
         None if terms.kappa is None else class_weights, terms.target, terms.target_logit, *flat.starts, *flat.rests,
         *of_teacher, *flat.vectors,
-        rows, columns, first_column, *flat.widths, count, stored.logits.stride(0), dlogits.stride(0),
-        strip_stride(*both), parts[0].stride(0) if parts else None, *counted, *transform, *flat.ratios,
+        rows, columns, first_column, *flat.widths, stored.logits.stride(0), dlogits.stride(0),
+        stride, parts[0].stride(0) if parts else None, *counted, *transform, *flat.ratios,
         *[number for term in sums for number in term.numbers], tie if sums else None,
         COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
@@ -152,7 +145,7 @@ def grad_logits(
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     made = columns if blocks is None else len(blocks) * EXACT_BLOCK
     programs = programs_of(tile, rows, made, hidden.device)
-    flat = Flat.of(terms, is_fused=True)
+    flat = term_arguments(terms, is_fused=True)
     widths = [None if limit is None or limit >= columns else limit for limit in flat.widths]
     kernel_of(matmul.grad_logits, "grad_logits_kernel", flat.kinds, code_of_gradient)[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),

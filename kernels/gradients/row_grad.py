@@ -45,23 +45,21 @@ def row_grad(
     logits_ptr,  # [rows, columns]: raw, or fp16 relative to strips' offsets; of entries [n] fp32, exact
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
-    column_ptr,  # [n] int64 or int32, of entries, -1 for none; None: all columns are made
-    sparse_ptr,  # [n] fp32, what each adds to its column's gradient; or None
-    begin_ptr,  # [rows] int64: where a row's set begins; None: each row has ``count`` entries
-    end_ptr,  # [rows] int64: and ends
+    entries,  # pointers and ``count``, or None: all columns are made. [n] int64 or int32 their columns, -1 for none;
+    # [n] fp32 what each adds to its column's gradient, or None; [rows] int64 where a row's set begins, and where it
+    # ends, None where each row has ``count`` entries
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where a row does not count
     target_logit_ptr,  # [rows] fp32
-    starts,  # a tuple, of each softmax [rows] fp32: log p = (ratio x - start) + rest
+    starts,  # of each softmax [rows] fp32: log p = (ratio x - start) + rest
     rests,
-    teacher,  # a tuple as ``FLAT`` names it, or None
+    teacher,  # pointers as of the logits, start and rest [rows] fp32, and numbers, as FLAT names them; or None
     vectors,  # a tuple of [rows] fp32 that ADD_TERMS reads
     # sizes
     rows,
     columns,
     first_column,  # of these columns in the vocabulary
     widths,  # of these that each softmax is over; None for all
-    count,  # of a row's entries; None without entries
     logits_stride,  # elements from row to row
     dlogits_stride,
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
@@ -78,6 +76,7 @@ def row_grad(
     ADD_SUMS: tl.constexpr,  # or None
     ADD_TERMS: tl.constexpr,
     IS_PAIRED: tl.constexpr,  # with a teacher
+    HAS_ENTRIES: tl.constexpr,
     SUMS: tl.constexpr,
     VECTORS: tl.constexpr,
     SOFTMAXES: tl.constexpr,
@@ -92,12 +91,14 @@ def row_grad(
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
-    first, last = column_program * BLOCK, columns
-    if begin_ptr is not None:
-        first, last = tl.load(begin_ptr + tl.program_id(0)), tl.load(end_ptr + tl.program_id(0))
-    elif column_ptr is not None:
-        first = tl.program_id(0).to(tl.int64) * count
-        last = first + count
+    first, last, begin_ptr = column_program * BLOCK, columns, None
+    if HAS_ENTRIES:
+        column_ptr, sparse_ptr, begin_ptr, end_ptr, count = entries
+        if begin_ptr is None:
+            first = tl.program_id(0).to(tl.int64) * count
+            last = first + count
+        else:
+            first, last = tl.load(begin_ptr + tl.program_id(0)), tl.load(end_ptr + tl.program_id(0))
     if count_ptr is not None:
         # products read as many rows as a tile has
         behind = tl.cdiv(counted_rows(count_ptr, first_row, rows), PRODUCT_ROWS) * PRODUCT_ROWS
@@ -117,9 +118,7 @@ def row_grad(
     row_starts = load_columns(starts, offs_row, in_rows, SOFTMAXES)
     row_rests = load_columns(rests, offs_row, in_rows, SOFTMAXES)
     softmaxes = row_starts, row_rests, ratios, widths
-    coefficients = vectors
-    if VECTORS > 0:
-        coefficients = load_columns(vectors, offs_row, in_rows, VECTORS)
+    coefficients = load_columns(vectors, offs_row, in_rows, VECTORS)
     if IS_PAIRED:
         (
             teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, teacher_start_ptr, teacher_rest_ptr, teacher_columns,
@@ -140,7 +139,7 @@ def row_grad(
         # a sum that starts from zero takes 32 registers for plain rows, one from the first term 49
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         offs = start + tl.arange(0, BLOCK)
-        if column_ptr is None:
+        if not HAS_ENTRIES:
             in_columns = offs < columns
             x = load_block(
                 logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
@@ -163,7 +162,7 @@ def row_grad(
         log_q, inside = None, None
         if IS_PAIRED:
             in_teacher, with_teacher, of_strip = offs < teacher_columns, in_rows, start
-            if column_ptr is None:
+            if not HAS_ENTRIES:
                 # a block: the interpreter makes no mask of a block and a scalar
                 within = tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
                 with_teacher &= within  # a strip behind the teacher's last has no offset
