@@ -119,7 +119,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # from statistics to coefficients
     ("sign: entropy's coefficient", EVALUATE, 'add("alpha" + suffix, -g * leaves["entropy" + suffix])', 'add("alpha" + suffix, g * leaves["entropy" + suffix])', LINEAR + " -k 'test_loss and entropy'"),
     ("scale: slope of a second temperature", EVALUATE, 'g = r * grads["logprob" + suffix]', 'g = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),
-    ("swapped: the mixture's share in its gradient", SUMS, "(1.0 - beta) * p * (log_p - log_m)", "beta * p * (log_p - log_m)", LINEAR + " -k 'test_loss and jsd'"),
+    ("swapped: the mixture's share in its gradient", SUMS, "(1.0 - beta) * tl.where(p != 0.0, ", "beta * tl.where(p != 0.0, ", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: mean logit", EVALUATE, "(ratio / structure.vocab)", "(1 / structure.vocab)", LINEAR + " -k test_loss"),
     ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "torch.where(off, leaf.detach(), leaf) for", "leaf for", GRADIENTS + " -k normalizer_of_zero"),
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
