@@ -154,7 +154,7 @@ class Code(NamedTuple):
     functions: list[str]  # sources
     constants: dict[str, Any]  # the body's, by name
     counts: dict[str, int]  # of numbers in its tuples, by their name
-    scope: dict[str, Any] = {}  # noqa: RUF012  # what the sources name besides what is here
+    scope: dict[str, Any]  # what the sources name besides what is here
 
 
 HEADER = "@triton.jit\ndef {}:\n    "
@@ -227,7 +227,7 @@ def user_functions(kinds: Sequence[Kind]) -> list[str]:
 def code_of_sums(kinds: Sequence[Kind]) -> Code:
     made = sum(kind.has_value + kind.has_total for kind in kinds)
     counts = {"outputs": made, "scalars": sum(kind.function.numbers for kind in kinds)}
-    return Code([*user_functions(kinds), add_sums(kinds)], {"ADD_SUMS": "add_sums", "SUMS": made}, counts)
+    return Code([*user_functions(kinds), add_sums(kinds)], {"ADD_SUMS": "add_sums", "SUMS": made}, counts, {})
 
 
 def kernel_of(body: Any, name: str, kinds: Hashable, code: Callable[[Any], Code] = code_of_sums) -> Launcher:
