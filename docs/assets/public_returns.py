@@ -7,7 +7,7 @@ import griffe
 
 class PublicReturns(griffe.Extension):
     def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
-        """``Task[Tensor]`` becomes ``Tensor``, as ``chunked_head.compile.operation`` does at run time."""
+        """``Call[Tensor]`` becomes ``Tensor``, as ``chunked_head.compile.operation`` does at run time."""
         if any(str(decorator.value) == "operation" for decorator in func.decorators):
             first = str(func.returns).split(" | Streams[")[0]
-            func.returns = first.removeprefix("Task[").removesuffix("]") if first.startswith("Task[") else first
+            func.returns = first.removeprefix("Call[").removesuffix("]") if first.startswith("Call[") else first

@@ -13,7 +13,7 @@ TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSe
 ROOT = Path(__file__).resolve().parents[2]
 # caches and results of functions, each where it is made, without the package's name
 EMPTIED = (
-    "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operation.switched_off", "core.divergences.TRACED",
+    "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.switched_off", "core.divergences.TRACED",
     "core.private.answering", "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES",
     "kernels.common.gpus.SPLITS", "kernels.common.gpus.gpu_of", "kernels.common.gpus.multiprocessors_of",
     "kernels.common.operands.KEPT", "kernels.common.sums.KERNELS", "losses.base.MADE", "losses.sums.FUNCTIONS",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...call.options import Execution
-from ...compile.operation import plainly
+from ...compile.operators import outside_of_graphs
 from ...core.private import private
 from ...functions.cross_entropy import linear_cross_entropy
 from ..frameworks import check_named, looked_up
@@ -69,7 +69,7 @@ def served(call: Any) -> bool:
     )
 
 
-@plainly
+@outside_of_graphs
 def computed(call: Any, options: Execution) -> list[Tensor]:
     """The loss and the gradients of input, weight and bias, as PyTorch's operator returns them: of input's dtype, and
     without elements where one is not wanted. A mean over no target, or over weights of sum 0, is nan."""

@@ -1,0 +1,317 @@
+"""The two operators of compiled graphs: ``forward``, with its autograd formula, and ``backward``.
+
+``forward`` returns values first: one vector per output of the call, or the loss and one vector of its parts and metrics
+(``SCALAR``). Where an operand takes a gradient, either of two things follows:
+
+- gradients, of a loss of hidden states: the expected upstream gradient, then the operands' gradients at it;
+- statistics, of every other call (``has_late_gradients``): ``backward`` makes the gradients from them.
+
+Arguments of both: ``operands`` are hidden states, weight and perhaps bias, or logits; ``tensors`` all other tensors of
+the call; ``key`` its recipe; ``needs_grad`` has a flag for each operand.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.objective import ScalarObjective
+from ..call.logits_call import LogitsCall
+from ..call.options import Call
+from ..call.run import Grads, kernel_context, prepared
+from ..call.spec import Spec
+from ..call.sweep import HeadCall
+from ..call.tokens import Tokens, tokens_of
+from ..core.checks import PACKAGE
+from ..core.private import in_own_thread, private
+from ..core.stats import RowStats
+from ..plan.planner import find_late_plan
+from .recipes import recipe_of
+
+FORWARD = "(Tensor[] operands, Tensor[] tensors, str key, bool[] needs_grad) -> Tensor[]"
+BACKWARD = (
+    "(Tensor[] operands, Tensor[] tensors, Tensor[] statistics, Tensor[] upstream, str key, bool[] needs_grad)"
+    " -> Tensor[]"
+)
+SCALAR = ("loss", "packed")
+INTEGERS = ("argmax", "top_k_ids")
+WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")
+
+
+# ---- a graph's dispatch
+
+
+class Dispatch(NamedTuple):
+    """Private names of torch about its dispatcher, from ``torch._C``."""
+
+    keys: Any  # enumeration of dispatch keys
+    key_set: Any  # class of sets of them
+    included: Callable[[], Any]  # the keys that this thread has switched on
+    guard: Callable[[Any, Any], Any]  # context with keys switched on, and others off
+
+
+DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
+
+
+def dispatch() -> Dispatch | None:
+    """The names above; None where this torch lacks one."""
+    names = private(*DISPATCH)
+    return None if names is None else Dispatch(*names)
+
+
+def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """``function``, run with the dispatch of autograd and ``torch.func`` switched on.
+
+    A graph runs operators with both switched off, and losses are differentiated to their statistics by them.
+    """
+
+    @functools.wraps(function)
+    def with_dispatch(*args: Any) -> list[Tensor]:
+        names = dispatch()
+        if names is None:
+            return in_own_thread(functools.partial(function, *args))
+        with names.guard(names.included(), switched_off()):
+            return function(*args)
+
+    return with_dispatch
+
+
+@functools.cache
+def switched_off() -> Any:
+    """Dispatch keys that stay switched off where nothing is traced and nothing differentiated: autocast's."""
+    names = dispatch()
+    assert names is not None
+    keys = names.key_set(names.keys.Undefined)
+    for name in dir(names.keys):
+        if name.startswith("Autocast"):
+            keys = keys.add(getattr(names.keys, name))
+    return keys
+
+
+# ---- the forward operator
+
+
+class Work(NamedTuple):
+    """A call on an operator's tensors, ready to run."""
+
+    call: Call[Any]
+    spec: Spec
+    tokens: Tokens
+    sweep: HeadCall | LogitsCall
+    operands: Sequence[Any]  # of ``sweep``
+
+
+def work_of(key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad: Sequence[bool]) -> Work:
+    """The recipe's call on these tensors, with its plan and objective."""
+    call, spec = recipe_of(key).call(operands, tensors)
+    hidden_grad, weight_grad, bias_grad = (*needs_grad, False, False)[:3]
+    tokens, sweep, sweep_operands = prepared(tokens_of(call, spec), (hidden_grad, weight_grad, bias_grad))
+    return Work(call, spec, tokens, sweep, sweep_operands)
+
+
+def has_late_gradients(call: Call[Any]) -> bool:
+    """True where ``backward`` makes the gradients: of values per token, and of logits."""
+    return bool(call.outputs) or call.weight is None
+
+
+@torch.library.custom_op(f"{PACKAGE}::forward", mutates_args=(), schema=FORWARD)
+@outside_of_graphs
+def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad: list[bool]) -> list[Tensor]:
+    with torch.no_grad(), kernel_context(operands[0].device):
+        work = work_of(key, operands, tensors, needs_grad)
+        stats, grads = work.sweep.forward(*work.operands)
+        values = values_of(work, stats)
+        if not any(needs_grad):
+            return values
+        if has_late_gradients(work.call):
+            return [*values, *stats.named().values()]
+        expected, ready = expected_gradients(work, stats, grads)
+        return [*values, expected, *in_shape(ready, operands, needs_grad)]
+
+
+def values_of(work: Work, stats: RowStats) -> list[Tensor]:
+    """The operator's first outputs: values per token in the call's order, or the loss and its packed parts."""
+    objective, packing = work.sweep.objective, work.tokens.packing
+    outputs = objective.outputs(stats)
+    if isinstance(objective, ScalarObjective):
+        return [*outputs, packed(work.call, objective, stats)]
+    return [*outputs] if packing is None else [packing.unpack(values) for values in outputs]
+
+
+def packed(call: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:
+    """One vector: parts, then sums and count or the extremum of each metric, in the order of the call's arguments."""
+    numbers = [*objective.parts]
+    metrics = objective.metric_values(stats)
+    for metric in call.metrics:
+        value = metrics[metric.label]
+        numbers += [number for number in (value.sum, value.count, value.extremum) if number is not None]
+    return torch.cat([number.detach().reshape(-1).to(objective.dtype) for number in numbers])
+
+
+def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor, Grads]:
+    """The expected upstream gradient [], and the operands' gradients at it.
+
+    ``grads``: from the forward sweep, without the upstream gradient; None where the plan leaves them to backward.
+    """
+    sweep, objective = work.sweep, work.sweep.objective
+    assert isinstance(objective, ScalarObjective) and isinstance(sweep, HeadCall)
+    plan, one_or_nan = sweep.plan, objective.one_or_nan
+    expected = torch.ones_like(one_or_nan) * objective.expected.upstream
+    hidden, weight, bias = gradient_dtypes(work.call, work.spec)
+    sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+    if grads is not None:
+        return expected, grads.finish(sweep.backend, [one_or_nan], one_or_nan, sizes)
+    coefficients = objective.coefficients_for(stats, (expected,))
+    if sizes != plan.sizes:
+        late_plan = find_late_plan(sizes, sweep.request)
+        if isinstance(late_plan, str):
+            raise ValueError(late_plan)
+        sweep = replace(sweep, plan=late_plan)
+    return expected, sweep.recompute(work.operands, stats, coefficients)
+
+
+def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Dtypes of the gradients of hidden states, weight and bias until the upstream gradient comes.
+
+    They are the operands' own; fp32 where ``accumulate_dtype`` says so, and in fp16, whose range they may exceed.
+    """
+    assert call.weight is not None
+    hidden, weight = call.rows.dtype, call.weight.dtype
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    if spec.dtype == torch.float16 or call.accumulate_dtype == torch.float32:
+        return torch.promote_types(hidden, wide), torch.promote_types(weight, wide), wide
+    return hidden, weight, wide
+
+
+def in_shape(grads: Grads, operands: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
+    """The gradients that are not None, each in the shape of its operand."""
+    remaining = iter([grad for grad in grads if grad is not None])
+    return [next(remaining).view(operand.shape) for operand, needs in zip(operands, needs_grad, strict=True) if needs]
+
+
+@forward.register_fake
+def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad: list[bool]) -> list[Tensor]:
+    """Tensors of the shapes of ``forward``'s outputs; raises what is wrong with the arguments."""
+    call, spec = recipe_of(key).call(operands, tensors)
+    first, dtype = operands[0], spec.statistics_dtype
+    tokens = math.prod(first.shape[:-1])
+    numbers = len(call.losses.terms)
+    numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in call.metrics)
+    top_k = tokens, spec.demand.top_k
+    shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
+    values = [
+        first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)
+        for name in call.outputs or SCALAR
+    ]
+    if not any(needs_grad):
+        return values
+    if has_late_gradients(call):
+        return [*values, *RowStats.empty(tokens, spec.demand, dtype, first.device).named().values()]
+    dtypes = gradient_dtypes(call, spec)
+    grads = [
+        operand.new_empty(operand.shape, dtype=grad_dtype)
+        for operand, grad_dtype in zip(operands, dtypes, strict=False)
+    ]
+    return [*values, first.new_empty((), dtype=dtype), *itertools.compress(grads, needs_grad)]
+
+
+# ---- the backward operator
+
+
+@torch.library.custom_op(f"{PACKAGE}::backward", mutates_args=(), schema=BACKWARD)
+@outside_of_graphs
+def backward(
+    operands: list[Tensor], tensors: list[Tensor], statistics: list[Tensor], upstream: list[Tensor], key: str,
+    needs_grad: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    with torch.no_grad(), kernel_context(operands[0].device):
+        work = work_of(key, operands, tensors, needs_grad)
+        sweep, packing, demand = work.sweep, work.tokens.packing, work.spec.demand
+        names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).named()
+        stats = RowStats.of(dict(zip(names, statistics, strict=True)))
+        if isinstance(sweep, LogitsCall):
+            return in_shape(sweep.late_gradients(work.operands, stats, upstream), operands, needs_grad)
+        if packing is not None:
+            upstream = [packing.pack(grad) for grad in upstream]
+        coefficients = sweep.objective.coefficients_for(stats, tuple(upstream))
+        return in_shape(sweep.recompute(work.operands, stats, coefficients), operands, needs_grad)
+
+
+@backward.register_fake
+def backward_outputs(
+    operands: list[Tensor], tensors: list[Tensor], statistics: list[Tensor], upstream: list[Tensor], key: str,
+    needs_grad: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    return [operand.new_empty(operand.shape) for operand in itertools.compress(operands, needs_grad)]
+
+
+# ---- autograd's formula of the forward operator
+
+
+class SavedGradients(NamedTuple):
+    """Autograd's saved tensors are the expected upstream gradient and the gradients at it."""
+
+    dtypes: list[torch.dtype]  # of the operands that take them
+
+
+class SavedStatistics(NamedTuple):
+    """Autograd's saved tensors are operands, other tensors and statistics: so many of the first two."""
+
+    operands: int
+    tensors: int
+    values: int  # outputs whose upstream gradients ``backward`` takes
+
+
+def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    """Saves what the gradient needs, and no more."""
+    operands, tensors, key, needs_grad = inputs
+    call, _ = recipe_of(key).call(operands, tensors)
+    names = call.outputs or SCALAR
+    gradless = [value for name, value in zip(names, output, strict=False) if name in WITHOUT_GRADIENT]
+    for_gradients = output[len(names) :]
+    ctx.mark_non_differentiable(*gradless, *for_gradients)
+    ctx.key, ctx.needs_grad, ctx.tensors = key, needs_grad, len(tensors)
+    if has_late_gradients(call):
+        ctx.saved = SavedStatistics(len(operands), len(tensors), len(call.outputs) or 1)
+        ctx.save_for_backward(*operands, *tensors, *for_gradients)
+    else:
+        ctx.saved = SavedGradients([operand.dtype for operand in itertools.compress(operands, needs_grad)])
+        ctx.save_for_backward(*for_gradients)
+
+
+def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
+    """Gradients of ``forward``'s arguments; a compiler traces this function."""
+    if isinstance(ctx.saved, SavedStatistics):
+        grads = made_late(ctx, ctx.saved, upstream)
+    else:
+        grads = scaled(ctx, ctx.saved, upstream[0])
+    remaining = iter(grads)
+    return [next(remaining) if needs else None for needs in ctx.needs_grad], [None] * ctx.tensors, None, None
+
+
+def made_late(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[Tensor]:
+    """Gradients that the operator ``backward`` makes from statistics."""
+    tensors, count = [*ctx.saved_tensors], saved.operands + saved.tensors
+    return backward(
+        tensors[: saved.operands], tensors[saved.operands : count], tensors[count:], upstream[: saved.values], ctx.key,
+        ctx.needs_grad,
+    )  # fmt: skip
+
+
+def scaled(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:
+    """Saved gradients times the upstream gradient [] over the expected one."""
+    expected, *grads = ctx.saved_tensors
+    ratio = torch.where(upstream == expected, 1.0, upstream / expected)
+    # plain arithmetic, which a compiler does in place: the gradients have no other reader
+    return [
+        (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
+        for grad, dtype in zip(grads, saved.dtypes, strict=True)
+    ]
+
+
+forward.register_autograd(differentiate, setup_context=save)
