@@ -1,6 +1,6 @@
 """The plan of a call that has not been made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from .. import losses
 from ..call.fields import kinds_of
 from ..call.options import NO_LOSSES, Call, check_options
 from ..call.run import sizes_of
-from ..call.spec import check_fp8, decided, parts_of
+from ..call.spec import Spec, check_fp8, decided, parts_of
 from ..core import checks
 from ..core.checks import choice, flag
 from ..kernels.common.gpus import GPUS, Gpu
@@ -63,130 +63,174 @@ def plan(
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Plan:
-    """The plan that ``linear_cross_entropy`` follows for a call of these sizes; with a ``loss``, ``linear_loss``; with
-    names of what it ``returns``, such as ``("logprobs", "entropy")``, ``linear_logprobs``. Nothing is allocated.
+    """The plan that a call of these sizes follows, without making the call. Nothing is allocated.
 
         print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
 
-    ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
-    them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
-    student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
-    to the GPU where there is one; an architecture's name, such as ``"sm_89"``, plans for a GPU that is not there.
-    ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of the caller's.
-    ``segment_lengths``: whether the call is given them. ``ranks``: so many share the vocabulary in ``torch.chunk``'s
-    pieces (``VocabParallel``); the plan is that of the first, ``tokens`` and ``vocab`` are those of all.
-    ``sequence_sharded``: as there. ValueError where the request cannot be met.
+    The call is one of ``linear_cross_entropy``; with ``loss`` of ``linear_loss``; with ``returns``, names such as
+    ``("logprobs", "entropy")``, or ``top_k`` of ``linear_logprobs``. Arguments that are not listed are the call's own.
+
+    Args:
+        tokens, hidden, vocab: sizes of the whole call, over all ranks.
+        dtype: of the matmuls. ``hidden_dtype`` and ``weight_dtype``: of the tensors, where autocast makes them differ.
+        accumulate_into: True, or the buffer's dtype, where the weight's gradient is added to a buffer of the caller's.
+        hidden_grad, weight_grad: whether hidden states and weight take a gradient.
+        bias: whether the head has one; it takes a gradient where the weight does.
+        teacher_k: K of ``teacher_ids``.
+        teacher_vocab: rows of a dense teacher's head; None: as many as the student's.
+        teacher_hidden, teacher_dtype: columns and dtype of a dense teacher's hidden states; None where it has logits.
+        segment_lengths: whether the call has this argument.
+        ranks: how many ranks share the vocabulary (``VocabParallel``), in ``torch.chunk``'s pieces. The plan is that of
+            the first rank.
+        sequence_sharded: as in ``VocabParallel``.
+        device: the GPU where there is one, else the CPU; or an architecture's name, such as ``"sm_89"``, for a GPU that
+            is absent.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or no plan meets the request.
     """
-    least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
-    for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
-        checks.check_int(argument, size, least[argument])
-    for argument, given in (("teacher_vocab", teacher_vocab), ("teacher_hidden", teacher_hidden)):
-        if given is not None:
-            checks.check_int(argument, given, 1)
-    checks.check_dtype("dtype", dtype)
-    dtypes = ("hidden_dtype", hidden_dtype), ("weight_dtype", weight_dtype), ("teacher_dtype", teacher_dtype)
-    for argument, other in dtypes:
-        if other is not None:
-            checks.check_dtype(argument, other)
-    flags = {
-        "hidden_grad": hidden_grad, "weight_grad": weight_grad, "bias": bias, "skip_ignored": skip_ignored,
-        "segment_lengths": segment_lengths, "sequence_sharded": sequence_sharded,
-    }  # fmt: skip
-    for argument, value in flags.items():
-        flag(argument, value)
-    options = {
-        "reduction": reduction, "label_smoothing": label_smoothing, "softcap": softcap, "temperature": temperature,
-        "deterministic": deterministic, "precision": precision, "backend": backend,
-    }  # fmt: skip
-    check_options(options)
-    measured = as_metrics(metrics)
-    parts = part_sizes(vocab, ranks)
-    if 0 in parts:
-        raise ValueError(
-            f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts; pass fewer ranks"
-        )
-    got = f"; got tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
+    check_arguments(locals())
+    rows = rows_of_first_rank(vocab, ranks)
+    sizes_in_words = f"; got tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
     checks.refuse({
-        "sequence_sharded=True needs as many tokens on every rank: round tokens up" + got:
+        "sequence_sharded=True needs as many tokens on every rank: round tokens up" + sizes_in_words:
             sequence_sharded and tokens % ranks,
-        "sequence_sharded=True does not go with skip_ignored: leave it False" + got: sequence_sharded and skip_ignored,
-        "a teacher of ranks has the student's vocabulary: leave teacher_vocab None" + got:
+        "sequence_sharded=True does not go with skip_ignored: leave it False" + sizes_in_words:
+            sequence_sharded and skip_ignored,
+        "a teacher of ranks has the student's vocabulary: leave teacher_vocab None" + sizes_in_words:
             ranks > 1 and teacher_vocab not in (None, vocab),
-        "deterministic=True goes with 2 ranks where hidden takes a gradient: leave it False" + got:
+        "deterministic=True goes with 2 ranks where hidden takes a gradient: leave it False" + sizes_in_words:
             deterministic and hidden_grad and ranks > 2,
     })  # fmt: skip
-    sums, buffer_dtype = sum_dtype(weight_dtype or dtype), None
-    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, sums):
-        raise ValueError(f"accumulate_into must be False, True or {sums} for this weight, got {accumulate_into!r}")
-    if accumulate_into is not False and weight_grad:
-        buffer_dtype = sums
-    place, absent = place_of(device)
-    chosen = backend_of(backend, place)
-    chosen.check(place, dtype, "dtype")
-    if not isinstance(returns, list | tuple):
-        raise TypeError(f"returns must be a list of names, got {returns!r}")
-    if top_k is not None:
-        checks.check_int("top_k", top_k, 1)
-    names, terms = tuple(returns), NO_LOSSES
-    if names or top_k is not None:
-        for name in names:
-            choice("plan", "returns", name, ("logprobs", *FLAGS))
-        if loss is not None or label_smoothing or measured:
-            raise ValueError(
-                "returns and top_k are of linear_logprobs, which takes no loss and no metrics; leave these out"
-            )
-        names = output_names([name in names for name in FLAGS], top_k)
-    elif loss is None:
-        terms = losses.cross_entropy(label_smoothing=label_smoothing)
-    elif label_smoothing:
-        raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
-    else:
-        terms = as_losses(loss)
+    hidden_dtype, weight_dtype = hidden_dtype or dtype, weight_dtype or dtype
+    buffer_dtype = buffer_dtype_of(accumulate_into, weight_dtype, weight_grad)
+    location, absent_gpu = place_of(device)
+    backend_of_call = backend_of(backend, location)
+    backend_of_call.check(location, dtype, "dtype")
+    measured = as_metrics(metrics)
+    names = returned_names(returns, top_k, takes_loss=bool(loss is not None or label_smoothing or measured))
+    terms = NO_LOSSES if names else loss_of(loss, label_smoothing)
     if isinstance(temperature, torch.Tensor):
         raise TypeError(
             "temperature of plan is a number; a call with one per token is planned as one at 1 is; pass 1.0"
         )
-
-    def made(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    weight_dtype, hidden_dtype, learns_bias = weight_dtype or dtype, hidden_dtype or dtype, bias and weight_grad
+    bias_grad = bias and weight_grad
     call: Call[Plan] = Call(
-        function="plan", rows=made(tokens, hidden, dtype=hidden_dtype),
-        weight=made(parts[0], hidden, dtype=weight_dtype),
-        bias=made(parts[0], dtype=weight_dtype) if learns_bias else None, target=made(tokens, dtype=torch.int64),
-        vocab_size=vocab, reduction=reduction, softcap=softcap, temperature=temperature, deterministic=deterministic,
-        precision=precision, skip_ignored=skip_ignored, memory_budget=memory_budget, chunk_tokens=chunk_tokens,
-        top_k=top_k, accumulate_dtype=accumulate_dtype, losses=terms, metrics=measured, outputs=names,
-        result=lambda made: made,
+        function="plan", rows=on_meta(tokens, hidden, dtype=hidden_dtype),
+        weight=on_meta(rows, hidden, dtype=weight_dtype), bias=on_meta(rows, dtype=weight_dtype) if bias_grad else None,
+        target=on_meta(tokens, dtype=torch.int64), vocab_size=vocab, reduction=reduction, softcap=softcap,
+        temperature=temperature, deterministic=deterministic, precision=precision, skip_ignored=skip_ignored,
+        memory_budget=memory_budget, chunk_tokens=chunk_tokens, top_k=top_k, accumulate_dtype=accumulate_dtype,
+        losses=terms, metrics=measured, outputs=names, result=lambda plan: plan,
     )  # fmt: skip
-    call.device = place  # of a GPU that may not be there
-    read = parts_of(call)
-    of_ids = next((part.label for part in read if "teacher_ids" in part.fields), None)
-    if of_ids is not None and not teacher_k:
-        raise ValueError(f"{of_ids} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
-    fields, autocast = [field for part in read for field in part.fields], {hidden_dtype, weight_dtype} != {dtype}
-    spec = decided(call, dtype, chosen, fields, kinds_of(read), teacher_k, teacher_vocab)
-    check_fp8(call, spec, absent)
+    call.device = location  # of a GPU that may be absent
+    readers = parts_of(call)  # summands and metrics
+    id_reader = next((reader.label for reader in readers if "teacher_ids" in reader.fields), None)
+    if id_reader is not None and not teacher_k:
+        raise ValueError(f"{id_reader} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
+    fields = [field for reader in readers for field in reader.fields]
+    spec = decided(call, dtype, backend_of_call, fields, kinds_of(readers), teacher_k, teacher_vocab)
+    check_fp8(call, spec, absent_gpu)
     if sequence_sharded:
         spec = replace(spec, demand=spec.demand._replace(columns_only=False))
-    teacher, pairing = None, spec.demand.pairing
-    if pairing is not None:
-        rows, logits = None, made(0, dtype=torch.float32)
-        if teacher_hidden is not None:
-            rows = made(pairing.columns, teacher_hidden, dtype=teacher_dtype or dtype)
-        teacher = TeacherHead(logits if rows is None else None, rows, rows, None, dtype=dtype if autocast else None)
-    traits: dict[str, Any] = {"columns": parts[0], "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1}
-    traits["largest_part"] = parts[0] if ranks > 1 else None
-    if absent is not None and "gpu" in chosen.traits(place):
-        nvidia = absent.name.startswith("sm_")
-        traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
     by_segments = segment_lengths and spec.by_segments
-    sizes = sizes_of(
-        call, spec, tokens, (hidden_grad, weight_grad, learns_bias), teacher, skips=skip_ignored,
-        moved=skip_ignored or by_segments, by_segments=by_segments, buffer_dtype=buffer_dtype, **traits,
-    )  # fmt: skip
-    return make_plan(sizes, spec.request)
+    traits: dict[str, Any] = {
+        "columns": rows, "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1,
+        "largest_part": rows if ranks > 1 else None, "skips": skip_ignored, "moved": skip_ignored or by_segments,
+        "by_segments": by_segments, "buffer_dtype": buffer_dtype,
+    }  # fmt: skip
+    if absent_gpu is not None and "gpu" in backend_of_call.traits(location):
+        is_nvidia = absent_gpu.name.startswith("sm_")
+        traits |= {"gpu": absent_gpu, "multiprocessors": absent_gpu.multiprocessors, "half_products": is_nvidia}
+    autocast_dtype = None if hidden_dtype == weight_dtype == dtype else dtype
+    teacher = dense_teacher(spec, teacher_hidden, teacher_dtype or dtype, autocast_dtype)
+    return make_plan(
+        sizes_of(call, spec, tokens, (hidden_grad, weight_grad, bias_grad), teacher, **traits), spec.request
+    )
+
+
+# least values of sizes, those of a teacher or None
+SIZES = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0, "teacher_vocab": 1, "teacher_hidden": 1}
+DTYPES = ("dtype", "hidden_dtype", "weight_dtype", "teacher_dtype")
+NONE_ALLOWED = ("teacher_vocab", "teacher_hidden", *DTYPES[1:])
+SWITCHES = ("hidden_grad", "weight_grad", "bias", "skip_ignored", "segment_lengths", "sequence_sharded")
+OPTIONS = ("reduction", "label_smoothing", "softcap", "temperature", "deterministic", "precision", "backend")
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises for an argument of ``plan`` that is wrong by itself."""
+    present = {name: value for name, value in arguments.items() if value is not None or name not in NONE_ALLOWED}
+    for name, least in SIZES.items():
+        if name in present:
+            checks.check_int(name, present[name], least)
+    for name in DTYPES:
+        if name in present:
+            checks.check_dtype(name, present[name])
+    for name in SWITCHES:
+        flag(name, present[name])
+    check_options({name: present[name] for name in OPTIONS})
+
+
+def rows_of_first_rank(vocab: int, ranks: int) -> int:
+    """Rows of the weight on the first rank, which has most of them."""
+    rows = part_sizes(vocab, ranks)
+    if 0 in rows:
+        raise ValueError(
+            f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - rows.count(0)} parts; pass fewer ranks"
+        )
+    return rows[0]
+
+
+def buffer_dtype_of(
+    accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype, weight_grad: bool
+) -> torch.dtype | None:
+    """Dtype of the caller's buffer for the weight's gradient; None without one."""
+    sums = sum_dtype(weight_dtype)
+    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, sums):
+        raise ValueError(f"accumulate_into must be False, True or {sums} for this weight, got {accumulate_into!r}")
+    return None if accumulate_into is False or not weight_grad else sums
+
+
+def returned_names(returns: Sequence[str], top_k: int | None, takes_loss: bool) -> tuple[str, ...]:
+    """Names of all that ``linear_logprobs`` returns; empty for a call of another function."""
+    if not isinstance(returns, list | tuple):
+        raise TypeError(f"returns must be a list of names, got {returns!r}")
+    if top_k is not None:
+        checks.check_int("top_k", top_k, 1)
+    for name in returns:
+        choice("plan", "returns", name, ("logprobs", *FLAGS))
+    if not returns and top_k is None:
+        return ()
+    if takes_loss:
+        raise ValueError(
+            "returns and top_k are of linear_logprobs, which takes no loss and no metrics; leave these out"
+        )
+    return output_names([name in returns for name in FLAGS], top_k)
+
+
+def loss_of(loss: Losses | Function | None, label_smoothing: float) -> Losses:
+    """The call's loss: the cross-entropy where none was passed."""
+    if loss is None:
+        return losses.cross_entropy(label_smoothing=label_smoothing)
+    if label_smoothing:
+        raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
+    return as_losses(loss)
+
+
+def dense_teacher(
+    spec: Spec, width: int | None, teacher_dtype: torch.dtype, autocast_dtype: torch.dtype | None
+) -> TeacherHead | None:
+    """The teacher of a call that reads one: of hidden states ``width`` wide, or of logits where that is None."""
+    if spec.demand.pairing is None:
+        return None
+    if width is None:
+        return TeacherHead(on_meta(0, dtype=torch.float32), None, None, None, dtype=autocast_dtype)
+    rows = on_meta(spec.demand.pairing.columns, width, dtype=teacher_dtype)
+    return TeacherHead(None, rows, rows, None, dtype=autocast_dtype)
+
+
+def on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
