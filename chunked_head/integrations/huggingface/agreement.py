@@ -2,9 +2,9 @@
 
 import contextlib
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
 from ..frameworks import REPLACED, check_named
 from .head import FSDP1, sizes_of
-from .source import FORWARDS, MADE, running
+from .source import Forward, enter, forward_of, leave, running
 from .virtual import Rehearsed, Tail
 
 # options of how to compute; what to compute is the model's
@@ -31,6 +31,19 @@ OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into
 SKIPPED_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and its caller
 FOR_TRL = "patch_trl() for TRL's SFT, DPO, KTO, GRPO, RLOO and distillation trainers"
+
+
+@dataclass(eq=False)
+class GraphState:
+    """Notes of graphs of ``torch.compile``. A graph writes them and reads none that another one wrote, so that it
+    depends on none."""
+
+    has_lazy_head: bool = False  # while a forward runs, in a graph or not
+    is_tracing: bool = False  # a forward runs in a graph; code between its graphs runs outside of them
+    has_loss: bool = False  # the forward that runs made its loss
+    has_logits: bool = False  # the forward that runs computed its logits
+    loss_in_words: str = ""  # for the report
+    logits_in_words: str = ""
 
 
 class Agreement:
@@ -57,24 +70,23 @@ class Agreement:
         choice("patch_model", "when", when, ("labels", "training", "always"))
         choice("patch_model", "logits", logits, ("lazy", None))
         flag("strict", strict)
+        # agreed on
         self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
         self.options, self.model = options, model
+        # the head: "lazy logits", or "none: " and the reason; its name in the model; it is the input embeddings' weight
         self.head: Any = None
-        # "lazy logits", or "none: " and the reason; the head's name in the model; it is the input embeddings' weight
         self.mechanism, self.name, self.tied = "none", "", False
+        self.outputs: dict[Any, Any] = {}  # of heads by their state, as output_of finds them
+        # the report
         self.tail: Tail | None = None  # of the last loss
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
-        self.graph_loss = self.graph_reason = ""  # graphs write these and do not read them, so as to depend on none
-        self.graph_fused = self.graph_computed = False  # in the forward that runs
-        self.forwards = 0  # runs of the class's forward; -1 after one in a graph
-        self.computed = ""  # what logits were computed for in the forward that runs
-        self.settled = False  # the model made a loss in training
-        self.lazy = self.traced = False  # the head's call is lazy now; a graph says so
-        self.covered = False  # a model inside of this one took the head over
-        self.training = True  # mode of the model in the forward that runs
-        self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training and of evaluation
-        self.outputs: dict[Any, Any] = {}  # of heads that were asked
         self.warned: dict[str, str] = {}  # messages, by their occasion
+        self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training and of evaluation
+        # the forward that runs, and those before it
+        self.training = True  # mode of the model
+        self.forwards = 0  # runs of the class's forward; -1 after one in a graph
+        self.has_trained = False  # the model made a loss in training
+        self.graph = GraphState()
         # losses of a model without numbers (explain.py), noted instead of made; None: losses are made
         self.rehearsed: list[Rehearsed] | None = None
 
@@ -83,13 +95,15 @@ class Agreement:
         return f"{self.name} {list(sizes_of(self.head) or ())}" + (", tied" if self.tied else "")
 
     @property
-    def asks(self) -> str:
-        """The argument that changes or measures the model's loss, for errors; empty without one."""
+    def loss_argument(self) -> str:
+        """``"loss="`` or ``"metrics="``, whichever ``patch_model`` was given, else ``""``: for errors. Neither has an
+        effect on a loss that is made outside of the model's forward."""
         return "loss=" if self.loss is not None else "metrics=" if self.measured else ""
 
     def refuse(self, reason: str) -> None:
-        if self.asks:
-            raise ValueError(f"{self.asks} of patch_model has no effect on this {self.model}: {reason}")
+        """Notes that the model stays as it is, and warns; ValueError where ``loss`` or ``metrics`` have no effect."""
+        if self.loss_argument:
+            raise ValueError(f"{self.loss_argument} of patch_model has no effect on this {self.model}: {reason}")
         self.mechanism = f"none: {reason}"
         self.warn(f"chunked_head leaves {self.model} as it is: {reason}")
 
@@ -99,165 +113,154 @@ class Agreement:
         counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
         reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
         tail = str(self.tail) if self.tail else "no loss so far"
-        graphs = ", ".join(filter(None, (self.graph_loss, self.graph_reason)))
+        graphs = ", ".join(filter(None, (self.graph.loss_in_words, self.graph.logits_in_words)))
         compiled = f"; in graphs of torch.compile, whose runs do not count: {graphs}" if graphs else ""
         return f"{self.model}: {self.head_in_words}; {self.mechanism}; {tail}; {counts}{reasons}{compiled}"
 
     __repr__ = __str__
 
-    def applies(self, model: nn.Module, labelled: bool, cached: bool = False) -> bool:
-        """Decides whether a forward's logits are lazy. ``cached``: it was given ``past_key_values``, as in
-        generation, which reads the logits of one token."""
-        # inside of a graph torch 2.9 says so in torch.compile too; what it reads outside of one tells them apart
+    def makes_lazy(self, model: nn.Module, labelled: bool, cached: bool = False) -> bool:
+        """True where the logits of a forward are lazy. ``labelled``: the forward has labels. ``cached``: it has
+        ``past_key_values``, as in generation, which reads the logits of one token."""
+        # torch 2.9's is_exporting is true in torch.compile too; the variable that it reads is true in export alone
         exporting = getattr(torch.compiler, "_is_exporting_flag", None)
         if torch.jit.is_tracing() or (torch.compiler.is_exporting() if exporting is None else exporting):
-            return False  # what comes of it may only hold tensors
+            return False  # an exported program holds tensors alone
         if self.head is None or labelled:
             return labelled and self.head is not None
         training = model.training and torch.is_grad_enabled()
         compiling = torch.compiler.is_compiling()
-        lost = self.asks or (self.when == "labels" and not compiling and running(self.head) is None)
-        if training and lost and (compiling or not self.settled):
+        unlabelled = self.when == "labels" and not compiling and running(self.head) is None
+        if training and (self.loss_argument or unlabelled) and (compiling or not self.has_trained):
             caller = "" if compiling else f" that {place(WRAPPING)} called"
-            self.made_outside(f"the forward{caller} was given no labels")
-        outside = (self.when == "training" and training) or (self.when == "always" and not cached)
-        if outside and (is_fully_sharded(model) or is_fully_sharded(self.head)):
+            self.check_outside_loss(f"the forward{caller} was given no labels")
+        lazy = (self.when == "training" and training) or (self.when == "always" and not cached)
+        if lazy and (is_fully_sharded(model) or is_fully_sharded(self.head)):
             self.warn(
                 f"chunked_head: {self.model} is sharded by FSDP, which takes its weights away when the forward ends: "
                 "only losses inside of it are fused; give the forward labels"
             )
             return False
-        return outside
+        return lazy
 
     @contextlib.contextmanager
-    def being_lazy(self, head: Any, labelled: bool) -> Iterator[None]:
-        """Makes the head's call lazy; of models that share a head, for the innermost that was given labels."""
+    def lazy_head(self, head: Any, labelled: bool) -> Iterator[None]:
+        """A context in which the head's call is lazy. Of models that share a head, the innermost with labels has it."""
         compiling = torch.compiler.is_compiling()
-        # in this function: a compiler does not take a generator's frame by itself
-        thread = 0 if compiling else threading.get_ident()
-        outer: Any = None
-        made = False
-        before = 0
+        forward, count = Forward(self), 0
         if not compiling:  # a graph must not depend on counts
-            outer = FORWARDS.get((thread, id(head)))
-            FORWARDS[thread, id(head)] = self
-            MADE.discard((thread, id(self)))
-            before = self.fused + self.materialised
-            self.covered, self.computed = False, ""
-        self.lazy, self.traced = True, compiling
-        self.graph_fused = self.graph_computed = False
+            count = self.fused + self.materialised
+            enter(forward, head)
+        self.graph.has_lazy_head, self.graph.is_tracing = True, compiling
+        self.graph.has_loss = self.graph.has_logits = False
         try:
             yield
         finally:
-            self.lazy = self.traced = False
+            self.graph.has_lazy_head = self.graph.is_tracing = False
             if not compiling:
-                made = (thread, id(self)) in MADE
-                MADE.discard((thread, id(self)))
-                del FORWARDS[thread, id(head)]
-                if outer is not None:
-                    FORWARDS[thread, id(head)] = outer
-                    outer.covered = True
-        if not labelled or made or self.graph_fused:
+                leave(forward, head)
+        if not labelled or forward.has_loss or self.graph.has_loss:
             return
-        if self.asks:
+        if self.loss_argument:
             raise RuntimeError(
-                f"{self.asks} of patch_model had no effect: {self.model} was given labels and made no loss of "
-                f"{self.name}'s logits that it could stand for{self.computed}; leave {self.asks} out"
+                f"{self.loss_argument} of patch_model had no effect: {self.model} was given labels and made no loss of "
+                f"{self.name}'s logits that it could stand for{forward.logits_in_words}; leave {self.loss_argument} out"
             )
-        if compiling or self.covered or self.graph_computed or self.fused + self.materialised > before:
+        if compiling or forward.is_covered or self.graph.has_logits or self.fused + self.materialised > count:
             return
         self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
 
-    def fuses(self, tail: Tail, by_model: bool = False) -> None:
+    def count_loss(self, tail: Tail, by_model: bool = False) -> None:
         """Counts a loss; ``by_model``: made by the model inside of its forward."""
         if by_model and self.training:
-            self.settled = True
+            self.has_trained = True
         if torch.compiler.is_compiling():
-            self.graph_loss = "losses fused"
-            self.graph_fused = self.graph_fused or by_model
+            self.graph.loss_in_words = "losses fused"
+            self.graph.has_loss = self.graph.has_loss or by_model
             return
         self.fused += 1
         self.tail = tail
-        if by_model:
-            MADE.add((threading.get_ident(), id(self)))
+        if by_model and (forward := forward_of(self)) is not None:
+            forward.has_loss = True
 
-    def runs(self) -> bool:
-        """Counts a run of the class's forward; True."""
+    def count_forward(self) -> None:
+        """Counts a run of the class's forward."""
         self.forwards = -1 if torch.compiler.is_compiling() else self.forwards + 1
-        return True
 
-    def made_outside(self, how: str) -> None:
+    def check_outside_loss(self, how: str) -> None:
         """Raises where ``loss`` or ``metrics`` have no part in a training step's loss; warns, once, without them."""
-        if self.asks:
+        argument = self.loss_argument
+        if argument:
             trained = "train on the loss that the forward returns for its labels (label smoothing is an option of "
             remedies = [f"{trained}losses.cross_entropy)"]
             fused = " as it is" if self.when == "training" else ' with when="training"'
-            without = f"patch_model without {self.asks}, which fuses a loss outside of the forward{fused}"
+            without = f"patch_model without {argument}, which fuses a loss outside of the forward{fused}"
         else:
             remedies = ["give the forward labels and train on its loss"]
             without = 'patch_model(model, when="training") for losses outside of it'
-        self.is_passed_by(how, [*remedies, without, *([] if is_on_trl() else [FOR_TRL])])
+        self.report_outside_loss(how, [*remedies, without, *([] if is_on_trl() else [FOR_TRL])])
 
-    def is_hidden(self, by: str) -> None:
-        """Says that a forward which hangs on the model, named by ``by``, ran instead of its class's."""
-        if self.asks or not is_on_trl():
+    def report_hidden_forward(self, name: str) -> None:
+        """Raises or warns: a forward that hangs on the model, ``name``, ran instead of its class's."""
+        if self.loss_argument or not is_on_trl():
             remedies = ["let it call the forward that it finds on the model", *([] if is_on_trl() else [FOR_TRL])]
-            self.is_passed_by(f"by {by}, which runs instead of the model's forward", remedies)
+            self.report_outside_loss(f"by {name}, which runs instead of the model's forward", remedies)
 
-    def is_passed_by(self, how: str, remedies: Sequence[str]) -> None:
+    def report_outside_loss(self, how: str, remedies: Sequence[str]) -> None:
         """Raises or warns of a loss of which this library has no part."""
         if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and in_backward()):
             return  # in backward a checkpoint runs the forward again
         advice = ", or ".join(remedies)
-        if self.asks:
+        if self.loss_argument:
             raise RuntimeError(
-                f"{self.asks} of patch_model has no part in a loss made outside of {self.model}'s forward ({how}); "
-                f"{advice}"
+                f"{self.loss_argument} of patch_model has no part in a loss made outside of {self.model}'s forward "
+                f"({how}); {advice}"
             )
         self.warn(
             f"chunked_head: a loss made outside of {self.model}'s forward ({how}) is not fused; {advice}",
             once="outside",
         )
 
-    def materialises(self, what: str) -> None:
-        """Counts logits that are about to be computed for ``what``, and warns."""
+    def count_logits(self, purpose: str) -> None:
+        """Counts logits that are about to be computed for ``purpose``, and warns; RuntimeError with ``strict``."""
         compiling = torch.compiler.is_compiling()
-        where = "a place in a graph" if compiling else place()
+        location = "a place in a graph" if compiling else place()
         if self.strict:
             raise RuntimeError(
-                f"{self.model}'s logits would be computed for {what} at {where}, which strict=True forbids; use "
+                f"{self.model}'s logits would be computed for {purpose} at {location}, which strict=True forbids; use "
                 "logits.materialise() where you want them"
             )
         if compiling:
-            self.graph_reason, self.graph_computed = f"logits computed for {what}", True
+            self.graph.logits_in_words, self.graph.has_logits = f"logits computed for {purpose}", True
             return
         self.materialised += 1
-        reason = f"{what} at {where}"
-        self.computed = f" (the logits were computed for {reason})"
+        reason = f"{purpose} at {location}"
+        if (forward := forward_of(self)) is not None:
+            forward.logits_in_words = f" (the logits were computed for {reason})"
         if reason not in self.reasons:
             self.reasons.append(reason)
-        self.warn(f"chunked_head: {self.model}'s logits are computed after all, for {reason}", once=what)
+        self.warn(f"chunked_head: {self.model}'s logits are computed after all, for {reason}", once=purpose)
 
     def warn(self, message: str, once: str | None = None) -> None:
         if (once or message) not in self.warned:
             self.warned[once or message] = message
             warnings.warn(message, stacklevel=2)
 
-    def rehearses(self, call: Rehearsed) -> None:
-        """Notes a loss and the place that makes it."""
+    def note_rehearsed(self, call: Rehearsed) -> None:
+        """Notes a loss and the place in the model's code that makes it."""
         assert self.rehearsed is not None
         self.rehearsed.append(call._replace(made_at=place()))
 
-    def takes(self, output: LossOutput) -> None:
-        """Adds a call's metrics. In backward a checkpoint runs a forward again whose metrics are counted."""
+    def add_metrics(self, output: LossOutput) -> None:
+        """Adds a call's metrics, but for those of a forward that a checkpoint runs again in backward."""
         if output.metrics and (torch.compiler.is_compiling() or not in_backward()):
             self.metrics[self.training] = combine([self.metrics[self.training], output.metrics])
 
     def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
         """Metrics by name since the last call, of training or of evaluation: each with ``.sum``, ``.count`` and
         ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
-        taken, self.metrics[training] = self.metrics[training], {}
-        return taken
+        metrics, self.metrics[training] = self.metrics[training], {}
+        return metrics
 
 
 def is_on_trl() -> bool:
@@ -271,10 +274,10 @@ def is_fully_sharded(module: Any) -> bool:
     return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
 
 
-def place(further: tuple[str, ...] = ()) -> str:
-    """File and line of the caller's code, past our frames, torch's and those of ``further`` paths."""
+def place(skipped: tuple[str, ...] = ()) -> str:
+    """File and line of the caller's code: the first frame outside of ours, torch's and the ``skipped`` paths."""
     frame: Any = sys._getframe(1)
-    while frame is not None and any(path in frame.f_code.co_filename for path in (*SKIPPED_FRAMES, *further)):
+    while frame is not None and any(path in frame.f_code.co_filename for path in (*SKIPPED_FRAMES, *skipped)):
         frame = frame.f_back
     return "an unknown place" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
@@ -290,13 +293,13 @@ def check_loss(loss: Losses | None, measured: Sequence[Metric]) -> None:
     for summand in summands:
         if summand.token_weights is not None or summand.teacher is not None:
             raise ValueError(f"{summand.label} has token weights or a teacher, and a model's forward has labels alone")
-    needing: list[Summand | Metric] = [*summands, *measured]
-    for one in needing:
-        if one.fields or one.scope != "token":
-            needs = ", ".join(one.fields) or "segments"
+    readers: list[Summand | Metric] = [*summands, *measured]
+    for reader in readers:
+        if reader.fields or reader.scope != "token":
+            needs = ", ".join(reader.fields) or "segments"
             raise ValueError(
-                f"{one.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the model's "
-                "hidden states"
+                f"{reader.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the "
+                "model's hidden states"
             )
-    # two of a name, or at too many temperatures
+    # raises for two of a name, and for too many temperatures
     structure_of(losses.cross_entropy() if loss is None else loss, measured, 1.0, 2)

@@ -56,7 +56,7 @@ class LazyLoss:
             return self.rehearse(hidden, head["weight"], head["bias"])
         head |= {"target": self.target.to(hidden.device), "ignore_index": self.ignore_index}
         found = linear_loss(hidden, loss=self.loss, metrics=self.measured, reduction=self.reduction, **head)
-        self.source.patch.takes(found)
+        self.source.patch.add_metrics(found)
         return found.loss
 
     def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ class LazyLoss:
         casts = [argument for name, argument in self.steps if name == "cast"]
         read = torch.float32 if source.autocast is not None else (source.output.dtype, *casts)[-1]
         call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, self.loss, self.reduction)
-        source.patch.rehearses(call)
+        source.patch.note_rehearsed(call)
         shape = self.target.shape if self.reduction == "none" else ()
         return hidden.new_empty(shape, dtype=wide(hidden.dtype), requires_grad=True)
 
@@ -103,7 +103,7 @@ class LazyLoss:
         options: Any = {"metrics": self.measured, "ignore_index": self.ignore_index, "reduction": reduction}
         found = logits_loss(logits, ids, self.loss, **options)
         if not again:
-            patch.takes(found)
+            patch.add_metrics(found)
         return found.loss
 
 
@@ -130,7 +130,7 @@ def cross_entropy(
     target = target.to(logits.hidden.device, torch.int64)
     smoothing, patch, measured = float(label_smoothing), source.patch, ()
     loss, by_model = losses.cross_entropy(smoothing, weight), running(source.head) is patch
-    if by_model and patch.asks:  # which have no part in a loss that is made outside of the model's forward
+    if by_model and patch.loss_argument:  # which have no part in a loss that is made outside of the model's forward
         if reduction == "none":
             raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
         if patch.loss is not None and (weight is not None or smoothing):
@@ -145,7 +145,7 @@ def cross_entropy(
     else:
         with source.taken():
             value = request.by_chunks(logits.hidden, source.call)
-    patch.fuses(tail, by_model)
+    patch.count_loss(tail, by_model)
     return value.to(logits.dtype if rounded else wide(logits.dtype))
 
 
@@ -242,7 +242,7 @@ def outputs_of(read: Read, ids: Tensor, **asked: bool) -> tuple[Tensor, ...]:
         options = head_of(source, read.tail, head)
         if source.patch.rehearsed is not None:
             call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
-            source.patch.rehearses(call)
+            source.patch.note_rehearsed(call)
             return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in (ids, *asked))
         options |= {"target": ids.to(hidden.device), "ignore_index": NONE, **asked}
         return tuple(linear_logprobs(hidden, **options))

@@ -54,18 +54,18 @@ class LazyHead:
         if reason is None and hook is not None and is_among_others:
             reason = f"a forward pre-hook, {hook}, beside hooks of a framework"
         if reason is not None:
-            patch.materialises(reason)
+            patch.count_logits(reason)
             return self.real(hidden)
         if hook is not None:  # it runs now, and once, on what the model gives
             passed = Passed()
             computed = self.real(hidden, chunked_head_loss=passed)
             if passed.hidden is None:
-                patch.materialises(f"a forward pre-hook, {hook}, that gives the head more than hidden states")
+                patch.count_logits(f"a forward pre-hook, {hook}, that gives the head more than hidden states")
                 return computed
             hidden = passed.hidden
         source = Source.here(self, patch, hidden, hook is not None)
         if source.output.reason:
-            patch.materialises(source.output.reason)
+            patch.count_logits(source.output.reason)
             return source.call(hidden)
         virtual = Virtual(hidden, (), source.output.columns, source.output.dtype, source)
         return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.of(virtual)

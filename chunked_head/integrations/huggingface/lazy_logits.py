@@ -129,7 +129,7 @@ class LazyLogits(Tensor):
         ids = read.logits.hidden.new_zeros(read.logits.shape[:-1], dtype=torch.int64)
         rows = Rows(*outputs_of(read, ids if index is None else index[..., 0], lse=True, mean_logit=True))
         self._rows = ((index, None if index is None else version(index), grad), rows)
-        self._virtual.source.patch.fuses(read.tail)
+        self._virtual.source.patch.count_loss(read.tail)
         return rows
 
     def hand_down(self, parts: "tuple[LazyLogits, ...]") -> None:
@@ -290,7 +290,7 @@ def will_compute(logits: LazyLogits, what: str) -> None:
     """Counts logits that are about to be computed for ``what``; raises where they must not be."""
     refuse_functions(logits)
     if logits._real is None:
-        logits._virtual.source.patch.materialises(what)
+        logits._virtual.source.patch.count_logits(what)
 
 
 def refuse_functions(logits: LazyLogits) -> bool:

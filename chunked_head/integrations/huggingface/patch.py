@@ -166,11 +166,12 @@ class Patched:
         hung = agreed is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
         if not hung or not self.training or not hides(self):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        by, before = hung_by(self), max(agreed.forwards, 0)  # now: TRL takes its own off as it runs
-        agreed.forwards = before
+        # the name is read first: TRL takes its forward off as it runs
+        name, count = hung_by(self), max(agreed.forwards, 0)
+        agreed.forwards = count
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if agreed.forwards == before:
-            agreed.is_hidden(by)
+        if agreed.forwards == count:
+            agreed.report_hidden_forward(name)
         return output
 
     def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
@@ -198,13 +199,15 @@ def patched_class(base: type) -> type:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
         agreed: Any = self.__dict__.get(REPORT)
-        labelled = agreed is not None and agreed.runs() and self.was_given(args, kwargs, *LABELS)
+        if agreed is not None:
+            agreed.count_forward()
+        labelled = agreed is not None and self.was_given(args, kwargs, *LABELS)
         cached = self.was_given(args, kwargs, *CACHES)
-        head = find_again(agreed, self) if agreed is not None and agreed.applies(self, labelled, cached) else None
+        head = find_again(agreed, self) if agreed is not None and agreed.makes_lazy(self, labelled, cached) else None
         if head is None or running(head) is agreed:
             return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.training = self.training
-        with agreed.being_lazy(head, labelled):
+        with agreed.lazy_head(head, labelled):
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return without_logits(output) if agreed.logits is None and labelled and self.training else output
 

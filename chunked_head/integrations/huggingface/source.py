@@ -18,19 +18,58 @@ from .virtual import Virtual, replay
 ROWS_AT_ONCE = 1024  # of real logits where a row's result is all that stays
 PATCH = "_chunked_head_patch"  # a lazy head's agreement, in its __dict__
 HEADS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # lazy ones
-# models may share a head, and threads a model
-FORWARDS: dict[tuple[int, int], Any] = {}  # agreements of forwards that run, by thread and id of the head
-MADE: set[tuple[int, int]] = set()  # thread and id of the agreement, of forwards that have made a loss
+# models may share a head, and threads a model: by thread and id of the head, in the order of their nesting
+FORWARDS: dict[tuple[int, int], "Forward"] = {}
 Versions = tuple[tuple[str, Tensor, int | None], ...]  # of a head's parameters, by name
+
+
+@dataclass(eq=False)
+class Forward:
+    """A patched model's forward that runs in a thread, and what became of its logits. Graphs have ``GraphState``."""
+
+    agreement: Any
+    outer: "Forward | None" = None  # of another model, which has the same head and called this one
+    is_covered: bool = False  # a model inside of this one took the head over
+    has_loss: bool = False  # the model made its loss
+    logits_in_words: str = ""  # what logits were computed for, for an error
+
+
+def enter(forward: Forward, head: Any) -> None:
+    """Makes a forward the one that calls the head in this thread."""
+    key = threading.get_ident(), id(head)
+    forward.outer = FORWARDS.get(key)
+    FORWARDS[key] = forward
+
+
+def leave(forward: Forward, head: Any) -> None:
+    """Makes the outer forward the one that calls the head again."""
+    key = threading.get_ident(), id(head)
+    del FORWARDS[key]
+    if forward.outer is not None:
+        FORWARDS[key] = forward.outer
+        forward.outer.is_covered = True
+
+
+def forward_of(agreement: Any) -> Forward | None:
+    """The forward of an agreement's model that runs in this thread; None outside of one."""
+    for (thread, _), innermost in list(FORWARDS.items()):
+        forward: Forward | None = innermost if thread == threading.get_ident() else None
+        while forward is not None and forward.agreement is not agreement:
+            forward = forward.outer
+        if forward is not None:
+            return forward
+    return None
 
 
 def running(head: Any) -> Any:
     """The agreement of the forward that calls a head; None outside of one."""
     patch = head.__dict__.get(PATCH)
     if torch.compiler.is_compiling():  # a graph knows no threads
-        return patch if patch is not None and patch.lazy else None
-    found = FORWARDS.get((threading.get_ident(), id(head)))
-    return patch if found is None and patch is not None and patch.traced else found
+        return patch if patch is not None and patch.graph.has_lazy_head else None
+    forward = FORWARDS.get((threading.get_ident(), id(head)))
+    if forward is None:
+        return patch if patch is not None and patch.graph.is_tracing else None
+    return forward.agreement
 
 
 def version(tensor: Tensor) -> int | None:

@@ -97,7 +97,7 @@ class TracedLogits:
         """The logits, for what only reads them: what is written to them would reach a copy."""
         if writes(what):
             raise RuntimeError(f"{what} on lazy logits inside of torch.compile is not supported; unpatch the model")
-        self._virtual.source.patch.materialises(what)
+        self._virtual.source.patch.count_logits(what)
         return self.materialise() if what in PURE else self.in_memory()
 
     @classmethod
