@@ -28,10 +28,10 @@ from .plan.plans import Plan, Section, as_text, facts, sections
 from .stores import backend_of
 from .stores.backend import has_triton
 
-Found = tuple[dict[str, Any], list[Section]]  # for scripts, and for people
+Report = tuple[dict[str, Any], list[Section]]  # a command's result: for scripts, and for people
 PROGRAM = "python -m chunked_head"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-LOSSES = sorted(one for one in losses.__all__ if one.islower() and one != "custom")
+LOSSES = sorted(name for name in losses.__all__ if name.islower() and name != "custom")
 MODEL = "a folder with config.json, such a file, or a name in the local cache; nothing is downloaded"
 
 
@@ -42,29 +42,29 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
-    asked = vars(parser().parse_args(arguments))
-    command, run, as_json = (asked.pop(name) for name in ("command", "run", "json"))
+    options = vars(parser().parse_args(arguments))
+    command, run, as_json = (options.pop(name) for name in ("command", "run", "json"))
     try:
-        record, shown = run(**asked)
+        record, report_sections = run(**options)
     except (TypeError, ValueError) as error:
         print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if as_json:
         print(json.dumps(record, indent=1, default=str))
     else:
-        print(as_text([section for section in shown if section[1]]))
+        print(as_text([section for section in report_sections if section[1]]))
     return 0 if record.get("passed", True) else 1
 
 
 def parser() -> Parser:
-    made = Parser(prog=PROGRAM, description="The head of a language model without its logits: tools.")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    program = Parser(prog=PROGRAM, description="The head of a language model without its logits: tools.")
+    commands = program.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(title: str, run: Any, text: str) -> Any:
-        added = commands.add_parser(title, help=text[0].lower() + text[1:].rstrip("."), description=text)
-        added.set_defaults(run=run)
-        added.add_argument("--json", action="store_true", help="print JSON for scripts; sizes are bytes")
-        return added.add_argument
+        subcommand = commands.add_parser(title, help=text[0].lower() + text[1:].rstrip("."), description=text)
+        subcommand.set_defaults(run=run)
+        subcommand.add_argument("--json", action="store_true", help="print JSON for scripts; sizes are bytes")
+        return subcommand.add_argument
 
     number: dict[str, Any] = {"type": int, "metavar": "N"}
     dtype: dict[str, Any] = {"choices": DTYPES}
@@ -72,8 +72,8 @@ def parser() -> Parser:
     for size in ("--tokens", "--hidden", "--vocab"):
         add(size, **number, required=True)
     add("--dtype", **dtype, default="bf16", help="of the matmuls (default: bf16)")
-    listed = f"summed, default cross_entropy: {', '.join(LOSSES)}"
-    add("--loss", nargs="+", default=["cross_entropy"], choices=LOSSES, metavar="NAME", help=listed)
+    loss_names = f"summed, default cross_entropy: {', '.join(LOSSES)}"
+    add("--loss", nargs="+", default=["cross_entropy"], choices=LOSSES, metavar="NAME", help=loss_names)
     add("--softcap", type=float, metavar="X")
     add("--teacher-k", **number, default=0, help="ids per token of a top-K teacher")
     add("--teacher-hidden", **number, help="hidden size of a dense teacher")
@@ -85,33 +85,35 @@ def parser() -> Parser:
     explain("--dtype", **dtype, help="of the parameters (default: the configuration's)")
     explain("--autocast", **dtype, help="of torch.autocast, where the model trains under it")
     device = f"cuda, cpu, or an architecture that need not be there ({', '.join(GPUS)}); default: the GPU, else the CPU"
-    for each in (add, explain):
-        each("--device", metavar="NAME", help=device)
-        each("--memory-budget", metavar="SIZE", help="such as 1GiB: of all but the gradients")
+    for add_to in (add, explain):
+        add_to("--device", metavar="NAME", help=device)
+        add_to("--memory-budget", metavar="SIZE", help="such as 1GiB: of all but the gradients")
     command("doctor", run_doctor, "Versions, the GPU, the path that calls take, and a self-test with its figures.")
-    return made
+    return program
 
 
-def run_plan(dtype: str, loss: list[str], **sizes: Any) -> Found:
-    found = plan(dtype=DTYPES[dtype], loss=sum(getattr(losses, one)() for one in loss), **sizes)
-    return of_plan(found), sections(found)
+def run_plan(dtype: str, loss: list[str], **sizes: Any) -> Report:
+    call_plan = plan(dtype=DTYPES[dtype], loss=sum(getattr(losses, name)() for name in loss), **sizes)
+    return of_plan(call_plan), sections(call_plan)
 
 
-def of_plan(found: Plan) -> dict[str, Any]:
+def of_plan(p: Plan) -> dict[str, Any]:
     numbers = ("schedule", "chunks", "chunk_tokens", "peak_bytes", "extra_bytes", "gradient_bytes", "weight_error")
     return {
-        **{key: getattr(found, key) for key in numbers}, "budget_bytes": found.budget, "store": found.sizes.store.name,
-        "facts": dict(facts(found)),
-        "buffers": [buffer._asdict() | {"bytes": buffer.bytes} for buffer in found.buffers],
+        **{key: getattr(p, key) for key in numbers}, "budget_bytes": p.budget, "store": p.sizes.store.name,
+        "facts": dict(facts(p)),
+        "buffers": [buffer._asdict() | {"bytes": buffer.bytes} for buffer in p.buffers],
     }  # fmt: skip
 
 
-def run_explain(model: str, dtype: str | None, autocast: str | None, **options: Any) -> Found:
+def run_explain(model: str, dtype: str | None, autocast: str | None, **options: Any) -> Report:
     from .integrations.huggingface.explain import explain_model
 
-    found = explain_model(model_of(model, DTYPES.get(dtype or "")), autocast=DTYPES.get(autocast or ""), **options)
-    record = vars(found) | {"plan": found.plan and of_plan(found.plan)}
-    return record, [("What patch_model would do", found.facts())]
+    explanation = explain_model(
+        model_of(model, DTYPES.get(dtype or "")), autocast=DTYPES.get(autocast or ""), **options
+    )
+    record = vars(explanation) | {"plan": explanation.plan and of_plan(explanation.plan)}
+    return record, [("What patch_model would do", explanation.facts())]
 
 
 def model_of(where: str, dtype: torch.dtype | None) -> Any:
@@ -135,59 +137,63 @@ def model_of(where: str, dtype: torch.dtype | None) -> Any:
     return model if dtype is None else model.to(dtype)
 
 
-def run_doctor() -> Found:
-    found = diagnose()
-    tested = found["self_test"] | {"result, relative to float64": found["result"]}
+def run_doctor() -> Report:
+    diagnosis = diagnose()
+    results = diagnosis["self_test"] | {"result, relative to float64": diagnosis["result"]}
     shown: list[Section] = []
-    for title, record in (("Versions", found["versions"]), ("A call here", found["call"]), ("Self-test", tested)):
+    records = {"Versions": diagnosis["versions"], "A call here": diagnosis["call"], "Self-test": results}
+    for title, record in records.items():
         texts = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in record.values()]
         shown.append((title, [(key.replace("_", " "), text) for key, text in zip(record, texts, strict=True)]))
-    return found, [*shown, ("Odd", [("", sentence) for sentence in found["odd"]])]
+    return diagnosis, [*shown, ("Odd", [("", sentence) for sentence in diagnosis["odd"]])]
 
 
 PACKAGES = ("triton", "numpy", "transformers", "trl", "liger-kernel")
-# by dtype: how far from float64's full logits a loss and a gradient may be, the latter by its norm. 16-bit types round
-# exponentials and the gradient itself
+# by dtype: the largest relative error of a loss and of a gradient's norm, beside full logits in float64. 16-bit types
+# round exponentials and the gradient itself
 BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-4, 1e-2)}
 
 
 def diagnose() -> dict[str, Any]:
-    """``odd``: sentences, each with what to do. ``result``: of the self-test."""
+    """The doctor's record: ``versions``, the ``call`` of a usual size, ``self_test`` and its ``result``, and ``odd``:
+    sentences about what is unusual, each with what to do."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
-    found["odd"] = odd(device, found["versions"].get("trl", TRL.tested[-1]))
+    record: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
+    record["odd"] = odd(device, record["versions"].get("trl", TRL.tested[-1]))
     try:
-        found["call"] = {"backend": backend_of(None, device).name}
-        found["call"] |= facts(plan(8192, 4096, 128256, dtype, device=device))
-        found["self_test"] = test = self_test(device, dtype)
-        checked = ("loss", "loss"), ("hidden", "gradient"), ("weight", "gradient")
-        passed = all(test[f"{one}_error"] <= test[f"{bound}_bound"] for one, bound in checked)  # not where one is nan
+        record["call"] = {"backend": backend_of(None, device).name}
+        record["call"] |= facts(plan(8192, 4096, 128256, dtype, device=device))
+        record["self_test"] = results = self_test(device, dtype)
+        bounds = {"loss": "loss", "hidden": "gradient", "weight": "gradient"}
+        # a nan does not pass
+        passed = all(results[f"{name}_error"] <= results[f"{bound}_bound"] for name, bound in bounds.items())
         result = "pass" if passed else "FAIL, a wrong result: do not train with this installation"
-    except Exception as error:  # whatever is broken is what is asked for
+    except Exception as error:  # the doctor reports whatever is broken
         result = f"FAIL, {in_a_line(error)}"
-    return found | {"result": result, "passed": result == "pass"}
+    return record | {"result": result, "passed": result == "pass"}
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of what runs, in which a checkout and an installation may differ; the GPU, its row of docs/gpus.md."""
-    own = sys.modules["chunked_head"].__version__
-    found = {"python": platform.python_version(), "chunked-head": own, "torch": torch.__version__}
+    """Versions of Python and packages, and the GPU with its row of docs/gpus.md. This library's version is the imported
+    module's, which may be a checkout's."""
+    version = sys.modules["chunked_head"].__version__
+    installed = {"python": platform.python_version(), "chunked-head": version, "torch": torch.__version__}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
     if device.type == "cuda":
-        there, row = torch.cuda.get_device_properties(device), gpu_of(device)
+        properties, row = torch.cuda.get_device_properties(device), gpu_of(device)
         runtime = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"HIP {torch.version.hip}"
-        memory, known = f"{there.total_memory / 2**30:.0f} GiB", row.name if row else "not"
-        found["GPU"] = f"{there.name}, {memory}; {runtime}; {known} in docs/gpus.md"
-    return found
+        memory, listed = f"{properties.total_memory / 2**30:.0f} GiB", row.name if row else "not"
+        installed["GPU"] = f"{properties.name}, {memory}; {runtime}; {listed} in docs/gpus.md"
+    return installed
 
 
 def odd(device: torch.device, trl: str) -> list[str]:
     """Sentences about what is unusual, each with what to do."""
     gpu = device.type == "cuda"
-    applies = {
+    sentences = {
         "torch sees no GPU: calls run on the CPU; nvidia-smi says whether the driver sees one": not gpu,
         "Triton is not installed: calls on the GPU take plain torch; pip install triton": gpu and not has_triton(),
         "this GPU is not in docs/gpus.md: calls keep fp32 logits, which is slower": gpu and gpu_of(device) is None,
@@ -196,24 +202,29 @@ def odd(device: torch.device, trl: str) -> list[str]:
             trl.split(".")[:2] == tested.split(".")[:2] for tested in TRL.tested
         ),
     }
-    return [sentence for sentence, so in applies.items() if so]
+    return [sentence for sentence, applies in sentences.items() if applies]
 
 
 @torch.enable_grad()
 def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """A call compared with float64: relative errors, the worst of three calls."""
-    made: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    hidden, weight = (torch.randn(rows, 128, dtype=dtype, **made) for rows in (300, 1000))
-    target = torch.randint(0, 1000, (300,), **made)
+    options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    hidden, weight = (torch.randn(rows, 128, dtype=dtype, **options) for rows in (300, 1000))
+    target = torch.randint(0, 1000, (300,), **options)
     target[::7] = -100
     weight.mul_(2 * 128**-0.5)  # logits of order 1
     for operand in (hidden, weight):
         operand.requires_grad_()
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    true, errors = with_gradients(F.cross_entropy(wide[0] @ wide[1].T, target), wide), []
+    exact, errors = with_gradients(F.cross_entropy(wide[0] @ wide[1].T, target), wide), []
     for _ in range(3):
-        found = with_gradients(linear_cross_entropy(hidden, weight, target, chunk_tokens=128), (hidden, weight))
-        errors.append([float((ours.double() - t).norm() / t.norm()) for ours, t in zip(found, true, strict=True)])
+        values = with_gradients(linear_cross_entropy(hidden, weight, target, chunk_tokens=128), (hidden, weight))
+        errors.append(
+            [
+                float((ours.double() - float64).norm() / float64.norm())
+                for ours, float64 in zip(values, exact, strict=True)
+            ]
+        )
     loss_error, hidden_error, weight_error = torch.tensor(errors).amax(0).tolist()  # nan where one is
     return {
         "loss_error": loss_error, "loss_bound": BOUNDS[dtype][0], "hidden_error": hidden_error,

@@ -238,30 +238,30 @@ def linear_loss(
     w, ids = weight.to(dtype), torch.arange(vocab, device=weight.device)
     head = Head(w, w.new_zeros(vocab) if bias is None else bias.to(dtype), logit_scale, softcap)
     omega = w.new_ones(vocab) if class_weights is None else class_weights.to(dtype)
-    ones = w.new_ones(len(hidden))
-    fields = {**(batch or {}), "target": target, "temperature": temperature * ones}
-    fields["token_weights"] = ones if token_weights is None else token_weights.to(dtype)
+    unit_weights = w.new_ones(len(hidden))
+    fields = {**(batch or {}), "target": target, "temperature": temperature * unit_weights}
+    fields["token_weights"] = unit_weights if token_weights is None else token_weights.to(dtype)
     # masks select rows: nothing is read of a token that does not count
-    counted = ((target != ignore_index) & fields.pop("mask", ones.bool())).nonzero()[:, 0]
+    counted = ((target != ignore_index) & fields.pop("mask", unit_weights.bool())).nonzero()[:, 0]
     denominator = float(omega[target[counted]].sum()) or 1.0 if normalizer is None else float(normalizer)
     scale = 1.0 if reduction == "sum" else 1.0 / denominator if denominator else 0.0
 
     logits = w.new_empty(chunk_tokens, vocab)  # the one large buffer
     pieces = [slice(i * vocab // shards, (i + 1) * vocab // shards) for i in range(shards)]
     dhidden, dweight, dbias = hidden.new_zeros(hidden.shape, dtype=dtype), torch.zeros_like(w), torch.zeros_like(omega)
-    values, sums = {name: torch.zeros_like(ones) for name in mix}, {name: ones.new_zeros(()) for name in metrics}
+    values, sums = {name: torch.zeros_like(unit_weights) for name in mix}, {name: unit_weights.new_zeros(()) for name in metrics}
     for rows in counted.split(chunk_tokens) if len(counted) else ():
         h, x = hidden[rows].to(dtype), logits[: len(rows)]  # [chunk, hidden], [chunk, vocab]
         chunk = {name: field[rows] for name, field in fields.items()} | {"class_weights": omega}
         y, t = chunk["target"], chunk["temperature"][:, None]
-        of_pieces = []
+        statistics_of_pieces = []
         for piece in pieces:  # steps 1 and 2
             x[:, piece] = head.logits(h, piece, t)
-            of_pieces.append(piece_statistics(x[:, piece], ids[piece], y, omega[piece]))
-        merged = reduce(merge, of_pieces)  # over ranks: after an all-gather
+            statistics_of_pieces.append(piece_statistics(x[:, piece], ids[piece], y, omega[piece]))
+        merged = reduce(merge, statistics_of_pieces)  # over ranks: after an all-gather
         stats = statistics(merged)
-        of_tokens, c = coefficients(mix, stats, chunk, chunk["token_weights"] * scale)  # steps 3 and 4
-        for name, value in of_tokens.items():
+        chunk_values, c = coefficients(mix, stats, chunk, chunk["token_weights"] * scale)  # steps 3 and 4
+        for name, value in chunk_values.items():
             values[name][rows] = value.detach()
         for name, metric in metrics.items():
             sums[name] += metric(stats, chunk).sum()
@@ -273,11 +273,11 @@ def linear_loss(
             dweight[piece].addmm_(dx.T, h)
             dbias[piece] += dx.sum(0)
 
-    parts = {name: (values[name] * fields["token_weights"])[counted].sum() * scale for name in mix}
-    loss = torch.stack([coefficient * parts[name] for name, (coefficient, _) in mix.items()]).sum()
+    losses_by_name = {name: (values[name] * fields["token_weights"])[counted].sum() * scale for name in mix}
+    loss = torch.stack([coefficient * losses_by_name[name] for name, (coefficient, _) in mix.items()]).sum()
     means = {name: total / max(1, len(counted)) for name, total in sums.items()}
-    of_bias = None if bias is None else dbias.to(bias.dtype)
-    return Result(loss, parts, values, means, dhidden.to(hidden.dtype), dweight.to(weight.dtype), of_bias)
+    bias_grad = None if bias is None else dbias.to(bias.dtype)
+    return Result(loss, losses_by_name, values, means, dhidden.to(hidden.dtype), dweight.to(weight.dtype), bias_grad)
 
 
 def demonstration(tokens: int = 2048, width: int = 64, vocab: int = 16384, chunk_tokens: int = 256) -> None:

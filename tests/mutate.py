@@ -64,7 +64,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("key: a recipe without autocast", "chunked_head/compile/recipes.py", "text_of((FORMAT, arguments, autocast))", "text_of((FORMAT, arguments))", KEYS + " -k recipes"),
     ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "FOUND.made((key, about, ", "FOUND.made((key, ", KEYS + " -k found_out"),
     ("key: a factory without its options", "chunked_head/losses/base.py", "repr((args, options))", "repr(args)", KEYS + " -k by_their_numbers"),
-    ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSSES.made(given, ", "LOSSES.made(given[:1], ", KEYS + " -k by_their_numbers"),
+    ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSSES.made(coefficients, ", "LOSSES.made(coefficients[:1], ", KEYS + " -k by_their_numbers"),
     # PyTorch's operations
     ("sign: the target's term", TORCH, "(here.target, -here.beta, here.target_logit)", "(here.target, here.beta, here.target_logit)", CROSS),
     ("sign: label smoothing's term", TORCH, "grad -= here.kappa[:, None]", "grad += here.kappa[:, None]", CROSS),

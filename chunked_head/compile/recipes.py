@@ -40,9 +40,9 @@ class Recipe:
     arguments: tuple  # described
     autocast: torch.dtype | None
 
-    def call(self, operands: list[Tensor], others: list[Tensor]) -> tuple[Call[Any], Spec]:
+    def call(self, operands: list[Tensor], tensors: list[Tensor]) -> tuple[Call[Any], Spec]:
         """The call, and its Spec: the arguments checked, as the public function does."""
-        arguments = {name: restored(value, others) for name, value in self.arguments}
+        arguments = {name: restored(value, tensors) for name, value in self.arguments}
         if len(operands) > 2:
             arguments["bias"] = operands[2]
         if arguments.get("accumulate_into") is not None:
@@ -148,8 +148,8 @@ def note_functions(description: Any) -> None:
             name = description[1][0]
             if name not in FUNCTIONS and (function := TRACED.get(name)) is not None:
                 FUNCTIONS[name] = function
-        for each in description:
-            note_functions(each)
+        for element in description:
+            note_functions(element)
 
 
 def recipe_of(key: str) -> Recipe:

@@ -99,14 +99,15 @@ def linear_cross_entropy(
 
 
 def plain_loss(label_smoothing: float, z_loss: float) -> Losses:
-    """The cross-entropy of class ids, of one weight each; raises what is wrong with the numbers."""
-    given = label_smoothing, z_loss
-    found = LOSSES.get(given) if type(label_smoothing) is type(z_loss) is float else None
-    if found is None:
+    """The cross-entropy of class ids without class weights; TypeError, ValueError for numbers that are wrong."""
+    coefficients = label_smoothing, z_loss
+    loss = LOSSES.get(coefficients) if type(label_smoothing) is type(z_loss) is float else None
+    if loss is None:
         check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
-        given = float(label_smoothing), float(z_loss)
-        found = LOSSES.made(given, lambda: losses.cross_entropy(label_smoothing=given[0]) + z_term(given[1]))
-    return found
+        coefficients = float(label_smoothing), float(z_loss)
+        smoothing, z = coefficients
+        loss = LOSSES.made(coefficients, lambda: losses.cross_entropy(label_smoothing=smoothing) + z_term(z))
+    return loss
 
 
 def z_term(z_loss: float) -> Losses:
@@ -123,16 +124,17 @@ def with_class_weights(
     return call
 
 
-# with a loss lives what has been found out about it
+# by label_smoothing and z_loss: what calls find out about a loss lives as long as the loss
 LOSSES: Cache[Hashable, Losses] = Cache(64)
 
 
-def first_output(ran: Outcome) -> Tensor:
-    return ran.outputs[0]
+def first_output(outcome: Outcome) -> Tensor:
+    """The loss, or values per token, of a call that ran."""
+    return outcome.outputs[0]
 
 
-def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
-    return in_graph_values(outputs, given) if given.get("reduction") == "none" else outputs[0]
+def in_graph_cross_entropy(outputs: list[Tensor], arguments: dict[str, Any]) -> Tensor:
+    return in_graph_values(outputs, arguments) if arguments.get("reduction") == "none" else outputs[0]
 
 
 IN_GRAPH["linear_cross_entropy"] = in_graph_cross_entropy
@@ -176,8 +178,8 @@ class ChunkedHead(nn.Module):
         return head
 
     def adopt(self, linear: nn.Linear, options: dict[str, Any]) -> None:
-        known = inspect.signature(linear_cross_entropy).parameters.values()
-        names = {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {"bias"}
+        parameters = inspect.signature(linear_cross_entropy).parameters.values()
+        names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"}
         unknown = options.keys() - names
         if unknown:
             first = sorted(unknown)[0]
@@ -287,7 +289,7 @@ def logits_cross_entropy(
     inplace: bool,
     **options: Unpack[LogitsHead],
 ) -> Call[Tensor]:
-    """The function of the module."""
+    """The cross-entropy of logits [..., C], as ``CrossEntropyLoss.forward`` calls it."""
     call = logits_call_of(
         "CrossEntropyLoss", logits, target, options, inplace, reduction=reduction, result=first_output,
         losses=plain_loss(label_smoothing, z_loss), shares_denominator=True,
@@ -299,7 +301,8 @@ IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy
 
 
 def classes_last(logits: Tensor, target: Tensor, split: bool) -> Tensor:
-    """[..., C], from PyTorch's [N, C, d1, ...] too, unless ranks ``split`` the classes."""
+    """Logits [..., C]: a view of PyTorch's [N, C, d1, ...], and any others as they are. ValueError where the shapes can
+    be read either way, and for PyTorch's where ranks ``split`` the classes."""
     for argument, tensor in (("input", logits), ("target", target)):
         checks.check_tensor(argument, tensor, optional=False)
     checks.check_ids("target", target)

@@ -79,15 +79,15 @@ def linear_divergence(
         TypeError, ValueError, IndexError: as ``linear_loss``.
     """
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
-    given = {
+    fields = {
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
         "teacher_bias": teacher_bias, "mask": mask,
     }  # fmt: skip
     return call_of(
         "linear_divergence", hidden, weight, target, options, temperature=temperature, losses=loss,
-        batch={name: value for name, value in given.items() if value is not None},
+        batch={name: value for name, value in fields.items() if value is not None},
         outputs=("divergence", "entropy") if flag("entropy", entropy) else ("divergence",),
-        result=lambda ran: laid_out(ran.outputs),
+        result=lambda outcome: laid_out(outcome.outputs),
     )  # fmt: skip
 
 
@@ -96,11 +96,11 @@ def divergence_of(
 ) -> Losses:
     """The loss whose statistic is asked for, its options checked."""
     choice("linear_divergence", "divergence", divergence, tuple(KINDS))
-    known: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
+    options: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
     if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
         raise ValueError(f'beta goes with divergence="jsd" only, got {beta!r} with {divergence!r}; leave it at 0.5')
     return KINDS[divergence](
-        teacher_temperature=temperature, teacher_logit_scale=logit_scale, teacher_softcap=softcap, **known
+        teacher_temperature=temperature, teacher_logit_scale=logit_scale, teacher_softcap=softcap, **options
     )
 
 
@@ -108,9 +108,9 @@ def laid_out(values: Sequence[Tensor]) -> Any:
     return values[0] if len(values) == 1 else Divergence(*values)
 
 
-def in_graph_divergence(outputs: list[Tensor], given: dict[str, Any]) -> Any:
-    found = outputs[: 1 + given.get("entropy", False)]
-    return laid_out(all_at_targets(found, tuple(given["hidden"].shape[:-1]), given.get("shift", 0)))
+def in_graph_divergence(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
+    values = outputs[: 1 + arguments.get("entropy", False)]
+    return laid_out(all_at_targets(values, tuple(arguments["hidden"].shape[:-1]), arguments.get("shift", 0)))
 
 
 IN_GRAPH["linear_divergence"] = in_graph_divergence

@@ -28,24 +28,24 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
         raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
     if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
-    given = candidates.shape
-    if not given or given[-1] == 0 or (len(given) > 1 and given[:-1] != call.leading):
+    shape = candidates.shape
+    if not shape or shape[-1] == 0 or (len(shape) > 1 and shape[:-1] != call.leading):
         raise ValueError(
             f"candidates must be [K], or the target's shape {call.leading} and one more dimension, K at least 1, got "
-            f"{tuple(given)}"
+            f"{tuple(shape)}"
         )
-    if candidate_bias is not None and candidate_bias.shape != given:
+    if candidate_bias is not None and candidate_bias.shape != shape:
         raise ValueError(
-            f"candidate_bias must have the shape of candidates, {tuple(given)}, got {tuple(candidate_bias.shape)}"
+            f"candidate_bias must have the shape of candidates, {tuple(shape)}, got {tuple(candidate_bias.shape)}"
         )
     fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
-    shape = *call.leading, given[-1]  # [K] of all tokens becomes each token's
-    expanded = {name: value.expand(shape) for name, value in fields.items() if value is not None}
+    token_shape = *call.leading, shape[-1]  # [K] of all tokens becomes each token's
+    expanded = {name: value.expand(token_shape) for name, value in fields.items() if value is not None}
     return replace(call, batch={**(batch or {}), **expanded}, kept_everywhere=True)
 
 
 def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> Call[Any]:
-    """The call with the field ``segments``, their number, and what the host knows of them."""
+    """The call with the field ``segments``, their number, and their lengths and pairs on the host (``Segments``)."""
     batch: Any = call.batch
     lengths, tokens = numbers(segment_lengths), math.prod(call.leading)
     if call.num_segments is not None or "segments" in (batch or {}):
@@ -66,32 +66,32 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
             f"among them, got {len(lengths)} that add up to {sum(lengths)}, the least {min(lengths, default=0)}; give "
             "tokens that belong to none a segment of their own"
         )
-    fields, together = dict(batch or {}), tuple[tuple[int, int], ...]()
+    fields, pairs_on_host = dict(batch or {}), tuple[tuple[int, int], ...]()
     pairs = fields.get("pairs")
-    if isinstance(pairs, Tensor) and pairs.shape[1:] == (2,):  # else the call says what is wrong with them
+    if isinstance(pairs, Tensor) and pairs.shape[1:] == (2,):  # others fail in the call's checks
         if pairs.device.type != "cpu":
             raise ValueError(
                 f"batch['pairs'] must be on the CPU beside segment_lengths, got {pairs.device}: the host decides by "
                 "segments that belong together where chunks end; pass .cpu()"
             )
-        together = tuple([(one, other) for one, other in pairs.tolist()])
+        pairs_on_host = tuple([(chosen, rejected) for chosen, rejected in pairs.tolist()])
         fields["pairs"] = pairs.to(call.device, non_blocking=True)
     counts = torch.tensor(lengths, device="cpu").to(call.device, non_blocking=True)
     ids = torch.arange(len(lengths), device=call.device)
     fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(call.leading)
-    return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, together))
+    return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, pairs_on_host))
 
 
 def numbers(lengths: Any) -> tuple[int, ...]:
     """Segment lengths as a tuple of ints; TypeError, ValueError for others."""
-    given = lengths
+    values = lengths
     if isinstance(lengths, Tensor):
         if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 "segment_lengths must be a list of ints or a one-dimensional int tensor on the CPU, since the host "
                 f"decides by them where chunks end, got {lengths.dim()}-d {lengths.dtype} on {lengths.device}"
             )
-        given = lengths.tolist()
-    if not isinstance(given, Sequence) or not all(type(one) is int for one in given):
+        values = lengths.tolist()
+    if not isinstance(values, Sequence) or not all(type(length) is int for length in values):
         raise TypeError(f"segment_lengths must be a list of ints or an int tensor on the CPU, got {lengths!r}")
-    return tuple(given)
+    return tuple(values)

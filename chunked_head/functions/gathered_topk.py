@@ -59,16 +59,16 @@ def gathered_topk_kl(
         raise ValueError(
             f"student_logits must be floating-point [..., K], got {student_logits.dtype} {tuple(student_logits.shape)}"
         )
-    each, leading = tuple(student_logits.shape), tuple(student_logits.shape[:-1])
-    given: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "teacher_logprobs": (teacher_logprobs, each),
-        "teacher_ids": (teacher_ids, each),
-        "teacher_mask": (teacher_mask, each),
+    entry_shape, leading = tuple(student_logits.shape), tuple(student_logits.shape[:-1])
+    fields: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "teacher_logprobs": (teacher_logprobs, entry_shape),
+        "teacher_ids": (teacher_ids, entry_shape),
+        "teacher_mask": (teacher_mask, entry_shape),
         "lse": (lse, leading),
         "mask": (mask, leading),
         "token_weights": (token_weights, leading),
     }
-    for argument, (tensor, shape) in given.items():
+    for argument, (tensor, shape) in fields.items():
         checks.check_tensor(argument, tensor, optional=argument != "teacher_logprobs")
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(

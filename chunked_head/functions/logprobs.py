@@ -103,7 +103,7 @@ def returned(
     """The fields of a call that say what it returns, and the batch."""
     names, fields = output_names(flags, top_k), {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
     batch = {name: value for name, value in fields.items() if value is not None}
-    return {"outputs": names, "batch": batch, "result": lambda ran: laid_out(ran.outputs, names)}
+    return {"outputs": names, "batch": batch, "result": lambda outcome: laid_out(outcome.outputs, names)}
 
 
 def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
@@ -128,9 +128,9 @@ def laid_out(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
     return values[0] if len(names) == 1 else RESULT_TYPES[names](*values)
 
 
-def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
-    names = output_names([given.get(name, False) for name in FLAGS], given.get("top_k"))
-    values = all_at_targets(outputs[: len(names)], tuple(given["target"].shape), given.get("shift", 0))
+def in_graph_logprobs(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
+    names = output_names([arguments.get(name, False) for name in FLAGS], arguments.get("top_k"))
+    values = all_at_targets(outputs[: len(names)], tuple(arguments["target"].shape), arguments.get("shift", 0))
     return laid_out(values, names)
 
 

@@ -141,13 +141,13 @@ def linear_loss(
             become nan.
     """
     if isinstance(hidden, list | tuple):
-        given = {
+        arguments = {
             "batch": batch, "num_segments": num_segments, "segment_lengths": segment_lengths,
             "kept_everywhere": kept_everywhere, "candidates": candidates, "candidate_bias": candidate_bias,
             "metrics": metrics, "reduction": reduction, "normalizer": normalizer, "temperature": temperature,
             "upstream": upstream, **options,
         }  # fmt: skip
-        return streams_of(TASKS["linear_loss"], hidden, weight, target, loss, stream_weights, given)
+        return streams_of(TASKS["linear_loss"], hidden, weight, target, loss, stream_weights, arguments)
     if stream_weights is not None:
         raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
     hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
@@ -162,37 +162,41 @@ def linear_loss(
     return call if segment_lengths is None else with_segments(call, segment_lengths)
 
 
-def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
-    if given.get("reduction") == "none":
-        return LossOutput(in_graph_values(outputs, given), {}, {}, None)
+def in_graph_loss(outputs: list[Tensor], arguments: dict[str, Any]) -> LossOutput:
+    if arguments.get("reduction") == "none":
+        return LossOutput(in_graph_values(outputs, arguments), {}, {}, None)
     value, packed = outputs[0], outputs[1]
-    labels = [summand.label for _, summand in given["loss"].terms]
-    parts = {label: packed[at] for at, label in enumerate(labels)}
-    measured, at = {}, len(labels)
-    for metric in given.get("metrics", ()):
+    labels = [summand.label for _, summand in arguments["loss"].terms]
+    values_by_label = {label: packed[offset] for offset, label in enumerate(labels)}
+    metrics, offset = {}, len(labels)
+    for metric in arguments.get("metrics", ()):
         count = metric.components
-        found = packed[at] if count == 1 else packed[at : at + count]
-        at += count
+        number_or_vector = packed[offset] if count == 1 else packed[offset : offset + count]
+        offset += count
         if metric.reduce == "mean":
-            measured[metric.label] = MetricValue("mean", found, packed[at], finish=metric.finish)
-            at += 1
+            metrics[metric.label] = MetricValue("mean", number_or_vector, packed[offset], finish=metric.finish)
+            offset += 1
         else:
-            measured[metric.label] = MetricValue(metric.reduce, extremum=found)
-    return LossOutput(value, parts, measured, None)
+            metrics[metric.label] = MetricValue(metric.reduce, extremum=number_or_vector)
+    return LossOutput(value, values_by_label, metrics, None)
 
 
 IN_GRAPH["linear_loss"] = in_graph_loss
 
 
-def loss_output(ran: Outcome) -> LossOutput:
+def loss_output(outcome: Outcome) -> LossOutput:
     """The results of a call that ran."""
-    value, plan, objective = ran.outputs[0], ran.plan, ran.objective
+    value, plan, objective = outcome.outputs[0], outcome.plan, outcome.objective
     if not isinstance(objective, ScalarObjective):
         return LossOutput(value, {}, {}, plan)
     with torch.no_grad():
-        parts = dict(zip([s.label for _, s in ran.tokens.call.losses.terms], objective.parts, strict=True))
-        values = objective.metric_values(ran.stats)
-    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.tokens.call.metrics}, plan)
+        values_by_label = dict(
+            zip([s.label for _, s in outcome.tokens.call.losses.terms], objective.parts, strict=True)
+        )
+        values = objective.metric_values(outcome.stats)
+    return LossOutput(
+        value, values_by_label, {metric.label: values[metric.label] for metric in outcome.tokens.call.metrics}, plan
+    )
 
 
 @operation
@@ -265,10 +269,10 @@ def logits_loss(
 IN_GRAPH["logits_loss"] = in_graph_loss
 
 
-# ---- several streams of hidden states: which arguments go with which, and what comes back
+# ---- several streams of hidden states: the arguments of each, and its results
 
 # arguments that take a list of one value for each stream; for others a list is one value for all
-EACH = ("temperature", "normalizer", "candidates", "candidate_bias", "shift")
+PER_STREAM = ("temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 
 def streams_of(
@@ -278,36 +282,40 @@ def streams_of(
     target: Any,
     loss: Any,
     stream_weights: Sequence[float | Tensor] | None,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Streams[Any]:
-    """The calls of ``make``, which is ``linear_loss``, for each stream. ``given``: the other arguments."""
+    """The calls of ``make``, which is ``linear_loss``, for each stream. ``arguments``: the other ones."""
     count = len(hidden)
     if not count:
         raise ValueError("hidden must be a tensor or a list of one tensor or more, got an empty list")
-    if given["reduction"] == "none":
+    if arguments["reduction"] == "none":
         raise ValueError(
             'reduction="none" has no loss that streams would add up to; call linear_loss once for each stream'
         )
-    weights = each("stream_weights", 1.0 if stream_weights is None else stream_weights, count)
-    losses = [as_losses(one) for one in each("loss", loss, count)]
+    weights = for_streams("stream_weights", 1.0 if stream_weights is None else stream_weights, count)
+    losses = [as_losses(stream_loss) for stream_loss in for_streams("loss", loss, count)]
     calls = []
-    for i, (states, targets) in enumerate(zip(hidden, each("target", target, count), strict=True)):
-        if isinstance(states, list | tuple):
-            raise TypeError(f"hidden must be a torch.Tensor, got {type(states).__name__}")
-        own = {name: each(name, given[name], count)[i] for name in EACH if name in given}
-        if isinstance(given["batch"], Mapping):
-            own["batch"] = {name: each(f"batch[{name!r}]", value, count)[i] for name, value in given["batch"].items()}
-        calls.append(make(states, weight, targets, losses[i].times(weights[i]), **{**given, **own}))
+    for i, (rows, targets) in enumerate(zip(hidden, for_streams("target", target, count), strict=True)):
+        if isinstance(rows, list | tuple):
+            raise TypeError(f"hidden must be a torch.Tensor, got {type(rows).__name__}")
+        stream_arguments = {
+            name: for_streams(name, arguments[name], count)[i] for name in PER_STREAM if name in arguments
+        }
+        if isinstance(arguments["batch"], Mapping):
+            stream_arguments["batch"] = {
+                name: for_streams(f"batch[{name!r}]", value, count)[i] for name, value in arguments["batch"].items()
+            }
+        calls.append(make(rows, weight, targets, losses[i].times(weights[i]), **{**arguments, **stream_arguments}))
 
     def result(total: Tensor, outcomes: list[Outcome]) -> Any:
-        outputs = [call.result(ran) for call, ran in zip(calls, outcomes, strict=True)]
+        outputs = [call.result(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
         return LossOutput(total, {}, {}, None, tuple(outputs))
 
     return Streams(tuple(calls), tuple(losses), result)
 
 
-def each(name: str, value: Any, count: int) -> Sequence[Any]:
-    """The argument of each stream."""
+def for_streams(name: str, value: Any, count: int) -> Sequence[Any]:
+    """An argument's values, one for each stream; ValueError for a list of another length."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:

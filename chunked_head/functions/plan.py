@@ -104,9 +104,9 @@ def plan(
     })  # fmt: skip
     hidden_dtype, weight_dtype = hidden_dtype or dtype, weight_dtype or dtype
     buffer_dtype = buffer_dtype_of(accumulate_into, weight_dtype, weight_grad)
-    location, absent_gpu = place_of(device)
-    backend_of_call = backend_of(backend, location)
-    backend_of_call.check(location, dtype, "dtype")
+    place, absent_gpu = place_of(device)
+    device_backend = backend_of(backend, place)
+    device_backend.check(place, dtype, "dtype")
     measured = as_metrics(metrics)
     names = returned_names(returns, top_k, takes_loss=bool(loss is not None or label_smoothing or measured))
     terms = NO_LOSSES if names else loss_of(loss, label_smoothing)
@@ -123,13 +123,13 @@ def plan(
         memory_budget=memory_budget, chunk_tokens=chunk_tokens, top_k=top_k, accumulate_dtype=accumulate_dtype,
         losses=terms, metrics=measured, outputs=names, result=lambda plan: plan,
     )  # fmt: skip
-    call.device = location  # of a GPU that may be absent
+    call.device = place  # of a GPU that may be absent
     readers = parts_of(call)  # summands and metrics
     id_reader = next((reader.label for reader in readers if "teacher_ids" in reader.fields), None)
     if id_reader is not None and not teacher_k:
         raise ValueError(f"{id_reader} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
     fields = [field for reader in readers for field in reader.fields]
-    spec = decided(call, dtype, backend_of_call, fields, kinds_of(readers), teacher_k, teacher_vocab)
+    spec = decided(call, dtype, device_backend, fields, kinds_of(readers), teacher_k, teacher_vocab)
     check_fp8(call, spec, absent_gpu)
     if sequence_sharded:
         spec = replace(spec, demand=spec.demand._replace(columns_only=False))
@@ -139,7 +139,7 @@ def plan(
         "largest_part": rows if ranks > 1 else None, "skips": skip_ignored, "moved": skip_ignored or by_segments,
         "by_segments": by_segments, "buffer_dtype": buffer_dtype,
     }  # fmt: skip
-    if absent_gpu is not None and "gpu" in backend_of_call.traits(location):
+    if absent_gpu is not None and "gpu" in device_backend.traits(place):
         is_nvidia = absent_gpu.name.startswith("sm_")
         traits |= {"gpu": absent_gpu, "multiprocessors": absent_gpu.multiprocessors, "half_products": is_nvidia}
     autocast_dtype = None if hidden_dtype == weight_dtype == dtype else dtype

@@ -34,34 +34,34 @@ def quantise(
     version counter shows (``weight.data``, memory that the weight is a view of, collectives, replayed CUDA graphs) are
     found on the device: the call's results are nan (docs/fp8.md).
     """
-    own, rows = local_part(weight), vocab_size
-    checks.check_tensor("weight", own, optional=False)
-    checks.refuse(
-        {
-            f"weight must be [vocab, hidden], got {list(own.shape)}; pass lm_head.weight": own.dim() != 2
-            or not own.numel()
-        }
-    )
+    local_weight, rows = local_part(weight), vocab_size
+    checks.check_tensor("weight", local_weight, optional=False)
+    checks.refuse({
+        f"weight must be [vocab, hidden], got {list(local_weight.shape)}; pass lm_head.weight":
+            local_weight.dim() != 2 or not local_weight.numel(),
+    })  # fmt: skip
     if rows is not None:
         checks.check_int("vocab_size", rows, 1)
-    _, _, _, _, of_all, parallel = local_operands(own, weight, None, None, vocab_size, parallel)
+    _, _, _, _, vocab, parallel = local_operands(local_weight, weight, None, None, vocab_size, parallel)
     if isinstance(parallel, VocabParallel):
-        rows = parallel.split(len(own), of_all)[1][parallel.rank]
-    rows = len(own) if rows is None else rows
-    own = own.detach()
+        rows = parallel.split(len(local_weight), vocab)[1][parallel.rank]
+    rows = len(local_weight) if rows is None else rows
+    local_weight = local_weight.detach()
     checks.refuse({
-        f"vocab_size is {rows}, and weight has {len(own)} rows; pass how many of them stand for ids": rows > len(own),
-        f"weight must be bfloat16, float16 or float32, got {own.dtype}; cast it":
-            not own.is_floating_point() or own.itemsize > 4,
+        f"vocab_size is {rows}, and weight has {len(local_weight)} rows; pass how many of them stand for ids":
+            rows > len(local_weight),
+        f"weight must be bfloat16, float16 or float32, got {local_weight.dtype}; cast it":
+            not local_weight.is_floating_point() or local_weight.itemsize > 4,
     })  # fmt: skip
-    chosen = backend_of(backend, own.device)
-    chosen.check(own.device, own.dtype, "weight")
-    if missing := e4m3_missing(chosen.traits(own.device), own.device):
+    device_backend = backend_of(backend, local_weight.device)
+    device_backend.check(local_weight.device, local_weight.dtype, "weight")
+    if missing := e4m3_missing(device_backend.traits(local_weight.device), local_weight.device):
         raise ValueError(missing)
-    with on_device(own.device), torch.no_grad():
-        matrix = own[:rows].contiguous()
-        if own.dtype in HALVES:  # else autocast casts it to one of them
-            prints = {own.dtype: torch.empty(rows, dtype=torch.int32, device=own.device)}
+    with on_device(local_weight.device), torch.no_grad():
+        matrix = local_weight[:rows].contiguous()
+        if local_weight.dtype in HALVES:  # else autocast casts it to one of them
+            fingerprints = {local_weight.dtype: torch.empty(rows, dtype=torch.int32, device=local_weight.device)}
         else:
-            prints = {dtype: chosen.fingerprints(matrix.to(dtype)) for dtype in HALVES}
-        return QuantisedWeight(chosen.quantised(matrix, prints=prints.get(own.dtype)), own, version_of(own), prints)
+            fingerprints = {dtype: device_backend.fingerprints(matrix.to(dtype)) for dtype in HALVES}
+        copy = device_backend.quantised(matrix, prints=fingerprints.get(local_weight.dtype))
+        return QuantisedWeight(copy, local_weight, version_of(local_weight), fingerprints)
