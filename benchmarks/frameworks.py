@@ -153,7 +153,7 @@ def trl_places(way: str) -> list[tuple[Any, str, Any]]:
 
     found = []
     for framework, ours in seams({}, ("SFT",) if way == LOSSES else ()):
-        for place, theirs in framework.found().items():
+        for place, theirs in framework.tested_objects().items():
             *outer, name = place[1].split(".")
             for path in (place[0], *framework.bound):
                 owner = functools.reduce(getattr, outer, sys.modules.get(path))

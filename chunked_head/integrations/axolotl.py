@@ -25,10 +25,10 @@ AXOLOTL = Framework(
         (BASE, "BasePlugin.post_model_load"): "cfg, model",
     },
 )  # fmt: skip
-FOUND = AXOLOTL.found()
-BasePlugin: Any = FOUND.get((BASE, "BasePlugin"), object)
+SEAMS = AXOLOTL.tested_objects()
+BasePlugin: Any = SEAMS.get((BASE, "BasePlugin"), object)
 KEY = "chunked_head"
-OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
+OTHER_HEADS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 
 
 class ChunkedHeadArgs(BaseModel):
@@ -47,7 +47,7 @@ class ChunkedHeadArgs(BaseModel):
             check_options(data.get(KEY) or {})
         except TypeError as error:
             raise ValueError(str(error)) from error  # pydantic reports this one
-        for name in OTHERS:
+        for name in OTHER_HEADS:
             if data.get(name):
                 raise ValueError(f"{name} is another head than ChunkedHeadPlugin's; leave one of the two out")
         if data.get("rl"):
@@ -69,5 +69,5 @@ class ChunkedHeadPlugin(BasePlugin):
         patch_model(model, when="always", **dict(cfg.get(KEY) or {}))
 
 
-if len(FOUND) < len(AXOLOTL.uses):  # a plugin that does nothing
+if len(SEAMS) < len(AXOLOTL.uses):  # a plugin that does nothing
     ChunkedHeadPlugin = type("ChunkedHeadPlugin", (BasePlugin,), {})  # type: ignore[assignment, misc]

@@ -5,7 +5,7 @@
 in the place of the same import from ``cut_cross_entropy``, which is not needed. Gradients are exact, with nothing
 filtered out of them. No tokens that count give loss 0 rather than nan.
 
-Here too, for Liger's as well: the table of another library's options.
+``translated`` and ``init_of``, tables of another library's options, serve ``liger.py`` too.
 """
 
 import enum
@@ -21,38 +21,43 @@ from ..core.checks import PLAIN
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 
-# the option here of the same meaning, or the options here for each value; ``...`` stands for any other value
+# for an option of another library: ours of the same meaning, or our options for each of its values, ``...`` being any
+# other one
 Ours = str | Mapping[Any, str | dict[str, Any]]
 
 
-def translated(table: Mapping[str, Ours], given: Mapping[str, Any]) -> dict[str, Any]:
-    """This library's options for those of ``given`` that the table has; raises for a value that is wrong or refused."""
-    found: dict[str, Any] = {}
-    for name in [name for name in table if name in given]:
-        ours, value = table[name], given[name]
+def translated(table: Mapping[str, Ours], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """This library's options for those of ``arguments`` that the table has.
+
+    Raises:
+        TypeError, ValueError: a value is wrong, or refused; the message has the other library's name of the option.
+    """
+    options: dict[str, Any] = {}
+    for name in [name for name in table if name in arguments]:
+        option, value = table[name], arguments[name]
         value = value.name.lower() if isinstance(value, enum.Enum) else value
-        if not isinstance(ours, str):
-            plain, true_or_false = type(value) in PLAIN, isinstance(value, bool)
-            same = [key for key in ours if plain and isinstance(key, bool) == true_or_false and key == value]
-            if not same and ... not in ours:
-                known = " or ".join(map(repr, ours))
-                raise ValueError(f"{name} must be {known}, got {value!r}; docs/coming-from.md has what stands for it")
-            ours = ours[same[0] if same else ...]
-        if isinstance(ours, str):
+        if not isinstance(option, str):
+            is_plain, is_bool = type(value) in PLAIN, isinstance(value, bool)
+            keys = [key for key in option if is_plain and isinstance(key, bool) == is_bool and key == value]
+            if not keys and ... not in option:
+                choices = " or ".join(map(repr, option))
+                raise ValueError(f"{name} must be {choices}, got {value!r}; docs/coming-from.md has what stands for it")
+            option = option[keys[0] if keys else ...]
+        if isinstance(option, str):
             try:
-                CHECKS[ours](value)
+                CHECKS[option](value)
             except (TypeError, ValueError) as error:
-                raise type(error)(str(error).replace(ours, name)) from None
-            ours = {ours: value}
-        found |= ours
-    return found
+                raise type(error)(str(error).replace(option, name)) from None
+            option = {option: value}
+        options |= option
+    return options
 
 
 def init_of(function: Callable[..., Any], table: Mapping[str, Ours]) -> Any:
-    """``__init__`` of an ``OptionsModule`` of a function's options, those and in the order of the table."""
-    taken = inspect.signature(function).parameters
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.Signature([itself, *(taken[name] for name in table)])
+    """``__init__`` of an ``OptionsModule`` whose options are the table's, in its order, with a function's defaults."""
+    parameters = inspect.signature(function).parameters
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([self_parameter, *(parameters[name] for name in table)])
 
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
@@ -129,8 +134,8 @@ def linear_cross_entropy(
     if not return_lse:
         loss = head.linear_cross_entropy(e, c, targets, reduction=reduction, **options)
         return loss[..., steps:] if reduction == "none" else loss
-    found = linear_logprobs(e, c, targets, lse=True, **options)
-    loss, lse = -found.logprobs[..., steps:], found.lse[..., steps:]
+    results = linear_logprobs(e, c, targets, lse=True, **options)
+    loss, lse = -results.logprobs[..., steps:], results.lse[..., steps:]
     if reduction == "none":
         return loss, lse
     if reduction == "sum":

@@ -1,5 +1,7 @@
-"""A training framework as a record: the versions that were tested, and the names in it that ours replace. A computation
-in the place of a module's own, inside of the module's hooks."""
+"""Training frameworks as records: ``Framework`` has the versions that were tested, and the names that ours replace.
+
+``call_through`` runs a computation of ours in the place of a module's forward, inside of the module's hooks.
+"""
 
 import importlib
 import inspect
@@ -16,7 +18,7 @@ from ..call.options import CHECKS
 from ..core.checks import nearest
 
 Place = tuple[str, str]  # a framework's module, and a name in it, dotted for a method
-REPLACED: dict[Place, tuple[Any, Any]] = {}  # theirs and ours
+REPLACED: dict[Place, tuple[Any, Any]] = {}  # the framework's object and ours
 
 
 @dataclass(frozen=True)
@@ -40,38 +42,38 @@ class Framework:
     bound: tuple[str, ...] = ()
 
     def version(self) -> str:
-        """The version that is there. Raises ImportError where none is."""
+        """The installed version; ImportError without one."""
         version = getattr(sys.modules.get(self.module), "__version__", None)
         try:
             return version or metadata.version(self.package)
         except metadata.PackageNotFoundError:
-            wanted = f"pip install '{self.package}=={self.tested[-1]}'"
-            raise ImportError(f"{self.package} is not installed: {wanted}") from None
+            command = f"pip install '{self.package}=={self.tested[-1]}'"
+            raise ImportError(f"{self.package} is not installed: {command}") from None
 
-    def found(self) -> dict[Place, Any]:
-        """The framework's own objects in the places that are as tested; of others a warning says how they differ."""
-        version, found, differences = self.version(), dict[Place, Any](), []
-        for place, wanted in self.uses.items():
+    def tested_objects(self) -> dict[Place, Any]:
+        """The framework's own objects in the places that are as tested. A warning says how the other places differ."""
+        version, objects, differences = self.version(), dict[Place, Any](), []
+        for place, parameters in self.uses.items():
             theirs = REPLACED[place][0] if place in REPLACED else looked_up(place)
-            difference = "is missing" if theirs is None else differs(theirs, wanted)
+            difference = "is missing" if theirs is None else differs(theirs, parameters)
             if difference:
                 differences.append(f"{'.'.join(place)} {difference}")
             else:
-                found[place] = theirs
+                objects[place] = theirs
         if differences:
             warnings.warn(
                 f"{self.package} {version}: {'; '.join(differences)}. Its own loss stays on there, without "
                 f"chunked_head, which was tested with {self.package} {', '.join(self.tested)}",
                 stacklevel=4,
             )
-        return found
+        return objects
 
     def fits(self) -> bool:
         """True where all names are as tested; else a warning says which are not."""
-        return len(self.found()) == len(self.uses)
+        return len(self.tested_objects()) == len(self.uses)
 
     def require(self, fits: bool, name: str) -> None:
-        """Raises where a class on the framework's own cannot be made, since names are not as tested."""
+        """RuntimeError unless ``fits``: class ``name`` builds on the framework's own, whose names are not as tested."""
         if not fits:
             raise RuntimeError(
                 f"{name} is not there for {self.package} {self.version()}, as the warning at its import says; leave it "
@@ -80,44 +82,44 @@ class Framework:
 
     def replace(self, ours: Callable[[Place, Any], Any]) -> None:
         """Puts ``ours(place, theirs)`` in each place that is as tested."""
-        for place, theirs in self.found().items():
+        for place, theirs in self.tested_objects().items():
             REPLACED[place] = theirs, ours(place, theirs)
-            self.put(place, REPLACED[place][1])
+            self.assign(place, REPLACED[place][1])
 
     def give_back(self) -> None:
-        """Puts the framework's functions back; raises where somebody has replaced ours since."""
+        """Puts the framework's functions back; RuntimeError where somebody has replaced ours since."""
         for place in REPLACED.keys() & self.uses.keys():
-            (theirs, ours), found = REPLACED[place], looked_up(place)
-            if found is not ours:
+            (theirs, ours), current = REPLACED[place], looked_up(place)
+            if current is not ours:
                 name = ".".join(place)
-                raise RuntimeError(f"{name} is {found!r}, not what chunked_head put there; undo that first")
-            self.put(place, theirs)
+                raise RuntimeError(f"{name} is {current!r}, not what chunked_head put there; undo that first")
+            self.assign(place, theirs)
             del REPLACED[place]
 
-    def put(self, place: Place, value: Any) -> None:
+    def assign(self, place: Place, value: Any) -> None:
         *outer, name = place[1].split(".")
         for path in (place[0], *self.bound):
             owner = sys.modules.get(path)
-            for each in outer:
-                owner = getattr(owner, each, None)
+            for outer_name in outer:
+                owner = getattr(owner, outer_name, None)
             if hasattr(owner, name):
                 setattr(owner, name, value)
 
 
 def looked_up(place: Place) -> Any:
-    """The object in a place of a framework; None where its module or name is not there."""
+    """The object in a place of a framework; None where its module or name is missing."""
     try:
-        found: Any = importlib.import_module(place[0])
+        value: Any = importlib.import_module(place[0])
     except ImportError:
         return None
     for name in place[1].split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
-def differs(theirs: Any, wanted: str) -> str:
+def differs(theirs: Any, tested: str) -> str:
     """The difference of a callable's parameters from those in ``Framework.uses``; empty where there is none."""
-    if wanted == "*":
+    if tested == "*":
         return ""
     owner = getattr(theirs, "__self__", theirs)  # an autograd function, of its apply
     try:
@@ -125,11 +127,11 @@ def differs(theirs: Any, wanted: str) -> str:
     except (TypeError, ValueError):
         return f"is {theirs!r}"
     names = [name for name in parameters if name not in ("self", "ctx")]
-    for either in wanted.split(" | "):
-        first, *rest = ([*filter(None, part.replace(",", " ").split())] for part in either.split("*"))
-        if names[: len(first) if rest else None] == first and set(names) >= set(*rest):
+    for alternative in tested.split(" | "):
+        first, *starred = ([*filter(None, half.replace(",", " ").split())] for half in alternative.split("*"))
+        if names[: len(first) if starred else None] == first and set(names) >= set(*starred):
             return ""
-    return f"takes ({', '.join(names)}) instead of ({wanted})"
+    return f"takes ({', '.join(names)}) instead of ({tested})"
 
 
 def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> Any:
@@ -138,20 +140,20 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
     Hooks are what gathers a sharded weight before its use (FSDP, Megatron's overlapped parameter gather) and frees it
     again, and makes both known to autograd.
     """
-    before = vars(module).get("forward")
+    instance_forward = vars(module).get("forward")
     module.forward = compute
     try:
         return module(*args)
     finally:
         del module.forward
-        if before is not None:
-            module.forward = before
+        if instance_forward is not None:
+            module.forward = instance_forward
 
 
-def check_named(options: Mapping[str, Any], known: Collection[str], note: str = "") -> None:
-    """Raises what is wrong with options by keyword: one of another name, or a value that is wrong by itself."""
+def check_named(options: Mapping[str, Any], names: Collection[str], note: str = "") -> None:
+    """Checks options by keyword: TypeError for a name that is not among ``names``, and what a value's check raises."""
     for name, value in options.items():
-        if name not in known:
-            names = ", ".join(sorted(known))
-            raise TypeError(f"unknown option {name!r}; options are {names}{note}{nearest(name, set(known))}")
+        if name not in names:
+            listing = ", ".join(sorted(names))
+            raise TypeError(f"unknown option {name!r}; options are {listing}{note}{nearest(name, set(names))}")
         CHECKS[name](value)

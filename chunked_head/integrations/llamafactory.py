@@ -50,20 +50,20 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner
 
-    given = read_args(None if args is None else dict(args))
-    if not isinstance(given, dict):
+    arguments = read_args(None if args is None else dict(args))
+    if not isinstance(arguments, dict):
         raise ValueError("LLaMA-Factory's arguments must come from a .yaml or .json file, or as a dict")
-    options = dict(given.pop(KEY, None) or {}) | options
-    stage = given.get("stage", "sft")
+    options = dict(arguments.pop(KEY, None) or {}) | options
+    stage = arguments.get("stage", "sft")
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {', '.join(STAGES)} for chunked_head, got {stage!r}")
     for name, remedy in ELSEWHERE.items():
-        if given.get(name):
+        if arguments.get(name):
             raise ValueError(f"{name} has its loss made where chunked_head has no part in it; {remedy}")
-    if given.get("enable_liger_kernel") and stage in ("pt", "sft"):
+    if arguments.get("enable_liger_kernel") and stage in ("pt", "sft"):
         raise ValueError("enable_liger_kernel brings Liger's head for stages pt and sft; leave it out for this one")
     with patched_models(**options):
-        tuner.run_exp(given, callbacks)
+        tuner.run_exp(arguments, callbacks)
 
 
 @contextlib.contextmanager

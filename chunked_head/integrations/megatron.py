@@ -90,10 +90,10 @@ class OutputProcessor:
         context: Any,
         config: Any,
         inference_context: Any,
-        **others: Any,
+        **unread: Any,
     ) -> Any:
-        if others.keys() - UNREAD:
-            new = ", ".join(sorted(others.keys() - UNREAD))
+        if unread.keys() - UNREAD:
+            new = ", ".join(sorted(unread.keys() - UNREAD))
             warnings.warn(f"Megatron gives output_processor {new} too, which chunked_head does not read", stacklevel=2)
         refuse({
             "output_processor_context must be None: OutputProcessor has temperature=, logprobs= and entropy=":
@@ -120,12 +120,12 @@ class OutputProcessor:
             if isinstance(temperature, Tensor):
                 temperature = layout.local(temperature.t())
             mask = None if weights is None else weights != 0
-            found = linear_logprobs(
+            values = linear_logprobs(
                 hidden, weight, target, entropy=self.entropy, temperature=temperature, mask=mask, **head
             )
-            if isinstance(found, Tensor):
-                return layout.all_tokens(found)
-            return tuple(layout.all_tokens(value) for value in found)
+            if isinstance(values, Tensor):
+                return layout.all_tokens(values)
+            return tuple(layout.all_tokens(value) for value in values)
         if weights is not None:
             target = target.masked_fill(weights == 0, -100)
         if self.reduction == "none":
@@ -209,19 +209,19 @@ def attach_head(model: Any, **options: Any) -> Any:
 
     def add(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         # labels are the fifth positional argument
-        given = kwargs.get("labels", args[4] if len(args) > 4 else None)
-        if given is not None and kwargs.get("output_processor") is None and kwargs.get("inference_context") is None:
+        labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
+        if labels is not None and kwargs.get("output_processor") is None and kwargs.get("inference_context") is None:
             kwargs = {**kwargs, "output_processor": processor}
         return args, kwargs
 
-    for each in model if isinstance(model, list) else [model]:
-        while hasattr(each, "module"):
-            each = each.module
-        if "output_processor" not in inspect.signature(each.forward).parameters:
+    for model_chunk in model if isinstance(model, list) else [model]:
+        while hasattr(model_chunk, "module"):
+            model_chunk = model_chunk.module
+        if "output_processor" not in inspect.signature(model_chunk.forward).parameters:
             raise ValueError(
-                f"{type(each).__name__}.forward takes no output_processor, as GPTModel's does; of a multimodal model "
-                "pass its language_model"
+                f"{type(model_chunk).__name__}.forward takes no output_processor, as GPTModel's does; of a multimodal "
+                "model pass its language_model"
             )
-        if getattr(each, "post_process", True):
-            each.register_forward_pre_hook(add, with_kwargs=True)
+        if getattr(model_chunk, "post_process", True):
+            model_chunk.register_forward_pre_hook(add, with_kwargs=True)
     return model

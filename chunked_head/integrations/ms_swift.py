@@ -38,8 +38,8 @@ def register(**options: Any) -> None:
     Where callbacks are not as in ms-swift 4.6, a warning says so, and this one does nothing.
     """
     check_options(options)
-    found = SWIFT.found()
-    callbacks_map, theirs = (found.get(place) for place in SWIFT.uses)
+    seams = SWIFT.tested_objects()
+    callbacks_map, theirs = (seams.get(place) for place in SWIFT.uses)
     if callbacks_map is None:
         return
     if theirs is None:

@@ -35,13 +35,13 @@ def untouched() -> Iterator[None]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that ours computed."""
     calls: list[Any] = []
-    real = pytorch.computed
+    real = pytorch.loss_and_gradients
 
     def counted(call: Any, options: Any) -> Any:
         calls.append(call)
         return real(call, options)
 
-    monkeypatch.setattr(pytorch, "computed", counted)
+    monkeypatch.setattr(pytorch, "loss_and_gradients", counted)
     return calls
 
 

@@ -5,8 +5,9 @@
     handle.undo()  # or: with chunked_head.override_torch(): ...
 
 PyTorch computes its chunked ``"mean"`` and ``"sum"`` by one operator, which has a kernel for each device. Ours stands
-in front of it for ``CPU`` and ``CUDA``; a call that is not ``served`` goes on to PyTorch's. What is
-before and behind the operator stays PyTorch's: its checks, autograd, graphs of ``torch.compile``.
+in front of it for ``CPU`` and ``CUDA``; any call that ``is_served`` leaves
+out goes on to PyTorch's. What comes before and after the operator stays PyTorch's: its checks, autograd, graphs of
+``torch.compile``.
 """
 
 import warnings
@@ -37,43 +38,46 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OpCall = namedtuple("OpCall", [name.split()[-1] for name in SCHEMA[: SCHEMA.index(")")].split(", ")])  # type: ignore[misc]
 
 
-def operands(call: Any) -> list[tuple[Tensor | None, bool]]:
-    """Input, weight and bias, and whether the gradient of each is wanted."""
+def operands_with_flags(call: Any) -> list[tuple[Tensor | None, bool]]:
+    """Input, weight and bias, each with a flag: whether the call computes its gradient."""
     return [
         (call.input, call.compute_input_grad), (call.linear_weight, call.compute_linear_weight_grad),
         (call.linear_bias, call.compute_linear_bias_grad),
     ]  # fmt: skip
 
 
-def served(call: Any) -> bool:
+def is_served(call: Any) -> bool:
     """True for a call that is computed here; PyTorch computes any other itself."""
-    given = [operand for operand, _ in operands(call) if operand is not None]
-    dtype, ids = call.input.dtype, call.target.dtype == torch.int64 and call.target.dim() == 1
+    tensors = [operand for operand, _ in operands_with_flags(call) if operand is not None]
+    dtype, has_ids = call.input.dtype, call.target.dtype == torch.int64 and call.target.dim() == 1
     sums = (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,)
-    # a graph that was traced without a gradient that is wanted now
-    missing = torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad > on for each, on in operands(call)
+    # a graph may have been traced without a gradient that autograd asks for now
+    lacks_gradient = torch.is_grad_enabled() and any(
+        operand is not None and operand.requires_grad > needs_grad for operand, needs_grad in operands_with_flags(call)
     )
     return (
-        ids
+        has_ids
         and len(call.input) > 0
         and call.reduction in ("mean", "sum")
         and not call.label_smoothing
         and dtype in DTYPES
-        and all(operand.dtype == dtype for operand in given)
+        and all(tensor.dtype == dtype for tensor in tensors)
         and call.acc_policy in ("accurate", "compact")
         and call.acc_dtype in sums
         and not torch.is_autocast_enabled(call.input.device.type)
-        and all(type(each) is Tensor or isinstance(each, torch.nn.Parameter) for each in (*given, call.target))
-        and not missing
+        and all(type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter) for tensor in (*tensors, call.target))
+        and not lacks_gradient
     )
 
 
 @outside_of_graphs
-def computed(call: Any, options: Execution) -> list[Tensor]:
-    """The loss and the gradients of input, weight and bias, as PyTorch's operator returns them: of input's dtype, and
-    without elements where one is not wanted. A mean over no target, or over weights of sum 0, is nan."""
-    leaves = [None if each is None else each.detach().requires_grad_(on) for each, on in operands(call)]
+def loss_and_gradients(call: Any, options: Execution) -> list[Tensor]:
+    """The loss and the gradients of input, weight and bias, as PyTorch's operator returns them: in input's dtype; a
+    gradient that the call does not compute has no elements. A mean over no target, or over weights of sum 0, is nan."""
+    leaves = [
+        None if operand is None else operand.detach().requires_grad_(needs_grad)
+        for operand, needs_grad in operands_with_flags(call)
+    ]
     hidden, weight, bias = leaves
     assert hidden is not None and weight is not None
     with torch.enable_grad():
@@ -90,18 +94,18 @@ def computed(call: Any, options: Execution) -> list[Tensor]:
             ids = call.target.clamp(0, weight.shape[0] - 1)
             counted = torch.where(counts, call.weight.detach()[ids], 0.0).sum() != 0
         one_or_nan = torch.where(counted, one_or_nan, torch.nan)
-    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    made = iter(torch.autograd.grad(loss, wanted, one_or_nan) if wanted else ())
+    inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    remaining = iter(torch.autograd.grad(loss, inputs, one_or_nan) if inputs else ())
     empty = [call.input.new_empty(size) for size in ((0, 0), (0, 0), (0,))]
     grads = [
-        next(made).to(call.input.dtype) if leaf is not None and leaf.requires_grad else none
-        for leaf, none in zip(leaves, empty, strict=True)
+        next(remaining).to(call.input.dtype) if leaf is not None and leaf.requires_grad else placeholder
+        for leaf, placeholder in zip(leaves, empty, strict=True)
     ]
     return [(loss.detach() * one_or_nan).to(call.input.dtype), *grads]
 
 
 class Override:
-    """A registration of our kernels, of none for no operator, until ``undo`` or the end of a ``with`` block."""
+    """A registration of our kernels until ``undo`` or the end of a ``with`` block; empty where the operator is None."""
 
     current: "Override | None" = None
 
@@ -117,7 +121,9 @@ class Override:
 
             def kernel(keys: Any, *arguments: Any, theirs: Any = theirs) -> Any:
                 call = OpCall(*arguments)
-                return tuple(computed(call, options)) if served(call) else theirs.call_boxed(keys, *arguments)
+                return (
+                    tuple(loss_and_gradients(call, options)) if is_served(call) else theirs.call_boxed(keys, *arguments)
+                )
 
             # torch.compile traces what runs between its graphs, unless an option of its own says otherwise
             (untraced,) = private("_disable_dynamo") or (torch.compiler.disable,)
@@ -155,15 +161,15 @@ def override_torch(**options: Unpack[Execution]) -> Override:
         TypeError, ValueError: for an option that is wrong by itself.
     """
     check_named(options, OPTIONS)
-    found: Any = None
+    operator: Any = None
     if looked_up(("torch.nn.modules.linear_cross_entropy", NAME)) and looked_up(("torch.library", "get_kernel")):
-        found = getattr(torch.ops.torch_nn, NAME).default
-    schema = str(getattr(found, "_schema", "no such operator"))
+        operator = getattr(torch.ops.torch_nn, NAME).default
+    schema = str(getattr(operator, "_schema", "no such operator"))
     if schema != SCHEMA:
         warnings.warn(
             f"torch {torch.__version__} has {schema} where chunked_head knows {SCHEMA}, of torch 2.15: nothing is "
             "changed, and PyTorch computes its loss itself",
             stacklevel=2,
         )
-        found = None
-    return Override(found, options)
+        operator = None
+    return Override(operator, options)

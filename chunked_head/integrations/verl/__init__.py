@@ -73,9 +73,9 @@ def linear_cross_entropy(
     if isinstance(temperature, Tensor) and temperature.dim() == 0:
         temperature = temperature.expand(labels.shape)
     if leading != tuple(labels.shape):
-        sizes, wanted = ([size for size in shape if size != 1] for shape in (leading, labels.shape))
+        sizes, label_sizes = ([size for size in shape if size != 1] for shape in (leading, labels.shape))
         count = torch.Size(leading).numel()
-        if count != labels.numel() or (len(sizes) > 1 and len(wanted) > 1 and sizes != wanted):
+        if count != labels.numel() or (len(sizes) > 1 and len(label_sizes) > 1 and sizes != label_sizes):
             raise ValueError(
                 f"hidden has the leading shape {leading} and labels {tuple(labels.shape)}: flattened, their tokens do "
                 "not correspond; transpose one of them"
@@ -111,10 +111,10 @@ class FusedLinearForPPO(nn.Module):
         return linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature, **options)
 
 
-def reduces(hidden: Tensor, group: Any, given: bool | None) -> bool:
+def reduces(hidden: Tensor, group: Any, choice: bool | None) -> bool:
     """True where the gradient of ``hidden`` is summed over ``group`` here, rather than by the graph that made it."""
-    if given is not None:
-        return given
+    if choice is not None:
+        return choice
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
         return True
     if type(hidden.grad_fn).__name__ == GATHER:
