@@ -90,13 +90,13 @@ class ChunkedHeadLM(theirs.HFLM):
                     if texts is not None:  # of loglikelihood_rolling, which keeps whole texts itself
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update(1)
-        found: list[tuple[float, bool]] = order.get_original(answers)
-        return found
+        in_order: list[tuple[float, bool]] = order.get_original(answers)
+        return in_order
 
     def answers(self, batch: Sequence[Request], order: Any) -> list[tuple[Any, tuple[float, bool]]]:
         """Texts and answer of each request of a batch, and of those that share a context with one of it."""
         inputs = [
-            torch.tensor((given + ids)[-(self.max_length + 1) : -1], device=self.device) for _, given, ids in batch
+            torch.tensor((context + ids)[-(self.max_length + 1) : -1], device=self.device) for _, context, ids in batch
         ]
         if any(len(ids) > len(tokens) for (_, _, ids), tokens in zip(batch, inputs, strict=True)):
             raise ValueError(f"a continuation without a context, or longer than the model's {self.max_length} tokens")
@@ -104,21 +104,19 @@ class ChunkedHeadLM(theirs.HFLM):
         logits = self._model_call(padded)
         width = logits.shape[1]
         prompt = width - padded.shape[1]  # virtual tokens, which stand first
-        asked: list[tuple[Any, Tensor, Tensor]] = []  # texts, ids, and their places among all rows
-        for at, ((texts, given, ids), tokens) in enumerate(zip(batch, inputs, strict=True)):
-            end = at * width + prompt + len(tokens)
-            places = torch.arange(end - len(ids), end, device="cpu").view(1, -1, 1)  # in the place of logits
-            for shared, continuation, kept in order.get_cache(texts, given, ids, places):
-                asked.append((shared, torch.tensor(continuation, device="cpu"), kept.flatten()[-len(continuation) :]))
-        texts_of, ids_of, places_of = zip(*asked, strict=True)
+        scored: list[tuple[Any, Tensor, Tensor]] = []  # texts, ids, and the ids' rows in all of the batch
+        for i, ((texts, context, ids), tokens) in enumerate(zip(batch, inputs, strict=True)):
+            end = i * width + prompt + len(tokens)
+            places = torch.arange(end - len(ids), end, device="cpu").view(1, -1, 1)  # Collator takes them for logits
+            for key, continuation, cached in order.get_cache(texts, context, ids, places):
+                scored.append((key, torch.tensor(continuation, device="cpu"), cached.flatten()[-len(continuation) :]))
+        texts_of, ids_of, places_of = zip(*scored, strict=True)
         rows = logits.flatten(0, 1)[torch.cat(places_of).to(logits.device)]
         logprobs, greedy = scores(rows, torch.cat(ids_of).to(logits.device))
         lengths = [len(ids) for ids in ids_of]
-        parts = zip(logprobs.cpu().double().split(lengths), greedy.cpu().split(lengths), strict=True)
-        return [
-            (texts, (float(value.sum()), bool(flags.all())))
-            for texts, (value, flags) in zip(texts_of, parts, strict=True)
-        ]
+        sums = [float(values.sum()) for values in logprobs.cpu().double().split(lengths)]
+        all_greedy = [bool(flags.all()) for flags in greedy.cpu().split(lengths)]
+        return list(zip(texts_of, zip(sums, all_greedy, strict=True), strict=True))
 
 
 @torch.no_grad()

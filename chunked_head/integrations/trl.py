@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -41,8 +41,16 @@ from .huggingface.fused import mean_logits
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]
-Run = Callable[[Tensor, Tensor, Tensor | None], Any]
+Run = Callable[[Tensor, Tensor, Tensor | None], Outputs]
+RunWithLoss = Callable[[Tensor, Tensor, Tensor | None], tuple["ForeseenLoss", Outputs]]
 STEP: ContextVar[tuple[Any, Any] | None] = ContextVar("step", default=None)  # SFTTrainer, and the batch of its step
+
+
+class ForeseenLoss(NamedTuple):
+    """A loss [] whose gradients exist, and its derivatives by the tokens' log-probabilities [N]."""
+
+    loss: Tensor
+    slopes: Tensor
 
 
 @dataclass(frozen=True)
@@ -72,40 +80,39 @@ class LogProbSeam:
             raise ValueError(f"outputs must be among {', '.join(map(repr, OUTPUTS))}, got {unknown[0]!r}")
 
         outputs = outputs if self.returned == len(OUTPUTS) else OUTPUTS[: self.returned]
-        entropy, top1 = "entropy" in outputs, "is_top1" in outputs
+        has_entropy, has_top1 = "entropy" in outputs, "is_top1" in outputs
         head: dict[str, Any] = {
             "temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": logit_scale, **self.options
         }  # fmt: skip
 
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
-            averaged, capped = "mean_logits" in outputs, final_logit_softcapping is not None
-            found = linear_logprobs(
-                hidden, weight, targets, bias=bias, entropy=entropy, log_sum_sq_probs="log_sum_sq_probs" in outputs,
-                mean_logit=averaged and capped, argmax=top1, **head,
+            has_mean_logits, has_softcap = "mean_logits" in outputs, final_logit_softcapping is not None
+            results = linear_logprobs(
+                hidden, weight, targets, bias=bias, entropy=has_entropy, log_sum_sq_probs="log_sum_sq_probs" in outputs,
+                mean_logit=has_mean_logits and has_softcap, argmax=has_top1, **head,
             )  # fmt: skip
-            logprobs = found if isinstance(found, Tensor) else found.logprobs
-            squares, mean = (getattr(found, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
-            if averaged and not capped:
+            logprobs = results if isinstance(results, Tensor) else results.logprobs
+            squares, mean = (getattr(results, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
+            if has_mean_logits and not has_softcap:
                 mean = mean_logits(hidden, weight, bias) * (logit_scale / temperature)
             return (
-                logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
-                None if mean is None else mean.detach(), found.argmax == targets if top1 else None,
+                logprobs, getattr(results, "entropy", None), None if squares is None else squares.detach(),
+                None if mean is None else mean.detach(), results.argmax == targets if has_top1 else None,
             )  # fmt: skip
 
-        def at_once(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Outputs]:
+        def run_with_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[ForeseenLoss, Outputs]:
             weight, bias = operands(hidden, weight, bias)
             assert foreseen is not None
-            measured = (metrics.entropy(),) * entropy + (metrics.accuracy(),) * top1
-            total, expected, stats = one_pass(hidden, weight, targets, *foreseen, measured, bias=bias, **head)
-            values = [stats[name].clone().requires_grad_() for name in ("logprob", *["entropy"] * entropy)]
-            found = (*values, *[None] * (4 - len(values)), stats["argmax"] == targets if top1 else None)
-            return total, expected, found
+            measured = (metrics.entropy(),) * has_entropy + (metrics.accuracy(),) * has_top1
+            loss, stats = one_pass(hidden, weight, targets, *foreseen, measured, bias=bias, **head)
+            values = [stats[name].clone().requires_grad_() for name in ("logprob", *["entropy"] * has_entropy)]
+            return loss, (*values, *[None] * (4 - len(values)), stats["argmax"] == targets if has_top1 else None)
 
-        plain = self.foresees and {"log_sum_sq_probs", "mean_logits"}.isdisjoint(outputs)
-        foreseen = sft_loss(len(targets)) if plain else None
-        found = inner_graph(run, hidden, weight, bias, foreseen and at_once)
-        return found[: self.returned]
+        is_foreseeable = self.foresees and {"log_sum_sq_probs", "mean_logits"}.isdisjoint(outputs)
+        foreseen = sft_loss(len(targets)) if is_foreseeable else None
+        results = inner_graph(run, hidden, weight, bias, foreseen and run_with_loss)
+        return results[: self.returned]
 
 
 @dataclass(frozen=True)
@@ -149,11 +156,11 @@ class DivergenceSeam:
                 }
                 if teacher_bias is not None:
                     teacher["teacher_bias"] = teacher_bias.detach().to(rows.dtype)
-                found = linear_divergence(
+                results = linear_divergence(
                     hidden, weight, bias=bias, divergence="jsd", beta=beta, entropy=True, **teacher, **head
                 )
-            assert isinstance(found, tuple)
-            return found.divergence, found.entropy.detach()
+            assert isinstance(results, tuple)
+            return results.divergence, results.entropy.detach()
 
         with gathered(student_weight, student_bias):
             return inner_graph(run, student_hidden, student_weight, student_bias)
@@ -178,26 +185,28 @@ def gathered(*parameters: Tensor | None) -> Any:
 def one_pass(
     hidden: Tensor, weight: Tensor, target: Tensor, loss: Losses, batch: dict[str, Tensor],
     measured: tuple[metrics.Metric, ...], temperature: float, **head: Any,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The sum of a loss over all tokens, whose gradients exist; its derivatives by log-probabilities [N]; statistics
-    [N]."""
+) -> tuple[ForeseenLoss, dict[str, Tensor]]:  # fmt: skip
+    """The sum of a loss over all tokens, with gradients made in this pass, and statistics [N] by name."""
     options: Any = head
     call: Call[Any] = call_of(
         "linear_loss", hidden, weight, target, options, temperature=temperature, losses=loss, metrics=measured,
         batch=batch, reduction="sum", result=tuple,
     )  # fmt: skip
     with on_device(call.device):
-        ran = run_call(call, spec_of(call))
+        outcome = run_call(call, spec_of(call))
         with torch.no_grad():
-            return ran.outputs[0], -ran.objective.coefficients_at_once(ran.stats)["beta"], ran.stats.named()
+            slopes = -outcome.objective.coefficients_at_once(outcome.stats)["beta"]
+            return ForeseenLoss(outcome.outputs[0], slopes), outcome.stats.named()
 
 
-def inner_graph(run: Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, at_once: Run | None = None) -> Outputs:
+def inner_graph(
+    run: Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, run_with_loss: RunWithLoss | None = None
+) -> Outputs:
     """``run(hidden, weight, bias)``. Its backward gathers a weight again that ZeRO-3 shards in between, or has the
-    gradients of a loss that was foreseen: ``at_once`` gives that loss, its derivatives [N], and what ``run`` gives."""
-    if not torch.is_grad_enabled() or (at_once is None and not hasattr(weight, "ds_id")):
+    gradients of a foreseen loss: ``run_with_loss`` returns that loss beside what ``run`` returns."""
+    if not torch.is_grad_enabled() or (run_with_loss is None and not hasattr(weight, "ds_id")):
         return run(hidden, weight, bias)
-    return InnerGraph.apply(hidden, weight, bias, run, at_once)
+    return InnerGraph.apply(hidden, weight, bias, run, run_with_loss)
 
 
 class InnerGraph(torch.autograd.Function):
@@ -205,52 +214,53 @@ class InnerGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: Run, at_once: Run | None
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: Run, run_with_loss: RunWithLoss | None
     ) -> Outputs:
         kind, ctx.foreseen = hidden.device.type, None
         ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
             ctx.run, ctx.operands = run, (hidden.detach().requires_grad_(hidden.requires_grad), weight, bias)
-            if at_once is None:
-                made = run(*ctx.operands)
+            if run_with_loss is None:
+                values = run(*ctx.operands)
             else:
-                *ctx.foreseen, made = at_once(*ctx.operands)
-        ctx.made = made
-        outputs = tuple(None if value is None else value.detach() for value in made)
-        fixed = [out for out, value in zip(outputs, made, strict=True) if value is not None and not value.requires_grad]
-        ctx.mark_non_differentiable(*fixed)
+                ctx.foreseen, values = run_with_loss(*ctx.operands)
+        ctx.values = values
+        outputs = tuple(None if value is None else value.detach() for value in values)
+        needs_grad = [value is None or value.requires_grad for value in values]
+        ctx.mark_non_differentiable(*[out for out, needs in zip(outputs, needs_grad, strict=True) if not needs])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         _, weight, bias = ctx.operands
-        made, given = ctx.made, upstream
-        wanted = [operand for operand in ctx.operands if operand is not None and operand.requires_grad]
+        values, upstreams = ctx.values, upstream
+        inputs = [operand for operand in ctx.operands if operand is not None and operand.requires_grad]
         with gathered(weight, bias):
             if ctx.foreseen is not None:
-                factor = factor_of(ctx.foreseen[1], upstream)
+                factor = factor_of(ctx.foreseen.slopes, upstream)
                 if factor is not None:
-                    made, given = ctx.foreseen[:1], (factor,)
+                    values, upstreams = (ctx.foreseen.loss,), (factor,)
                 else:
                     with torch.enable_grad(), ctx.autocast:
-                        made = ctx.run(*ctx.operands)
-            pairs = [(value, grad) for value, grad in zip(made, given, strict=True) if grad is not None]
-            made, given = zip(*pairs, strict=True)
-            # kept for a second backward, as the operands are: both go with the graph around
-            how = {"retain_graph": True, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
-            found = iter(torch.autograd.grad(made, wanted, given, **how))
-        return *[next(found) if needed else None for needed in ctx.needs_input_grad[:3]], None, None
+                        values = ctx.run(*ctx.operands)
+            pairs = [(value, grad) for value, grad in zip(values, upstreams, strict=True) if grad is not None]
+            values, upstreams = zip(*pairs, strict=True)
+            # the graph is retained for a second backward, as the operands are, until the outer graph goes
+            options = {"retain_graph": True, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
+            grads = iter(torch.autograd.grad(values, inputs, upstreams, **options))
+        return *[next(grads) if needs else None for needs in ctx.needs_input_grad[:3]], None, None
 
 
-def factor_of(foreseen: Tensor, upstream: Outputs) -> Tensor | None:
-    """[] factor by which the first output's upstream gradient is the foreseen one; None where it is another one."""
-    given, *others = upstream
-    if given is not None and all(other is None for other in others):
-        total = foreseen.square().sum()
-        factor = torch.where(total > 0, (given * foreseen).sum() / total, 1.0)
-        size = (factor * foreseen).abs()
-        if bool(((given - factor * foreseen).abs() <= 1e-5 * size + 1e-6 * size.max()).all()):
+def factor_of(slopes: Tensor, upstream: Outputs) -> Tensor | None:
+    """Factor [] by which the upstream gradient of the first output is ``slopes``; None, with a warning, where it is any
+    other gradient, or another output has one."""
+    upstream_logprobs, *upstream_rest = upstream
+    if upstream_logprobs is not None and all(grad is None for grad in upstream_rest):
+        total = slopes.square().sum()
+        factor = torch.where(total > 0, (upstream_logprobs * slopes).sum() / total, 1.0)
+        size = (factor * slopes).abs()
+        if bool(((upstream_logprobs - factor * slopes).abs() <= 1e-5 * size + 1e-6 * size.max()).all()):
             return factor
     warnings.warn(
         "TRL's loss has another gradient than patch_trl(losses=...) foresaw from its config. It is computed from the "
@@ -261,8 +271,8 @@ def factor_of(foreseen: Tensor, upstream: Outputs) -> Tensor | None:
 
 
 def sft_loss(tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
-    """The loss of SFT's step that runs, and its fields [tokens]; None outside of one. TRL makes the rows that count, or
-    all of them."""
+    """The loss of the SFT step that runs, and its fields [tokens]; None outside of one. ``tokens``: how many rows TRL
+    passes on, all of the batch's or those that count."""
     step = STEP.get()
     if step is None or not tokens or torch.compiler.is_compiling():
         return None
@@ -273,9 +283,9 @@ def sft_loss(tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
     except (AttributeError, KeyError):  # another version's
         return None
     sequences, length = inputs.get("labels", labels).shape
-    virtual = tokens // sequences - length  # labels of a prompt's own tokens, which PEFT puts in front of the batch's
-    if labels.numel() != tokens and "shift_labels" not in inputs and virtual >= 0 and not tokens % sequences:
-        labels = torch.nn.functional.pad(inputs["labels"], (virtual, 0), value=-100)
+    prompt_tokens = tokens // sequences - length  # of PEFT's virtual prompt, in front of each sequence
+    if labels.numel() != tokens and "shift_labels" not in inputs and prompt_tokens >= 0 and not tokens % sequences:
+        labels = torch.nn.functional.pad(inputs["labels"], (prompt_tokens, 0), value=-100)
     return loss, {"mask": (labels != -100).flatten()} if labels.numel() == tokens else {}
 
 
@@ -284,16 +294,16 @@ def with_step(place: Place, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        before = STEP.set((trainer, inputs) if torch.is_grad_enabled() else None)
+        token = STEP.set((trainer, inputs) if torch.is_grad_enabled() else None)
         try:
             return theirs(trainer, model, inputs, *args, **kwargs)
         finally:
-            STEP.reset(before)
+            STEP.reset(token)
 
     return compute_loss
 
 
-# parameters of ours, which are TRL's; TRL 1.14 has another name for the first one and lacks the last one
+# our parameters, which are TRL's; in TRL 1.14 the first has another name and the last is missing
 LOGPROBS, DIVERGENCE = (
     ", ".join([*inspect.signature(seam.apply).parameters][1:]) for seam in (LogProbSeam, DivergenceSeam)
 )
