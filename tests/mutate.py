@@ -185,7 +185,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("plan: a tile of logits", "chunked_head/stores/store.py", 'yield Buffer("logits of a tile", (rows, columns)', 'yield Buffer("logits of a tile", (0, columns)', MEMORY + " -k test_prediction"),
     ("plan: a teacher's logits", "chunked_head/stores/store.py", 'Buffer("teacher\'s logits", (some, columns)', 'Buffer("teacher\'s logits", (0, columns)', LOSS_MEMORY + " -k test_prediction"),
     # models and frameworks
-    ("patch: labels given by position", "chunked_head/integrations/huggingface/patch.py", "(0 <= at < len(args) and args[at] is not None)", "False", "tests/huggingface/test_patch_model.py tests/huggingface/test_patch_edges.py"),
+    ("patch: labels given by position", "chunked_head/integrations/huggingface/patch.py", "(0 <= position < len(args) and args[position] is not None)", "False", "tests/huggingface/test_patch_model.py tests/huggingface/test_patch_edges.py"),
     ("patch: the scale of a model's logits", "chunked_head/integrations/huggingface/fused.py", '"logit_scale": tail.logit_scale', '"logit_scale": 1.0', "tests/huggingface/test_patch_model.py tests/huggingface/test_lazy_logits.py"),
     ("patch: a division taken for a product", "chunked_head/integrations/huggingface/virtual.py", "else 1.0 / argument", "else argument", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_model.py"),
     ("patch: a bias added behind a scale", "chunked_head/integrations/huggingface/virtual.py", "else vector[:count] / scale", "else vector[:count]", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_edges.py"),

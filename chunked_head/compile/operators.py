@@ -260,9 +260,9 @@ class SavedGradients(NamedTuple):
 
 
 class SavedStatistics(NamedTuple):
-    """Autograd's saved tensors are operands, other tensors and statistics: so many of the first two."""
+    """Autograd's saved tensors are operands, other tensors, and statistics."""
 
-    operands: int
+    operands: int  # how many
     tensors: int
     values: int  # outputs whose upstream gradients ``backward`` takes
 
@@ -296,11 +296,9 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
 
 def made_late(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[Tensor]:
     """Gradients that the operator ``backward`` makes from statistics."""
-    tensors, count = [*ctx.saved_tensors], saved.operands + saved.tensors
-    return backward(
-        tensors[: saved.operands], tensors[saved.operands : count], tensors[count:], upstream[: saved.values], ctx.key,
-        ctx.needs_grad,
-    )  # fmt: skip
+    saved_tensors, count = [*ctx.saved_tensors], saved.operands + saved.tensors
+    operands, tensors = saved_tensors[: saved.operands], saved_tensors[saved.operands : count]
+    return backward(operands, tensors, saved_tensors[count:], upstream[: saved.values], ctx.key, ctx.needs_grad)
 
 
 def scaled(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:

@@ -1,6 +1,7 @@
-"""A call's arguments as plain values and tensors apart: a graph holds the tensors and a key to the values.
+"""Recipes: the arguments of a call but its tensors. A graph holds the tensors, and the key of the recipe.
 
-A compiler traces ``described``: all that it reads is guarded. ``restored`` is its inverse, at run time.
+``described`` takes the two apart while a compiler traces it, which guards all that it reads. ``restored`` is its
+inverse at run time.
 """
 
 import functools
@@ -19,7 +20,7 @@ from ..core.divergences import DIVERGENCES, TRACED, Sum
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 
-RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their fields
+RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # by kind: classes that are described by their fields, and these
     "summand": (Summand, tuple(Summand.__dataclass_fields__)),
     "metric": (Metric, tuple(Metric.__dataclass_fields__)),
 }
@@ -87,6 +88,7 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
 
 
 def restored(description: tuple, tensors: list[Tensor]) -> Any:
+    """The value of a description, with the tensors that it numbers."""
     kind, content = description
     if kind == "tensor":
         return tensors[content]
@@ -106,8 +108,8 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
-    """The key of a recipe, equal in every process, since compiled graphs are kept on disk; empty with a user's
-    function, which no graph holds."""
+    """The key of a recipe, which is noted: equal in every process, since compiled graphs are kept on disk. Empty where
+    the arguments have a user's function, which no graph holds."""
     if is_users(arguments):
         return ""
     note_functions(arguments)
@@ -142,7 +144,7 @@ def is_users(value: Any) -> bool:
 
 
 def note_functions(description: Any) -> None:
-    """Keeps the functions of sums over the vocabulary that a description names."""
+    """Notes the functions of sums over the vocabulary that a description names, for ``restored``."""
     if isinstance(description, tuple):
         if len(description) == 2 and description[0] == "sum" and isinstance(description[1], tuple):
             name = description[1][0]
@@ -153,6 +155,7 @@ def note_functions(description: Any) -> None:
 
 
 def recipe_of(key: str) -> Recipe:
+    """The recipe of a key; RuntimeError in a process that has not traced its call."""
     if key not in RECIPES:
         raise RuntimeError(
             f"the graph asks for a call {key!r} that this process has not traced; a graph goes with the process that "

@@ -1,4 +1,4 @@
-"""The part that only a traced graph needs: it imports the compiler, and so is imported where one is traced."""
+"""Recipes for a compiler: this module imports the compiler, and is imported where a graph is traced."""
 
 import torch
 

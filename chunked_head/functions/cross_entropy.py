@@ -178,6 +178,7 @@ class ChunkedHead(nn.Module):
         return head
 
     def adopt(self, linear: nn.Linear, options: dict[str, Any]) -> None:
+        """Takes the parameters of ``linear``, and the options, which are checked."""
         parameters = inspect.signature(linear_cross_entropy).parameters.values()
         names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"}
         unknown = options.keys() - names

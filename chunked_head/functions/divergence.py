@@ -87,14 +87,14 @@ def linear_divergence(
         "linear_divergence", hidden, weight, target, options, temperature=temperature, losses=loss,
         batch={name: value for name, value in fields.items() if value is not None},
         outputs=("divergence", "entropy") if flag("entropy", entropy) else ("divergence",),
-        result=lambda outcome: laid_out(outcome.outputs),
+        result=lambda outcome: result_of(outcome.outputs),
     )  # fmt: skip
 
 
 def divergence_of(
     divergence: str, beta: float, temperature: float | None, logit_scale: float, softcap: float | None
 ) -> Losses:
-    """The loss whose statistic is asked for, its options checked."""
+    """The loss whose values per token are the divergence; its options are checked."""
     choice("linear_divergence", "divergence", divergence, tuple(KINDS))
     options: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
     if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
@@ -104,13 +104,14 @@ def divergence_of(
     )
 
 
-def laid_out(values: Sequence[Tensor]) -> Any:
+def result_of(values: Sequence[Tensor]) -> Any:
+    """The divergence alone, or with the entropy."""
     return values[0] if len(values) == 1 else Divergence(*values)
 
 
 def in_graph_divergence(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
     values = outputs[: 1 + arguments.get("entropy", False)]
-    return laid_out(all_at_targets(values, tuple(arguments["hidden"].shape[:-1]), arguments.get("shift", 0)))
+    return result_of(all_at_targets(values, tuple(arguments["hidden"].shape[:-1]), arguments.get("shift", 0)))
 
 
 IN_GRAPH["linear_divergence"] = in_graph_divergence

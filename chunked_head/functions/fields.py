@@ -1,4 +1,4 @@
-"""Arguments that stand for fields of the batch: candidates in place of the vocabulary, lengths of segments."""
+"""Arguments that become fields of the batch: candidates in the place of the vocabulary, and lengths of segments."""
 
 import math
 from collections.abc import Sequence

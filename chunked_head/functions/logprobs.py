@@ -90,20 +90,20 @@ def linear_logprobs(
     call = call_of(
         "linear_logprobs", hidden, weight, target, options, temperature=temperature, top_k=top_k,
         kept_everywhere=kept_everywhere,
-        **returned((entropy, lse, mean_logit, log_sum_sq_probs, argmax), top_k, mask, kept_ids, kept_offsets),
+        **outputs_and_batch((entropy, lse, mean_logit, log_sum_sq_probs, argmax), top_k, mask, kept_ids, kept_offsets),
     )  # fmt: skip
     if candidates is not None or candidate_bias is not None:
         return with_candidates(call, candidates, candidate_bias)
     return call
 
 
-def returned(
+def outputs_and_batch(
     flags: Sequence[bool], top_k: int | None, mask: Tensor | None, kept_ids: Tensor | None, kept_offsets: Tensor | None
 ) -> dict[str, Any]:
-    """The fields of a call that say what it returns, and the batch."""
+    """Arguments of a call: its outputs, the batch, and the function that makes the result."""
     names, fields = output_names(flags, top_k), {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
     batch = {name: value for name, value in fields.items() if value is not None}
-    return {"outputs": names, "batch": batch, "result": lambda outcome: laid_out(outcome.outputs, names)}
+    return {"outputs": names, "batch": batch, "result": lambda outcome: result_of(outcome.outputs, names)}
 
 
 def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
@@ -117,21 +117,22 @@ def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, 
     )
 
 
-# all of them at import, since torch.compile cannot trace the making of a type
+# by names of the results; all are made at import, since torch.compile cannot trace the making of a type
 CHOICES = itertools.product((False, True), repeat=len(FLAGS) + 1)
 RESULT_TYPES = {
     names: namedtuple("LogProbs", names) for names in [output_names(flags, top_k) for *flags, top_k in CHOICES]
 }
 
 
-def laid_out(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
+def result_of(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
+    """One value alone, or several as a named tuple."""
     return values[0] if len(names) == 1 else RESULT_TYPES[names](*values)
 
 
 def in_graph_logprobs(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
     names = output_names([arguments.get(name, False) for name in FLAGS], arguments.get("top_k"))
     values = all_at_targets(outputs[: len(names)], tuple(arguments["target"].shape), arguments.get("shift", 0))
-    return laid_out(values, names)
+    return result_of(values, names)
 
 
 IN_GRAPH["linear_logprobs"] = in_graph_logprobs
@@ -163,7 +164,7 @@ def logits_logprobs(
     """
     return logits_call_of(
         "logits_logprobs", logits, target, options, temperature=temperature, kept_everywhere=kept_everywhere,
-        **returned((entropy, lse, mean_logit, log_sum_sq_probs, argmax), None, mask, kept_ids, kept_offsets),
+        **outputs_and_batch((entropy, lse, mean_logit, log_sum_sq_probs, argmax), None, mask, kept_ids, kept_offsets),
     )  # fmt: skip
 
 

@@ -295,9 +295,9 @@ def streams_of(
     weights = for_streams("stream_weights", 1.0 if stream_weights is None else stream_weights, count)
     losses = [as_losses(stream_loss) for stream_loss in for_streams("loss", loss, count)]
     calls = []
-    for i, (rows, targets) in enumerate(zip(hidden, for_streams("target", target, count), strict=True)):
-        if isinstance(rows, list | tuple):
-            raise TypeError(f"hidden must be a torch.Tensor, got {type(rows).__name__}")
+    for i, (stream_hidden, stream_target) in enumerate(zip(hidden, for_streams("target", target, count), strict=True)):
+        if isinstance(stream_hidden, list | tuple):
+            raise TypeError(f"hidden must be a torch.Tensor, got {type(stream_hidden).__name__}")
         stream_arguments = {
             name: for_streams(name, arguments[name], count)[i] for name in PER_STREAM if name in arguments
         }
@@ -305,7 +305,9 @@ def streams_of(
             stream_arguments["batch"] = {
                 name: for_streams(f"batch[{name!r}]", value, count)[i] for name, value in arguments["batch"].items()
             }
-        calls.append(make(rows, weight, targets, losses[i].times(weights[i]), **{**arguments, **stream_arguments}))
+        calls.append(
+            make(stream_hidden, weight, stream_target, losses[i].times(weights[i]), **{**arguments, **stream_arguments})
+        )
 
     def result(total: Tensor, outcomes: list[Outcome]) -> Any:
         outputs = [call.result(outcome) for call, outcome in zip(calls, outcomes, strict=True)]

@@ -125,7 +125,7 @@ def scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     read = reading(logits._virtual) if isinstance(logits, LazyLogits) else None
     if read is not None:
         logprobs, largest = outputs_of(read, ids, argmax=True)
-        read.logits.source.patch.count_loss(read.tail)
+        read.logits.source.agreement.count_loss(read.tail)
     else:
         logprobs, largest = logits_logprobs(
             logits.materialise() if isinstance(logits, LazyLogits) else logits, ids, argmax=True

@@ -31,7 +31,7 @@ MEGATRON = Framework(
 )  # fmt: skip
 # output layers whose logits are the product with their weight and nothing else
 PLAIN = ("megatron.core.tensor_parallel.layers",)
-UNREAD = {  # what else the model gives its hook in the tested versions
+UNREAD = {  # further arguments that the model gives its hook in the tested versions
     "input_ids", "position_ids", "attention_mask", "decoder_input", "packed_seq_params", "runtime_gather_output",
     "compute_language_model_loss", "scale_logits",
 }  # fmt: skip
@@ -158,7 +158,8 @@ class Layout:
 
 
 class Gathered(torch.autograd.Function):
-    """Every rank's values along the first dimension. Ranks go on alike, so that each has its values' gradient."""
+    """Every rank's values along the first dimension. All ranks compute the same from them: each takes its part of the
+    gradient, without a message."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -174,7 +175,8 @@ class Gathered(torch.autograd.Function):
 
 
 def check_layer(layer: Any, config: Any, capped: bool) -> None:
-    """Raises where an output layer does more than a product, or stores what its own backward needs."""
+    """ValueError where an output layer does more than a product, its weight is sharded over one more group, or Megatron
+    makes the weight's gradient from what the layer stores."""
     place = inspect.getmodule(type(layer).forward)
     if not capped and ("forward" in vars(layer) or place is None or place.__name__ not in PLAIN):
         raise ValueError(

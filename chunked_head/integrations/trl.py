@@ -210,7 +210,7 @@ def inner_graph(
 
 
 class InnerGraph(torch.autograd.Function):
-    """A graph within the graph: its backward runs with the parameters gathered."""
+    """A graph inside of autograd's graph, whose backward runs with the parameters gathered."""
 
     @staticmethod
     def forward(
@@ -290,7 +290,7 @@ def sft_loss(tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
 
 
 def with_step(place: Place, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """SFT's ``compute_loss``, whose head finds the step's batch in ``STEP``."""
+    """SFT's ``compute_loss``, which puts the step's batch into ``STEP`` for the head."""
 
     @functools.wraps(theirs)
     def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

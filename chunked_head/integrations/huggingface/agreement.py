@@ -35,8 +35,8 @@ FOR_TRL = "patch_trl() for TRL's SFT, DPO, KTO, GRPO, RLOO and distillation trai
 
 @dataclass(eq=False)
 class GraphState:
-    """Notes of graphs of ``torch.compile``. A graph writes them and reads none that another one wrote, so that it
-    depends on none."""
+    """Notes of graphs of ``torch.compile``. A graph reads none that was written outside of it, and so depends on
+    none."""
 
     has_lazy_head: bool = False  # while a forward runs, in a graph or not
     is_tracing: bool = False  # a forward runs in a graph; code between its graphs runs outside of them
@@ -71,7 +71,8 @@ class Agreement:
         choice("patch_model", "logits", logits, ("lazy", None))
         flag("strict", strict)
         # agreed on
-        self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
+        self.loss, self.measured = loss, measured
+        self.when, self.logits, self.strict = when, logits, strict
         self.options, self.model = options, model
         # the head: "lazy logits", or "none: " and the reason; its name in the model; it is the input embeddings' weight
         self.head: Any = None
@@ -119,22 +120,22 @@ class Agreement:
 
     __repr__ = __str__
 
-    def makes_lazy(self, model: nn.Module, labelled: bool, cached: bool = False) -> bool:
-        """True where the logits of a forward are lazy. ``labelled``: the forward has labels. ``cached``: it has
+    def makes_lazy(self, model: nn.Module, has_labels: bool, has_cache: bool = False) -> bool:
+        """True where the logits of a forward are lazy. ``has_labels``: the forward has labels. ``has_cache``: it has
         ``past_key_values``, as in generation, which reads the logits of one token."""
         # torch 2.9's is_exporting is true in torch.compile too; the variable that it reads is true in export alone
         exporting = getattr(torch.compiler, "_is_exporting_flag", None)
         if torch.jit.is_tracing() or (torch.compiler.is_exporting() if exporting is None else exporting):
             return False  # an exported program holds tensors alone
-        if self.head is None or labelled:
-            return labelled and self.head is not None
+        if self.head is None or has_labels:
+            return has_labels and self.head is not None
         training = model.training and torch.is_grad_enabled()
         compiling = torch.compiler.is_compiling()
         unlabelled = self.when == "labels" and not compiling and running(self.head) is None
         if training and (self.loss_argument or unlabelled) and (compiling or not self.has_trained):
             caller = "" if compiling else f" that {place(WRAPPING)} called"
             self.check_outside_loss(f"the forward{caller} was given no labels")
-        lazy = (self.when == "training" and training) or (self.when == "always" and not cached)
+        lazy = (self.when == "training" and training) or (self.when == "always" and not has_cache)
         if lazy and (is_fully_sharded(model) or is_fully_sharded(self.head)):
             self.warn(
                 f"chunked_head: {self.model} is sharded by FSDP, which takes its weights away when the forward ends: "
@@ -144,7 +145,7 @@ class Agreement:
         return lazy
 
     @contextlib.contextmanager
-    def lazy_head(self, head: Any, labelled: bool) -> Iterator[None]:
+    def lazy_head(self, head: Any, has_labels: bool) -> Iterator[None]:
         """A context in which the head's call is lazy. Of models that share a head, the innermost with labels has it."""
         compiling = torch.compiler.is_compiling()
         forward, count = Forward(self), 0
@@ -159,7 +160,7 @@ class Agreement:
             self.graph.has_lazy_head = self.graph.is_tracing = False
             if not compiling:
                 leave(forward, head)
-        if not labelled or forward.has_loss or self.graph.has_loss:
+        if not has_labels or forward.has_loss or self.graph.has_loss:
             return
         if self.loss_argument:
             raise RuntimeError(
@@ -187,7 +188,7 @@ class Agreement:
         """Counts a run of the class's forward."""
         self.forwards = -1 if torch.compiler.is_compiling() else self.forwards + 1
 
-    def check_outside_loss(self, how: str) -> None:
+    def check_outside_loss(self, description: str) -> None:
         """Raises where ``loss`` or ``metrics`` have no part in a training step's loss; warns, once, without them."""
         argument = self.loss_argument
         if argument:
@@ -198,7 +199,7 @@ class Agreement:
         else:
             remedies = ["give the forward labels and train on its loss"]
             without = 'patch_model(model, when="training") for losses outside of it'
-        self.report_outside_loss(how, [*remedies, without, *([] if is_on_trl() else [FOR_TRL])])
+        self.report_outside_loss(description, [*remedies, without, *([] if is_on_trl() else [FOR_TRL])])
 
     def report_hidden_forward(self, name: str) -> None:
         """Raises or warns: a forward that hangs on the model, ``name``, ran instead of its class's."""
@@ -206,7 +207,7 @@ class Agreement:
             remedies = ["let it call the forward that it finds on the model", *([] if is_on_trl() else [FOR_TRL])]
             self.report_outside_loss(f"by {name}, which runs instead of the model's forward", remedies)
 
-    def report_outside_loss(self, how: str, remedies: Sequence[str]) -> None:
+    def report_outside_loss(self, description: str, remedies: Sequence[str]) -> None:
         """Raises or warns of a loss of which this library has no part."""
         if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and in_backward()):
             return  # in backward a checkpoint runs the forward again
@@ -214,10 +215,10 @@ class Agreement:
         if self.loss_argument:
             raise RuntimeError(
                 f"{self.loss_argument} of patch_model has no part in a loss made outside of {self.model}'s forward "
-                f"({how}); {advice}"
+                f"({description}); {advice}"
             )
         self.warn(
-            f"chunked_head: a loss made outside of {self.model}'s forward ({how}) is not fused; {advice}",
+            f"chunked_head: a loss made outside of {self.model}'s forward ({description}) is not fused; {advice}",
             once="outside",
         )
 

@@ -108,128 +108,147 @@ def explain_model(
     if autocast is not None:
         checks.check_dtype("autocast", autocast)
     place_of(device)  # raises what is wrong with it
-    copied, found = hollow(inner), Explanation(type(inner).__name__, tokens=tokens)
+    hollow_copy, explanation = hollow(inner), Explanation(type(inner).__name__, tokens=tokens)
     try:
         with warnings.catch_warnings(action="ignore"):
             try:
-                patch_model(copied, **options)
+                patch_model(hollow_copy, **options)
             except (TypeError, ValueError) as error:
-                return replace(found, reason=f"it raises {in_a_line(error)}")
-            agreed: Agreement = getattr(copied, REPORT)
-            if agreed.head is None:
-                return replace(found, reason=agreed.mechanism.removeprefix("none: "))
-            found, (vocab, _) = replace(found, patched=True, head=agreed.head_in_words), sizes_of(agreed.head) or (0, 0)
-            hook = watcher(find_head(inner)) or alone(find_head(inner), agreed.head)
-            failure = "" if hook else rehearse(copied, agreed, inputs, autocast)
-        said = [text.removeprefix("chunked_head: ") for text in agreed.warned.values()]
-        said += [f"{found.model}'s logits are computed after all, for {hook}"] if hook else []
-        found = replace(found, warnings=tuple(said))
-        if agreed.rehearsed:
-            return with_memory(found, agreed, agreed.rehearsed, vocab, device)
+                return replace(explanation, reason=f"it raises {in_a_line(error)}")
+            agreement: Agreement = getattr(hollow_copy, REPORT)
+            if agreement.head is None:
+                return replace(explanation, reason=agreement.mechanism.removeprefix("none: "))
+            explanation = replace(explanation, patched=True, head=agreement.head_in_words)
+            vocab, _ = sizes_of(agreement.head) or (0, 0)
+            hook = watcher(find_head(inner)) or needs_rows_together(find_head(inner), agreement.head)
+            failure = "" if hook else rehearse(hollow_copy, agreement, inputs, autocast)
+        messages = [text.removeprefix("chunked_head: ") for text in agreement.warned.values()]
+        messages += [f"{explanation.model}'s logits are computed after all, for {hook}"] if hook else []
+        explanation = replace(explanation, warnings=tuple(messages))
+        if agreement.rehearsed:
+            return with_memory(explanation, agreement, agreement.rehearsed, vocab, device)
         reason = f"a forward with labels, on tensors without numbers, raises {failure}" if failure else ""
-        return replace(found, reason=reason or "its loss does not go through its head")
+        return replace(explanation, reason=reason or "its loss does not go through its head")
     finally:
-        unpatch_model(copied)
+        unpatch_model(hollow_copy)
 
 
-def alone(head: Any, copied: Any) -> str:
-    """Why a head's own forward has to have its rows as they are; empty where it has not, or cannot be asked."""
+def needs_rows_together(head: Any, copied_head: Any) -> str:
+    """The reason for which a head's own forward needs all rows at once; empty without one, and where the head cannot be
+    asked: its weight alone makes the logits, or it has no numbers."""
     tensors = [tensor for tensor in (*head.parameters(), *head.buffers()) if tensor.is_floating_point()]
-    if copied.reads_weight or not tensors or any(tensor.is_meta for tensor in tensors):
+    if copied_head.reads_weight or not tensors or any(tensor.is_meta for tensor in tensors):
         return ""
     columns = (sizes_of(head) or (0, 0))[1]
-    return ask(head, tensors[0].new_empty(1, columns), None, hooked=True).reason
+    return ask(head, tensors[0].new_empty(1, columns), None, has_run_hooks=True).reason
 
 
 def with_memory(
-    found: Explanation, agreed: Agreement, calls: Sequence[Rehearsed], vocab: int, device: torch.device | str | None
+    explanation: Explanation,
+    agreement: Agreement,
+    calls: Sequence[Rehearsed],
+    vocab: int,
+    device: torch.device | str | None,
 ) -> Explanation:
     """Adds the memory that the first loss's call takes and spares."""
-    call, tail, hidden, tokens = calls[0], calls[0].tail, calls[0].hidden, found.tokens
+    call, tokens = calls[0], explanation.tokens
+    tail, hidden = call.tail, call.hidden
     columns, dtype = vocab if tail.vocab is None else tail.vocab, call.autocast or hidden.dtype
     copies = (1 if call.logits == dtype else 2) * columns * call.logits.itemsize  # with the gradient
-    full, places = tokens * (vocab * dtype.itemsize + copies), tuple(each.made_at for each in calls)
-    found = replace(found, tail=tail, losses=places, reads_weight=call.weight is not None, full_bytes=full)
+    full, locations = tokens * (vocab * dtype.itemsize + copies), tuple(loss_call.made_at for loss_call in calls)
+    explanation = replace(
+        explanation, tail=tail, losses=locations, reads_weight=call.weight is not None, full_bytes=full
+    )
     if call.weight is None:
         rows = min(tokens, rows_at_once(vocab))
-        return replace(found, extra_bytes=rows * vocab * torch.float32.itemsize * COPIES_OF_LOGITS)
-    options = {key: value for key, value in agreed.options.items() if key != "upstream"}
+        return replace(explanation, extra_bytes=rows * vocab * torch.float32.itemsize * COPIES_OF_LOGITS)
+    options = {key: value for key, value in agreement.options.items() if key != "upstream"}
     options["skip_ignored"] = options.get("skip_ignored") is True
     options["accumulate_into"] = options.get("accumulate_into") is not None
-    planned = plan(
-        tokens, hidden.shape[-1], columns, dtype, loss=call.loss, metrics=agreed.measured, softcap=tail.softcap,
+    call_plan = plan(
+        tokens, hidden.shape[-1], columns, dtype, loss=call.loss, metrics=agreement.measured, softcap=tail.softcap,
         hidden_grad=hidden.requires_grad, weight_grad=call.weight.requires_grad, hidden_dtype=hidden.dtype,
         weight_dtype=call.weight.dtype, bias=call.bias is not None and call.bias.requires_grad,
         reduction=call.reduction, device=device, **options,
     )  # fmt: skip
-    return replace(found, plan=planned, extra_bytes=planned.extra_bytes)
+    return replace(explanation, plan=call_plan, extra_bytes=call_plan.extra_bytes)
 
 
-def rehearse(model: Any, agreed: Agreement, inputs: Mapping[str, Any] | None, autocast: torch.dtype | None) -> str:
-    """Notes the losses of a forward with labels, of which no mask is part; returns what it raised, in words."""
-    takes = inspect.signature(type(model).forward).parameters
+def rehearse(model: Any, agreement: Agreement, inputs: Mapping[str, Any] | None, autocast: torch.dtype | None) -> str:
+    """Runs a forward with labels, which notes its losses in ``agreement.rehearsed``; returns its error in words, or "".
+
+    Masks among ``inputs`` are left out. A forward that raises runs again with masks, then without its layers.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
     ids = torch.zeros(1, LENGTH, dtype=torch.int64, device="meta")
-    usual = {key: value for key, value in (("input_ids", ids), ("labels", ids), ("use_cache", False)) if key in takes}
-    given: dict[str, Any] = {**usual} if inputs is None else {**inputs}
-    given = {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in given.items()}
-    given = {key: value for key, value in given.items() if key not in MASKS}
-    # transformers looks at numbers to make a causal mask, or warns of a missing one, unless it is given one
-    batch, length = next((value.shape for key, value in given.items() if key in LABELS), (1, LENGTH))[:2]
+    defaults = {
+        key: value for key, value in (("input_ids", ids), ("labels", ids), ("use_cache", False)) if key in parameters
+    }
+    arguments: dict[str, Any] = {**defaults} if inputs is None else {**inputs}
+    arguments = {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    arguments = {key: value for key, value in arguments.items() if key not in MASKS}
+    # without a mask, transformers reads numbers to make a causal one, or warns that one is missing
+    batch, length = next((value.shape for key, value in arguments.items() if key in LABELS), (1, LENGTH))[:2]
     shapes = (batch, 1, length, length), (batch, length, length), (batch, length)
-    masks = [{key: torch.ones(shape, device="meta") for key in MASKS if key in takes} for shape in shapes]
+    masks = [{key: torch.ones(shape, device="meta") for key in MASKS if key in parameters} for shape in shapes]
     failures = []
-    for layers, more in itertools.product((True, False), ({}, *masks)):
-        for module in [] if layers else list(model.modules()):
-            for key, child in list(module.named_children()):  # what routes tokens to experts looks at numbers too
+    for with_layers, mask in itertools.product((True, False), ({}, *masks)):
+        for module in [] if with_layers else list(model.modules()):
+            for key, child in list(module.named_children()):  # modules that route tokens to experts read numbers
                 if isinstance(child, nn.ModuleList) and all(any(layer.children()) for layer in child):
                     setattr(module, key, nn.ModuleList())
-        agreed.rehearsed = []
+        agreement.rehearsed = []
         try:
             with without_numbers(autocast):
-                model.train()(**(more | given))
+                model.train()(**(mask | arguments))
             return ""
         except Exception as error:
             failures.append(in_a_line(error))
-            if agreed.rehearsed:
+            if agreement.rehearsed:
                 break
     return failures[0]
 
 
 @contextlib.contextmanager
 def without_numbers(autocast: torch.dtype | None) -> Iterator[None]:
-    """A forward on the meta device. Models switch autocast off for their tensors' device; it does not know that one."""
-    plain: Any = torch.autocast
+    """A context for a forward on the meta device. Models switch autocast off for their tensors' device, and autocast
+    does not know this one: it is nothing there."""
+    real_autocast: Any = torch.autocast
 
-    def known(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return contextlib.nullcontext() if device_type == "meta" else plain(device_type, *args, **kwargs)
+    def autocast_or_nothing(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext() if device_type == "meta" else real_autocast(device_type, *args, **kwargs)
 
-    torch.autocast = known  # type: ignore[assignment, misc]
+    torch.autocast = autocast_or_nothing  # type: ignore[assignment, misc]
     try:
-        with torch.enable_grad(), torch.device("meta"), plain("cpu", dtype=autocast, enabled=autocast is not None):
+        with (
+            torch.enable_grad(),
+            torch.device("meta"),
+            real_autocast("cpu", dtype=autocast, enabled=autocast is not None),
+        ):
             yield
     finally:
-        torch.autocast = plain  # type: ignore[misc]
+        torch.autocast = real_autocast  # type: ignore[misc]
 
 
 def hollow(model: nn.Module) -> nn.Module:
     """A copy on the meta device, without hooks."""
-    known: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     try:
         for module in model.modules():
             for key, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
                 if isinstance(value, Tensor):  # a head's class decides how its loss is made
                     empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                    known[id(value)] = empty.as_subclass(type(value)).requires_grad_(value.requires_grad)
+                    copies[id(value)] = empty.as_subclass(type(value)).requires_grad_(value.requires_grad)
                 elif isinstance(value, dict) and "_hooks" in key:
-                    known[id(value)] = type(value)()
-        made = copy.deepcopy(model, known)
+                    copies[id(value)] = type(value)()
+        hollow_model = copy.deepcopy(model, copies)
     except Exception as error:
         raise ValueError(
             f"explain_model needs a copy of the model, and {type(model).__name__} gives none ({in_a_line(error)}); "
             "explain it before it is wrapped or sharded"
         ) from error
-    for module in made.modules():
+    for module in hollow_model.modules():
         if not hides(module):
             for key in ("forward", OLD_FORWARD):
                 vars(module).pop(key, None)
-    return made
+    return hollow_model

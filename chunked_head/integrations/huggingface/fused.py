@@ -52,12 +52,12 @@ class LazyLoss:
         if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.by_chunks(hidden, forward)
         head = head_of(self.source, self.tail, module)
-        if self.source.patch.rehearsed is not None:
+        if self.source.agreement.rehearsed is not None:
             return self.rehearse(hidden, head["weight"], head["bias"])
         head |= {"target": self.target.to(hidden.device), "ignore_index": self.ignore_index}
-        found = linear_loss(hidden, loss=self.loss, metrics=self.measured, reduction=self.reduction, **head)
-        self.source.patch.add_metrics(found)
-        return found.loss
+        output = linear_loss(hidden, loss=self.loss, metrics=self.measured, reduction=self.reduction, **head)
+        self.source.agreement.add_metrics(output)
+        return output.loss
 
     def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """A loss without a number, of hidden states without numbers."""
@@ -65,46 +65,50 @@ class LazyLoss:
         casts = [argument for name, argument in self.steps if name == "cast"]
         read = torch.float32 if source.autocast is not None else (source.output.dtype, *casts)[-1]
         call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, self.loss, self.reduction)
-        source.patch.note_rehearsed(call)
+        source.agreement.note_rehearsed(call)
         shape = self.target.shape if self.reduction == "none" else ()
         return hidden.new_empty(shape, dtype=wide(hidden.dtype), requires_grad=True)
 
     def by_chunks(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
         are more than a matrix (adapters, quantised weights, shards)."""
-        patch = self.source.patch
+        agreement = self.source.agreement
         if any(summand.normalizer is not None or summand.reduction is not None for _, summand in self.loss.terms):
-            name = f"{patch.name}, a {type(patch.head).__name__}"
+            name = f"{agreement.name}, a {type(agreement.head).__name__}"
             raise ValueError(f"loss= with a normalizer or reduction of its own does not go with {name}")
-        if patch.rehearsed is not None:
+        if agreement.rehearsed is not None:
             return self.rehearse(hidden, None, None)
         rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
-        chunk = rows_at_once(self.source.output.columns)
-        parts = zip(rows.split(chunk), target.split(chunk), strict=True)
-        pieces = [checkpoint(self.part, head, *part, [], use_reentrant=False) for part in parts]
+        chunk_rows = rows_at_once(self.source.output.columns)
+        chunks = zip(rows.split(chunk_rows), target.split(chunk_rows), strict=True)
+        values = [checkpoint(self.chunk_loss, head, *chunk, [], use_reentrant=False) for chunk in chunks]
         if self.reduction == "none":
-            return torch.cat(pieces).reshape(self.target.shape)
-        total = torch.stack(pieces).sum()
+            return torch.cat(values).reshape(self.target.shape)
+        total = torch.stack(values).sum()
         return total if self.reduction == "sum" else total / counted(self)
 
-    def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[Any]) -> Tensor:
-        """The sum over some rows; ``before`` remembers of what it was computed, for the second time in backward."""
-        again, patch = bool(before), self.source.patch
-        if not torch.compiler.is_compiling():  # whose graphs are of values
-            written = [version(given) for given in (rows, ids, self.class_weights) if given is not None]
-            if again and (before != written or changed(self.source.head, self.source.parameters)):
+    def chunk_loss(
+        self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, first_versions: list[Any]
+    ) -> Tensor:
+        """The sum of the loss over some rows. ``first_versions``: empty in the forward pass, which fills it; in
+        backward the checkpoint calls again, and the same versions show that no operand was written to."""
+        is_repeated, agreement = bool(first_versions), self.source.agreement
+        if not torch.compiler.is_compiling():  # a graph's tensors are values, which nothing writes to
+            versions = [version(tensor) for tensor in (rows, ids, self.class_weights) if tensor is not None]
+            if is_repeated and (first_versions != versions or changed(self.source.head, self.source.parameters)):
                 raise RuntimeError(
-                    f"{patch.model}'s loss is computed again in backward, and hidden states, targets, class weights or "
-                    "the head's parameters have been modified by an inplace operation since; call backward before"
+                    f"{agreement.model}'s loss is computed again in backward, and hidden states, targets, class "
+                    "weights or the head's parameters have been modified by an inplace operation "
+                    "since; call backward before"
                 )
-            before[:] = written
+            first_versions[:] = versions
         logits = replay(self.source.output.check(head(rows)), self.steps)
         reduction = "none" if self.reduction == "none" else "sum"
         options: Any = {"metrics": self.measured, "ignore_index": self.ignore_index, "reduction": reduction}
-        found = logits_loss(logits, ids, self.loss, **options)
-        if not again:
-            patch.add_metrics(found)
-        return found.loss
+        output = logits_loss(logits, ids, self.loss, **options)
+        if not is_repeated:
+            agreement.add_metrics(output)
+        return output.loss
 
 
 def cross_entropy(
@@ -120,37 +124,37 @@ def cross_entropy(
     """``F.cross_entropy`` of class ids; NotImplemented where it is another one."""
     tail, source = tail_of(logits), logits.source
     rows = tuple(logits.shape[:-1])
-    usual = size_average is None and reduce is None and isinstance(target, Tensor)
+    is_plain = size_average is None and reduce is None and isinstance(target, Tensor)
     # PyTorch's classes are the second dimension: the last of one or two
-    if not usual or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+    if not is_plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
         return NotImplemented
     if tail is None or not source.fuses:
         return NotImplemented
     rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)
-    smoothing, patch, measured = float(label_smoothing), source.patch, ()
-    loss, by_model = losses.cross_entropy(smoothing, weight), running(source.head) is patch
-    if by_model and patch.loss_argument:  # which have no part in a loss that is made outside of the model's forward
+    smoothing, agreement, measured = float(label_smoothing), source.agreement, ()
+    loss, by_model = losses.cross_entropy(smoothing, weight), running(source.head) is agreement
+    if by_model and agreement.loss_argument:  # loss= and metrics= have no part in a loss outside of the forward
         if reduction == "none":
             raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
-        if patch.loss is not None and (weight is not None or smoothing):
+        if agreement.loss is not None and (weight is not None or smoothing):
             raise ValueError(
-                f"{patch.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; give "
-                "them to losses.cross_entropy in loss="
+                f"{agreement.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; "
+                "give them to losses.cross_entropy in loss="
             )
-        loss, measured = patch.loss or loss, patch.measured
+        loss, measured = agreement.loss or loss, agreement.measured
     request = LazyLoss(source, tail, logits.steps, target, ignore_index, reduction, weight, loss, measured)
     if source.head.reads_weight:
-        value = source.inside(logits.hidden, request.from_weight)
+        value = source.in_call(logits.hidden, request.from_weight)
     else:
-        with source.taken():
+        with source.loss_state():
             value = request.by_chunks(logits.hidden, source.call)
-    patch.count_loss(tail, by_model)
+    agreement.count_loss(tail, by_model)
     return value.to(logits.dtype if rounded else wide(logits.dtype))
 
 
 def head_of(source: Source, tail: Tail, head: Any) -> dict[str, Any]:
-    """The head with what the model does behind it, as options of this library's functions."""
+    """Options of this library's functions: the head's operands, the tail, and the options of ``patch_model``."""
     weight = head.weight  # once: a parametrised one is computed each time
     if is_dtensor(weight):
         raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
@@ -160,8 +164,8 @@ def head_of(source: Source, tail: Tail, head: Any) -> dict[str, Any]:
             "framework holds a part of it, its hooks have to run around the head's call"
         )
     cropped = weight if tail.vocab is None else weight[: tail.vocab]
-    given = {"weight": cropped, "bias": tail.bias(head.bias, weight), "softcap": tail.softcap}
-    return given | {"logit_scale": tail.logit_scale, **source.patch.options}
+    options = {"weight": cropped, "bias": tail.bias(head.bias, weight), "softcap": tail.softcap}
+    return options | {"logit_scale": tail.logit_scale, **source.agreement.options}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -193,7 +197,7 @@ class Read(NamedTuple):
     factor: float | None  # None: of the logits themselves
 
 
-# remembers what was computed of the same logits, for ids [..., 1] or any
+# statistics of rows for ids [..., 1], or for any ids where that is None; those computed last where they serve
 Cached = Callable[[Read, Tensor | None], Rows]
 
 
@@ -204,51 +208,52 @@ def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.
         return NotImplemented
     if dtype is None and torch.is_autocast_enabled(v.source.device_type):
         dtype = torch.empty(1, dtype=v.dtype, device=v.hidden.device).log_softmax(-1).dtype  # fp32 on a GPU
-    return v.then(LOG_SOFTMAX, dtype).but(dtype=dtype or v.dtype)
+    return v.with_step(LOG_SOFTMAX, dtype).with_fields(dtype=dtype or v.dtype)
 
 
 def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
     """The cross-entropy of log-probabilities' logits, as ProphetNet writes it."""
     if not v.steps or v.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
-    logits = v.but(steps=v.steps[:-1])
-    return cross_entropy(logits.then("cast", v.dtype), *args, **kwargs)
+    logits = v.with_fields(steps=v.steps[:-1])
+    return cross_entropy(logits.with_step("cast", v.dtype), *args, **kwargs)
 
 
 def reading(v: Virtual) -> Read | None:
-    """The logits and the factor of what the steps make; None where statistics of rows do not tell it."""
+    """The logits and the factor that are equal to the steps; None where statistics of rows do not give the result."""
     names = [name for name, _ in v.steps]
-    at = names.index(LOG_SOFTMAX) if LOG_SOFTMAX in names else None
+    position = names.index(LOG_SOFTMAX) if LOG_SOFTMAX in names else None
     factor = None
-    if at is not None:
+    if position is not None:
         factor = 1.0
-        for name, argument in v.steps[at + 1 :]:
+        for name, argument in v.steps[position + 1 :]:
             if name not in ("mul", "div", "cast"):
                 return None
             if name != "cast":
                 factor = factor * argument if name == "mul" else factor / argument
-    logits = v if at is None else v.but(steps=v.steps[:at])
+    logits = v if position is None else v.with_fields(steps=v.steps[:position])
     tail = tail_of(logits)
     if tail is None or not v.source.fuses or not v.source.head.reads_weight:
         return None
     return Read(logits, tail, factor)
 
 
-def outputs_of(read: Read, ids: Tensor, **asked: bool) -> tuple[Tensor, ...]:
-    """``linear_logprobs`` for ids [...], with what else is asked of it; inside of the head's call as its hooks want."""
+def outputs_of(read: Read, ids: Tensor, **results: bool) -> tuple[Tensor, ...]:
+    """Results of ``linear_logprobs`` for ids [...], computed inside of the head's call. ``results``: its flags of
+    further results, such as ``lse=True``."""
     source = read.logits.source
 
-    def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    def compute(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         options = head_of(source, read.tail, head)
-        if source.patch.rehearsed is not None:
+        if source.agreement.rehearsed is not None:
             call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
-            source.patch.note_rehearsed(call)
-            return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in (ids, *asked))
-        options |= {"target": ids.to(hidden.device), "ignore_index": NONE, **asked}
+            source.agreement.note_rehearsed(call)
+            return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in (ids, *results))
+        options |= {"target": ids.to(hidden.device), "ignore_index": NONE, **results}
         return tuple(linear_logprobs(hidden, **options))
 
-    found: tuple[Tensor, ...] = source.inside(read.logits.hidden, inside)
-    return found
+    outputs: tuple[Tensor, ...] = source.in_call(read.logits.hidden, compute)
+    return outputs
 
 
 def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -271,18 +276,19 @@ def gather(v: Virtual, cached: Cached, dim: Any, index: Any) -> Any:
     return value[..., None].to(v.dtype)
 
 
-def reduction(of: Callable[[Read, Cached], Tensor], logprobs: bool = False, everything: bool = False) -> Any:
-    """Over the vocabulary, of the logits or of log-probabilities; ``everything``: over all rows too."""
+def reduction(statistic: Callable[[Read, Cached], Tensor], logprobs: bool = False, everything: bool = False) -> Any:
+    """A tensor's method that reduces logits, or log-probabilities, over the vocabulary to ``statistic``.
+    ``everything``: the method without a dimension is the mean over all rows too."""
 
     def reduced(
         v: Virtual, cached: Cached, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Any:
-        read, each = reading(v), dim in (-1, len(v.shape) - 1)
+        read, is_per_row = reading(v), dim in (-1, len(v.shape) - 1)
         if read is None or logprobs != (read.factor is not None):
             return NotImplemented
-        if not each and not (everything and dim is None and not keepdim):
+        if not is_per_row and not (everything and dim is None and not keepdim):
             return NotImplemented
-        value = of(read, cached) if each else of(read, cached).mean()
+        value = statistic(read, cached) if is_per_row else statistic(read, cached).mean()
         return (value[..., None] if keepdim else value).to(dtype or v.dtype)
 
     return reduced
@@ -299,11 +305,11 @@ def mean(read: Read, cached: Cached) -> Tensor:
         return cached(read, None).mean_logit
     source = read.logits.source
 
-    def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    def compute(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         options = head_of(source, read.tail, head)
         return mean_logits(hidden, options["weight"], options["bias"]) * read.tail.logit_scale
 
-    return source.inside(read.logits.hidden, inside)
+    return source.in_call(read.logits.hidden, compute)
 
 
 # by the name of the tensor's method

@@ -1,4 +1,4 @@
-"""The head of a model: how it is found, and what other libraries and users hang on a module, hooks and forwards."""
+"""The head of a model: how it is found. Hooks and forwards that other libraries and users hang on a module."""
 
 import inspect
 from pathlib import Path
@@ -10,11 +10,11 @@ from torch.nn.modules import module as of_all_modules
 from ...core.checks import is_dtensor
 
 FSDP1 = "FullyShardedDataParallel"
-# modules around a head, and where they have it: what FSDP1 gathers is there while its forward runs
+# modules around a head, and the attribute that is the head: FSDP1 gathers its parameters while its forward runs
 WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
-# hooks of these gather and free parameters or count, whatever the output is
+# packages whose hooks gather and free parameters, or count, and do not read the output
 BLIND = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "deepspeed.", "accelerate.")
-SHOWN = "_chunked_head_shown"  # attribute of our forward: what comes out where its wrapper is taken off
+SHOWN = "_chunked_head_shown"  # attribute of our forward: the function that code finds which takes its wrapper off
 OLD_FORWARD = "_old_forward"  # attribute in which accelerate's hooks keep the forward that they call
 
 
@@ -48,15 +48,15 @@ def unnamed(model: nn.Module) -> nn.Module | None:
     """The head of a model that names none: its one matrix onto the vocabulary (ClvpForCausalLM), else that of the one
     model inside of it that names one (BlipForConditionalGeneration)."""
     vocab = getattr(getattr(model, "config", None), "vocab_size", None)
-    found = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
-    if found:
-        return found[0] if len(found) == 1 else None
-    inside = {embeddings(module, "output") for module in model.modules() if module is not model} - {None}
-    return inside.pop() if len(inside) == 1 else None
+    matrices = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
+    if matrices:
+        return matrices[0] if len(matrices) == 1 else None
+    heads = {embeddings(module, "output") for module in model.modules() if module is not model} - {None}
+    return heads.pop() if len(heads) == 1 else None
 
 
 def active(head: Any, model: nn.Module) -> nn.Module:
-    """The module that runs: the active copy inside of PEFT's ``modules_to_save`` wrapper, else the head itself."""
+    """The module that computes: the active copy inside of PEFT's ``modules_to_save`` wrapper, else the head itself."""
     saved = getattr(head, "modules_to_save", None)
     if isinstance(saved, nn.ModuleDict):
         names = [name for name in head.active_adapters if name in saved]
@@ -74,9 +74,9 @@ def active(head: Any, model: nn.Module) -> nn.Module:
     return head
 
 
-def embeddings(module: nn.Module, which: str) -> Any:
+def embeddings(module: nn.Module, kind: str) -> Any:
     """A module's ``"input"`` or ``"output"`` embeddings, None where it names none."""
-    get = getattr(module, f"get_{which}_embeddings", None)
+    get = getattr(module, f"get_{kind}_embeddings", None)
     try:  # contextlib.suppress is more than the compiler of torch 2.9 follows
         return get() if callable(get) else None
     except (AttributeError, NotImplementedError):
@@ -100,36 +100,36 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
         if isinstance(rows, int) and isinstance(columns, int):
             weight: Any = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
             # users and PEFT put other weights in its place; those of quantising libraries and shards have other shapes
-            whole = (type(weight) is nn.Parameter or is_dtensor(weight)) and weight.dim() == 2
-            return (weight.shape[0], weight.shape[1]) if whole else (rows, columns)
+            is_matrix = (type(weight) is nn.Parameter or is_dtensor(weight)) and weight.dim() == 2
+            return (weight.shape[0], weight.shape[1]) if is_matrix else (rows, columns)
     return None
 
 
 def watcher(head: Any) -> str | None:
-    """The name of a hook for which logits have to exist as they are; None without: one that reads the head's output or
-    its gradient, or that reads what a module inside of the head is given."""
-    own = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
-    if not own and not of_all_modules._global_forward_hooks:
-        return None  # at once: the usual head's
+    """The name of a hook that reads the head's output, its gradient, or an input of a module inside of the head: logits
+    cannot be lazy then. None without one."""
+    has_hooks_or_modules = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
+    if not has_hooks_or_modules and not of_all_modules._global_forward_hooks:
+        return None  # the usual head, without a loop
     for module in head.modules():
         forward = (module._forward_hooks, of_all_modules._global_forward_hooks)
         kinds = {"forward": forward, "backward": (module._backward_hooks, module._backward_pre_hooks)}
         if module is not head:
             kinds["forward pre-"] = (module._forward_pre_hooks, of_all_modules._global_forward_pre_hooks)
-        for kind, registered in kinds.items():
-            for hook in (hook for hooks in registered for hook in hooks.values()):
+        for kind, hook_tables in kinds.items():
+            for hook in (hook for hooks in hook_tables for hook in hooks.values()):
                 if not module_of(hook).startswith(BLIND):
                     return f"a {kind} hook, {name_of_hook(hook)}"
     return None
 
 
 def pre_hook(head: Any) -> tuple[str | None, bool]:
-    """The name of a hook that reads or changes what the head is given, and whether frameworks' hooks are beside it."""
+    """The name of a user's hook on the head's input, or None, and True where frameworks' hooks are on the head too."""
     if not head._forward_pre_hooks and not of_all_modules._global_forward_pre_hooks:
         return None, False
-    own = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    blind = [module_of(hook).startswith(BLIND) for hook in own]
-    hooks = [*own, *of_all_modules._global_forward_pre_hooks.values()]
+    own_hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    blind = [module_of(hook).startswith(BLIND) for hook in own_hooks]
+    hooks = [*own_hooks, *of_all_modules._global_forward_pre_hooks.values()]
     names = [name_of_hook(hook) for hook in hooks if not module_of(hook).startswith(BLIND)]
     return names[0] if names else None, any(blind)
 
@@ -145,7 +145,7 @@ def module_of(hook: Any) -> str:
 
 
 class LateForward:
-    """A module's forward: that of the class that the module has when it is called."""
+    """A forward to hang on a module: it calls that of the module's class, whichever that is at the time."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -159,7 +159,8 @@ class LateForward:
 
 
 def loosen(module: Any) -> None:
-    """Makes a forward that hangs on a module and is its class's follow the class. Called before the class changes."""
+    """Replaces a forward that hangs on a module and is its class's by one that follows the class, which then
+    changes."""
     for name in ("forward", OLD_FORWARD):
         if is_of_class(module.__dict__.get(name), module):
             module.__dict__[name] = LateForward(module)
@@ -168,17 +169,18 @@ def loosen(module: Any) -> None:
 def hides(module: Any) -> bool:
     """True where a forward that hangs on a module runs instead of its class's."""
     hung = module.__dict__.get("forward")
-    beneath = module.__dict__.get(OLD_FORWARD, hung)
-    return hung is not None and not isinstance(beneath, LateForward) and not is_of_class(beneath, module)
+    innermost = module.__dict__.get(OLD_FORWARD, hung)
+    return hung is not None and not isinstance(innermost, LateForward) and not is_of_class(innermost, module)
 
 
 def is_of_class(hung: Any, module: Any) -> bool:
-    function, own = getattr(hung, "__func__", None), type(module).forward
-    return function in (own, getattr(own, SHOWN, own)) and hung.__self__ is module
+    """True where a forward that hangs on a module is the bound method of its class."""
+    function, class_forward = getattr(hung, "__func__", None), type(module).forward
+    return function in (class_forward, getattr(class_forward, SHOWN, class_forward)) and hung.__self__ is module
 
 
 def hung_by(module: Any) -> str:
-    """The function that hangs on a module as its forward, and its place in the code."""
+    """In words, the function that hangs on a module as its forward, and its place in the code."""
     hung = module.__dict__.get("forward")
     while (inner := getattr(hung, "__func__", getattr(hung, "func", None))) is not None:
         hung = inner

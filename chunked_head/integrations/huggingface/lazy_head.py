@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...core.checks import is_dtensor
 from .head import hides, pre_hook, unwrapped, watcher
 from .lazy_logits import LazyLogits
-from .source import PATCH, Source, running
+from .source import AGREEMENT, Source, running
 from .traced_logits import TracedLogits
 from .virtual import Virtual
 
@@ -18,7 +18,8 @@ HOLLOW = "hidden states without numbers"
 
 
 class Passed:
-    """What a head's pre-hooks make of its hidden states, in the place of a loss; None where they make more of them."""
+    """A computation in the place of a loss: it notes the hidden states as a head's pre-hooks leave them. They stay None
+    where the pre-hooks give the head more than hidden states."""
 
     hidden: Tensor | None = None
 
@@ -34,8 +35,11 @@ def is_hollow(hidden: Any) -> bool:
 
 
 class LazyHead:
-    """Put before a module's class. ``__call__`` rather than ``forward`` gives lazy logits, so that no hook runs for
-    what computes nothing, and frameworks that hang a ``forward`` on the instance do not hide it."""
+    """A base class, put before a head's own class, whose call gives lazy logits.
+
+    ``__call__`` gives them rather than ``forward``: no hook runs where nothing is computed, and a ``forward`` that a
+    framework hangs on the instance does not hide it.
+    """
 
     weight: Tensor
     _parameters: dict[str, Any]
@@ -45,33 +49,33 @@ class LazyHead:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
             return type(self).__call__(self, *args, **kwargs)
-        patch = running(self)
-        if patch is None or len(args) != 1 or kwargs:
+        agreement = running(self)
+        if agreement is None or len(args) != 1 or kwargs:
             return self.real(*args, **kwargs)
         hidden = args[0]
-        reason = HOLLOW if patch.rehearsed is None and is_hollow(hidden) else watcher(self)
+        reason = HOLLOW if agreement.rehearsed is None and is_hollow(hidden) else watcher(self)
         hook, is_among_others = pre_hook(self)
         if reason is None and hook is not None and is_among_others:
             reason = f"a forward pre-hook, {hook}, beside hooks of a framework"
         if reason is not None:
-            patch.count_logits(reason)
+            agreement.count_logits(reason)
             return self.real(hidden)
-        if hook is not None:  # it runs now, and once, on what the model gives
+        if hook is not None:  # it runs now, and once, on the model's hidden states
             passed = Passed()
             computed = self.real(hidden, chunked_head_loss=passed)
             if passed.hidden is None:
-                patch.count_logits(f"a forward pre-hook, {hook}, that gives the head more than hidden states")
+                agreement.count_logits(f"a forward pre-hook, {hook}, that gives the head more than hidden states")
                 return computed
             hidden = passed.hidden
-        source = Source.here(self, patch, hidden, hook is not None)
+        source = Source.of_call(self, agreement, hidden, hook is not None)
         if source.output.reason:
-            patch.count_logits(source.output.reason)
+            agreement.count_logits(source.output.reason)
             return source.call(hidden)
         virtual = Virtual(hidden, (), source.output.columns, source.output.dtype, source)
-        return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.of(virtual)
+        return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.wrap(virtual)
 
     def real(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own call, hooks and all; of a compiled module uncompiled where a loss is made in it."""
+        """The module's own call with all its hooks. A compiled module runs uncompiled where a loss is made in it."""
         compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
         if not compiled or "chunked_head_loss" not in kwargs or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -91,13 +95,13 @@ class LazyHead:
 
     @property
     def plain(self) -> bool:
-        """True where the class's forward is nn.Linear's, now."""
+        """True while the class's forward is nn.Linear's."""
         forward = self.class_before.forward
         return forward is LINEAR and forward.__module__ == nn.Linear.__module__
 
     @property
     def reads_weight(self) -> bool:
-        """True where logits are the product with weight and bias, no more; else chunks go through the head's call."""
+        """True where logits are the product with weight and bias alone; else chunks go through the head's call."""
         if unwrapped(self) is not self:
             return unwrapped(self).reads_weight
         # a quantised weight is a tensor of a class of its own
@@ -105,12 +109,12 @@ class LazyHead:
         return self.plain and not hides(self) and (numbers or is_dtensor(self.weight))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are of the class before, until a patched model's forward finds them."""
-        made: Any = super().__reduce_ex__(protocol)
-        if made[0] is type(self):  # as of what torch.compile makes
-            return self.class_before, *made[1:]
+        """Copies and pickles have the class from before the patch; a patched model's forward makes them lazy again."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        if reduced[0] is type(self):  # as of what torch.compile makes
+            return self.class_before, *reduced[1:]
         state = self.__getstate__().items()  # type: ignore[attr-defined]
-        return object.__new__, (self.class_before,), {key: value for key, value in state if key != PATCH}
+        return object.__new__, (self.class_before,), {key: value for key, value in state if key != AGREEMENT}
 
 
 @functools.cache

@@ -24,12 +24,21 @@ COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
 
 class View(NamedTuple):
-    """A function of logits that gives a view of them, or one of several."""
+    """A view of logits: the result of a function of them, or one of its results."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
-    named: Mapping[str, Any] = {}
-    at: int | None = None
+    keywords: Mapping[str, Any] = {}
+    position: int | None = None  # among several results
+
+
+class KnownRows(NamedTuple):
+    """Statistics of rows that were computed, and for what."""
+
+    ids: Tensor | None  # [..., 1]; None where the statistics serve for any
+    version: int | None  # of the ids
+    grad: bool  # gradients were enabled
+    rows: Rows
 
 
 class LazyLogits(Tensor):
@@ -42,27 +51,27 @@ class LazyLogits(Tensor):
 
     _real: Tensor | None
     _virtual: Virtual
-    _written: int | None  # what had been written to the hidden states by then
-    _rows: tuple[tuple[Tensor | None, int | None, bool], Rows] | None  # statistics, and of which ids
-    _origin: "LazyLogits | None"  # what these are a view of
-    _way: View | None  # from the base's numbers to these
-    _family: "list[weakref.ref[LazyLogits]]"  # lazy logits that would share memory with these, and these
-    _is_shared: bool  # the numbers are in the base's memory
+    _hidden_version: int | None  # version of the hidden states at the head's call
+    _rows: KnownRows | None
+    _origin: "LazyLogits | None"  # the logits that these are a view of
+    _view: View | None  # of those
+    _family: "list[weakref.ref[LazyLogits]]"  # these, and all lazy logits that would share memory with them
+    _is_shared: bool  # the numbers are in the memory of ``_origin``
 
     @staticmethod
-    def of(virtual: Virtual, base: "LazyLogits | None" = None, way: View | None = None) -> "LazyLogits":
+    def wrap(virtual: Virtual, base: "LazyLogits | None" = None, view: View | None = None) -> "LazyLogits":
         shape, dtype, device = virtual.shape, virtual.dtype, virtual.device
-        made = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        made._virtual, made._rows, made._real = virtual, None, None
-        made._written = version(virtual.hidden)
-        made._origin, made._way, made._is_shared = base, way, False
-        made._family = [] if base is None else base._family
-        made._family.append(weakref.ref(made))
-        return made
+        logits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        logits._virtual, logits._rows, logits._real = virtual, None, None
+        logits._hidden_version = version(virtual.hidden)
+        logits._origin, logits._view, logits._is_shared = base, view, False
+        logits._family = [] if base is None else base._family
+        logits._family.append(weakref.ref(logits))
+        return logits
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        known = "" if self._real is None else ", computed"
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
+        state = "" if self._real is None else ", computed"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{state})"
 
     def materialise(self) -> Tensor:
         """The logits, as the unpatched model would have computed them; computed once."""
@@ -75,25 +84,29 @@ class LazyLogits(Tensor):
                 if not is_dtensor(getattr(source.head, "weight", None)):
                     raise
                 raise RuntimeError(
-                    f"{source.patch.model}'s logits could not be computed: its head is sharded again; read them right "
-                    "after the forward, before its backward, or leave the model unpatched"
+                    f"{source.agreement.model}'s logits could not be computed: its head is sharded again; read them "
+                    "right after the forward, before its backward, or leave the model unpatched"
                 ) from error
         return self._real
 
     def share(self) -> None:
-        """Computes all logits of a family in one memory, for what may be written to one of them."""
+        """Computes all logits of a family in one memory: a write to one of them then reaches the others."""
         for reference in self._family:
             relative = reference()
             if relative is not None:
                 relative.in_memory()
 
+    def has_relatives(self) -> bool:
+        """True where other lazy logits of the family are alive."""
+        return sum(member() is not None for member in self._family) > 1
+
     def in_memory(self) -> Tensor:
-        """These logits, as a view of their base's."""
+        """These logits, computed as a view of those of ``_origin``."""
         if self._origin is None:
             self.materialise()
         elif not self._is_shared:
             with torch.set_grad_enabled(self._virtual.source.grad):
-                self._real = through(self._origin.in_memory(), self._way)
+                self._real = through(self._origin.in_memory(), self._view)
         self._is_shared = True
         assert self._real is not None
         return self._real
@@ -108,105 +121,107 @@ class LazyLogits(Tensor):
         return source.grad and any(tensor.requires_grad for tensor in (*operands, *source.head.parameters()))
 
     def check_unchanged(self) -> None:
-        """Raises where the logits would not be those of the time when the head was called."""
+        """RuntimeError where hidden states or the head have changed since its call, and the logits would differ."""
         source = self._virtual.source
-        written = version(self._virtual.hidden) != self._written
-        what = "its hidden states have been written to" if written else changed(source.head, source.parameters)
-        if what is not None:
+        written = version(self._virtual.hidden) != self._hidden_version
+        change = "its hidden states have been written to" if written else changed(source.head, source.parameters)
+        if change is not None:
             raise RuntimeError(
-                f"{source.patch.model}'s logits are computed when they are read, and since its forward {what}: they "
-                "would differ; read them before (before the optimizer's step), keep logits.materialise(), or leave "
-                "the model unpatched"
+                f"{source.agreement.model}'s logits are computed when they are read, and since its forward {change}: "
+                "they would differ; read them before (before the optimizer's step), keep logits.materialise(), or "
+                "leave the model unpatched"
             )
 
     def rows_for(self, read: Read, index: Tensor | None) -> Rows:
-        """Statistics of the rows for ids [..., 1]: those computed last where they are for the same, or any will do."""
-        grad = torch.is_grad_enabled()
-        if self._rows is not None:
-            (known, written, with_grad), rows = self._rows
-            if with_grad == grad and (index is None or (known is index and written == version(index))):
-                return rows
+        """Statistics of the rows for ids [..., 1], or for any ids where ``index`` is None: those computed last where
+        they are for the same ids, else new ones."""
+        grad, cached = torch.is_grad_enabled(), self._rows
+        if (
+            cached is not None
+            and cached.grad == grad
+            and (index is None or (cached.ids is index and cached.version == version(index)))
+        ):
+            return cached.rows
         ids = read.logits.hidden.new_zeros(read.logits.shape[:-1], dtype=torch.int64)
         rows = Rows(*outputs_of(read, ids if index is None else index[..., 0], lse=True, mean_logit=True))
-        self._rows = ((index, None if index is None else version(index), grad), rows)
-        self._virtual.source.patch.count_loss(read.tail)
+        self._rows = KnownRows(index, None if index is None else version(index), grad, rows)
+        self._virtual.source.agreement.count_loss(read.tail)
         return rows
 
-    def hand_down(self, parts: "tuple[LazyLogits, ...]") -> None:
-        """Gives each part the statistics of its rows: TRL gathers from all, then takes the log-sum-exp
-        of one sequence after the other."""
+    def hand_down(self, members: "tuple[LazyLogits, ...]") -> None:
+        """Gives each view along the first dimension the statistics of its rows: TRL gathers from all rows, then takes
+        the log-sum-exp of one sequence after the other."""
         if self._rows is not None:
-            (_, _, grad), rows = self._rows
-            for at, part in enumerate(parts):
-                part._rows = ((None, None, grad), Rows(*(value[at] for value in rows)))
+            for i, member in enumerate(members):
+                member._rows = KnownRows(None, None, self._rows.grad, Rows(*(value[i] for value in self._rows.rows)))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in GRADIENTS and isinstance(args[0], LazyLogits):
-            return args[0].has_gradient() == (named(function) == "requires_grad")
+            return args[0].has_gradient() == (function_name(function) == "requires_grad")
         if function in QUERIES:
             return Tensor.__torch_function__(function, (), args, kwargs)  # from shape, dtype and device
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, LazyLogits) and watches(first, function, args):
             return RemovableHandle(OrderedDict())
-        if isinstance(first, LazyLogits) and refuse_functions(first) and named(function) in ("detach", "clone"):
-            passed = LazyLogits.of(first._virtual, first, View(lambda logits: logits))
-            passed._real = first._real
-            return passed
+        if isinstance(first, LazyLogits) and refuse_functions(first) and function_name(function) in ("detach", "clone"):
+            same_logits = LazyLogits.wrap(first._virtual, first, View(lambda logits: logits))
+            same_logits._real = first._real
+            return same_logits
         if isinstance(first, LazyLogits) and first._real is None:
-            found = lazily(first, function, args, kwargs)
-            if found is not NotImplemented:
-                return found
-        return computing(function, named(function), args, kwargs)
+            result = lazily(first, function, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return computing(function, function_name(function), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # what comes by C++ past __torch_function__
+        # functions that C++ calls, past __torch_function__
         return computing(function, str(function), args, kwargs or {})
 
 
-def through(logits: Tensor, way: Any) -> Tensor:
-    """A view of logits."""
-    made: Any = way.function(logits, *way.arguments, **way.named)
-    view: Tensor = made if way.at is None else list(made)[way.at]
-    return view
+def through(logits: Tensor, view: Any) -> Tensor:
+    """The view of computed logits."""
+    result: Any = view.function(logits, *view.arguments, **view.keywords)
+    tensor: Tensor = result if view.position is None else list(result)[view.position]
+    return tensor
 
 
 def computing(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A function of computed logits. Where it writes to them, or gives what may be written to later, all of their
-    family are in one memory."""
+    """The result of a function of computed logits. Where the function writes to them, or returns a view, which may be
+    written to later, all of their family are computed in one memory."""
     lazy = [*lazy_in(args), *lazy_in(kwargs)]
     writing = writes(name) or "out" in kwargs
     for logits in lazy if writing else []:
         will_compute(logits, name)
         logits.share()
-    made = function(*computed(args, name), **computed(kwargs, name))
+    result = function(*computed(args, name), **computed(kwargs, name))
     if writing:
-        return made
-    apart = [one for one in lazy if not one._is_shared and sum(member() is not None for member in one._family) > 1]
-    if any(is_view(made, one._real) for one in apart):
-        if made is apart[0]._real:  # as of a cast to its own dtype
-            return apart[0]
-        for logits in apart:
+        return result
+    unshared = [logits for logits in lazy if not logits._is_shared and logits.has_relatives()]
+    if any(is_view(result, logits._real) for logits in unshared):
+        if result is unshared[0]._real:  # as of a cast to its own dtype
+            return unshared[0]
+        for logits in unshared:
             logits.share()
         return function(*computed(args, name), **computed(kwargs, name))
-    return made
+    return result
 
 
 def lazy_in(value: Any) -> list[LazyLogits]:
     if isinstance(value, LazyLogits):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [found for part in parts for found in lazy_in(part)]
+    elements = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [logits for element in elements for logits in lazy_in(element)]
 
 
 def is_view(value: Any, logits: Any) -> bool:
-    """False for what shares no memory with logits."""
+    """True where a value, or one in it, may share memory with the logits."""
     if isinstance(value, (tuple, list)):
-        return any(is_view(part, logits) for part in value)
+        return any(is_view(element, logits) for element in value)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return False
     if type(value) is not Tensor or type(logits) is not Tensor:
@@ -220,26 +235,28 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if name is None:
         return NotImplemented
     virtual = first._virtual
-    rest: tuple[Any, ...] = args[1:] if args else ()
+    operands: tuple[Any, ...] = args[1:] if args else ()
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
-    if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
+    if any(isinstance(value, LazyLogits) for value in (*operands, *kwargs.values())):
         return NotImplemented
     first.check_unchanged()
     if name in RESULTS:
-        return RESULTS[name](virtual, *rest, **kwargs)
+        return RESULTS[name](virtual, *operands, **kwargs)
     if name in STATISTICS:
-        return STATISTICS[name](virtual, first.rows_for, *rest, **kwargs)
-    found = (COPIES.get(name) or VIEWS[name])(virtual, *rest, **kwargs)
-    if found is NotImplemented:
-        return found
-    copied = name not in VIEWS or (name == "__getitem__" and picks(rest[0]))
-    base, way = (None, None) if copied else (first, View(function, rest, kwargs))
-    if isinstance(found, Virtual):
-        return first if found is virtual and name not in ("clone", "contiguous") else LazyLogits.of(found, base, way)
-    parts = tuple(LazyLogits.of(part, base, way and way._replace(at=at)) for at, part in enumerate(found))
-    if name in ("__iter__", "unbind") and not any((*rest, *kwargs.values())):  # along the first dimension
-        first.hand_down(parts)
-    return iter(parts) if name == "__iter__" else parts
+        return STATISTICS[name](virtual, first.rows_for, *operands, **kwargs)
+    result = (COPIES.get(name) or VIEWS[name])(virtual, *operands, **kwargs)
+    if result is NotImplemented:
+        return result
+    copied = name not in VIEWS or (name == "__getitem__" and picks(operands[0]))
+    base, view = (None, None) if copied else (first, View(function, operands, kwargs))
+    if isinstance(result, Virtual):
+        is_same = result is virtual and name not in ("clone", "contiguous")
+        return first if is_same else LazyLogits.wrap(result, base, view)
+    views = [view and view._replace(position=i) for i in range(len(result))]
+    pieces = tuple(LazyLogits.wrap(virtual, base, view) for virtual, view in zip(result, views, strict=True))
+    if name in ("__iter__", "unbind") and not any((*operands, *kwargs.values())):  # along the first dimension
+        first.hand_down(pieces)
+    return iter(pieces) if name == "__iter__" else pieces
 
 
 def writes(name: str) -> bool:
@@ -249,9 +266,9 @@ def writes(name: str) -> bool:
 
 
 def watches(logits: LazyLogits, function: Any, args: Any) -> bool:
-    """True for a framework's hook on the gradient of lazy logits, which are none of its module's outputs until they
-    are computed. Raises where a user waits for their gradient."""
-    name = named(function)
+    """True where a framework hangs a hook on the gradient of lazy logits: they have none until they are computed, and
+    the hook is dropped. RuntimeError for a user's hook."""
+    name = function_name(function)
     if name not in WATCHING or logits._real is not None:
         return False
     if len(args) > 1 and module_of(args[1]).startswith(BLIND):
@@ -268,34 +285,37 @@ def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> A
     return virtual.source.argmax(virtual, keepdim)
 
 
-# what is no logits any more, by the function's name
+# functions whose results are no logits, by name
 RESULTS: dict[str, Any] = {"cross_entropy": cross_entropy, "nll_loss": nll_loss, "argmax": argmax}
 
 
-def computed(value: Any, what: str) -> Any:
-    """A value with real logits for lazy ones, in containers too."""
+def computed(value: Any, purpose: str) -> Any:
+    """The value with computed logits in the place of lazy ones, in containers too."""
     if isinstance(value, LazyLogits):
-        will_compute(value, what)
+        will_compute(value, purpose)
         return value.materialise()
     if hasattr(type(value), "computed"):  # TracedLogits
-        return value.computed(what)
+        return value.computed(purpose)
     if isinstance(value, (tuple, list)):
-        return type(value)([computed(part, what) for part in value])
+        return type(value)([computed(element, purpose) for element in value])
     if isinstance(value, dict):
-        return {key: computed(part, what) for key, part in value.items()}
+        return {key: computed(element, purpose) for key, element in value.items()}
     return value
 
 
-def will_compute(logits: LazyLogits, what: str) -> None:
-    """Counts logits that are about to be computed for ``what``; raises where they must not be."""
+def will_compute(logits: LazyLogits, purpose: str) -> None:
+    """Counts logits that are about to be computed for ``purpose``; RuntimeError where they must not be."""
     refuse_functions(logits)
     if logits._real is None:
-        logits._virtual.source.patch.count_logits(what)
+        logits._virtual.source.agreement.count_logits(purpose)
 
 
 def refuse_functions(logits: LazyLogits) -> bool:
-    """A torch.autograd.Function sees that lazy logits themselves need no gradient, and would give them none. Returns
-    whether they are in one that passes all of a model's outputs through, whose backward does nothing to gradients."""
+    """RuntimeError in the forward of a torch.autograd.Function: to it lazy logits need no gradient, and would get none.
+
+    Returns True in the forward of one that passes a model's outputs through and leaves gradients as they are (DDP's,
+    FSDP's, DeepSpeed's), False outside of any.
+    """
     if not logits._virtual.source.grad or not in_function_forward():
         return False
     frame: Any = sys._getframe(1)
@@ -324,24 +344,25 @@ def first_argument(frame: Any) -> Any:
     return frame.f_locals.get(names[0]) if names else None
 
 
-def named(function: Any) -> str:
+def function_name(function: Any) -> str:
     name = getattr(function, "__name__", str(function))
     return function.__self__.__name__ if name == "__get__" else name  # a property's
 
 
-def by_function() -> dict[Any, str]:
-    """Every function of torch that means one of the operations, and which."""
-    names = {name: name for name in (*COPIES, *VIEWS, *STATISTICS, *RESULTS)} | OPERATORS
-    found: dict[Any, str] = {}
-    for name, meaning in names.items():
+def names_by_function() -> dict[Any, str]:
+    """Maps each function of torch that stays lazy to the name of its handler in ``COPIES``, ``VIEWS``, ``STATISTICS``
+    or ``RESULTS``."""
+    meanings = {name: name for name in (*COPIES, *VIEWS, *STATISTICS, *RESULTS)} | OPERATORS
+    names: dict[Any, str] = {}
+    for name, meaning in meanings.items():
         for owner in (Tensor, torch, F):
             function = getattr(owner, name, None)
             if callable(function):
-                found[function] = meaning
-    return found
+                names[function] = meaning
+    return names
 
 
-NAMES = by_function()
+NAMES = names_by_function()
 PASSING = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")
 WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}

@@ -1,6 +1,7 @@
-"""Output of a head: columns, dtype and device of its logits, and whether rows by themselves are the same.
+"""Output of a head: columns, dtype and device of its logits, and whether some rows alone give the same logits.
 
-A matrix says so by its weight. Any other head is asked, once for each state that its answer may depend on.
+For a matrix the weight tells. Any other head is asked: its forward runs on a few rows, once for each state that may
+decide the answer.
 """
 
 import contextlib
@@ -15,24 +16,23 @@ from torch import Tensor, nn
 from ...core.checks import in_a_line, is_dtensor
 from .head import FSDP1, OLD_FORWARD, hides, module_of, sizes_of, unwrapped
 
-ROWS, PIECES = (2, 32), (40, 24)  # of hidden states that a head is asked with, whole and in pieces
-# packages whose forwards take each row by itself; with dropout two calls of one differ
+ROWS, PIECES = (2, 32), (40, 24)  # shape of the rows that a head is asked with; how many are in each piece of them
+# packages whose forwards take each row by itself: they need no comparison, which dropout would fail
 BY_ROWS = ("torch.", "peft.", "bitsandbytes.")
-SMALL = 1 << 20  # numbers of a buffer that a forward may write to
+SMALL = 1 << 20  # most numbers in a buffer that is restored after a head was asked
 ASKED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # heads in graphs, by id
 
 
 class Output(NamedTuple):
-    """Logits' columns, dtype and device. ``reason``: why they have to be computed as they are; empty where lazy ones
-    do."""
+    """Logits that a head gives."""
 
     columns: int
     dtype: torch.dtype
     device: torch.device
-    reason: str = ""
+    reason: str = ""  # for which they cannot be lazy; empty without one
 
     def check(self, logits: Tensor) -> Tensor:
-        """``logits``, which the head gave later. Raises where they are not what it gave when it was asked."""
+        """The same logits; RuntimeError where the head gave other columns, or another dtype, when it was asked."""
         if (logits.shape[-1], logits.dtype) != (self.columns, self.dtype):
             raise RuntimeError(
                 f"the head gives {logits.shape[-1]} columns of {logits.dtype} where it gave {self.columns} of "
@@ -41,18 +41,24 @@ class Output(NamedTuple):
         return logits
 
 
-def output_of(head: Any, hidden: Tensor, autocast: torch.dtype | None, hooked: bool, known: dict[Any, Any]) -> Output:
-    """What a head gives for hidden states. ``hooked``: its pre-hooks have run. ``known``: what heads were asked."""
+def output_of(
+    head: Any, hidden: Tensor, autocast: torch.dtype | None, has_run_hooks: bool, answers: dict[Any, Any]
+) -> Output:
+    """The output of a head for hidden states. ``has_run_hooks``: its pre-hooks have run. ``answers``: of heads, by
+    state."""
     output = of_matrix(head, hidden, autocast)
     if output is not None:
         return output
     if torch.compiler.is_compiling():
-        return in_graph(head, hidden, autocast, hooked)
+        return in_graph(head, hidden, autocast, has_run_hooks)
     objects, facts = state_of(head)
-    key = (hidden.dtype, hidden.shape[-1], hidden.device, autocast, hooked, facts, tuple(map(id, objects)))
-    if key not in known:
-        known[key] = ask(head, hidden, autocast, hooked), objects  # which keeps their ids theirs
-    answer: Output = known[key][0]
+    key = (hidden.dtype, hidden.shape[-1], hidden.device, autocast, has_run_hooks, facts, tuple(map(id, objects)))
+    if key not in answers:
+        answers[key] = (
+            ask(head, hidden, autocast, has_run_hooks),
+            objects,
+        )  # alive, so that no other object gets their ids
+    answer: Output = answers[key][0]
     return answer
 
 
@@ -60,8 +66,8 @@ def of_matrix(head: Any, hidden: Tensor, autocast: torch.dtype | None) -> Output
     """Output of a product with a weight; None where more than the weight decides."""
     module = unwrapped(head)
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
-    hung = any(OLD_FORWARD in one.__dict__ or hides(one) for one in (head, module))
-    if not module.plain or hung or not (type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight)):
+    has_own_forward = any(OLD_FORWARD in candidate.__dict__ or hides(candidate) for candidate in (head, module))
+    if not module.plain or has_own_forward or not (type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight)):
         return None
     shape = getattr(weight, "ds_shape", weight.shape)  # DeepSpeed's
     if len(shape) != 2:  # a shard of FSDP1's
@@ -89,7 +95,7 @@ def dtypes(head: Any, hidden: torch.dtype, weight: torch.dtype) -> tuple[list[to
 
 
 def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """Objects and facts that a head's answer may depend on."""
+    """Objects, to be compared by identity, and facts that decide a head's answer."""
     objects, facts = list[Any](), list[Any]()
     for module in head.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -99,9 +105,9 @@ def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
     return objects, tuple(facts)
 
 
-def ask(head: Any, hidden: Tensor, autocast: torch.dtype | None, hooked: bool) -> Output:
-    """A head's answer for a few rows, of which it may not notice that they come in pieces."""
-    call, size = head.forward if hooked else head.real, hidden.shape[-1]
+def ask(head: Any, hidden: Tensor, autocast: torch.dtype | None, has_run_hooks: bool) -> Output:
+    """A head's answer for a few rows: the reason is empty if pieces of them give the same logits as all at once."""
+    call, size = head.forward if has_run_hooks else head.real, hidden.shape[-1]
     name = f"a forward of its own, {forward_of(head)}"
     by_rows = all(package_of(module).startswith(BY_ROWS) for module in head.modules())
     nothing = Output(0, hidden.dtype, hidden.device)
@@ -110,31 +116,31 @@ def ask(head: Any, hidden: Tensor, autocast: torch.dtype | None, hooked: bool) -
         numbers = torch.arange(ROWS[0] * ROWS[1] * size, device=hidden.device, dtype=torch.float32)
         rows = numbers.mul_(0.37).sin_().to(hidden.dtype).view(*ROWS, size)
         try:
-            whole = call(rows)
-            if type(whole) is not Tensor or whole.dim() != 3 or whole.shape[:2] != ROWS:
+            logits = call(rows)
+            if type(logits) is not Tensor or logits.dim() != 3 or logits.shape[:2] != ROWS:
                 return nothing._replace(reason=f"{name}, which gives no logits for each row")
-            output = Output(whole.shape[-1], whole.dtype, whole.device)
+            output = Output(logits.shape[-1], logits.dtype, logits.device)
             if hidden.is_meta or by_rows:
                 return output
-            pieces = torch.cat([call(part) for part in rows.flatten(0, 1).split(PIECES)])
+            logits_of_pieces = torch.cat([call(piece) for piece in rows.flatten(0, 1).split(PIECES)])
         except Exception as error:  # a user's code
             return nothing._replace(reason=f"{name}, which raises {in_a_line(error)} for rows by themselves")
-        precision = max(torch.finfo(dtype).eps for dtype in (whole.dtype, hidden.dtype, autocast or whole.dtype))
-        off = (whole.flatten(0, 1) - pieces).abs().max() / whole.abs().max()
-        if off <= 16 * precision:
+        precision = max(torch.finfo(dtype).eps for dtype in (logits.dtype, hidden.dtype, autocast or logits.dtype))
+        difference = (logits.flatten(0, 1) - logits_of_pieces).abs().max() / logits.abs().max()
+        if difference <= 16 * precision:
             return output
     return output._replace(reason=f"{name}, which gives other logits for rows by themselves")
 
 
 def package_of(module: nn.Module) -> str:
-    """The Python module of the forward that runs: one that hangs on a module, or its class's."""
+    """Name of the Python module that has a module's forward: the one that hangs on it, else its class's."""
     if hides(module):
         return module_of(module.__dict__.get(OLD_FORWARD, module.__dict__["forward"]))
     return module_of(own_forward(module))
 
 
 def own_forward(module: nn.Module) -> Any:
-    """A module's class's forward, before it was lazy."""
+    """The forward of a module's class, or of the class that it had before it was lazy."""
     return getattr(type(module), "class_before", type(module)).forward
 
 
@@ -145,33 +151,33 @@ def forward_of(head: Any) -> str:
 
 @contextlib.contextmanager
 def undisturbed(head: Any, hidden: Tensor) -> Iterator[None]:
-    """A state in which a forward leaves random numbers, gradients and a head's small buffers as they were."""
+    """A context that leaves no trace of a forward in random numbers, gradients and a head's small buffers."""
     devices = [hidden.device] if hidden.device.type == "cuda" else []
-    small = [one for one in head.buffers() if one.numel() <= SMALL and not one.is_meta]
-    before = [(one, one.clone()) for one in small]
+    small = [buffer for buffer in head.buffers() if buffer.numel() <= SMALL and not buffer.is_meta]
+    copies = [(buffer, buffer.clone()) for buffer in small]
     with torch.random.fork_rng(devices), torch.no_grad():
         yield
-        for one, value in before:
-            one.data.copy_(value)  # no write that a graph would notice
+        for buffer, value in copies:
+            buffer.data.copy_(value)  # a write that changes no version
 
 
-def in_graph(head: Any, hidden: Tensor, autocast: torch.dtype | None, hooked: bool) -> Output:
+def in_graph(head: Any, hidden: Tensor, autocast: torch.dtype | None, has_run_hooks: bool) -> Output:
     """A head's answer as a constant of a graph of torch.compile."""
     columns, dtype, device, reason = constant(
-        id(head), hidden.dtype, hidden.shape[-1], str(hidden.device), autocast, hooked
+        id(head), hidden.dtype, hidden.shape[-1], str(hidden.device), autocast, has_run_hooks
     )
     return Output(columns, dtype, torch.device(device), reason)
 
 
 def constant(
-    head: int, dtype: torch.dtype, size: int, device: str, autocast: torch.dtype | None, hooked: bool
+    head: int, dtype: torch.dtype, size: int, device: str, autocast: torch.dtype | None, has_run_hooks: bool
 ) -> tuple[int, torch.dtype, str, str]:
-    """A head's answer in terms that a compiler keeps; the head by its id."""
-    columns, dtype, place, reason = ask(ASKED[head], torch.empty(1, size, dtype=dtype, device=device), autocast, hooked)
-    return columns, dtype, str(place), reason
+    """A head's answer in types that a compiler keeps as constants. ``head``: its id."""
+    output = ask(ASKED[head], torch.empty(1, size, dtype=dtype, device=device), autocast, has_run_hooks)
+    return output.columns, output.dtype, str(output.device), output.reason
 
 
 @functools.cache
 def mark_constant() -> None:
-    """Has compilers call ``constant`` as they trace. Called late, since it imports the compiler."""
+    """Makes compilers call ``constant`` as they trace. Runs when a model is patched, since it imports the compiler."""
     torch.compiler.assume_constant_result(constant)

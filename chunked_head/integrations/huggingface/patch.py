@@ -1,7 +1,7 @@
 """Any HuggingFace model with one line: its forward computes its loss through this library.
 
-A model and its head stay what and where they are, parameters, hooks and names: only their classes change, to ones made
-of those (``Patched``, ``LazyHead``).
+Model and head remain the same objects with the same parameters, hooks and names. Only their classes change, to
+subclasses of theirs (``Patched``, ``LazyHead``).
 """
 
 import functools
@@ -31,7 +31,7 @@ from .head import (
 from .lazy_head import LazyHead, lazy_class
 from .lazy_logits import LazyLogits
 from .output import ASKED, mark_constant
-from .source import HEADS, PATCH, running, watch_optimizers
+from .source import AGREEMENT, HEADS, running, watch_optimizers
 from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # the attribute of a patched model
@@ -91,7 +91,7 @@ def patch_model(
             would have no effect.
     """
     inner = the_model(model, "patch_model")
-    agreed = Agreement(loss, metrics, when, logits, strict, head_options, type(inner).__name__)
+    agreement = Agreement(loss, metrics, when, logits, strict, head_options, type(inner).__name__)
     unpatch_model(model)
     try:
         loosen(inner)
@@ -100,13 +100,13 @@ def patch_model(
                 f"its forward is hung on the instance by {hung_by(inner)} and runs instead of its class's; patch_model "
                 "comes before that"
             )
-        settle(agreed, inner, find_head(inner))
+        settle(agreement, inner, find_head(inner))
     except NotUnderstood as reason:
-        agreed.refuse(str(reason))
-        setattr(inner, REPORT, agreed)
+        agreement.refuse(str(reason))
+        setattr(inner, REPORT, agreement)
         return model
     inner.__class__ = patched_class(type(inner))  # type: ignore[arg-type]
-    setattr(inner, REPORT, agreed)
+    setattr(inner, REPORT, agreement)
     return model
 
 
@@ -117,9 +117,9 @@ def unpatch_model(model: Model) -> Model:
         TypeError: ``model`` is no model, or a wrapper around one.
     """
     inner = the_model(model, "unpatch_model")
-    agreed = inner.__dict__.pop(REPORT, None)
-    if isinstance(agreed, Agreement):
-        make_plain(agreed)
+    agreement = inner.__dict__.pop(REPORT, None)
+    if isinstance(agreement, Agreement):
+        make_plain(agreement)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.class_before):
         loosen(inner)
         inner.__class__ = inner.class_before
@@ -136,86 +136,88 @@ WRAPPERS = {
 
 
 def the_model(model: Any, function: str) -> nn.Module:
-    """The model of an argument, without PEFT's wrapper."""
+    """The model that ``function`` was given, without PEFT's wrapper; TypeError for other wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of {function} must be a torch.nn.Module, got {type(model).__name__}")
     for kind in type(model).__mro__:
         if kind.__name__ in WRAPPERS:
-            by, where = WRAPPERS[kind.__name__]
+            maker, attribute = WRAPPERS[kind.__name__]
             raise TypeError(
-                f"model of {function} must be the model itself, got the {kind.__name__} that {by} made of one; "
-                f"{function} the model first and give {by} the result, or pass model.{where}"
+                f"model of {function} must be the model itself, got the {kind.__name__} that {maker} made of one; "
+                f"{function} the model first and give {maker} the result, or pass model.{attribute}"
             )
     return base_model(model)
 
 
 class Patched:
-    """Put before a model's class."""
+    """A base class, put before a model's own class, whose ``forward`` makes the head lazy."""
 
     class_before: type
     training: bool
     argument_at: dict[str, int]  # places of forward's arguments, where they are given without a name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return made_again, (self.class_before,), self.__dict__.copy()
+        return unpickled, (self.class_before,), self.__dict__.copy()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).__call__(self, *args, **kwargs)
-        agreed: Any = self.__dict__.get(REPORT)
-        hung = agreed is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
+        agreement: Any = self.__dict__.get(REPORT)
+        hung = agreement is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
         if not hung or not self.training or not hides(self):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         # the name is read first: TRL takes its forward off as it runs
-        name, count = hung_by(self), max(agreed.forwards, 0)
-        agreed.forwards = count
+        name, count = hung_by(self), max(agreement.forwards, 0)
+        agreement.forwards = count
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if agreed.forwards == count:
-            agreed.report_hidden_forward(name)
+        if agreement.forwards == count:
+            agreement.report_hidden_forward(name)
         return output
 
     def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
-        """True where forward's arguments have one of these names, other than None."""
+        """True where forward has an argument of one of these names that is not None."""
         for name in names:
-            at = self.argument_at.get(name, -1)
-            if kwargs.get(name) is not None or (0 <= at < len(args) and args[at] is not None):
+            position = self.argument_at.get(name, -1)
+            if kwargs.get(name) is not None or (0 <= position < len(args) and args[position] is not None):
                 return True
         return False
 
 
-def made_again(base: type) -> Any:
+def unpickled(base: type) -> Any:
+    """An empty patched model of class ``base``, for pickle."""
     return object.__new__(patched_class(base))
 
 
 @functools.cache
 def patched_class(base: type) -> type:
     """The class of patched models of class ``base``, which goes by its name."""
-    before = base.forward  # type: ignore[attr-defined]
-    signature = inspect.signature(before)
+    class_forward = base.forward  # type: ignore[attr-defined]
+    signature = inspect.signature(class_forward)
     names = [name for name in signature.parameters if name != "self"]
-    places = {name: at for at, name in enumerate(names)}
+    places = {name: position for position, name in enumerate(names)}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
-        agreed: Any = self.__dict__.get(REPORT)
-        if agreed is not None:
-            agreed.count_forward()
-        labelled = agreed is not None and self.was_given(args, kwargs, *LABELS)
-        cached = self.was_given(args, kwargs, *CACHES)
-        head = find_again(agreed, self) if agreed is not None and agreed.makes_lazy(self, labelled, cached) else None
-        if head is None or running(head) is agreed:
+        agreement: Any = self.__dict__.get(REPORT)
+        if agreement is not None:
+            agreement.count_forward()
+        has_labels = agreement is not None and self.was_given(args, kwargs, *LABELS)
+        has_cache = self.was_given(args, kwargs, *CACHES)
+        lazy = agreement is not None and agreement.makes_lazy(self, has_labels, has_cache)
+        head = find_again(agreement, self) if lazy else None
+        if head is None or running(head) is agreement:
             return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        agreed.training = self.training
-        with agreed.lazy_head(head, labelled):
+        agreement.training = self.training
+        with agreement.lazy_head(head, has_labels):
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        return without_logits(output) if agreed.logits is None and labelled and self.training else output
+        return without_logits(output) if agreement.logits is None and has_labels and self.training else output
 
     def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
-    # who takes wrappers off, as accelerate does, ends at a function of ours; its signature is the class's
-    functools.update_wrapper(shown, before).__dict__.pop("__wrapped__")
+    # code that takes wrappers off, as accelerate does, ends at a function of ours with the class's signature
+    functools.update_wrapper(shown, class_forward).__dict__.pop("__wrapped__")
     functools.update_wrapper(forward, shown).__dict__[SHOWN] = shown
     shown.__dict__["__signature__"] = signature
     members = {
@@ -230,54 +232,55 @@ def without_logits(output: Any) -> Any:
     lazy = (LazyLogits, TracedLogits)
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
-    return tuple(part for part in output if not isinstance(part, lazy)) if type(output) is tuple else output
+    return tuple(value for value in output if not isinstance(value, lazy)) if type(output) is tuple else output
 
 
-def settle(agreed: Agreement, model: nn.Module, head: Any) -> None:
+def settle(agreement: Agreement, model: nn.Module, head: Any) -> None:
     """Makes a model's head lazy."""
-    agreed.head, agreed.mechanism, agreed.name = head, "lazy logits", name_of(head, model)
+    agreement.head, agreement.mechanism, agreement.name = head, "lazy logits", name_of(head, model)
     weight = getattr(embeddings(model, "input"), "weight", None)
-    agreed.tied = any(weight is parameter for parameter in head.parameters())
-    make_lazy(head, agreed)
+    agreement.tied = any(weight is parameter for parameter in head.parameters())
+    make_lazy(head, agreement)
 
 
-def find_again(agreed: Agreement, model: Any) -> Any:
-    """The head, which may be another module by now: resized, set, adapted. None where there is none any more."""
+def find_again(agreement: Agreement, model: Any) -> Any:
+    """The model's head now, lazy: users resize, exchange and adapt heads. None for one that is not understood."""
     try:
         head = find_head(model)
     except NotUnderstood as reason:
-        make_plain(agreed)
-        agreed.refuse(str(reason))
+        make_plain(agreement)
+        agreement.refuse(str(reason))
         return None
     if getattr(model, "_is_replica", False):
-        return head  # nn.DataParallel's, for this forward
-    if head is not agreed.head:
-        make_plain(agreed)
-        settle(agreed, model, head)
-    if head.__dict__.get(PATCH) is not agreed:
-        make_lazy(head, agreed)
+        return head  # a copy by nn.DataParallel, for this forward
+    if head is not agreement.head:
+        make_plain(agreement)
+        settle(agreement, model, head)
+    if head.__dict__.get(AGREEMENT) is not agreement:
+        make_lazy(head, agreement)
     return head
 
 
-def make_lazy(head: nn.Module, patch: Any) -> None:
+def make_lazy(head: nn.Module, agreement: Any) -> None:
+    """Gives a head, and the module inside of its wrapper, a lazy class."""
     for module in {unwrapped(head), head}:
         if not isinstance(module, LazyHead):
             loosen(module)
             module.__class__ = lazy_class(type(module))  # type: ignore[arg-type]
-    head.__dict__[PATCH] = patch
+    head.__dict__[AGREEMENT] = agreement
     HEADS.add(head)
     ASKED[id(head)] = head
     mark_constant()
     watch_optimizers()
 
 
-def make_plain(agreed: Agreement) -> None:
-    """Gives a head its class back. Where another framework has built on ours, ours stays and does nothing. A head that
-    another patched model shares stays lazy."""
-    head, agreed.head = agreed.head, None
-    if head is None or head.__dict__.get(PATCH) is not agreed:
+def make_plain(agreement: Agreement) -> None:
+    """Gives a head its class back. Our class stays, and does nothing, where another framework has built on it. A head
+    that another patched model shares stays lazy."""
+    head, agreement.head = agreement.head, None
+    if head is None or head.__dict__.get(AGREEMENT) is not agreement:
         return
-    del head.__dict__[PATCH]
+    del head.__dict__[AGREEMENT]
     HEADS.discard(head)
     for module in {unwrapped(head), head}:
         if isinstance(module, LazyHead) and type(module) is lazy_class(module.class_before):
@@ -297,8 +300,8 @@ def log_metrics(trainer: Any) -> Any:
     Raises:
         ValueError: the trainer's model is not patched, or measures nothing.
     """
-    agreed = getattr(base_model(trainer.model), "chunked_head", None)
-    if not isinstance(agreed, Agreement) or not agreed.measured:
+    agreement = getattr(base_model(trainer.model), "chunked_head", None)
+    if not isinstance(agreement, Agreement) or not agreement.measured:
         raise ValueError(
             "log_metrics needs a trainer whose model measures: patch_model(model, metrics=[metrics.entropy(), ...])"
         )
@@ -312,8 +315,8 @@ def log_metrics(trainer: Any) -> Any:
         losses = (key for key in logs if key.endswith("_loss") and key != "train_loss")
         prefix = next((key.removesuffix("loss") for key in losses), None)
         if prefix is not None or "loss" in logs:
-            found = all_reduce(agreed.take_metrics(training=prefix is None))
-            logs |= {f"{prefix or ''}{name}": value.value.item() for name, value in found.items()}
+            totals = all_reduce(agreement.take_metrics(training=prefix is None))
+            logs |= {f"{prefix or ''}{name}": value.value.item() for name, value in totals.items()}
         return log(logs, *args, **kwargs)
 
     with_metrics.logs_metrics = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Origin of lazy logits: the forward that runs, the head's module, and the state in which it was called."""
+"""Origin of lazy logits (``Source``): the head's module and the state in which it was called. The forwards that run."""
 
 import contextlib
 import functools
@@ -15,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .output import Output, output_of
 from .virtual import Virtual, replay
 
-ROWS_AT_ONCE = 1024  # of real logits where a row's result is all that stays
-PATCH = "_chunked_head_patch"  # a lazy head's agreement, in its __dict__
+ROWS_AT_ONCE = 1024  # of computed logits, for a result of one number per row
+AGREEMENT = "_chunked_head_patch"  # a lazy head's agreement, in its __dict__
 HEADS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # lazy ones
-# models may share a head, and threads a model: by thread and id of the head, in the order of their nesting
+# the innermost forward by thread and id of the head: models may share a head, and threads a model
 FORWARDS: dict[tuple[int, int], "Forward"] = {}
 Versions = tuple[tuple[str, Tensor, int | None], ...]  # of a head's parameters, by name
 
@@ -63,12 +63,12 @@ def forward_of(agreement: Any) -> Forward | None:
 
 def running(head: Any) -> Any:
     """The agreement of the forward that calls a head; None outside of one."""
-    patch = head.__dict__.get(PATCH)
+    agreement = head.__dict__.get(AGREEMENT)
     if torch.compiler.is_compiling():  # a graph knows no threads
-        return patch if patch is not None and patch.graph.has_lazy_head else None
+        return agreement if agreement is not None and agreement.graph.has_lazy_head else None
     forward = FORWARDS.get((threading.get_ident(), id(head)))
     if forward is None:
-        return patch if patch is not None and patch.graph.is_tracing else None
+        return agreement if agreement is not None and agreement.graph.is_tracing else None
     return forward.agreement
 
 
@@ -78,20 +78,21 @@ def version(tensor: Tensor) -> int | None:
 
 
 def versions(head: nn.Module) -> Versions:
-    """Parameters of a head now; none under FSDP1, which exchanges the parameters as it gathers and frees."""
+    """Parameters of a head with their versions; none under FSDP1, which exchanges parameters as it gathers and
+    frees."""
     if hasattr(head, "_is_fsdp_managed_module"):
         return ()
-    return tuple((name, found, version(found)) for name, found in head.named_parameters())
+    return tuple((name, parameter, version(parameter)) for name, parameter in head.named_parameters())
 
 
-def changed(head: nn.Module, before: Versions) -> str | None:
-    """The parameter of a head that was written to or replaced since, in words."""
-    now = dict(head.named_parameters())
-    for name, parameter, count in before:
-        found = now.get(name)
-        if found is parameter and version(parameter) != count:
+def changed(head: nn.Module, versions: Versions) -> str | None:
+    """In words, the first parameter of a head that was written to or replaced since ``versions``; None without one."""
+    current_parameters = dict(head.named_parameters())
+    for name, parameter, count in versions:
+        current = current_parameters.get(name)
+        if current is parameter and version(parameter) != count:
             return f"the head's {name} has been written to"
-        if found is not parameter and found is not None and stays(found) and stays(parameter):
+        if current is not parameter and current is not None and stays(current) and stays(parameter):
             return f"the head's {name} is another tensor"
     return None
 
@@ -108,16 +109,18 @@ def watch_optimizers() -> None:
 
 
 def count_writes(optimizer: Any, *_: Any) -> None:
-    heads = {id(parameter) for head in HEADS for parameter in head.parameters()}
+    head_parameters = {id(parameter) for head in HEADS for parameter in head.parameters()}
     stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    torch.autograd.graph.increment_version([one for one in stepped if id(one) in heads and not one.is_inference()])
+    torch.autograd.graph.increment_version(
+        [parameter for parameter in stepped if id(parameter) in head_parameters and not parameter.is_inference()]
+    )
 
 
 def unrounded(rounded: Any, exact: Any) -> Any:
-    """Statistics of logits that a head's hooks cast to the 16 bits of logits: the exact values, differentiable through
-    the hooks."""
+    """The values of ``exact`` with the gradient of ``rounded``: statistics before and after a head's hooks, which cast
+    them to the 16 bits of logits."""
     if isinstance(exact, tuple):
-        return tuple(unrounded(*both) for both in zip(rounded, exact, strict=True))
+        return tuple(unrounded(*pair) for pair in zip(rounded, exact, strict=True))
     if rounded.dtype.itemsize >= exact.dtype.itemsize:
         return rounded
     return exact.detach() + (rounded - rounded.detach()).to(exact.dtype)
@@ -125,30 +128,30 @@ def unrounded(rounded: Any, exact: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """``head``: the module, whose call computes. ``patch``: what was agreed on for its model."""
+    """A head's call that was put off, and the state in which it was made."""
 
-    head: Any
-    patch: Any
-    grad: bool
+    head: Any  # the module, whose call computes
+    agreement: Any  # of its model
+    grad: bool  # gradients were enabled
     autocast: torch.dtype | None  # autocast's dtype where it was on
     device_type: str
     output: Output
-    hooked: bool  # the head's pre-hooks have run
+    has_run_hooks: bool  # the head's pre-hooks have run
     parameters: Versions = ()  # the head's
 
     @classmethod
-    def here(cls, head: Any, patch: Any, hidden: Tensor, hooked: bool) -> "Source":
+    def of_call(cls, head: Any, agreement: Any, hidden: Tensor, has_run_hooks: bool) -> "Source":
         kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no device without numbers
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         parameters = () if torch.compiler.is_compiling() else versions(head)
-        output = output_of(head, hidden, autocast, hooked, patch.outputs)
-        return cls(head, patch, torch.is_grad_enabled(), autocast, kind, output, hooked, parameters)
+        output = output_of(head, hidden, autocast, has_run_hooks, agreement.outputs)
+        return cls(head, agreement, torch.is_grad_enabled(), autocast, kind, output, has_run_hooks, parameters)
 
-    def call(self, hidden: Tensor, **given: Any) -> Any:
+    def call(self, hidden: Tensor, **options: Any) -> Any:
         """The head's own call, without the hooks that have run."""
-        if self.hooked:
-            return self.head.forward(hidden, **given)
-        return (self.head.real if self.fuses else self.head)(hidden, **given)
+        if self.has_run_hooks:
+            return self.head.forward(hidden, **options)
+        return (self.head.real if self.fuses else self.head)(hidden, **options)
 
     @property
     def fuses(self) -> bool:
@@ -160,39 +163,39 @@ class Source:
 
     @contextlib.contextmanager
     def state(self, grad: bool | None = None, autocast: bool = True) -> Iterator[None]:
-        """The state in which the head was called, for what is computed later; with ``grad`` in the place of its own,
-        or without its autocast."""
-        without: Any = contextlib.nullcontext()
+        """A context with the state in which the head was called, for what is computed later. ``grad``, if not None,
+        replaces the call's own; ``autocast=False`` leaves its autocast out."""
+        inference_mode: Any = contextlib.nullcontext()
         if self.grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            without = torch.inference_mode(False)  # else what is computed could have no gradient later
+            inference_mode = torch.inference_mode(False)  # tensors of inference mode could have no gradient later
         grad, autocast = self.grad if grad is None else grad, autocast and self.autocast is not None
-        with without, torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, autocast):
+        with inference_mode, torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, autocast):
             yield
 
-    def taken(self) -> Any:
-        """``state`` for a loss, which is differentiable where both the head's call and the loss's place are."""
+    def loss_state(self) -> Any:
+        """``state`` for a loss: with gradients where they were enabled at the head's call and are enabled now."""
         return self.state(self.grad and torch.is_grad_enabled())
 
-    def inside(self, hidden: Tensor, function: Callable[..., Any]) -> Any:
-        """``function(head, hidden, forward)`` inside of the head's call, where its hooks have made its parameters
-        ready."""
+    def in_call(self, hidden: Tensor, function: Callable[..., Any]) -> Any:
+        """The result of ``function(head, hidden, forward)``, run in the place of the head's forward: its hooks have
+        made its parameters ready there. ``forward`` is the head's own."""
         if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
-            with self.taken():
+            with self.loss_state():
                 return self.call(hidden, chunked_head_loss=function)
         exact: list[Any] = []
 
-        def kept(head: Any, hidden: Tensor, forward: Any) -> Any:
+        def compute(head: Any, hidden: Tensor, forward: Any) -> Any:
             exact.append(function(head, hidden, forward))
             return exact[0]
 
-        with self.taken():
-            return unrounded(self.call(hidden, chunked_head_loss=kept), exact[0])
+        with self.loss_state():
+            return unrounded(self.call(hidden, chunked_head_loss=compute), exact[0])
 
     def real(self, logits: Virtual) -> Tensor:
         """The logits [..., vocab], computed by the head itself with all its hooks."""
         with self.state():
             computed = self.output.check(self.call(logits.hidden))
-        # operations on them followed the autocast of their place: the steps say what came of it
+        # the model's operations ran under the autocast of their place, which the steps' dtypes show
         with self.state(autocast=False):
             return replay(computed, logits.steps)
 
@@ -200,7 +203,9 @@ class Source:
         """Ids of the largest real logits, some rows at a time."""
         rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         with torch.no_grad():
-            quiet = logits.but(source=self.without_grad())
-            found = [self.without_grad().real(quiet.rows(part)).argmax(-1) for part in rows.split(ROWS_AT_ONCE)]
-        ids = torch.cat(found).reshape(logits.shape[:-1])
+            without_grad = logits.with_fields(source=self.without_grad())
+            ids_of_chunks = [
+                self.without_grad().real(without_grad.rows(chunk)).argmax(-1) for chunk in rows.split(ROWS_AT_ONCE)
+            ]
+        ids = torch.cat(ids_of_chunks).reshape(logits.shape[:-1])
         return ids.unsqueeze(-1) if keepdim else ids

@@ -31,15 +31,15 @@ PURE = {
     "gather",
     "matmul",
     "cross_entropy",
-}  # give what shares no memory
+}  # methods whose results share no memory with the logits
 
 
 class TracedLogits:
-    """Lazy logits as a plain object with a tensor's methods, which a graph can be traced
-    through. Whatever else is asked of it computes the logits in the graph."""
+    """Lazy logits as a plain object with a tensor's methods, which a compiler can trace. Any other use of it computes
+    the logits in the graph."""
 
-    def __init__(self, virtual: Virtual, base: Any = None, way: View | None = None):
-        self._virtual, self._origin, self._way = virtual, base, way
+    def __init__(self, virtual: Virtual, base: Any = None, view: View | None = None):
+        self._virtual, self._origin, self._view = virtual, base, view
         self._real: Tensor | None = None  # once something may be written to them or to what they are views of
 
     @property
@@ -76,15 +76,16 @@ class TracedLogits:
         return self.in_memory() if self.is_shared() else self._virtual.source.real(self._virtual)
 
     def is_shared(self) -> bool:
-        """True where what these are views of, or these, are computed to be written to."""
+        """True where these logits, or those that they are a view of, are computed because something may write to
+        them."""
         return self._real is not None or (self._origin is not None and self._origin.is_shared())
 
     def in_memory(self) -> Tensor:
-        """These logits, as a view of their base's."""
+        """These logits, computed as a view of those of ``_origin``."""
         if self._real is None:
             computes = self._origin is None
             self._real = (
-                self._virtual.source.real(self._virtual) if computes else through(self._origin.in_memory(), self._way)
+                self._virtual.source.real(self._virtual) if computes else through(self._origin.in_memory(), self._view)
             )
         return self._real
 
@@ -93,12 +94,12 @@ class TracedLogits:
             raise AttributeError(name)
         return getattr(self.computed(name), name)
 
-    def computed(self, what: str) -> Tensor:
-        """The logits, for what only reads them: what is written to them would reach a copy."""
-        if writes(what):
-            raise RuntimeError(f"{what} on lazy logits inside of torch.compile is not supported; unpatch the model")
-        self._virtual.source.patch.count_logits(what)
-        return self.materialise() if what in PURE else self.in_memory()
+    def computed(self, purpose: str) -> Tensor:
+        """The logits, for a method that reads them; RuntimeError for one that writes, which would reach a copy."""
+        if writes(purpose):
+            raise RuntimeError(f"{purpose} on lazy logits inside of torch.compile is not supported; unpatch the model")
+        self._virtual.source.agreement.count_logits(purpose)
+        return self.materialise() if purpose in PURE else self.in_memory()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,9 +107,9 @@ class TracedLogits:
         first = args[0] if args else kwargs.pop("input", None)
         if isinstance(first, TracedLogits) and not first.is_shared():
             if function is F.cross_entropy:
-                found = cross_entropy(first._virtual, *args[1:], **kwargs)
-                if found is not NotImplemented:
-                    return found
+                loss = cross_entropy(first._virtual, *args[1:], **kwargs)
+                if loss is not NotImplemented:
+                    return loss
             elif function is torch.tanh:
                 return first.tanh()
         args = (first, *args[1:])
@@ -116,23 +117,23 @@ class TracedLogits:
         return function(*computed(args, name), **computed(kwargs, name))
 
 
-def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor's method of lazy logits."""
+def method_result(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of the tensor's method ``name`` of lazy logits."""
     operation = (COPIES | VIEWS).get(name)
-    found = NotImplemented if operation is None or logits.is_shared() else operation(logits._virtual, *args, **kwargs)
-    if found is NotImplemented:
+    result = NotImplemented if operation is None or logits.is_shared() else operation(logits._virtual, *args, **kwargs)
+    if result is NotImplemented:
         return getattr(logits.computed(name), name)(*args, **kwargs)
     copied = name not in VIEWS or (name == "__getitem__" and picks(args[0]))
     base = None if copied else logits
-    if isinstance(found, Virtual):
-        return TracedLogits(found, base, View(getattr(Tensor, name), args, kwargs))
-    way = [View(getattr(Tensor, name), args, kwargs, at) for at in range(len(found))]
-    return tuple([TracedLogits(part, base, one) for part, one in zip(found, way, strict=True)])
+    if isinstance(result, Virtual):
+        return TracedLogits(result, base, View(getattr(Tensor, name), args, kwargs))
+    views = [View(getattr(Tensor, name), args, kwargs, i) for i in range(len(result))]
+    return tuple([TracedLogits(virtual, base, view) for virtual, view in zip(result, views, strict=True)])
 
 
 def method(name: str) -> Callable[..., Any]:
     def called(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
-        return done(self, name, args, kwargs)
+        return method_result(self, name, args, kwargs)
 
     return called
 

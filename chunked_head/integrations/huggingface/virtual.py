@@ -1,9 +1,9 @@
-"""Logits that are not computed: hidden states, the operations on the logits since, and what these come to as options of
-this library's functions.
+"""Logits that are not computed (``Virtual``), and the options of this library's functions that stand for them
+(``Tail``).
 
-Every operation here is the one of the same name on the ``[..., vocab]`` tensor of logits. Those on rows are done to the
-hidden states at once, those on each logit are written down with copies of their operands. ``NotImplemented`` means that
-an operation is neither.
+A ``Virtual`` has the hidden states and the operations on the logits since the head's call. Every function here does
+what the tensor's method of the same name does to logits [..., vocab]. An operation on rows is done to the hidden states
+at once; an operation on each logit is noted with a copy of its operand. ``NotImplemented``: an operation is neither.
 """
 
 import operator
@@ -23,7 +23,7 @@ DIMENSIONS = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  
 
 @dataclass(frozen=True, eq=False)
 class Virtual:
-    """``hidden`` [..., hidden]; ``steps`` done to the head's output, in order; ``vocab`` columns that are left.
+    """Logits [..., vocab]: ``steps``, in order, of the head's output for ``hidden`` [..., hidden].
 
     A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
     ``("add", [vocab])``, ``("crop", n)``, ``("log_softmax", dtype)``. ``source`` computes the head's output.
@@ -44,13 +44,13 @@ class Virtual:
         device: torch.device = self.source.output.device
         return device
 
-    def then(self, name: str, argument: Any = None) -> "Virtual":
-        return self.but(steps=(*self.steps, (name, argument)))
+    def with_step(self, name: str, argument: Any = None) -> "Virtual":
+        return self.with_fields(steps=(*self.steps, (name, argument)))
 
     def rows(self, hidden: Tensor) -> "Virtual":
-        return self.but(hidden=hidden)
+        return self.with_fields(hidden=hidden)
 
-    def but(self, **changed: Any) -> "Virtual":
+    def with_fields(self, **changed: Any) -> "Virtual":
         """A copy with other fields, in terms that torch.compile of torch 2.9 follows."""
         fields = {
             "hidden": self.hidden, "steps": self.steps, "vocab": self.vocab, "dtype": self.dtype,
@@ -78,14 +78,14 @@ def cast(v: Virtual, dtype: torch.dtype) -> Any:
         return v
     if not dtype.is_floating_point:
         return NotImplemented
-    return v.then("cast", dtype).but(dtype=dtype)
+    return v.with_step("cast", dtype).with_fields(dtype=dtype)
 
 
 def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
     """Casts only: logits of another device are computed first."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if kwargs.get("copy") or [flag for flag in args if isinstance(flag, bool)][1:] == [True]:
-        v = v.but()  # another: what is written to it reaches nothing
+        v = v.with_fields()  # a copy: writes to it do not reach the original
     for argument in args:
         if isinstance(argument, torch.dtype):
             dtype = argument
@@ -106,65 +106,67 @@ def factor(name: str) -> Callable[[Virtual, Any], Any]:
             other = other.item()
         if not isinstance(other, NUMBERS) or isinstance(other, bool):
             return NotImplemented
-        return v.then(name, float(other))
+        return v.with_step(name, float(other))
 
     return scaled
 
 
 def add(v: Virtual, other: Any, **kwargs: Any) -> Any:
     """Adds a vector over the vocabulary, of any number of leading dimensions of 1."""
-    right = isinstance(other, Tensor) and other.dim() > 0 and not kwargs
-    if not right or other.shape[-1] != v.vocab or other.numel() != v.vocab or other.dim() > len(v.shape):
+    fits = isinstance(other, Tensor) and other.dim() > 0 and not kwargs
+    if not fits or other.shape[-1] != v.vocab or other.numel() != v.vocab or other.dim() > len(v.shape):
         return NotImplemented
     if other.dtype != v.dtype:
         return NotImplemented  # the sum would be of another dtype
-    return v.then("add", other.reshape(-1).clone())
+    return v.with_step("add", other.reshape(-1).clone())
 
 
 def getitem(v: Virtual, index: Any) -> Any:
-    given = split_index(v, index)
-    if given is None:
+    split = split_index(v, index)
+    if split is None:
         return NotImplemented
-    rows, last = given
-    cropped = crop(v, last)
-    return NotImplemented if cropped is NotImplemented else cropped.rows(v.hidden[(*rows, slice(None))])
+    row_index, column_index = split
+    cropped = crop(v, column_index)
+    return NotImplemented if cropped is NotImplemented else cropped.rows(v.hidden[(*row_index, slice(None))])
 
 
 def picks(index: Any) -> bool:
     """True where an index gathers into new memory rather than views."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and (part.dim() > 0 or part.dtype in MASKS) for part in parts)
+    indices = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(item, Tensor) and (item.dim() > 0 or item.dtype in MASKS) for item in indices)
 
 
 def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
     """The parts of an index for the rows and for the vocabulary; None where these cannot be separated."""
-    parts = index if isinstance(index, tuple) else (index,)
-    taken = 0
-    for part in parts:
-        if part is Ellipsis or part is None:
+    indices = index if isinstance(index, tuple) else (index,)
+    indexed = 0
+    for item in indices:
+        if item is Ellipsis or item is None:
             continue
-        if isinstance(part, list):
-            if not all(isinstance(one, int) and not isinstance(one, bool) for one in part):
+        if isinstance(item, list):
+            if not all(isinstance(element, int) and not isinstance(element, bool) for element in item):
                 return None
-        elif not isinstance(part, (int, slice, Tensor)) or isinstance(part, bool):
+        elif not isinstance(item, (int, slice, Tensor)) or isinstance(item, bool):
             return None
-        taken += part.dim() if isinstance(part, Tensor) and part.dtype in MASKS else 1
-    rest = (slice(None),) * (len(v.shape) - taken)
-    at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
-    parts = (*parts, *rest) if at is None else (*parts[:at], *rest, *parts[at + 1 :])
-    last = parts[-1]
-    if last is None or (isinstance(last, Tensor) and last.dtype in MASKS and last.dim() > 1):
+        indexed += item.dim() if isinstance(item, Tensor) and item.dtype in MASKS else 1
+    missing = (slice(None),) * (len(v.shape) - indexed)
+    ellipsis = next((i for i, item in enumerate(indices) if item is Ellipsis), None)
+    indices = (*indices, *missing) if ellipsis is None else (*indices[:ellipsis], *missing, *indices[ellipsis + 1 :])
+    column_index = indices[-1]
+    if column_index is None or (
+        isinstance(column_index, Tensor) and column_index.dtype in MASKS and column_index.dim() > 1
+    ):
         return None
-    return parts[:-1], last
+    return indices[:-1], column_index
 
 
-def crop(v: Virtual, last: Any) -> Any:
-    if not isinstance(last, slice):
+def crop(v: Virtual, column_index: Any) -> Any:
+    if not isinstance(column_index, slice):
         return NotImplemented
-    start, stop, step = last.indices(v.vocab)
+    start, stop, step = column_index.indices(v.vocab)
     if start != 0 or step != 1 or stop <= 0:
         return NotImplemented
-    return v if stop == v.vocab else v.then("crop", stop).but(vocab=stop)
+    return v if stop == v.vocab else v.with_step("crop", stop).with_fields(vocab=stop)
 
 
 def numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -202,8 +204,8 @@ def positive(v: Virtual, dim: int) -> int:
 
 
 def unsqueeze(v: Virtual, dim: int) -> Any:
-    at = dim + len(v.shape) + 1 if dim < 0 else dim
-    return NotImplemented if at >= len(v.shape) else v.rows(v.hidden.unsqueeze(at))
+    position = dim + len(v.shape) + 1 if dim < 0 else dim
+    return NotImplemented if position >= len(v.shape) else v.rows(v.hidden.unsqueeze(position))
 
 
 def permute(v: Virtual, *dims: Any) -> Any:
@@ -214,40 +216,41 @@ def permute(v: Virtual, *dims: Any) -> Any:
 
 
 def by_rows(name: str, *names: str, **defaults: int) -> Callable[..., Any]:
-    """The tensor's own method of parameters of these names, along any dimensions but the vocabulary's."""
+    """The tensor's method ``name``, done to the hidden states; NotImplemented along the vocabulary. ``names`` are its
+    parameters, ``defaults`` their values."""
 
-    def done(v: Virtual, *args: Any, **kwargs: Any) -> Any:
-        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+    def method(v: Virtual, *args: Any, **kwargs: Any) -> Any:
+        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
         for key in names:
             if key in DIMENSIONS:
-                along = given.get(key)
+                along = arguments.get(key)
                 if not isinstance(along, int) or positive(v, along) >= len(v.shape) - 1:
                     return NotImplemented
-                given[key] = positive(v, along)
-        found = getattr(v.hidden, name)(**given)
-        return v.rows(found) if isinstance(found, Tensor) else tuple(v.rows(part) for part in found)
+                arguments[key] = positive(v, along)
+        result = getattr(v.hidden, name)(**arguments)
+        return v.rows(result) if isinstance(result, Tensor) else tuple(v.rows(piece) for piece in result)
 
-    return done
+    return method
 
 
 def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:
-    """These logits: a tensor that is not computed has one layout."""
+    """The same logits: a tensor that is not computed has one layout."""
     return v
 
 
 def detach(v: Virtual) -> Virtual:
-    return v.but(hidden=v.hidden.detach(), source=v.source.without_grad())
+    return v.with_fields(hidden=v.hidden.detach(), source=v.source.without_grad())
 
 
 def step(name: str, argument: Any = None) -> Callable[..., Any]:
-    return lambda v: v.then(name, argument)
+    return lambda v: v.with_step(name, argument)
 
 
 def casting(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda v, **kwargs: cast(v, dtype)
 
 
-# by the name of the tensor's method: everything that leaves logits uncomputed. Views stay with what they are views of.
+# methods that leave logits uncomputed, by name: those that return new memory, and those that return views
 COPIES: dict[str, Callable[..., Any]] = {
     "float": casting(torch.float32), "half": casting(torch.float16), "bfloat16": casting(torch.bfloat16),
     "double": casting(torch.float64), "to": to, "mul": factor("mul"), "multiply": factor("mul"), "div": factor("div"),
@@ -279,48 +282,46 @@ class Tail:
     vocab: int | None = None
     biases: tuple[tuple[Tensor, float], ...] = ()
 
-    def bias(self, given: Tensor | None, weight: Tensor) -> Tensor | None:
-        """The bias of the cropped head [vocab], differentiable; ``given``: the module's."""
+    def bias(self, module_bias: Tensor | None, weight: Tensor) -> Tensor | None:
+        """The bias of the cropped head [vocab], differentiable. ``module_bias``: the module's own, before the crop."""
         count = weight.shape[0] if self.vocab is None else self.vocab
-        total = None if given is None else given[:count]
+        total = None if module_bias is None else module_bias[:count]
         for vector, scale in self.biases:
-            part = vector[:count] if scale == 1 else vector[:count] / scale
-            total = part if total is None else total + part
+            addend = vector[:count] if scale == 1 else vector[:count] / scale
+            total = addend if total is None else total + addend
         return total
 
     def __str__(self) -> str:
-        parts = [f"scale {self.logit_scale:g}", f"softcap {self.softcap:g}" if self.softcap else "no softcap"]
-        parts += [f"{len(self.biases)} added vector(s)"] if self.biases else []
-        parts += [f"vocabulary cropped to {self.vocab}"] if self.vocab is not None else []
-        return ", ".join(parts)
+        words = [f"scale {self.logit_scale:g}", f"softcap {self.softcap:g}" if self.softcap else "no softcap"]
+        words += [f"{len(self.biases)} added vector(s)"] if self.biases else []
+        words += [f"vocabulary cropped to {self.vocab}"] if self.vocab is not None else []
+        return ", ".join(words)
 
 
 class Rehearsed(NamedTuple):
-    """A loss of hidden states without numbers, noted instead of made. ``weight``: None where the head's own forward
-    would run, some rows at a time. ``loss``: None where it is made of log-probabilities. ``logits``: their dtype where
-    the loss takes them. ``made_at``: where the model calls it."""
+    """A loss of hidden states without numbers, noted instead of computed."""
 
     tail: Tail
     hidden: Tensor
-    weight: Tensor | None
+    weight: Tensor | None  # None where the head's own forward would run, some rows at a time
     bias: Tensor | None
     autocast: torch.dtype | None
-    logits: torch.dtype
-    loss: Losses | None = None
+    logits: torch.dtype  # of the logits that the loss reads
+    loss: Losses | None = None  # None of log-probabilities
     reduction: str = "none"
-    made_at: str = ""
+    made_at: str = ""  # place in the model's code, as file:line
 
 
 def tail_of(logits: Virtual) -> Tail | None:
-    """The tail that the steps make; None where they make none."""
-    before, after, capped = 1.0, 1.0, False  # factors before and after the tanh
+    """The tail that is equal to the steps; None where no tail is."""
+    inner, outer, capped = 1.0, 1.0, False  # factors before and after the tanh
     vocab, biases = None, []
     for name, argument in logits.steps:
         if name in ("mul", "div"):
             if argument == 0:
                 return None
-            by = argument if name == "mul" else 1.0 / argument
-            before, after = (before, after * by) if capped else (before * by, after)
+            factor = argument if name == "mul" else 1.0 / argument
+            inner, outer = (inner, outer * factor) if capped else (inner * factor, outer)
         elif name == "tanh":
             if capped:
                 return None
@@ -332,9 +333,9 @@ def tail_of(logits: Virtual) -> Tail | None:
         elif name == "add":
             if argument.dtype != logits.hidden.dtype and logits.source.autocast is None:
                 return None  # a head's bias is of its weight's dtype
-            biases.append((argument, before))
+            biases.append((argument, inner))
     if not capped:
-        return Tail(before, None, vocab, tuple(biases))
-    if after <= 0:
+        return Tail(inner, None, vocab, tuple(biases))
+    if outer <= 0:
         return None
-    return Tail(before * after, after, vocab, tuple(biases))
+    return Tail(inner * outer, outer, vocab, tuple(biases))

@@ -111,10 +111,10 @@ class FusedLinearForPPO(nn.Module):
         return linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature, **options)
 
 
-def reduces(hidden: Tensor, group: Any, choice: bool | None) -> bool:
+def reduces(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
     """True where the gradient of ``hidden`` is summed over ``group`` here, rather than by the graph that made it."""
-    if choice is not None:
-        return choice
+    if reduce_dhidden is not None:
+        return reduce_dhidden
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
         return True
     if type(hidden.grad_fn).__name__ == GATHER:
