@@ -4,6 +4,8 @@ A submission must not pass or fail by luck; ``PYTHONPATH=tests:tests/helpers pyt
 """
 
 import inspect
+import math
+from contextlib import nullcontext
 
 import fuzz
 import pytest
@@ -69,3 +71,21 @@ def test_draws_reach_the_edges() -> None:
     calls = [Call(seed) for seed in range(400)]
     assert {0, 1} <= {call.target.numel() for call in calls} and {1, 2} <= {call.vocab for call in calls}
     assert any(call.target.numel() and not call.counts.any() for call in calls)
+
+
+def test_draws_are_the_same_in_each_process() -> None:
+    labels = [fuzz.label(row) for row in (*fuzz.LOSSES, *fuzz.METRICS)]
+    assert len({*labels}) == len(labels) and not any("0x" in label for label in labels)
+
+
+@pytest.mark.parametrize(
+    ("truth", "ours", "right"),
+    [(65507.7, 65504.0, True), (65507.7, math.inf, True), (65490.0, math.inf, True), (2e6, math.inf, True),
+     (2e6, 65504.0, False), (65507.7, -math.inf, False), (65507.7, 60000.0, False), (65507.7, math.nan, False),
+     (60000.0, math.inf, False)],
+)  # fmt: skip
+def test_numbers_near_the_largest_one(truth: float, ours: float, right: bool) -> None:
+    """A truth beyond float16's largest number by less than its rounding is that number as well as infinity."""
+    each = [torch.tensor([value, 1.0], dtype=torch.float64) for value in (ours, math.nan, truth)]
+    with nullcontext() if right else pytest.raises(AssertionError):
+        fuzz.compare(*each, torch.float16, 0.05, "a gradient")
