@@ -66,8 +66,8 @@ class Guarded:
 
     @property
     def is_free(self) -> bool:
-        """True where nothing else holds the memory; of a GPU's that does not show."""
-        return isinstance(self.raw, bytearray) and sys.getrefcount(self.raw) <= 2
+        """True where nothing else holds the memory."""
+        return sys.getrefcount(self.raw) <= 2 if isinstance(self.raw, bytearray) else holders(self.raw) <= ALONE
 
     def broken(self) -> str:
         """The guard that was written to, "before" or "behind"; "" for none."""
@@ -113,6 +113,14 @@ WATCHED = Watched()
 
 def address(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """How many tensors and other objects hold a tensor's memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[no-any-return]
+
+
+ALONE = holders(plain_empty(1))  # of a tensor that shares its memory with none
 
 
 def caller() -> tuple[str, int]:
