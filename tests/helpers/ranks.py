@@ -1,9 +1,9 @@
 """Several processes with a process group each, for tests of what ranks do together."""
 
+import fcntl
 import multiprocessing
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,10 +42,21 @@ def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[
     return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(ranks)]
 
 
-def run_in_a_folder(work: Work, ranks: int, device: str) -> list[dict[str, Any]]:
-    """The same in a folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run(work, ranks, Path(folder), device)
+def run_once(
+    work: Work, ranks: int, factory: pytest.TempPathFactory, name: str, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """The same for all workers of pytest-xdist: the first one runs it, the others wait, and read what it has written
+    below ``name``, or how it failed."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    with Path(folder, "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not Path(folder, "outcome.pt").exists():
+            torch.save(outcome(run, work, ranks, folder, device), folder / "outcome.pt")
+    found = torch.load(folder / "outcome.pt", weights_only=False)
+    assert isinstance(found, list), found
+    return found
 
 
 def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:

@@ -231,7 +231,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)]
 
 @pytest.fixture(scope="module", params=DEVICES)
 def of_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(work, 2, tmp_path_factory.mktemp("two"), request.param)
+    return ranks.run_once(work, 2, tmp_path_factory, f"agreement-{request.param}", request.param)
 
 
 def hold(outcome: Any, words: str, nan: bool = True) -> None:

@@ -545,7 +545,7 @@ def work(rank: int, device: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(work, 2, tmp_path_factory.mktemp("two"))
+    return ranks.run_once(work, 2, tmp_path_factory, "calls")
 
 
 @pytest.mark.parametrize("name", [*map(" ".join, NAMES), *(call.__name__ for call in OWN)])

@@ -574,7 +574,7 @@ def of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     @functools.cache
     def of(count: int) -> list[dict[str, Any]]:
         calls = [call for call in asked if call.placed.ranks == count]
-        return ranks.run(functools.partial(work, calls=calls), count, tmp_path_factory.mktemp("ranks"))
+        return ranks.run_once(functools.partial(work, calls=calls), count, tmp_path_factory, f"losses-{count}")
 
     return of
 
@@ -598,19 +598,12 @@ def on_gpus() -> list[Any]:
     return found
 
 
-@functools.cache
-def outcomes_on_gpus(calls: tuple[Call, ...]) -> Any:
-    """No fixture: pytest makes one anew for each case beside its parameter."""
-    made = functools.partial(work, calls=calls)
-    return ranks.outcome(ranks.run_in_a_folder, made, calls[0].placed.ranks, "cuda")
-
-
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("part", "call"), on_gpus())
-def test_gpus(part: tuple[Call, ...], call: Call) -> None:
+def test_gpus(part: tuple[Call, ...], call: Call, tmp_path_factory: pytest.TempPathFactory) -> None:
     ranks.need_gpus("cuda", call.placed.columns)
-    found = outcomes_on_gpus(part)
-    assert not isinstance(found, str), found
+    name = f"losses-{part[0]}".replace(" ", "-")  # once for all calls of a part
+    found = ranks.run_once(functools.partial(work, calls=part), call.placed.ranks, tmp_path_factory, name, "cuda")
     hold(call, [rank[str(call)] for rank in found])
 
 

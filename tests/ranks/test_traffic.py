@@ -139,7 +139,7 @@ def work(rank: int, device: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(work, TWO, tmp_path_factory.mktemp("two"))
+    return ranks.run_once(work, TWO, tmp_path_factory, "traffic")
 
 
 def test_messages_stand_in_the_documentation(found: list[dict[str, Any]]) -> None:
