@@ -119,7 +119,7 @@ def combinations() -> list:
             dtype = HALVES[i % 2]
             name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
             found.append(pytest.param(case, dtype, place.values[0], marks=place.marks, id=name))
-    return halves(found, 2)
+    return halves(found, 3)
 
 
 @pytest.mark.parametrize(("case", "dtype", "place"), combinations())

@@ -9,7 +9,7 @@ import pytest
 import ranks
 import torch
 from cases import PLACES, Place
-from tiers import crossed
+from tiers import Turn, crossed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -147,7 +147,7 @@ def are_alike(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(float((a - b).abs().max()) <= 1e-3 * float(b.abs().max()) for a, b in zip(some, others, strict=True))
 
 
-@crossed(place=PLACES, write=WRITES, options=OPTIONS, dtype=[torch.bfloat16, torch.float16])
+@crossed(place=PLACES, write=WRITES, options=Turn(OPTIONS), dtype=[torch.bfloat16, torch.float16])
 def test_a_write_that_no_version_shows(
     place: Place, write: Callable[[Tensor], None], options: dict[str, Any], dtype: torch.dtype
 ) -> None:

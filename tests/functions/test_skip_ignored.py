@@ -36,10 +36,12 @@ def same(ours: list[Tensor], usual: list[Tensor], dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) / 4)
 
 
-@crossed(place=PLACES, dtype=HALF, reduction=["mean", "none"])
-@pytest.mark.parametrize(("ignored", "skip"), [*((share, True) for share in SHARES), (0.5, "wait"), (1.0, "wait")])
-def test_cross_entropy(place: Place, dtype: torch.dtype, ignored: float, reduction: str, skip: bool | str) -> None:
-    found = []
+SKIPPED = [*((share, True) for share in SHARES), (0.5, "wait"), (1.0, "wait")]  # share of ignored tokens, and how
+
+
+@crossed(place=PLACES, dtype=HALF, reduction=["mean", "none"], skipped=SKIPPED)
+def test_cross_entropy(place: Place, dtype: torch.dtype, reduction: str, skipped: tuple[float, bool | str]) -> None:
+    found, (ignored, skip) = [], skipped
     for how in (skip_at(place, skip), False):
         hidden, weight, target = operands(place, dtype, ignored)
         options = {"reduction": reduction, "chunk_tokens": 32, "skip_ignored": how, "backend": place.backend}
@@ -54,7 +56,7 @@ def test_cross_entropy(place: Place, dtype: torch.dtype, ignored: float, reducti
 @pytest.mark.parametrize("ignored", first_of([0.5, 1.0, 0.0, 0.97], 2))
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_on_other_gpus(place: Place, ignored: float, reduction: str) -> None:
-    test_cross_entropy(place, torch.bfloat16, ignored, reduction, True)
+    test_cross_entropy(place, torch.bfloat16, reduction, (ignored, True))
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place.values[0].backend == "triton"])
