@@ -389,7 +389,7 @@ def loss_combinations() -> list:
                     id=f"{case.name}-{str(dtype)[6:]}-{place.id}",
                 )  # fmt: skip
                 always = dtype == torch.bfloat16 and place.id == "triton-cuda"
-                turn = i % 4 in (1, 2) or case.name in SOME_CASES if interpreted else i % 3 == j
+                turn = i % 4 > 1 or case.name in (*SOME_CASES, "two-temperatures") if interpreted else i % 3 == j
                 found += tier(param, always or turn)
     return found
 
