@@ -53,8 +53,8 @@ class Structure:
     def at(self, numbers: Iterable[Any]) -> "Structure":
         """The structure at other numbers, which may be tensors []."""
         them = iter(numbers)
-        summands = tuple([(summand.at(them), view) for summand, view in self.summands])
-        metrics = tuple([(metric.at(them), view) for metric, view in self.metrics])
+        summands = tuple([(summand.with_numbers(them), view) for summand, view in self.summands])
+        metrics = tuple([(metric.with_numbers(them), view) for metric, view in self.metrics])
         views = join_numbers(self.views[1:], them)
         return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views))
 

@@ -28,7 +28,7 @@ from ..core.private import anomalies_at, in_own_thread, plain_saving
 from ..core.stats import SUFFIX, RowStats
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
-from ..losses.base import Part, Summand
+from ..losses.base import Measure, Summand
 from ..losses.batch import Batch, Copies, Stats
 from ..metrics import Metric
 from ..metrics.values import OF_NOTHING, selected
@@ -125,7 +125,7 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
     return coefficients, [row.to(dtype) for row in rows], apart
 
 
-def values_by(part: Part, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
+def values_by(part: Measure, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
     """Values of a loss or metric, one for each unit of ``mask``. A user's function reads copies."""
     if part.builtin:
         return part.values(stats, batch, tensors)

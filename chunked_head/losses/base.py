@@ -2,7 +2,7 @@
 
 A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and the only thing that users hold:
 ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel: the kernels make the statistics that it
-``needs`` and take the coefficients that autograd finds. What it has in common with a metric is a ``Part``.
+``needs`` and take the coefficients that autograd finds. ``Measure`` is what losses and metrics have in common.
 """
 
 import functools
@@ -33,7 +33,7 @@ class Field(NamedTuple):
 
     kind: Kind
     type: Literal["float", "int", "bool"] = "float"
-    trailing: int = 0  # dimensions after the kind's own
+    trailing: int = 0  # number of dimensions behind those of the kind
 
 
 FIELDS: dict[str, Field] = {
@@ -63,8 +63,8 @@ FIELDS: dict[str, Field] = {
 }
 
 KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
-TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense one
-# statistics that a loss may need besides `logprob` and `lse`, which are always there
+TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense teacher
+# statistics that a loss may need besides `logprob` and `lse`, which every call has
 STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")
 DENSE = (*DIVERGENCES, "teacher_argmax")
 
@@ -72,10 +72,10 @@ DENSE = (*DIVERGENCES, "teacher_argmax")
 class Teacher(NamedTuple):
     """The dense teacher of a loss: how its logits become its distribution ``q``."""
 
-    temperature: float | None = None  # None: the loss's
+    temperature: float | None = None  # None: the loss's temperature
     logit_scale: float = 1.0
     softcap: float | None = None
-    beta: float | None = None  # of the Jensen-Shannon divergence, where one is asked for
+    beta: float | None = None  # of the Jensen-Shannon divergence; None for losses that have none
 
 
 class SummandOptions(TypedDict, total=False):
@@ -102,13 +102,13 @@ LIBRARY = __name__.partition(".")[0] + "."
 
 
 def is_library(function: Any) -> bool:
-    """True for a module-level function of the library, which is there for good."""
+    """True for a module-level function of the library. It lives as long as the process."""
     plain = type(function) is FunctionType and "<" not in function.__qualname__
     return plain and str(function.__globals__.get("__name__")).startswith(LIBRARY)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Measure:
     """A loss or a metric of a call: ``function(stats, batch, **options, **tensors)`` gives values, one per unit."""
 
     kind: str  # the name of its factory
@@ -117,13 +117,13 @@ class Part:
     needs: frozenset[str] = frozenset()
     fields: Collection[str] = ()  # a tuple
     optional_fields: tuple[str, ...] = ()
-    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
+    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # fields that FIELDS does not list
     scope: Scope = "token"
     unit: Unit = "token"
     reads_target: bool = True
     temperature: float | None = None
     name: str | None = None
-    # over the vocabulary, by the names of their statistics
+    # sums over the vocabulary, by the names of their statistics
     sums: Mapping[str, Sum] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -149,20 +149,21 @@ class Part:
         nothing that outlives a call depends on it."""
         return self.split[0] is not None
 
-    def at(self, numbers: Iterator[Any]) -> Self:
-        """The part with its numbers taken from ``numbers``, which may be tensors []."""
+    def with_numbers(self, numbers: Iterator[Any]) -> Self:
+        """The measure with its options' floats replaced by the next of ``numbers``, floats or tensors []."""
         return replace(self, options={name: join_numbers(v, numbers) for name, v in self.options.items()})
 
     @functools.cached_property
     def settings(self) -> tuple:
-        """Numbers of the options, which ``signature`` leaves out."""
+        """The floats of the options, of the temperature, the teacher and the sums: ``signature`` leaves them out."""
         return self.split[1], self.temperature, getattr(self, "teacher", None), *[s.numbers for s in self.sums.values()]
 
     @property
     def reads(self) -> tuple:
-        """Its place in a call: name, fields, statistics."""
+        """Name, fields, statistics, scope and the type of the temperature: a key of what the measure reads in a
+        call."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
-        sums = tuple([(name, each.function) for name, each in self.sums.items()])
+        sums = tuple([(name, vocab_sum.function) for name, vocab_sum in self.sums.items()])
         return self.name or self.kind, fields, self.needs, sums, self.scope, self.reads_target, type(self.temperature)
 
     def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -170,7 +171,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Summand(Part):
+class Summand(Measure):
     """One loss; its values are unreduced."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # [vocab] each: inputs of compiled code
@@ -187,18 +188,18 @@ class Summand(Part):
         missing = [name for name in sorted(self.needs) if name in DIVERGENCES and name not in self.sums]
         if missing:
             numbers = () if self.teacher is None or self.teacher.beta is None else (self.teacher.beta,)
-            known = {name: Sum(DIVERGENCES[name], numbers[: DIVERGENCES[name].numbers]) for name in missing}
-            object.__setattr__(self, "sums", {**known, **self.sums})
+            missing_sums = {name: Sum(DIVERGENCES[name], numbers[: DIVERGENCES[name].numbers]) for name in missing}
+            object.__setattr__(self, "sums", {**missing_sums, **self.sums})
 
     @property
     def key(self) -> tuple:
-        """A key, equal for summands that compile to the same code."""
+        """A key: equal for summands that compile to the same code."""
         teacher = None if self.teacher is None else split_numbers(self.teacher, [])
         return self.split[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """A key, equal for summands that run in the same way at any numbers."""
+        """A key: equal for summands that differ in numbers at most."""
         weights = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
         normalizer: Hashable = self.normalizer
         if isinstance(normalizer, Tensor):
@@ -215,8 +216,8 @@ class Losses:
 
     terms: tuple[tuple[float | Tensor, Summand], ...]
 
-    def __add__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        return Losses(self.terms + as_losses(other, "a summand").terms)
+    def __add__(self, addend: "Losses | Callable[..., Tensor]") -> "Losses":
+        return Losses(self.terms + as_losses(addend, "a summand").terms)
 
     def times(self, factor: float | Tensor) -> "Losses":
         """``self * factor``. Inside of ``torch.compile`` it takes a tensor, for which ``*`` raises there."""
@@ -228,18 +229,18 @@ class Losses:
 
     __mul__ = __rmul__ = times
 
-    def __radd__(self, other: "int | Callable[..., Tensor]") -> "Losses":
+    def __radd__(self, addend: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""
-        return self if isinstance(other, shared.NUMBERS) and other == 0 else as_losses(other, "a summand") + self
+        return self if isinstance(addend, shared.NUMBERS) and addend == 0 else as_losses(addend, "a summand") + self
 
     def __neg__(self) -> "Losses":
         return self * -1.0
 
-    def __sub__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        return self + -as_losses(other, "a summand")
+    def __sub__(self, subtrahend: "Losses | Callable[..., Tensor]") -> "Losses":
+        return self + -as_losses(subtrahend, "a summand")
 
-    def __rsub__(self, other: "Callable[..., Tensor]") -> "Losses":
-        return as_losses(other, "a summand") + -self
+    def __rsub__(self, minuend: "Callable[..., Tensor]") -> "Losses":
+        return as_losses(minuend, "a summand") + -self
 
     def __truediv__(self, divisor: float) -> "Losses":
         return self * (1.0 / divisor)
@@ -248,7 +249,8 @@ class Losses:
         return "Losses(" + " + ".join(f"{coefficient} * {summand.label}" for coefficient, summand in self.terms) + ")"
 
 
-TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []  # that of ``user.custom``, which imports this file
+# makes a loss of a plain function; ``user.py`` appends ``custom``, since it imports this file
+TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []
 
 
 def as_losses(loss: Any, argument: str = "loss") -> Losses:
@@ -257,8 +259,8 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
         return loss
     if getattr(loss, "__module__", "").startswith(PACKAGE):
         name = getattr(loss, "__name__", "")
-        made = f"losses.{name}()" if name != "custom" else "losses.custom(function, scope=...)"
-        raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {made}")
+        example = f"losses.{name}()" if name != "custom" else "losses.custom(function, scope=...)"
+        raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {example}")
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(
             f"{argument} must be made of chunked_head.losses, got {type(loss).__name__}; a function (stats, batch) -> "
@@ -267,37 +269,38 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
     return TAKERS[0](loss)
 
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
-MADE: Cache[tuple, Any] = Cache(256)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+FACTORY_RESULTS: Cache[tuple, Any] = Cache(256)
 
 
-def once(factory: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A factory that makes one object for equal numbers, flags and strings: later steps check nothing anew.
-    With anything else, such as a tensor, it makes one at each call."""
+def once(factory: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Wraps a factory of losses or metrics: equal numbers, flags and strings give the same object, checked once.
+    With any other argument, such as a tensor, each call makes a new object."""
 
     @functools.wraps(factory)
-    def made(*args: Given.args, **options: Given.kwargs) -> Made:
+    def cached_factory(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling() or not shared.PLAIN.issuperset(map(type, (*args, *options.values()))):
             return factory(*args, **options)
-        found: Made = MADE.made((factory, repr((args, options))), lambda: factory(*args, **options))
-        return found
+        result: Result = FACTORY_RESULTS.made((factory, repr((args, options))), lambda: factory(*args, **options))
+        return result
 
-    return made
+    return cached_factory
 
 
 def make(
     kind: str,
     function: Callable[..., Tensor],
-    given: Mapping[str, Any],
+    summand_options: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
     needs: Iterable[str] = (),
-    **known: Any,
+    **traits: Any,
 ) -> Losses:
-    """A sum of one loss; an error that names it where options don't fit.
-    ``given``: the user's ``SummandOptions``. ``known``: further fields of ``Summand``."""
-    shared.refuse_unknown("losses", kind, given, SUMMAND)
-    summand, where = Summand(kind, function, options or {}, frozenset(needs), **known, **given), f"losses.{kind}"
+    """A sum of one loss. ``summand_options``: the user's ``SummandOptions``. ``traits``: further fields of ``Summand``.
+    TypeError or ValueError, naming the loss, for options that do not fit."""
+    shared.refuse_unknown("losses", kind, summand_options, SUMMAND)
+    summand = Summand(kind, function, options or {}, frozenset(needs), **traits, **summand_options)
+    where = f"losses.{kind}"
     if summand.temperature is not None:
         shared.number(where, "temperature", summand.temperature, 0.0, open_=True)
     if summand.reduction not in (None, "mean", "sum"):
@@ -327,8 +330,8 @@ def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashab
             key.append(kind)
         elif kind in shared.PLAIN:
             key += kind, value
-        elif isinstance(value, tuple) and (inside := split_numbers(value, numbers)) is not None:
-            key.append(inside)
+        elif isinstance(value, tuple) and (nested_key := split_numbers(value, numbers)) is not None:
+            key.append(nested_key)
         else:
             return None
     return tuple(key)

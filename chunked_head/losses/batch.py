@@ -10,15 +10,16 @@ from torch import Tensor
 
 
 class Copies(Mapping[str, Tensor]):
-    """Tensors by name, each copied when it is first read: what a user's function writes to them nobody else sees."""
+    """Tensors by name, each copied when it is first read, so that a user's function that writes to one changes nothing
+    else."""
 
     def __init__(self, shared: Mapping[str, Tensor]):
-        self.shared, self.own = shared, dict[str, Tensor]()
+        self.shared, self.copies = shared, dict[str, Tensor]()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.own:
-            self.own[name] = self.shared[name].clone()
-        return self.own[name]
+        if name not in self.copies:
+            self.copies[name] = self.shared[name].clone()
+        return self.copies[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.shared
@@ -38,12 +39,12 @@ class Stats:
     log-probability, without gradient. ``topk_logprobs`` [n, K]: log-probabilities of ``teacher_ids``.
     ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher ``q``: ``forward_kl`` KL(q || p), ``reverse_kl``
     KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q), and ``teacher_entropy`` and ``teacher_argmax`` without
-    gradient. All but these two, argmax and top_logprob are differentiable. What a loss did not say it ``needs`` is not
-    there.
+    gradient. All but these two, argmax and top_logprob are differentiable. A statistic that no loss or
+    metric ``needs`` is missing.
     """
 
     def __init__(self, values: Mapping[str, Tensor]):
-        self.values, self.read = values, set[str]()  # names of those that were asked for
+        self.values, self.read = values, set[str]()  # names of the statistics that were read
 
     def __getattr__(self, name: str) -> Tensor:
         values = self.__dict__.get("values", {})
@@ -74,18 +75,18 @@ class Batch(Mapping[str, Tensor]):
         rank_sums: Any = None,  # parallel.tokens.RankSums, where ranks hold different tokens
         withheld: Collection[str] = (),  # fields of the call that no loss or metric has declared
     ):
-        self.withheld, self.read = withheld, set[str]()  # names of fields that were asked for
+        self.withheld, self.read = withheld, set[str]()  # names of the fields that were read
         self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 
     def copies(self) -> "Batch":
-        """The batch with tensors of its own, for one call of a user's function."""
-        own, sums = copy.copy(self), self.rank_sums
-        own.fields, own.read = Copies(self.fields), set()
-        own.mask, own.target = self.mask.clone(), self.target.clone()
-        own.rank_sums = None if sums is None else replace(sums, counts=Copies(sums.counts))
-        return own
+        """A batch whose tensors are copies, for one call of a user's function."""
+        duplicate, sums = copy.copy(self), self.rank_sums
+        duplicate.fields, duplicate.read = Copies(self.fields), set()
+        duplicate.mask, duplicate.target = self.mask.clone(), self.target.clone()
+        duplicate.rank_sums = None if sums is None else replace(sums, counts=Copies(sums.counts))
+        return duplicate
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.withheld:  # ``get`` and ``in`` would take a KeyError for a missing field
@@ -119,18 +120,18 @@ class Batch(Mapping[str, Tensor]):
         """Sums of ``values`` [n] over each segment's tokens that count [num_segments]; segment -1 is none."""
         assert self.num_segments is not None
         ids = self[name]
-        kept = self.mask & (ids >= 0)
-        # what belongs nowhere goes into one segment more, which is dropped
-        index = torch.where(kept, ids, self.num_segments)
+        in_segment = self.mask & (ids >= 0)
+        # tokens of no segment go into an extra last one, which is dropped
+        index = torch.where(in_segment, ids, self.num_segments)
         # A GPU adds in any order (index_put keeps one, but waits for the device to check the ids). In fp64 that does
         # not show in fp32 results, and ranks that share a vocabulary get the same loss.
-        wide = values.dtype if values.device.type == "mps" else torch.float64  # which has no other
+        wide = values.dtype if values.device.type == "mps" else torch.float64  # mps has no float64
         zeros = values.new_zeros(self.num_segments + 1, dtype=wide)
-        local = zeros.index_add(0, index, torch.where(kept, values, 0.0).to(wide))[:-1].to(values.dtype)
-        return local if self.rank_sums is None else self.rank_sums.segment_sum(local)
+        local_sums = zeros.index_add(0, index, torch.where(in_segment, values, 0.0).to(wide))[:-1].to(values.dtype)
+        return local_sums if self.rank_sums is None else self.rank_sums.segment_sum(local_sums)
 
     def segment_place(self, name: str = "segments") -> Tensor:
-        """[n] the number of tokens that count before each in its segment, in the order of the tokens."""
+        """[n] int64: how many tokens of the same segment that count come before each token."""
         if self.rank_sums is not None:
             raise ValueError(
                 "a token's place in its segment, which ld_alpha needs, is not known where ranks hold different tokens "
@@ -160,7 +161,7 @@ class Batch(Mapping[str, Tensor]):
 
 
 def clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Values within [-bound, bound], no gradient outside, infinite values included; a nan stays."""
+    """Values clamped to [-bound, bound], without gradient outside, infinite values included; a nan stays."""
     if bound is None:
         return values
     # torch.clamp's gradient at a bound differs between versions, and for tensor bounds
@@ -173,8 +174,8 @@ def gate(x: Tensor) -> Tensor:
 
 
 def kl_estimate(difference: Tensor, estimator: str) -> Tensor:
-    """KL of the policy that sampled, to the other, by k1, abs, k2 or k3 (Schulman 2020); ``difference``:
-    log-probability of the other less the sampler's."""
+    """Estimate of KL(sampling policy || other policy) by k1, abs, k2 or k3 (Schulman 2020). ``difference``:
+    log-probability under the other policy minus that under the sampling one."""
     if estimator == "k1":
         return -difference
     if estimator == "abs":

@@ -106,23 +106,23 @@ def _hybrid_acceptance(stats: Stats, batch: Batch, factor: float, eta: float) ->
 
 
 def _sum_of(stats: Stats, batch: Batch, factor: float, statistics: tuple[str, ...]) -> Tensor:
-    first, *others = (getattr(stats, name) for name in statistics)
-    return sum(others, first) * factor
+    first, *further = (getattr(stats, name) for name in statistics)
+    return sum(further, first) * factor
 
 
 def dense(
     kind: str,
     statistics: tuple[str, ...],
-    given: dict[str, Any],
+    teacher_options: dict[str, Any],
     beta: float | None = None,
     function: Callable[..., Tensor] = _sum_of,
     options: dict[str, Any] | None = None,
     sums: Mapping[str, Sum] = NOTHING,
 ) -> Losses:
-    """The loss that is a function of these statistics, or their sum; ``given``: ``TeacherOptions``. ``sums``: of
-    statistics that are not the library's."""
-    refuse_unknown("losses", kind, given, TeacherOptions.__annotations__)
-    where, summand = f"losses.{kind}", dict(given)
+    """A loss of a dense teacher: ``function`` of these statistics, by default their sum. ``teacher_options``:
+    ``TeacherOptions``. ``sums``: sums over the vocabulary, by the names of statistics that are not the library's."""
+    refuse_unknown("losses", kind, teacher_options, TeacherOptions.__annotations__)
+    where, summand = f"losses.{kind}", dict(teacher_options)
     temperature, softcap = summand.pop("teacher_temperature", None), summand.pop("teacher_softcap", None)
     scale = number(where, "teacher_logit_scale", summand.pop("teacher_logit_scale", 1.0))
     factor = squared(where, summand.get("temperature"), summand.pop("t_squared", False))
@@ -256,8 +256,8 @@ def entries(teacher: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
     if ids is None:
         return counts
     place = torch.arange(teacher.shape[-1], device=teacher.device)
-    mine, other = teacher[..., :, None], teacher[..., None, :]
-    better = (other > mine) | ((other == mine) & (place[None, :] < place[:, None]))
+    entry, rival = teacher[..., :, None], teacher[..., None, :]
+    better = (rival > entry) | ((rival == entry) & (place[None, :] < place[:, None]))
     return counts & ~((ids[..., :, None] == ids[..., None, :]) & counts[..., None, :] & better).any(-1)
 
 
@@ -286,16 +286,16 @@ def topk_divergence(
     teacher_temperature: float,
 ) -> Tensor:
     """``topk_kl`` of gathered log-probabilities [...]."""
-    some = counts.any(-1)
+    has_entries = counts.any(-1)
     s = torch.where(counts, student, NONE)
     t = torch.where(counts, teacher.detach(), NONE)
     if teacher_renormalize or teacher_temperature != 1:
         tempered = t / teacher_temperature
         total = tempered.logsumexp(-1, keepdim=True)
         if not teacher_renormalize:  # over K and the rest as one outcome, -inf where nothing is left
-            left = -torch.expm1(t.logsumexp(-1, keepdim=True))
-            log_left = torch.where(left > 0, left, 0.0).log()
-            total = torch.logaddexp(total, log_left / teacher_temperature)
+            remainder = -torch.expm1(t.logsumexp(-1, keepdim=True))
+            log_remainder = torch.where(remainder > 0, remainder, 0.0).log()
+            total = torch.logaddexp(total, log_remainder / teacher_temperature)
         t = tempered - total
     bounded = s.clamp(min=NONE)  # an id that the student excludes has p * log p = 0
     if normalize == "topk":
@@ -303,21 +303,22 @@ def topk_divergence(
         s, bounded = s - total, bounded - total
     value = divergence_of(t.exp(), t, s, bounded, divergence, beta, counts)
     if normalize == "tail":
-        p_rest, log_p_rest = rest(bounded)
-        # renormalised, they leave nothing: 1 less their sum is what that is rounded by
-        q_rest, log_q_rest = rest(torch.zeros_like(t[..., :1]) if teacher_renormalize else t)
-        value = value + divergence_of(q_rest, log_q_rest, log_p_rest, log_p_rest, divergence, beta, None, p_rest)
+        p_left_out, log_p_left_out = remainder_of(bounded)
+        # renormalised probabilities add up to 1: what they leave would be a rounding error
+        q_left_out, log_q_left_out = remainder_of(torch.zeros_like(t[..., :1]) if teacher_renormalize else t)
+        outside = q_left_out, log_q_left_out, log_p_left_out, log_p_left_out
+        value = value + divergence_of(*outside, divergence, beta, None, p_left_out)
     elif normalize == "vocab" and divergence == "tvd":
-        value = value + 0.5 * rest(bounded)[0]
+        value = value + 0.5 * remainder_of(bounded)[0]
     elif normalize == "vocab" and divergence == "jsd":
-        value = value - (1 - beta) * math.log(1 - beta) * rest(bounded)[0]  # there m = (1 - beta) * p
-    return torch.where(some, value, 0.0)
+        value = value - (1 - beta) * math.log(1 - beta) * remainder_of(bounded)[0]  # there m = (1 - beta) * p
+    return torch.where(has_entries, value, 0.0)
 
 
-def rest(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+def remainder_of(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """1 minus the sum of probabilities [...], and its logarithm, finite where nothing is left."""
-    left = (-torch.expm1(log_probabilities.logsumexp(-1))).clamp(min=0.0)
-    return left, left.clamp(min=torch.finfo(left.dtype).eps).log()
+    remainder = (-torch.expm1(log_probabilities.logsumexp(-1))).clamp(min=0.0)
+    return remainder, remainder.clamp(min=torch.finfo(remainder.dtype).eps).log()
 
 
 def divergence_of(
@@ -327,8 +328,8 @@ def divergence_of(
     bounded: Tensor,  # log_p, finite
     divergence: str,
     beta: float,
-    counts: Tensor | None,  # None: no sum, the terms themselves
-    p: Tensor | None = None,  # exp(log_p) unless given
+    counts: Tensor | None,  # [..., K] bool; None: the terms are returned and not summed
+    p: Tensor | None = None,  # None: exp(bounded)
 ) -> Tensor:
     """Terms of a divergence, summed over the entries that count."""
     if p is None:

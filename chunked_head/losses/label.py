@@ -29,17 +29,17 @@ def cross_entropy(
     where = "losses.cross_entropy"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
     options = {"label_smoothing": smoothing or None, "token_scaling": flag(f"token_scaling of {where}", token_scaling)}
-    known: dict[str, Any] = {"needs": set()}
+    traits: dict[str, Any] = {"needs": set()}
     if entropy_scaling is not None:
         options["entropy_scaling"] = number(where, "entropy_scaling", entropy_scaling, 0.0)
-        known["needs"].add("entropy")
+        traits["needs"].add("entropy")
     if smoothing:
-        known["needs"].add("mean_logit" if class_weights is None else "weighted_sum")
+        traits["needs"].add("mean_logit" if class_weights is None else "weighted_sum")
     if class_weights is not None:
         check_weights(f"class_weights of {where}", class_weights)
         check_shape(f"class_weights of {where}", class_weights, class_weights.dim() == 1, "[vocab]")
-        known |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight}
-    return make("cross_entropy", _cross_entropy, summand, options, **known)
+        traits |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight}
+    return make("cross_entropy", _cross_entropy, summand, options, **traits)
 
 
 def _target_weight(batch: Batch, class_weights: Tensor) -> Tensor:
@@ -81,10 +81,10 @@ def focal(gamma: float = 2.0, **summand: Any) -> Losses:
 def _focal(stats: Stats, batch: Batch, gamma: float | None) -> Tensor:
     if gamma is None:
         return -stats.logprob
-    rest = -torch.expm1(stats.logprob)
+    wrong_probability = -torch.expm1(stats.logprob)
     # a power below 1 has an infinite slope at 0, where the loss has none
-    certain = rest <= 0
-    return torch.where(certain, 0.0, torch.where(certain, 1.0, rest) ** gamma) * -stats.logprob
+    certain = wrong_probability <= 0
+    return torch.where(certain, 0.0, torch.where(certain, 1.0, wrong_probability) ** gamma) * -stats.logprob
 
 
 @once

@@ -311,8 +311,8 @@ def estimated_kl(
         value = kl_estimate(d.detach(), estimator)
         outside = ~(value.abs() <= kl_clamp) & ~d.isnan()
         value = torch.where(value.isnan(), kl_clamp, value)  # the difference of two infinities
-        inside = kl_estimate(torch.where(outside, 0.0, d), estimator)
-        values = torch.where(outside, clamped(value, kl_clamp), inside)
+        unclipped = kl_estimate(torch.where(outside, 0.0, d), estimator)
+        values = torch.where(outside, clamped(value, kl_clamp), unclipped)
     if replaced:
         k2 = kl_estimate(d, "k2")
         return values.detach() + (k2 - k2.detach())

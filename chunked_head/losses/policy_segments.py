@@ -181,10 +181,10 @@ def _vespo(
         k_pos * log_w - lambda_pos * log_w.expm1(),
         k_neg * log_w - lambda_neg * log_w.expm1(),
     )
-    inside = (batch["segments"] >= 0) & (advantages != 0)
+    is_weighted = (batch["segments"] >= 0) & (advantages != 0)
     # phi alone may be beyond what fp32 holds where its product with the advantage is not
     root = (0.5 * log_phi).exp()
-    return -torch.where(inside, root * advantages * root, 0.0) * torch.where(inside, stats.logprob, 0.0)
+    return -torch.where(is_weighted, root * advantages * root, 0.0) * torch.where(is_weighted, stats.logprob, 0.0)
 
 
 def _weighted_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:

@@ -170,8 +170,8 @@ def dpo(
             raise ValueError(
                 f"ld_alpha of {where} weighs the tokens of pairs, which {variant!r} takes apart; leave it out"
             )
-    more = {"tau": tau, "power": power, "ld_alpha": ld_alpha}
-    return paired("dpo", beta, variant, label_smoothing, average, reference, summand, **more)
+    further_options = {"tau": tau, "power": power, "ld_alpha": ld_alpha}
+    return paired("dpo", beta, variant, label_smoothing, average, reference, summand, **further_options)
 
 
 @once
@@ -185,11 +185,11 @@ def simpo(
     exponents at most 80. ``label_smoothing`` as in ``dpo``. Fields: ``segments``, ``pairs``; no reference. The chosen
     segments' NLL is added as ``cpo`` says. The paper's code has ``gamma / beta`` for gamma.
     """
-    more = {
+    further_options = {
         "margin": number("losses.simpo", "gamma", gamma),
         "power": -number("losses.simpo", "alpha", alpha),
     }
-    return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, **more)
+    return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, **further_options)
 
 
 @once
@@ -227,16 +227,16 @@ def paired(
     average: bool | None,
     reference: bool,
     summand: dict[str, Any],
-    **more: Any,
+    **further_options: Any,
 ) -> Losses:
-    """A loss of a pair's two scores; ``more``: further options of ``unweighted``, checked."""
+    """A loss of the two scores of a pair. ``further_options``: checked options of ``unweighted``."""
     where = f"losses.{kind}"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
-    given = f"for variant {variant!r}, got {smoothing}"
+    context = f"for variant {variant!r}, got {smoothing}"
     refuse({
-        f"label_smoothing of {where} does not apply {given}; leave it 0": smoothing and variant not in SMOOTHED,
-        f"label_smoothing of {where} must be below 0.5 {given}": variant == "robust" and smoothing >= 0.5,
-        f"label_smoothing of {where} must be above 0 and below 1 {given}; its paper advises 1e-3":
+        f"label_smoothing of {where} does not apply {context}; leave it 0": smoothing and variant not in SMOOTHED,
+        f"label_smoothing of {where} must be below 0.5 {context}": variant == "robust" and smoothing >= 0.5,
+        f"label_smoothing of {where} must be above 0 and below 1 {context}; its paper advises 1e-3":
             variant == "exo_pair" and not 0 < smoothing < 1,
     })  # fmt: skip
     options = {
@@ -245,7 +245,7 @@ def paired(
         "eps": smoothing,
         "average": variant in AVERAGED if average is None else flag(f"average of {where}", average),
         "reference": reference,
-        **more,
+        **further_options,
     }
     fields = ("segments", "pairs", *["ref_logprobs"] * reference)
     separable = variant not in SORTED
@@ -281,7 +281,7 @@ def unweighted(
         values = scores(stats, batch, reference)
         if ld_alpha is not None:
             values = torch.where(beyond_shorter(batch), values * ld_alpha, values)
-        most = MOST_EXPONENT / 2 if variant == "ipo" else MOST_EXPONENT  # whose exponentials are squared
+        most = MOST_EXPONENT / 2 if variant == "ipo" else MOST_EXPONENT  # IPO squares them
         u, v = of_pairs(bent(total(values, batch, average), power, most), batch)
     d = beta * (u - v) - margin
     if variant in ("sigmoid", "sigmoid_norm", *SORTED):
@@ -311,7 +311,7 @@ def unweighted(
 
 
 def bent(scores: Tensor, power: float | None, most: float) -> Tensor:
-    """``(exp(power * x) - 1) / power``, x itself for 0; None: what the Jensen-Shannon divergence makes of x."""
+    """``(exp(power * x) - 1) / power`` of scores x; x for a power of 0, and ``log 2 + logsigmoid(x)`` for None."""
     if power is None:
         return math.log(2.0) + F.logsigmoid(scores)
     # near 0 it is x, whose gradient would be lost to the division
@@ -332,18 +332,18 @@ def beyond_shorter(batch: Batch) -> Tensor:
 
 
 def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, differ: bool) -> tuple[Tensor, Tensor]:
-    """Two numbers for each pair, the second taken from the pair of the same rank when both are sorted.
-    With ``differ`` the difference of scores and the reference's, else the chosen and the rejected score."""
+    """Two numbers for each pair, [pairs] each; both are sorted over pairs and matched by rank. With ``differ`` the
+    policy's difference of scores and the reference's, else the chosen and the rejected score."""
     counted = of_pairs(batch.segment_count() > 0, batch)
     counts = counted[0] & counted[1] & (batch["pairs"] >= 0).all(1)
     if differ:
-        known = batch["ref_logprobs"] if reference else torch.zeros_like(stats.logprob)
+        reference_logprobs = batch["ref_logprobs"] if reference else torch.zeros_like(stats.logprob)
         chosen, rejected = of_pairs(total(stats.logprob, batch, average), batch)
-        of_chosen, of_rejected = of_pairs(total(known, batch, average), batch)
+        of_chosen, of_rejected = of_pairs(total(reference_logprobs, batch, average), batch)
         first, second = chosen - rejected, of_chosen - of_rejected
     else:
         first, second = of_pairs(total(scores(stats, batch, reference), batch, average), batch)
     # pairs that do not count come last in both orders
-    ahead = torch.where(counts, first.detach(), torch.inf).sort(stable=True).indices
-    behind = torch.where(counts, second.detach(), torch.inf).sort(stable=True).indices
-    return first, second[torch.empty_like(behind).scatter_(0, ahead, behind)]
+    first_order = torch.where(counts, first.detach(), torch.inf).sort(stable=True).indices
+    second_order = torch.where(counts, second.detach(), torch.inf).sort(stable=True).indices
+    return first, second[torch.empty_like(second_order).scatter_(0, first_order, second_order)]

@@ -25,7 +25,9 @@ from .base import Losses, make
 from .batch import Batch, Stats
 from .distillation import dense
 
-Elementwise = Callable[..., Tensor]  # f(log_p), f(log_p, log_q), each with a mapping of options behind if there are any
+Elementwise = Callable[
+    ..., Tensor
+]  # f(log_p), f(log_p, log_q), each with a mapping of options as last argument if it has options
 FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # by code, and the plain values that it reads
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
 LENGTHS = (5, 7)  # of the vocabulary that is traced
@@ -33,8 +35,8 @@ DEEPEST = 6
 
 
 def sum_of(where: str, function: Elementwise, options: Mapping[str, Any] | None, is_paired: bool | None = None) -> Sum:
-    """The sum of a user's function at its options; TypeError or ValueError where there is none. ``is_paired``: it takes
-    log_q; None: as its parameters say."""
+    """The sum over the vocabulary of a user's function at its options. ``is_paired``: the function takes log_q as well;
+    None: the number of its parameters decides. TypeError or ValueError for a function that cannot be traced."""
     if not callable(function):
         raise TypeError(f"{where} takes a function of log-probabilities, got {function!r}")
     if options is not None and not isinstance(options, Mapping):
@@ -52,12 +54,12 @@ def parameters_of(where: str, function: Elementwise) -> int:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where} takes a function whose parameters can be read; wrap it in a lambda") from error
-    return sum(each.default is each.empty and each.kind in (0, 1) for each in parameters)
+    return sum(parameter.default is parameter.empty and parameter.kind in (0, 1) for parameter in parameters)
 
 
 def key_of(value: Any, depth: int = 0) -> Hashable:
-    """A key of a function: equal for the same code, and equal plain values and functions that it reads. With anything
-    else, which may change unseen, the key equals no other."""
+    """A key of a function: equal for the same code that reads equal plain values and functions. The key of a function
+    that reads anything else equals no other key, since such a value may change unnoticed."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value
@@ -66,22 +68,23 @@ def key_of(value: Any, depth: int = 0) -> Hashable:
     if isinstance(value, ModuleType | FunctionType | BuiltinFunctionType | type) and is_torchs(value):
         return value
     if kind is tuple and depth < DEEPEST:
-        return kind, *[key_of(each, depth + 1) for each in value]
+        return kind, *[key_of(item, depth + 1) for item in value]
     if kind is not FunctionType or depth >= DEEPEST:
         return object()
     codes, names = [value.__code__], dict[str, None]()
-    for code in codes:  # which grow
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for code in codes:  # the loop appends to ``codes``
+        codes += [item for item in code.co_consts if isinstance(item, CodeType)]
         names |= dict.fromkeys(code.co_names)
     cells = [object() if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
     used = [(name, key_of(value.__globals__[name], depth + 1)) for name in names if name in value.__globals__]
     defaults = value.__defaults__, *(value.__kwdefaults__ or {}).items()
-    own = [None if each is value else key_of(each, depth + 1) for each in (*cells, *(defaults[0] or ()), *defaults[1:])]
-    return value.__code__, *own, *used
+    values = *cells, *(defaults[0] or ()), *defaults[1:]
+    contents = [None if item is value else key_of(item, depth + 1) for item in values]
+    return value.__code__, *contents, *used
 
 
 def is_torchs(value: Any) -> bool:
-    """True for modules, functions and types that nobody changes."""
+    """True for modules, functions and types of torch, math and Python itself, which do not change."""
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | type):
         return False  # a method of some object
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
@@ -89,7 +92,7 @@ def is_torchs(value: Any) -> bool:
 
 
 class SumWriter(Writer):
-    """The jit function of a trace: a column's term and its slope."""
+    """The Triton source of a trace: a function that returns a column's term and the term's slope."""
 
     shape = "log_p.shape"
     # as exact as p itself, in two thirds of the registers
@@ -107,22 +110,22 @@ class SumWriter(Writer):
         return self.arguments[self.inputs[node]]
 
     def source(self, name: str) -> str:
-        arguments = "".join(f", {each}" for each in self.arguments if each.startswith("n"))
+        arguments = "".join(f", {argument}" for argument in self.arguments if argument.startswith("n"))
         header = f"@triton.jit\ndef {name}_terms(log_p, log_q, p, q, tie{arguments}):"
         return "\n    ".join([header, *self.lines, f"return {', '.join(self.terms)}"])
 
 
 def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: bool) -> SumFunction:
-    """The function as a sum's, or ValueError that says why it has none."""
+    """The traced function, in PyTorch and in Triton. ValueError says why a function cannot be traced."""
 
-    def terms(given: list[Tensor]) -> list[Tensor]:
-        log_p = given[0].detach().requires_grad_()
-        logs, numbers = (log_p, *given[1 : 1 + is_paired]), given[1 + is_paired :]
+    def terms(inputs: list[Tensor]) -> list[Tensor]:
+        log_p = inputs[0].detach().requires_grad_()
+        logs, numbers = (log_p, *inputs[1 : 1 + is_paired]), inputs[1 + is_paired :]
         with torch.enable_grad():
             values = function(*logs, *[dict(zip(names, numbers, strict=True))][: bool(names)])
             if not isinstance(values, Tensor) or values.shape != log_p.shape or not values.is_floating_point():
-                got = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
-                raise ValueError(f"it must return a floating-point number for each id, got {got}")
+                description = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
+                raise ValueError(f"it must return a floating-point number for each id, got {description}")
             if not values.requires_grad:
                 return [values, torch.zeros_like(log_p)]
             (slopes,) = torch.autograd.grad(values, log_p, torch.ones_like(values), materialize_grads=True)
@@ -133,12 +136,12 @@ def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: 
         return traced(terms, [*samples, *[torch.ones([], dtype=torch.float32, device="cpu") for _ in names]])
 
     try:
-        # a trace begins without whatever modes and hooks there are around the call
+        # a thread of its own: modes and hooks around the call do not reach the trace
         graphs = [in_own_thread(functools.partial(graph_of, length)) for length in LENGTHS]
         sources = [SumWriter(graph, is_paired, len(names)).source("f") for graph in graphs]
         if sources[0] != sources[1]:
             raise ValueError("it depends on the number of ids")
-    except Exception as error:  # whatever a user's function raises on made-up tensors
+    except Exception as error:  # a user's function may raise any error on made-up tensors
         reason = str(error).partition("\n")[0].rstrip(".")
         reason = f"there is no kernel of {reason}" if isinstance(error, NoKernelError) else reason
         raise ValueError(
@@ -149,8 +152,8 @@ def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: 
     graph = graphs[0].graph
     graph.eliminate_dead_code()
     source = SumWriter(graphs[0], is_paired, len(names)).source(name)
-    made = SumFunction(name, InBlocks(graph), "slopes", None, len(names), is_paired, source)
-    return TRACED.made(name, lambda: made)
+    sum_function = SumFunction(name, InBlocks(graph), "slopes", None, len(names), is_paired, source)
+    return TRACED.made(name, lambda: sum_function)
 
 
 class InBlocks:
@@ -159,36 +162,38 @@ class InBlocks:
 
     def __init__(self, graph: fx.Graph):
         self.graph, read = graph, set[fx.Node]()
-        # what nobody reads after each node, whose memory is let go of
-        self.done: dict[fx.Node, list[fx.Node]] = {}
+        # nodes that are read for the last time by each node: their memory is freed then
+        self.last_uses: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(graph.nodes):
-            self.done[node] = [each for each in node.all_input_nodes if each not in read]
+            self.last_uses[node] = [unused for unused in node.all_input_nodes if unused not in read]
             read.update(node.all_input_nodes)
 
     def __call__(self, log_p: Tensor, log_q: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
         log_p, log_q = (log.clamp(min=LOG_FLOOR) for log in (log_p, log_q))
         places = self.graph.find_nodes(op="placeholder")
         logs = (log_p, log_q)[: len(places) - len(numbers)]
-        at = dict[fx.Node, Any](zip(places, [*logs, *[log_p.new_full((), each) for each in numbers]], strict=True))
+        values = dict[fx.Node, Any](
+            zip(places, [*logs, *[log_p.new_full((), number) for number in numbers]], strict=True)
+        )
         for node in self.graph.nodes:
             if node.op == "call_function":
-                at[node] = self.computed(node, at, log_p)
-                for each in self.done[node]:
-                    del at[each]
+                values[node] = self.computed(node, values, log_p)
+                for unused in self.last_uses[node]:
+                    del values[unused]
         (end,) = self.graph.find_nodes(op="output")
-        terms, slopes = (at[node].expand_as(log_p) for node in end.args[0])
+        terms, slopes = (values[node].expand_as(log_p) for node in end.args[0])
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
 
-    def computed(self, node: fx.Node, at: dict[fx.Node, Any], like: Tensor) -> Any:
+    def computed(self, node: fx.Node, values: dict[fx.Node, Any], template: Tensor) -> Any:
         operation, target = name_of(node), node.target
-        arguments: Any = fx.node.map_arg(node.args, lambda each: at[each])
+        arguments: Any = fx.node.map_arg(node.args, lambda argument: values[argument])
         dtype = node.meta["val"].dtype
-        dtype = like.dtype if dtype.is_floating_point else dtype
+        dtype = template.dtype if dtype.is_floating_point else dtype
         if operation in SAME:
             return arguments[0].to(dtype)
         if operation in FILLED or operation in FILLED_BY:
             value = FILLED[operation] if operation in FILLED else arguments[FILLED_BY[operation]]
-            return torch.full_like(like, value, dtype=dtype) if not isinstance(value, Tensor) else value
+            return torch.full_like(template, value, dtype=dtype) if not isinstance(value, Tensor) else value
         assert callable(target)
         return target(*arguments, **node.kwargs)
 
@@ -212,8 +217,8 @@ def divergence(function: Elementwise, options: Mapping[str, float] | None = None
     Both logarithms are at least -1e4, so that a probability of 0 times its logarithm is 0, and values are finite where
     one of the two excludes an id. ``teacher``: ``TeacherOptions``; fields as ``forward_kl``.
     """
-    each = sum_of("losses.divergence", function, options, True)
-    return dense("divergence", ("divergence",), teacher, sums={"divergence": each})
+    vocab_sum = sum_of("losses.divergence", function, options, True)
+    return dense("divergence", ("divergence",), teacher, sums={"divergence": vocab_sum})
 
 
 @breaks_graph
@@ -226,8 +231,8 @@ def vocabulary_sum(function: Elementwise, options: Mapping[str, float] | None = 
     its ``ignore_index`` alone and may be None. Functions of such sums, as Renyi's entropy, are losses of
     ``losses.custom(..., sums=...)``. ``summand``: ``SummandOptions``.
     """
-    each = sum_of("losses.vocabulary_sum", function, options, False)
-    needs, sums = ("vocabulary_sum",), {"vocabulary_sum": each}
+    vocab_sum = sum_of("losses.vocabulary_sum", function, options, False)
+    needs, sums = ("vocabulary_sum",), {"vocabulary_sum": vocab_sum}
     return make("vocabulary_sum", _vocabulary_sum, summand, needs=needs, sums=sums, reads_target=False)
 
 
@@ -235,16 +240,17 @@ def _vocabulary_sum(stats: Stats, batch: Batch) -> Tensor:
     return stats.vocabulary_sum
 
 
-def named_sums(where: str, sums: Mapping[str, Any] | None, known: Collection[str]) -> dict[str, Sum]:
+def named_sums(where: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, Sum]:
     """Sums over the vocabulary by the names of their statistics, from functions or pairs of a function and options."""
     if sums is not None and not isinstance(sums, Mapping):
         raise TypeError(f"sums of {where} must be a mapping of names to functions, got {sums!r}")
-    found = {}
-    for name, given in (sums or {}).items():
-        if not isinstance(name, str) or not name.isidentifier() or name in known:
+    sums_by_name = {}
+    for name, function_or_pair in (sums or {}).items():
+        if not isinstance(name, str) or not name.isidentifier() or name in statistics:
             raise ValueError(
                 f"sums of {where} has {name!r}, which must be a new name of a statistic; take another name"
             )
-        function, options = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-        found[name] = sum_of(f"sum {name!r} of {where}", function, options)
-    return found
+        is_pair = isinstance(function_or_pair, tuple) and len(function_or_pair) == 2
+        function, options = function_or_pair if is_pair else (function_or_pair, None)
+        sums_by_name[name] = sum_of(f"sum {name!r} of {where}", function, options)
+    return sums_by_name

@@ -61,24 +61,24 @@ def custom(
     """
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
-    own = getattr(function, "__name__", "custom")
-    name = name or ("custom" if own == "<lambda>" else own)
+    function_name = getattr(function, "__name__", "custom")
+    name = name or ("custom" if function_name == "<lambda>" else function_name)
     where = f"losses.custom({name!r})"
     choice(where, "scope", scope, ("token", "segment"))
     choice(where, "unit", unit, ("token", "segment", "pair"))
     if unit != "token" and scope == "token":
         raise ValueError(f'{where} has values per {unit}, which need all tokens: scope="segment"')
-    declared, extra = own_fields(where, fields)
+    declared, extra = declared_fields(where, fields)
     statistics, required, optional, reads_target = set(needs or ()), set(declared), set[str](), True
     if unknown := sorted(statistics - {*ALWAYS, *STATISTICS, *DENSE}):
         raise ValueError(
             f"needs of {where}: there is no statistic {unknown[0]!r}; there are {', '.join((*STATISTICS, *DENSE))}"
         )
     options, tensors = dict(options or {}), dict(tensors or {})
-    own_sums = named_sums(where, sums, (*ALWAYS, *STATISTICS, *DENSE))
+    sums_by_name = named_sums(where, sums, (*ALWAYS, *STATISTICS, *DENSE))
     if check:
         question = Summand(
-            "custom", function, options, sums=own_sums, unit=unit, scope=scope, name=name, tensors=tensors
+            "custom", function, options, sums=sums_by_name, unit=unit, scope=scope, name=name, tensors=tensors
         )
         read, required, optional = checked(where, question, extra)
         # a branch that a field would choose may read what this one did not
@@ -89,7 +89,7 @@ def custom(
         required.add("teacher_ids")
     if "weighted_sum" in statistics and "class_weights" not in tensors:
         raise ValueError(f'{where} reads stats.weighted_sum: pass the weights, tensors={{"class_weights": ...}}')
-    if statistics & set(DENSE) or any(each.function.is_paired for each in own_sums.values()):
+    if statistics & set(DENSE) or any(vocab_sum.function.is_paired for vocab_sum in sums_by_name.values()):
         optional |= set(TEACHER_FIELDS)  # which of them, the call decides
         teacher = teacher or Teacher()
         if "jsd" in statistics and teacher.beta is None:
@@ -104,7 +104,7 @@ def custom(
         tensors=tensors,
         teacher=teacher,
         needs=statistics - set(ALWAYS),
-        sums=own_sums,
+        sums=sums_by_name,
         fields=tuple(sorted(required)),
         optional_fields=tuple(sorted(optional - required)),
         extra_fields=extra,
@@ -118,7 +118,7 @@ def custom(
 TAKERS.append(lambda function: custom(function, scope="token"))
 
 
-def own_fields(
+def declared_fields(
     where: str, fields: Mapping[str, Field | str] | Iterable[str] | None
 ) -> tuple[tuple[str, ...], dict[str, Field]]:
     """Names of all fields given, and what those are that FIELDS does not know."""

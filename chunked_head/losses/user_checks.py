@@ -1,4 +1,5 @@
-"""A user's function, run on made-up tokens: what it reads, and whether its claims hold."""
+"""Checks of a user's function on made-up tokens: which statistics and fields it reads, and whether its values are those
+that its scope and unit promise."""
 
 import functools
 import itertools
@@ -13,17 +14,17 @@ from torch import Tensor
 
 from ..core.private import anomalies_at, breaks_graph
 from ..kernels.common.cache import Cache
-from .base import DENSE, FIELDS, STATISTICS, Field, Part, Summand
+from .base import DENSE, FIELDS, STATISTICS, Field, Measure, Summand
 from .batch import Batch, Stats
 
 Function = Callable[..., Tensor]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Reads = tuple[set[str], set[str], set[str]]  # names of statistics, of required and of optional fields, and "target"
 
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, CodeType)
-MOST_PARTS, DEEPEST = 64, 6  # of a function's contents that are looked into
+MOST_CONTENTS, DEEPEST = 64, 6  # of a function's contents that are looked into
 MOST_ITEMS = 8  # of a list or dict, which may grow at every call
-FOUND: Cache[Hashable, Any] = Cache(256)  # by contents of the function, and question
+RESULTS: Cache[Hashable, Any] = Cache(256)  # by contents of the function, and question
 
 
 def contents(value: Any, depth: int = 0) -> Hashable:
@@ -36,24 +37,24 @@ def contents(value: Any, depth: int = 0) -> Hashable:
         return kind, math.isfinite(value), (value > 0) - (value < 0)
     if isinstance(value, Tensor):
         return "tensor", value.dtype, value.device, value.dim()
-    parts: tuple[Any, ...] | None = None
+    items: tuple[Any, ...] | None = None
     if kind is FunctionType:
         cells = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
-        named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        tensors = [one for one in named if isinstance(one, Tensor)]
-        parts = value.__code__, *cells, value.__defaults__, value.__kwdefaults__, *tensors
+        globals_read = [value.__globals__.get(name) for name in value.__code__.co_names]
+        tensors = [x for x in globals_read if isinstance(x, Tensor)]
+        items = value.__code__, *cells, value.__defaults__, value.__kwdefaults__, *tensors
     elif kind is MethodType:
-        parts = value.__func__, value.__self__
+        items = value.__func__, value.__self__
     elif kind is functools.partial:
-        parts = value.func, value.args, value.keywords
+        items = value.func, value.args, value.keywords
     elif isinstance(value, tuple):
-        parts = (*value,)
+        items = (*value,)
     elif kind is list:
-        parts = (*value[:MOST_ITEMS],)
+        items = (*value[:MOST_ITEMS],)
     elif kind is dict:
-        parts = tuple(itertools.chain(*itertools.islice(value.items(), MOST_ITEMS)))
-    if parts is not None and len(parts) <= MOST_PARTS and depth < DEEPEST:
-        return weakref.ref(kind), *[contents(part, depth + 1) for part in parts]
+        items = tuple(itertools.chain(*itertools.islice(value.items(), MOST_ITEMS)))
+    if items is not None and len(items) <= MOST_CONTENTS and depth < DEEPEST:
+        return weakref.ref(kind), *[contents(item, depth + 1) for item in items]
     try:
         reference = weakref.ref(value)
         hash(reference)
@@ -63,11 +64,12 @@ def contents(value: Any, depth: int = 0) -> Hashable:
 
 
 def device_of(key: Hashable) -> torch.device:
-    """Device of the tensors in a key of ``contents``; else the GPU if there is work on one, else the CPU."""
-    parts = [key]
-    for part in parts:  # which grow
-        parts += part if isinstance(part, tuple) else ()
-    devices = [part for part in parts if isinstance(part, torch.device)]
+    """The device of the tensors in a key of ``contents``. Without tensors: the GPU if CUDA is initialised, else the
+    CPU."""
+    entries = [key]
+    for entry in entries:  # the loop appends to ``entries``
+        entries += entry if isinstance(entry, tuple) else ()
+    devices = [entry for entry in entries if isinstance(entry, torch.device)]
     elsewhere = [device for device in devices if device.type not in ("cpu", "meta")]
     return elsewhere[0] if elsewhere else torch.device("cuda" if not devices and torch.cuda.is_initialized() else "cpu")
 
@@ -85,9 +87,9 @@ OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so d
 
 
 class Synthetic:
-    """Made-up statistics and fields, as a call makes them: 0 and -1 where a token does not count.
+    """Made-up statistics and fields as a call lays them out: 0 (ids -1) where a token does not count.
 
-    ``tensors``: copies of those of the loss, whose vocabulary these have."""
+    ``tensors``: copies of the loss's tensors. Their length is the size of the made-up vocabulary."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field], sums: Iterable[str], device: torch.device
@@ -95,8 +97,8 @@ class Synthetic:
         first = next(iter(tensors.values()), None)
         self.tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self.vocab = len(first) if first is not None and first.dim() else VOCAB
-        known = {"generator": torch.Generator("cpu").manual_seed(7), "dtype": torch.float32}
-        rand, randn = functools.partial(torch.rand, **known), functools.partial(torch.randn, **known)
+        draw_options = {"generator": torch.Generator("cpu").manual_seed(7), "dtype": torch.float32}
+        rand, randn = functools.partial(torch.rand, **draw_options), functools.partial(torch.randn, **draw_options)
         with torch.device("cpu"):
             mask = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, torch.tensor(MASKED), False)
             target, argmax = (rand(2, TOKENS) * self.vocab).long()
@@ -133,22 +135,24 @@ class Synthetic:
         return {name: value[piece] if name in self.per_token else value for name, value in self.fields.items()}
 
 
-def found_once(part: Part, about: Hashable, extra: Mapping[str, Field], find: Callable[[Synthetic], Found]) -> Found:
-    """Result of ``find`` on made-up tokens, found once for equal ``contents``.
+def result_once(
+    measure: Measure, about: Hashable, extra: Mapping[str, Field], find: Callable[[Synthetic], Result]
+) -> Result:
+    """Result of ``find`` on made-up tokens, computed once for functions and options of equal ``contents``.
 
-    Runs without the modes around a call, and leaves random states as they are."""
-    tensors = part.tensors if isinstance(part, Summand) else {}
-    key = contents((part.function, part.options, tensors))
+    Modes around the call (inference mode, no_grad, a default device) do not reach ``find``; random states stay."""
+    tensors = measure.tensors if isinstance(measure, Summand) else {}
+    key = contents((measure.function, measure.options, tensors))
 
-    def run() -> Found:
+    def compute() -> Result:
         device = device_of(key)
-        others, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
-        forked = torch.random.fork_rng(others, device_type=kind)
+        devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+        forked = torch.random.fork_rng(devices, device_type=kind)
         with torch.inference_mode(False), torch.enable_grad(), forked, device:
-            return find(Synthetic(tensors, extra, part.sums, device))
+            return find(Synthetic(tensors, extra, measure.sums, device))
 
-    found: Found = FOUND.made((key, about, tuple(part.sums), tuple(sorted(extra.items()))), run)
-    return found
+    result: Result = RESULTS.made((key, about, tuple(measure.sums), tuple(sorted(extra.items()))), compute)
+    return result
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -161,15 +165,15 @@ def same(a: Tensor, b: Tensor) -> bool:
 # ---- a loss or a metric, when it is made
 
 
-def check_pieces(where: str, part: Part, made: Synthetic) -> tuple[set[str], set[str]]:
-    """The statistics and fields that a function reads; raises where its values are not one per unit or, with scope
-    "token", values or gradients in two pieces are others."""
-    at_once, statistics, read = run(where, part, made, WHOLE)
-    pieces = [run(where, part, made, piece)[0] for piece in PIECES if part.scope == "token"]
-    for what, found in at_once.items():
-        if pieces and not same(found[made.mask], torch.cat([piece[what] for piece in pieces])[made.mask]):
+def check_pieces(where: str, measure: Measure, sample: Synthetic) -> tuple[set[str], set[str]]:
+    """Names of the statistics and of the fields that a function reads. ValueError where it returns no value per unit
+    or, with scope "token", where values or gradients of two pieces differ from those of all tokens at once."""
+    at_once, statistics, read = values_on_sample(where, measure, sample, WHOLE)
+    pieces = [values_on_sample(where, measure, sample, piece)[0] for piece in PIECES if measure.scope == "token"]
+    for quantity, values in at_once.items():
+        if pieces and not same(values[sample.mask], torch.cat([piece[quantity] for piece in pieces])[sample.mask]):
             raise ValueError(
-                f'{where} has scope="token", but its {what} on {TOKENS} made-up tokens at once and in pieces '
+                f'{where} has scope="token", but its {quantity} on {TOKENS} made-up tokens at once and in pieces '
                 "differ: a token's value depends on other tokens, and would depend on the chunk size, or the "
                 'function draws random numbers or writes into what it reads. Pass scope="segment" if it needs '
                 "other tokens, or compute what is common to the batch before the call and pass it as a field"
@@ -178,55 +182,56 @@ def check_pieces(where: str, part: Part, made: Synthetic) -> tuple[set[str], set
 
 
 @breaks_graph
-def check_metric(metric: Part) -> None:
-    """Raises where a user's metric is none of its scope and unit."""
+def check_metric(metric: Measure) -> None:
+    """ValueError where a user's metric does not return what its scope and unit promise."""
     where, question = f"metrics.Metric({metric.label!r})", ("metric", metric.scope, metric.unit)
-    found_once(metric, question, metric.extra_fields, lambda made: check_pieces(where, metric, made))
+    result_once(metric, question, metric.extra_fields, lambda sample: check_pieces(where, metric, sample))
 
 
 def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
-    """Runs the function on made-up tokens to see what it reads, and with scope "token" in two pieces, which must give
-    the same values and gradients. A field without which it runs too is optional."""
+    """Names of the statistics, required fields and optional fields that a loss's function reads on made-up tokens.
+    A field is optional if the function also runs without it. Errors are those of ``check_pieces``."""
 
-    def find(made: Synthetic) -> Reads:
-        statistics, read = check_pieces(where, summand, made)
+    def find(sample: Synthetic) -> Reads:
+        statistics, read = check_pieces(where, summand, sample)
         required = set[str]()
         for name in (*read, "target"):
             try:
-                run(where, summand, made, WHOLE, without=name)
+                values_on_sample(where, summand, sample, WHOLE, without=name)
             except ValueError:
                 required.add(name)
         return statistics, required, read - required
 
-    return found_once(summand, (summand.scope, summand.unit), extra, find)
+    return result_once(summand, (summand.scope, summand.unit), extra, find)
 
 
-def run(
-    where: str, part: Part, made: Synthetic, piece: slice, without: str = ""
+def values_on_sample(
+    where: str, measure: Measure, sample: Synthetic, piece: slice, without: str = ""
 ) -> tuple[dict[str, Tensor], set[str], set[str]]:
-    """Values on some tokens, and of a loss gradients of their weighted sum; the statistics and fields that were read.
-    ``without``: a missing field, or the target."""
-    is_loss = isinstance(part, Summand)
-    leaves = {name: value[piece].detach().clone() for name, value in made.stats.items()}
+    """Runs a function on the tokens ``piece`` of a sample. Returns its values, and for a loss the gradients of their
+    weighted sum, by name; then the names of the statistics and of the fields that it has read.
+    ``without``: the name of a field to leave out, or "target"."""
+    is_loss = isinstance(measure, Summand)
+    leaves = {name: value[piece].detach().clone() for name, value in sample.stats.items()}
     sloped = {name: leaf for name, leaf in leaves.items() if is_loss and name not in WITHOUT_GRADIENT}
     for leaf in sloped.values():
         leaf.requires_grad_()
-    stats, tokens, unit = Stats(leaves), piece.stop - piece.start, part.unit
-    fields = {name: value for name, value in made.fields_of(piece).items() if name != without}
-    batch = Batch(fields, made.target[piece], SEGMENTS, made.vocab)
+    stats, tokens, unit = Stats(leaves), piece.stop - piece.start, measure.unit
+    fields = {name: value for name, value in sample.fields_of(piece).items() if name != without}
+    batch = Batch(fields, sample.target[piece], SEGMENTS, sample.vocab)
     if without == "target":
         del batch.target
     try:
-        values = part.values(stats, batch, made.tensors)
-        if unknown := batch.read - made.fields.keys() - {"target"}:  # by ``get`` or ``in``
+        values = measure.values(stats, batch, sample.tensors)
+        if unknown := batch.read - sample.fields.keys() - {"target"}:  # by ``get`` or ``in``
             raise KeyError(f"there is no field {min(unknown)!r}")
     except Exception as error:
-        if unknown := batch.read - made.fields.keys() - {"target"}:
-            own = f"fields={{{min(unknown)!r}: 'token'}}"
-            as_loss = f"losses.custom(function, scope={part.scope!r}, {own})"
+        if unknown := batch.read - sample.fields.keys() - {"target"}:
+            declaration = f"fields={{{min(unknown)!r}: 'token'}}"
+            as_loss = f"losses.custom(function, scope={measure.scope!r}, {declaration})"
             raise ValueError(
                 f"{where} reads batch[{min(unknown)!r}], a field that is not the library's; declare it, and its kind: "
-                + (as_loss if is_loss else f"metrics.Metric(name, function, {own})")
+                + (as_loss if is_loss else f"metrics.Metric(name, function, {declaration})")
             ) from error
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(
@@ -235,15 +240,15 @@ def run(
         ) from error
     numbers = "floating-point values" if sloped else "numbers"
     if not isinstance(values, Tensor) or values.is_complex() or (sloped and not values.is_floating_point()):
-        got = getattr(values, "dtype", type(values).__name__)
-        raise ValueError(f"{where} must return a tensor of {numbers}, got {got}")
+        description = getattr(values, "dtype", type(values).__name__)
+        raise ValueError(f"{where} must return a tensor of {numbers}, got {description}")
     number, per = {"token": (tokens, "tokens"), "segment": (SEGMENTS, "num_segments"), "pair": (PAIRS, "pairs")}[unit]
     if tuple(values.shape) != (number,):
         remedy = " (values are reduced for it: leave out .sum() and .mean())" if values.dim() == 0 else ""
         if unit == "token" and values.shape == (SEGMENTS,):
             remedy = '; values per segment are unit="segment"'
-        got = f"[{per}] = ({number},) here; got {tuple(values.shape)}{remedy}"
-        raise ValueError(f"{where} must return one value per {unit}, {got}")
+        description = f"[{per}] = ({number},) here; got {tuple(values.shape)}{remedy}"
+        raise ValueError(f"{where} must return one value per {unit}, {description}")
     if not sloped:
         return {"values": values.float()}, stats.read, batch.read
     if not values.requires_grad:
@@ -253,59 +258,62 @@ def run(
         )
     total = values.sum()
     if unit == "token":  # different weights: equal ones would hide a mean's share
-        total = torch.where(made.mask[piece], values * made.upstream[piece], 0.0).sum()
+        total = torch.where(sample.mask[piece], values * sample.upstream[piece], 0.0).sum()
     with anomalies_at(None):  # made-up numbers may have a nan that the caller's have not
         gradients = torch.autograd.grad(total, list(sloped.values()), allow_unused=True, materialize_grads=True)
-    found = {f"gradients to stats.{name}": grad for name, grad in zip(sloped, gradients, strict=True)}
-    return {"values": values.detach()} | found, stats.read, batch.read
+    gradients_by_name = {f"gradients to stats.{name}": grad for name, grad in zip(sloped, gradients, strict=True)}
+    return {"values": values.detach()} | gradients_by_name, stats.read, batch.read
 
 
 # ---- a loss or a metric of segments, where ranks hold different tokens
 
 
-class OwnSums:
-    """``RankSums`` of one rank. ``own``: its sums over segments, in turn.
-    ``sums``: those of all tokens, returned in their place once known."""
+class RankLocalSums:
+    """Stand-in for ``RankSums`` on one of two made-up ranks. ``local_sums``: this rank's sums over segments, in the
+    order of the calls. ``sums``: sums over all tokens in that order, returned in their place where they are known."""
 
     def __init__(self, sums: list[Tensor]):
-        self.counts, self.sums, self.own = dict[str, Tensor](), iter(sums), list[Tensor]()
+        self.counts, self.sums, self.local_sums = dict[str, Tensor](), iter(sums), list[Tensor]()
 
     def segment_sum(self, local: Tensor) -> Tensor:
-        self.own.append(local)
+        self.local_sums.append(local)
         return next(self.sums, local)
 
 
-def check_over_ranks(part: Part, what: str, given: frozenset[str], known: Mapping[str, Field]) -> None:
-    """Raises where a user's loss or metric has other values on made-up tokens that two ranks share."""
-    if part.builtin or part.scope != "segment":
+def check_over_ranks(
+    measure: Measure, kind: str, field_names: frozenset[str], field_kinds: Mapping[str, Field]
+) -> None:
+    """ValueError where a user's loss or metric has different values if two ranks share the made-up tokens."""
+    if measure.builtin or measure.scope != "segment":
         return
-    if not found_once(part, ("ranks", part.unit, given), known, lambda made: adds_up(part, made, given)):
+    question = "ranks", measure.unit, field_names
+    if not result_once(measure, question, field_kinds, lambda sample: adds_up(measure, sample, field_names)):
         raise ValueError(
-            f"{what} {part.label} has other values where a segment's tokens lie on two ranks: it puts tokens together "
-            "by other means than batch.segment_sum, segment_mean and segment_count, and these alone are summed over "
-            "ranks; use these, or leave out parallel=TokenParallel(...)"
+            f"{kind} {measure.label} has other values where a segment's tokens lie on two ranks: it puts tokens "
+            "together by other means than batch.segment_sum, segment_mean and segment_count, and these alone are "
+            "summed over ranks; use these, or leave out parallel=TokenParallel(...)"
         )
 
 
-def adds_up(part: Part, made: Synthetic, given: frozenset[str]) -> bool:
-    """True where two ranks' values, from sums over segments added up over both, are those of all tokens."""
+def adds_up(measure: Measure, sample: Synthetic, field_names: frozenset[str]) -> bool:
+    """True where two ranks get the values of all tokens once their sums over segments are added up."""
 
     def values_of(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        fields, of_rank = made.fields_of(piece), OwnSums(sums)
-        fields = {name: fields[name] for name in fields.keys() & given}
-        batch = Batch(fields, made.target[piece], SEGMENTS, made.vocab, of_rank)
-        stats = Stats({name: value[piece] for name, value in made.stats.items()})
-        values = part.values(stats, batch, made.tensors)
-        return values.detach(), of_rank.own
+        fields, of_rank = sample.fields_of(piece), RankLocalSums(sums)
+        fields = {name: fields[name] for name in fields.keys() & field_names}
+        batch = Batch(fields, sample.target[piece], SEGMENTS, sample.vocab, of_rank)
+        stats = Stats({name: value[piece] for name, value in sample.stats.items()})
+        values = measure.values(stats, batch, sample.tensors)
+        return values.detach(), of_rank.local_sums
 
     try:
         at_once, sums = values_of(WHOLE, [])
-    except Exception:  # it cannot run on made-up tokens (check=False)
+    except Exception:  # the function cannot run on made-up tokens, and its loss was made with check=False
         return True
-    values, own = zip(*(values_of(piece, sums) for piece in OF_RANKS), strict=True)
-    if not all(len(each) == len(sums) for each in own):
+    values, local_sums = zip(*(values_of(piece, sums) for piece in OF_RANKS), strict=True)
+    if not all(len(values_of_rank) == len(sums) for values_of_rank in local_sums):
         return False
-    if part.unit == "token":
-        at_once, values = at_once[made.mask], (torch.cat(values)[made.mask],)
-    right = all(same(found, first + second) for found, first, second in zip(sums, *own, strict=True))
-    return right and all(same(at_once, each) for each in values)
+    if measure.unit == "token":
+        at_once, values = at_once[sample.mask], (torch.cat(values)[sample.mask],)
+    right = all(same(total, first + second) for total, first, second in zip(sums, *local_sums, strict=True))
+    return right and all(same(at_once, values_of_rank) for values_of_rank in values)

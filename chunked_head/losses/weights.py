@@ -45,9 +45,9 @@ def sequence_mean(
     choice(where, "empty", empty, ("counted", "excluded"))
     check_tensor(f"mask of {where}", mask, optional=False)
     if mask.dtype != torch.bool or not mask.dim():
-        got = f"{mask.dim()}-d {mask.dtype}"
-        raise TypeError(f"mask of {where} must be bool [..., tokens], got {got}; use mask.bool()")
-    wide = _wide(mask)  # whatever the call's dtype is, it loses nothing to these
+        description = f"{mask.dim()}-d {mask.dtype}"
+        raise TypeError(f"mask of {where} must be bool [..., tokens], got {description}; use mask.bool()")
+    wide = _wide(mask)  # exact for counts, in calls of any dtype
     if segments is None:
         if num_segments is not None:
             raise ValueError(f"num_segments of {where} goes with segments; without, rows are sequences: leave it out")
@@ -99,25 +99,26 @@ def wpo(
                 f"{name} of weights.wpo must be a floating-point tensor of mask's shape {tuple(mask.shape)}, got "
                 f"{tuple(value.shape)}, {value.dtype}"
             )
-    inside = mask & (segments >= 0)
-    if inside.device.type == "cpu" and not is_traced():
-        check_logprobs("logprobs of weights.wpo", logprobs[inside])
-    aligned = torch.where(inside, logprobs - log_sum_sq_probs, 0.0)
-    sums, counts = _segment_sums(inside, segments, num_segments, aligned, inside)
+    counts_in_segment = mask & (segments >= 0)
+    if counts_in_segment.device.type == "cpu" and not is_traced():
+        check_logprobs("logprobs of weights.wpo", logprobs[counts_in_segment])
+    aligned = torch.where(counts_in_segment, logprobs - log_sum_sq_probs, 0.0)
+    sums, counts = _segment_sums(counts_in_segment, segments, num_segments, aligned, counts_in_segment)
     of_segments = (sums / counts.clamp(min=1.0)).exp().to(logprobs.dtype)
     return torch.where((pairs >= 0).all(1), of_segments[pairs.clamp(min=0)].prod(1), 0.0)
 
 
-def _segment_sums(inside: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
-    """Sums [num_segments] at the tokens ``inside``, in float64 where there is one: a GPU adds in any order."""
-    # what belongs nowhere is counted in one segment more
-    ids = torch.where(inside, segments, num_segments).flatten().long()
-    zeros = torch.zeros(num_segments + 1, dtype=_wide(inside), device=inside.device)
-    return [zeros.index_add(0, ids, each.flatten().to(zeros.dtype))[:-1] for each in values]
+def _segment_sums(is_counted: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
+    """Sums [num_segments] of each of ``values`` over the tokens ``is_counted``, in float64: a GPU adds in any order,
+    which does not show in float32 results."""
+    # tokens of no segment go into an extra last one, which is dropped
+    ids = torch.where(is_counted, segments, num_segments).flatten().long()
+    zeros = torch.zeros(num_segments + 1, dtype=_wide(is_counted), device=is_counted.device)
+    return [zeros.index_add(0, ids, x.flatten().to(zeros.dtype))[:-1] for x in values]
 
 
-def _wide(like: Tensor) -> torch.dtype:
-    return torch.float32 if like.device.type == "mps" else torch.float64
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def _count(where: str, argument: str, value: Any) -> float | Tensor:

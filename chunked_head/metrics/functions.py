@@ -31,20 +31,20 @@ def make(
     suffix: str = "",
     fields: tuple[str, ...] = (),
     needs: Iterable[str] = (),
-    **known: Any,
+    **metric_fields: Any,
 ) -> Metric:
     """A metric whose default name says what of it is not the usual: ``name`` (the kind), ``suffix``, level and
-    reduction; ``common`` are ``MetricOptions``, ``known`` further fields of ``Metric``."""
+    reduction; ``common`` are ``MetricOptions``, ``metric_fields`` further fields of ``Metric``."""
     if common:
         refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
     if level != "token":
         choice(f"metrics.{kind}", "level", level, ("token", "segment"))
-        known |= {"scope": "segment", "unit": "segment"}
+        metric_fields |= {"scope": "segment", "unit": "segment"}
         fields = (*fields, "segments")
     unusual = suffix, "" if level == "token" else level, "" if reduce == "mean" else str(reduce)
-    known |= {"name": "_".join([name or kind, *filter(None, unusual)]), "reduce": reduce, "fields": fields}
-    given = {option: value for option, value in common.items() if value is not None}
-    return Metric(kind, function, needs=frozenset(needs), check=False, **(known | given))
+    metric_fields |= {"name": "_".join([name or kind, *filter(None, unusual)]), "reduce": reduce, "fields": fields}
+    chosen_options = {option: value for option, value in common.items() if value is not None}
+    return Metric(kind, function, needs=frozenset(needs), check=False, **(metric_fields | chosen_options))
 
 
 @once
@@ -100,10 +100,10 @@ def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
     return _statistic("logprob", "logprob", reduce, common)
 
 
-def _statistic(kind: str, statistic: str, reduce: Reduce, common: Mapping[str, Any], **known: Any) -> Metric:
+def _statistic(kind: str, statistic: str, reduce: Reduce, common: Mapping[str, Any], **metric_fields: Any) -> Metric:
     needs = () if statistic in ("logprob", "lse") else (statistic,)
-    known |= {"options": {"statistic": statistic}, "needs": needs, "reads_target": statistic == "logprob"}
-    return make(kind, _read, common, reduce=reduce, **known)
+    metric_fields |= {"options": {"statistic": statistic}, "needs": needs, "reads_target": statistic == "logprob"}
+    return make(kind, _read, common, reduce=reduce, **metric_fields)
 
 
 def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
@@ -153,24 +153,24 @@ def effective_sample_size(
     kind = "effective_sample_size"
     flag(f"normalized of metrics.{kind}", normalized)
     finish = "effective_sample_fraction" if normalized else "effective_sample_size"
-    known = _of_ratios(kind, against, level, ratio_clamp)
-    return make(kind, _ratio, common, name=finish, finish=finish, **known)
+    traits = _of_ratios(kind, against, level, ratio_clamp)
+    return make(kind, _ratio, common, name=finish, finish=finish, **traits)
 
 
 def _of_ratios(kind: str, against: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
     """Keywords that a metric of ratios is made with."""
-    other = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
-    options |= {"other": other, "level": level, "ratio_clamp": checked_clamp(f"metrics.{kind}", ratio_clamp)}
-    return {"level": level, "options": options, "fields": (other,), "suffix": "" if against == "old" else against}
+    baseline = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
+    options |= {"baseline": baseline, "level": level, "ratio_clamp": checked_clamp(f"metrics.{kind}", ratio_clamp)}
+    return {"level": level, "options": options, "fields": (baseline,), "suffix": "" if against == "old" else against}
 
 
-def _log_ratio(stats: Any, batch: Any, other: str, level: str) -> Tensor:
-    log_ratio = stats.logprob - batch[other]
+def _log_ratio(stats: Any, batch: Any, baseline: str, level: str) -> Tensor:
+    log_ratio = stats.logprob - batch[baseline]
     return batch.segment_mean(log_ratio) if level == "segment" else log_ratio
 
 
-def _ratio(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None) -> Tensor:
-    return clamped(_log_ratio(stats, batch, other, level), ratio_clamp).exp()
+def _ratio(stats: Any, batch: Any, baseline: str, level: str, ratio_clamp: float | None) -> Tensor:
+    return clamped(_log_ratio(stats, batch, baseline, level), ratio_clamp).exp()
 
 
 @once
@@ -188,13 +188,13 @@ def kl_old(
     ``ratio_clamp``. ``level="segment"``: of the mean of ``d`` over the segment's tokens, GSPO's log-ratio.
     """
     choice("metrics.kl_old", "estimator", estimator, ESTIMATORS)
-    known = _of_ratios("kl_old", "old", level, ratio_clamp, estimator=estimator)
-    known["suffix"] = "" if estimator == "k3" else estimator
-    return make("kl_old", _kl_old, common, reduce=reduce, **known)
+    traits = _of_ratios("kl_old", "old", level, ratio_clamp, estimator=estimator)
+    traits["suffix"] = "" if estimator == "k3" else estimator
+    return make("kl_old", _kl_old, common, reduce=reduce, **traits)
 
 
-def _kl_old(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None, estimator: str) -> Tensor:
-    return kl_estimate(clamped(_log_ratio(stats, batch, other, level), ratio_clamp), estimator)
+def _kl_old(stats: Any, batch: Any, baseline: str, level: str, ratio_clamp: float | None, estimator: str) -> Tensor:
+    return kl_estimate(clamped(_log_ratio(stats, batch, baseline, level), ratio_clamp), estimator)
 
 
 @once
@@ -245,16 +245,16 @@ def clip_fraction(
     where = "metrics.clip_fraction"
     choice(where, "side", side, ("unsigned", "signed", "low", "high"))
     low, high = 1 - number(where, "clip_low", clip_low, 0.0, 1.0), 1 + bound(where, "clip_high", clip_high)
-    known = _of_ratios("clip_fraction", "old", level, ratio_clamp, side=side, low=low, high=high)
+    traits = _of_ratios("clip_fraction", "old", level, ratio_clamp, side=side, low=low, high=high)
     if side != "unsigned":
-        known |= {"fields": ("old_logprobs", "advantages"), "suffix": side}
-    return make("clip_fraction", _clip_fraction, common, **known)
+        traits |= {"fields": ("old_logprobs", "advantages"), "suffix": side}
+    return make("clip_fraction", _clip_fraction, common, **traits)
 
 
 def _clip_fraction(
-    stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None, low: float, high: float, side: str
+    stats: Any, batch: Any, baseline: str, level: str, ratio_clamp: float | None, low: float, high: float, side: str
 ) -> Tensor:
-    ratios = _ratio(stats, batch, other, level, ratio_clamp)
+    ratios = _ratio(stats, batch, baseline, level, ratio_clamp)
     below, above = ratios < low, ratios > high
     if side != "unsigned":
         advantages = batch["advantages"]
@@ -288,8 +288,8 @@ def vocabulary_sum(
 ) -> Metric:
     """``f(p.log()).sum(-1)`` with ``function`` f, which ``losses.vocabulary_sum`` describes with its ``options``: such
     as the mass of ids above a threshold, ``lambda log_p: torch.where(log_p > -3, log_p.exp(), 0.0)``."""
-    each = sum_of("metrics.vocabulary_sum", function, options, False)
-    return _statistic("vocabulary_sum", "vocabulary_sum", reduce, common, sums={"vocabulary_sum": each})
+    vocab_sum = sum_of("metrics.vocabulary_sum", function, options, False)
+    return _statistic("vocabulary_sum", "vocabulary_sum", reduce, common, sums={"vocabulary_sum": vocab_sum})
 
 
 @once

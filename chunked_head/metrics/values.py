@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..core.checks import INFINITY, choice, number
-from ..losses.base import Part, is_library
-from ..losses.user import own_fields
+from ..losses.base import Measure, is_library
+from ..losses.user import declared_fields
 from ..losses.user_checks import check_metric
 
 Reduce = Literal["mean", "max", "min"]
@@ -39,7 +39,7 @@ class MetricOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class Metric(Part):
+class Metric(Measure):
     """``function(stats, batch, **options)`` gives values per unit, [n]. ``fields`` as in ``losses.custom``.
 
     A function of your own runs once on some made-up tokens, as in ``losses.custom``: it must return a number for each
@@ -56,7 +56,7 @@ class Metric(Part):
     def __post_init__(self) -> None:
         where = f"metrics.{self.kind}"
         if not isinstance(self.fields, tuple):  # as ``losses.custom`` takes them
-            names, extra = own_fields(where, self.fields)
+            names, extra = declared_fields(where, self.fields)
             object.__setattr__(self, "fields", names)
             object.__setattr__(self, "extra_fields", {**extra, **self.extra_fields})
         for option, allowed in CHOICES:
@@ -96,44 +96,44 @@ class Metric(Part):
 
     @property
     def ids(self) -> str:
-        """The field that the weighting goes by."""
+        """Name of the field of ids over which the weighting takes means."""
         return "documents" if self.weighting == "document" else "segments"
 
 
 def as_metrics(metrics: Any) -> tuple[Metric, ...]:
     """A call's metrics as a tuple; TypeError where ``metrics`` is no list of them."""
     if not isinstance(metrics, Iterable) or isinstance(metrics, str | Mapping | Tensor):
-        got = f"{metrics!r}; leave it out for none"
+        description = f"{metrics!r}; leave it out for none"
         if isinstance(metrics, Metric):
-            got = f"one, {metrics.label!r}; put it into a list"
-        raise TypeError(f"metrics must be a list of chunked_head.metrics, got {got}")
+            description = f"one, {metrics.label!r}; put it into a list"
+        raise TypeError(f"metrics must be a list of chunked_head.metrics, got {description}")
     measured = tuple(metrics)
     for metric in measured:
         if not isinstance(metric, Metric):
-            got, remedy = type(metric).__name__, "call its factory, such as metrics.entropy()"
+            description, remedy = type(metric).__name__, "call its factory, such as metrics.entropy()"
             if is_library(metric):
                 remedy = f"call its factory, metrics.{metric.__name__}()"
             elif callable(metric):
                 remedy = 'a function (stats, batch) -> values [tokens] becomes one by metrics.Metric("name", function)'
-            raise TypeError(f"metrics must hold chunked_head.metrics, got {got}; {remedy}")
+            raise TypeError(f"metrics must hold chunked_head.metrics, got {description}; {remedy}")
     return measured
 
 
 class Group(NamedTuple):
-    """A process group, by what can be copied and sent. Another one has its name after torch.distributed was shut down,
-    and another number."""
+    """The identity of a process group, which can be copied and pickled. A group that is made after torch.distributed
+    was shut down may have the name of an earlier one, and has another number."""
 
     name: str
     number: int
 
     @classmethod
-    def of(cls, group: Any) -> "Group":
+    def from_process_group(cls, group: Any) -> "Group":
         if group not in NUMBERS:
             NUMBERS[group] = next(COUNTED)
         return cls(group.group_name, NUMBERS[group])
 
 
-NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of process groups, in the order in which they came
+NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by process group, in the order of first use
 COUNTED = itertools.count()
 
 
@@ -146,7 +146,7 @@ class MetricValue:
     count: Tensor | None = None  # 0-d: tokens, or segments or documents with a token
     extremum: Tensor | None = None  # the maximum of nothing is -inf, its minimum inf
     finish: Finish = "mean"
-    whole_of: "Group | None" = None  # the process group whose ranks' tokens it is of; None: of one rank's
+    whole_of: "Group | None" = None  # process group whose ranks' tokens the metric is of; None: one rank's
 
     @property
     def value(self) -> Tensor:
@@ -185,13 +185,13 @@ CHOICES = (
 def weights_in(counts: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """Weights [n] that make a sum over tokens one of the segments' means: 1 / ``counts`` [number], how many tokens of
     each segment count; 0 where a token does not count or is of no segment. ``ids`` [n] in [-1, number)."""
-    kept = mask & (ids >= 0)
-    return torch.where(kept, 1.0 / counts.clamp(min=1.0)[ids.clamp(min=0)], 0.0)
+    in_segment = mask & (ids >= 0)
+    return torch.where(in_segment, 1.0 / counts.clamp(min=1.0)[ids.clamp(min=0)], 0.0)
 
 
 def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Terms of a sum: ``values`` [n] of some units where ``mask`` [n], 0 elsewhere; or of an extremum, with infinities
-    elsewhere. fp32 at least, without gradient.
+    """Terms of a metric's sum or extremum: ``values`` [n] where ``mask`` [n] bool, elsewhere 0 or an infinity that
+    changes no extremum. fp32 at least, without gradient.
 
     ``weights`` [n] are those of ``weights_in`` where the metric's weighting asks for them.
     """
@@ -224,7 +224,8 @@ def merge(a: MetricValue, b: MetricValue) -> MetricValue:
 
 
 def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
-    """``out.metrics`` of micro-batches as that of all their tokens; a name that some lack counts where it is.
+    """``out.metrics`` of all micro-batches' tokens, from that of each. A metric that some of them lack is that of the
+    others' tokens.
 
     A segment or document that lies in two micro-batches counts in each.
     """
@@ -250,15 +251,15 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
     if not metrics or not (distributed.is_available() and distributed.is_initialized()):
         return dict(metrics)
     ranks: Any = distributed.group.WORLD if group is None else group
-    here, partial = Group.of(ranks), dict[str, MetricValue]()
+    group_id, partial = Group.from_process_group(ranks), dict[str, MetricValue]()
     for name, value in metrics.items():
-        if value.whole_of is not None and value.whole_of != here and value.whole_of.name == here.name:
+        if value.whole_of is not None and value.whole_of != group_id and value.whole_of.name == group_id.name:
             raise ValueError(
-                f"metric {name!r} is of a process group {here.name!r} that is no longer there; another one has its "
+                f"metric {name!r} is of a process group {group_id.name!r} that is no longer there; another one has its "
                 "name now, and which ranks' tokens it holds is not known: reduce metrics before "
                 "destroy_process_group()"
             )
-        if value.whole_of != here:
+        if value.whole_of != group_id:
             partial[name] = value
     return {**metrics, **over_ranks(partial, ranks)}
 
@@ -266,19 +267,24 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
 def over_ranks(
     metrics: Mapping[str, MetricValue], group: Any, counts: bool = True, gather: Callable[..., Any] | None = None
 ) -> dict[str, MetricValue]:
-    """Sums and extrema of all ranks' metrics, in one message; ``counts`` unless they are of all ranks already.
-    ``gather``: in place of ``torch.distributed``'s."""
-    which = ("sum", "count", "extremum") if counts else ("sum", "extremum")
-    # the same order on every rank
-    parts = [(name, part) for name in sorted(metrics) for part in which if getattr(metrics[name], part) is not None]
-    if not parts:
+    """Metrics with sums and extrema of all ranks, in one message. ``counts``: add up counts too; False where they are
+    of all ranks already. ``gather``: a function in place of ``torch.distributed.all_gather_into_tensor``."""
+    attributes = ("sum", "count", "extremum") if counts else ("sum", "extremum")
+    # sorted: the same order on every rank
+    pairs = [(name, attribute) for name in sorted(metrics) for attribute in attributes]
+    entries = [(name, attribute) for name, attribute in pairs if getattr(metrics[name], attribute) is not None]
+    if not entries:
         return {}
-    local = [getattr(metrics[name], part) for name, part in parts]
-    packed = torch.cat([each.reshape(-1).double() for each in local])
-    every = packed.new_empty(group.size(), len(packed))
-    (gather or torch.distributed.all_gather_into_tensor)(every.view(-1), packed, group=group)
-    found = dict(metrics)
-    for (name, part), mine, pieces in zip(parts, local, every.split([each.numel() for each in local], 1), strict=True):
-        reduced = {"mean": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}[metrics[name].reduce]
-        found[name] = replace(found[name], **{part: reduced.view(mine.shape).to(mine.dtype)})
-    return found
+    local = [getattr(metrics[name], attribute) for name, attribute in entries]
+    packed = torch.cat([tensor.reshape(-1).double() for tensor in local])
+    gathered = packed.new_empty(group.size(), len(packed))
+    (gather or torch.distributed.all_gather_into_tensor)(gathered.view(-1), packed, group=group)
+    reduced_metrics = dict(metrics)
+    for (name, attribute), local_value, pieces in zip(
+        entries, local, gathered.split([tensor.numel() for tensor in local], 1), strict=True
+    ):
+        total = {"mean": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}[metrics[name].reduce]
+        reduced_metrics[name] = replace(
+            reduced_metrics[name], **{attribute: total.view(local_value.shape).to(local_value.dtype)}
+        )
+    return reduced_metrics

@@ -1,4 +1,4 @@
-"""Operands that are DTensors, as this rank's tensors and what their placements say of the ranks."""
+"""DTensor operands of a call: this rank's tensors, and the layout of ranks that their placements describe."""
 
 from typing import Any, TypeVar
 
@@ -42,12 +42,13 @@ def local_operands(
             f"hidden has the placements {list(hidden.placements)}, and weight is whole on every rank; pass "
             "hidden.to_local() for this rank's tokens, or hidden.full_tensor()"
         )
-    hidden, weight, target, bias = (local_part(each) for each in (hidden, weight, target, bias))
+    hidden, weight, target, bias = (local_part(operand) for operand in (hidden, weight, target, bias))
     return hidden, weight, target, bias, vocab_size, parallel
 
 
 class Arrived(torch.autograd.Function):
-    """The result of an asynchronous collective, once it is there: kernels need memory, which its wrapper lacks."""
+    """The result of an asynchronous collective, waited for: kernels need memory, which the collective's wrapper
+    lacks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -59,7 +60,8 @@ class Arrived(torch.autograd.Function):
 
 
 def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor, or a plain tensor, once ``redistribute(async_op=True)`` and the like are done."""
+    """This rank's part of a DTensor, or a plain tensor as it is. Waits for ``redistribute(async_op=True)`` and the
+    like."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():
@@ -78,19 +80,20 @@ def vocabulary_mesh(weight: Any) -> Any:
     split = [(i, placement) for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not split:
         return None
-    (at, first), *more = split
-    if more or not first.is_shard(0) or type(first).__name__ != "Shard":
+    (mesh_dim, first), *further = split
+    if further or not first.is_shard(0) or type(first).__name__ != "Shard":
         raise ValueError(f"weight has the placements {list(weight.placements)}; {WEIGHT_REMEDY}")
     mesh = weight.device_mesh
     if mesh.ndim == 1:
         return mesh
     if mesh.mesh_dim_names is None:
         raise ValueError("the DeviceMesh of weight needs mesh_dim_names, so that its tensor-parallel part can be named")
-    return mesh[mesh.mesh_dim_names[at]]
+    return mesh[mesh.mesh_dim_names[mesh_dim]]
 
 
 def local_tokens(hidden: Any, target: Any, mesh: Any) -> tuple[Tensor, Any, bool]:
-    """Hidden states of this rank: all of them, or its part of the tokens with their targets, and True."""
+    """Hidden states and targets of this rank, and whether they are its part of the tokens (True) or all tokens
+    (False)."""
     if not is_dtensor(hidden):
         return hidden, target, False
     split = [placement for placement in hidden.placements if not placement.is_replicate()]

@@ -11,12 +11,12 @@ from torch import Tensor, distributed
 from ..core.checks import check_int, choice, flag
 
 ROWS = "rows of VocabParallel"  # name of what ranks compare
-MOST_IDS = 1 << 24  # ids travel with statistics as floats, exact up to here
+MOST_IDS = 1 << 24  # ids travel with statistics as floats, which are exact up to here
 LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
 
 
 class OfGroup:
-    """Processes of a group that share a call."""
+    """Base of the layouts: processes of a group that share a call."""
 
     group: Any
 
@@ -113,8 +113,9 @@ class VocabParallel(OfGroup):
         object.__setattr__(self, "rows", rows)
 
     def split(self, rows: int, vocab_size: int | None) -> tuple[int, tuple[int, ...]]:
-        """Ids of the vocabulary and of each rank, without padding. ``rows``: of the head, or columns of logits, on this
-        rank. Raises what one rank can see to be wrong, before any message."""
+        """Number of ids of the vocabulary, and of each rank [ranks], without padding. ``rows``: rows of the head, or
+        columns of logits, on this rank. ValueError, before any message, for what this rank alone can see to be wrong.
+        """
         if self.rows is not None:
             sizes = self.rows
         elif vocab_size is not None and rows == part_sizes(vocab_size, self.ranks)[self.rank]:
@@ -147,22 +148,22 @@ def part_sizes(vocab: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, vocab - rank * step)) for rank in range(ranks))
 
 
-def process_group(group: Any, what: str) -> Any:
+def process_group(group: Any, layout: str) -> Any:
     """The process group of a group, a one-dimensional mesh or None."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise RuntimeError(f"{what} needs torch.distributed.init_process_group() to have been called")
+        raise RuntimeError(f"{layout} needs torch.distributed.init_process_group() to have been called")
     if group is None:
         return distributed.group.WORLD
     if hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(
-                f"{what} takes a DeviceMesh of one dimension, got {group.ndim}; name one, such as mesh['tp']"
+                f"{layout} takes a DeviceMesh of one dimension, got {group.ndim}; name one, such as mesh['tp']"
             )
         return group.get_group()
     if not isinstance(group, distributed.ProcessGroup):
-        raise TypeError(f"{what} takes a process group, a DeviceMesh or None, got {type(group).__name__}")
+        raise TypeError(f"{layout} takes a process group, a DeviceMesh or None, got {type(group).__name__}")
     if distributed.get_rank(group) < 0:
-        raise ValueError(f"this process is none of the group that {what} was given")
+        raise ValueError(f"this process is none of the group that {layout} was given")
     return group
 
 
@@ -196,8 +197,8 @@ def shift_targets(
         TypeError, ValueError, RuntimeError: before any message, naming the argument.
     """
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
-        got = getattr(target, "dtype", type(target).__name__)
-        raise TypeError(f"target of shift_targets must be an int64 or int32 tensor, got {got}")
+        description = getattr(target, "dtype", type(target).__name__)
+        raise TypeError(f"target of shift_targets must be an int64 or int32 tensor, got {description}")
     for name, value, least in (("shift", shift, 1), ("ignore_index", ignore_index, None), ("dim", dim, None)):
         check_int(f"{name} of shift_targets", value, least)
     if not -target.dim() <= dim < target.dim():
@@ -214,15 +215,19 @@ def shift_targets(
         )
     slices = target.chunk(count, dim)
     first = torch.stack([piece.narrow(dim, 0, shift) for piece in slices])
-    every = first.new_empty(ranks, *first.shape)
-    distributed.all_gather_into_tensor(every.view(-1), first.view(-1), group=group)
-    places = (rank, 2 * ranks - 1 - rank)[:count]  # of this rank's slices in the sequence
+    gathered = first.new_empty(ranks, *first.shape)
+    distributed.all_gather_into_tensor(gathered.view(-1), first.view(-1), group=group)
+    places = (rank, 2 * ranks - 1 - rank)[:count]  # places of this rank's slices in the sequence
     shifted = []
     for piece, place in zip(slices, places, strict=True):
-        after = place + 1
-        if after == count * ranks:
+        following_place = place + 1
+        if following_place == count * ranks:
             following = torch.full_like(first[0], ignore_index)
         else:
-            following = every[after, 0] if after < ranks else every[2 * ranks - 1 - after, 1]
+            following = (
+                gathered[following_place, 0]
+                if following_place < ranks
+                else gathered[2 * ranks - 1 - following_place, 1]
+            )
         shifted += [piece.narrow(dim, shift, piece.shape[dim] - shift), following]
     return torch.cat(shifted, dim)

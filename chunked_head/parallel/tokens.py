@@ -40,22 +40,26 @@ class AddOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RankSums:
-    """Sums over the tokens of all ranks, known before there is any logit."""
+    """Sums over the tokens of all ranks, computed before the logits."""
 
     parallel: TokenParallel
     counts: Mapping[str, Tensor]  # by field of ids: tokens that count in each segment [num_segments] fp32
-    totals: Mapping[Summand, Tensor]  # of what each token adds to a denominator, where that is not 1
+    totals: Mapping[Summand, Tensor]  # denominators of losses whose tokens add other numbers to it than 1
 
     def segment_sum(self, local: Tensor) -> Tensor:
         """Sums over all ranks [num_segments] where ``local`` are this rank's."""
         return AddOverRanks.apply(local, self.parallel.group)
 
     def own_share(self, number: int, device: torch.device) -> Tensor:
-        """[number] bool: segments or pairs that this rank adds to its loss; ranks take turns, since all have values."""
+        """[number] bool: segments or pairs whose values this rank adds to its loss. All ranks have all values; each
+        adds every ``ranks``-th one."""
         return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
 
 
 def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
     """Metrics of the tokens of all ranks, the same on each: one message."""
-    found = over_ranks(metrics, parallel.group, counts=False, gather=all_gather)
-    return {name: replace(value, whole_of=Group.of(parallel.group)) for name, value in found.items()}
+    metrics_by_name = over_ranks(metrics, parallel.group, counts=False, gather=all_gather)
+    return {
+        name: replace(value, whole_of=Group.from_process_group(parallel.group))
+        for name, value in metrics_by_name.items()
+    }

@@ -22,7 +22,7 @@ GOOD_CHUNK = 2048  # fewer rows starve matmuls; passes over the weight's gradien
 FEW_HALF_CHUNKS = 4  # so many 16-bit sums come before an fp32 accumulator, which takes 4 % of a call
 MODEST_SWEEP = 60 * MiB
 SLACK = 1.25  # how much larger chunks that end with segments may be by default
-TILE_MULTIPLE = 256  # columns of the logits matmul's widest tile; the rest of a narrower one is wasted
+TILE_MULTIPLE = 256  # columns of the logits matmul's widest tile; a narrower tile wastes the remaining columns
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 
 
@@ -35,16 +35,17 @@ class Miss(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A schedule with its sums' dtypes; ``plan`` has chunks of one row until theirs are found."""
+    """A schedule with the dtypes of its sums. ``plan`` has chunks of one row; ``fitted`` finds their size."""
 
     plan: Plan
     least_rows: int  # of a chunk, or of a block in the recompute schedule
-    chunk_tokens: int | None  # named by the caller
-    fits_budget: bool  # a named chunk beyond the budget is refused
+    chunk_tokens: int | None  # the caller's rows of a chunk
+    fits_budget: bool  # the caller's chunk has to fit the budget too
 
     @property
     def is_hopeless(self) -> bool:
-        """True where sums of the weight's gradient in another dtype exceed the budget: known without the buffers."""
+        """True where sums of the weight's gradient in another dtype alone exceed the budget: no other buffer
+        matters."""
         plan, sizes, counts = self.plan, self.plan.sizes, self.fits_budget or self.chunk_tokens is None
         waits = plan.weight_accumulate != sizes.weight_dtype and sizes.returns_weight_grad
         sums = sizes.weight_elements * plan.weight_accumulate.itemsize
@@ -56,10 +57,10 @@ PLANS: "Cache[tuple[Sizes, Request], Plan | str]" = Cache(1024)
 
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError where the request cannot be met."""
-    found = find_plan(sizes, request)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    plan_or_reason = find_plan(sizes, request)
+    if isinstance(plan_or_reason, str):
+        raise ValueError(plan_or_reason)
+    return plan_or_reason
 
 
 def find_plan(sizes: Sizes, request: Request) -> Plan | str:
@@ -68,40 +69,43 @@ def find_plan(sizes: Sizes, request: Request) -> Plan | str:
 
 
 def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:
-    """The plan of a backward that makes gradients which a forward pass was to make. What was asked of that, in chunks
-    and sums, holds here where it fits: it is too late to raise."""
+    """The plan of a backward that makes gradients in place of the forward pass, or the reason why there is none. The
+    request's chunk_tokens and accumulate_dtype are dropped where they do not fit: in backward it is late to raise."""
     late = replace(sizes, late_upstream=True)
-    for asked in request, replace(request, accumulate_dtype=None), Request(memory_budget=request.memory_budget):
-        plan = find_plan(late, asked)
+    for attempt in request, replace(request, accumulate_dtype=None), Request(memory_budget=request.memory_budget):
+        plan = find_plan(late, attempt)
         if isinstance(plan, Plan):
             break
     return plan
 
 
 def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
+    """``find_plan`` without its cache."""
     if sizes.largest_part is not None:
-        return plan_part(sizes, request, sizes.largest_part)
+        return plan_of_rank(sizes, request, sizes.largest_part)
     if refused := refusal(sizes, request):
         return refused
-    of_one, of_rank = (replace(request, default=default_budget(sizes, ranks)) for ranks in (1, sizes.ranks))
-    plan = first_that_fits(sizes, of_one)
+    one_rank_request, shared_request = (
+        replace(request, default=default_budget(sizes, ranks)) for ranks in (1, sizes.ranks)
+    )
+    plan = first_that_fits(sizes, one_rank_request)
     if isinstance(plan, str):
         return plan
-    plan = replace(plan, budget_rule=budget_rule(plan, of_one, 1))
+    plan = replace(plan, budget_rule=budget_rule(plan, one_rank_request, 1))
     if sizes.ranks == 1 or request.explicit:
         return plan
-    less = first_that_fits(sizes, of_rank)
-    if isinstance(less, str):
+    smaller = first_that_fits(sizes, shared_request)
+    if isinstance(smaller, str):
         return plan
     # a rank's share of the default if chunks stay large: buffers that no rank divides may fill it
-    as_good = less.schedule == plan.schedule and less.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
-    if not as_good or less.chunk_tokens < min(GOOD_CHUNK, plan.chunk_tokens):
+    as_good = smaller.schedule == plan.schedule and smaller.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
+    if not as_good or smaller.chunk_tokens < min(GOOD_CHUNK, plan.chunk_tokens):
         return plan
-    return replace(less, budget_rule=budget_rule(less, of_rank, sizes.ranks))
+    return replace(smaller, budget_rule=budget_rule(smaller, shared_request, sizes.ranks))
 
 
 def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
-    """The reason why a call may take as many bytes beside its gradients as it may, in lines."""
+    """The reason for the plan's budget, as lines of its table."""
     if request.explicit:
         return ("memory_budget",)
     lines = ["the default: 1.25 GiB, or a chunk of 2048 tokens if that is more"]
@@ -112,7 +116,7 @@ def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:
+def plan_of_rank(sizes: Sizes, request: Request, most: int) -> Plan | str:
     """The plan of a rank with ``sizes.vocab`` columns of a shared vocabulary, in the chunks of the rank that has
     ``most``, so that all ranks have the same. The demand of ``sizes`` is of the whole vocabulary."""
     demand = sizes.demand
@@ -130,7 +134,7 @@ def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | str:
 
 
 def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
-    """``rows`` as a multiple of ``ranks``: rounded down, or up where that would make more than ``most_chunks``."""
+    """``rows`` rounded down to a multiple of ``ranks``; rounded up where that would give more than ``most_chunks``."""
     fewer = rows // ranks * ranks
     if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
         return fewer
@@ -170,23 +174,25 @@ def of_one_row(
     weight_acc: torch.dtype | None = None,
     note: str = "",
 ) -> Plan:
-    """A plan of one row a chunk, with all columns; gradients add up in their dtypes, or these."""
+    """A plan with chunks of one row and all columns. ``hidden_acc``, ``weight_acc``: dtypes of the gradients' sums;
+    None: of hidden states and weight."""
     accumulate = hidden_acc or sizes.hidden_dtype, weight_acc or sizes.weight_dtype
     return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *accumulate, note=note)
 
 
 def refusal(sizes: Sizes, request: Request) -> str:
     """The reason why no call of these sizes can add up in the requested dtype; "" where one can."""
-    wanted, weight_dtype = request.accumulate_dtype, sizes.weight_dtype
+    accumulate_dtype, weight_dtype = request.accumulate_dtype, sizes.weight_dtype
     allowed, reason = {weight_dtype}, f" for a weight of {name(weight_dtype)}"
     if sizes.buffer_dtype is not None:
         allowed, reason = {sizes.buffer_dtype}, ", the dtype of accumulate_into"
     elif weight_dtype.itemsize < 4:
         allowed.add(torch.float32)
-    if wanted is not None and wanted not in allowed:
-        return f"accumulate_dtype must be None or {' or '.join(sorted(map(name, allowed)))}{reason}, got {wanted!r}"
+    if accumulate_dtype is not None and accumulate_dtype not in allowed:
+        choices = " or ".join(sorted(map(name, allowed)))
+        return f"accumulate_dtype must be None or {choices}{reason}, got {accumulate_dtype!r}"
     in_forward = not sizes.late_upstream and not sizes.coupled
-    if wanted == torch.float16 and in_forward and sizes.returns_weight_grad:
+    if accumulate_dtype == torch.float16 and in_forward and sizes.returns_weight_grad:
         return (
             "accumulate_dtype=torch.float16 cannot hold sums of unscaled gradients (they pass 65504); "
             f"use torch.float32, which needs {4 * sizes.weight_elements / MiB:.0f} MiB, or None"
@@ -197,12 +203,12 @@ def refusal(sizes: Sizes, request: Request) -> str:
 def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
     """The first candidate's plan within the budget, or the reason why the nearest one does not fit."""
     for candidate in candidates(sizes, request):
-        if not candidate.is_hopeless and isinstance(found := fitted(request, candidate), Plan):
-            return found
-    weight_dtype, wanted = sizes.weight_dtype, request.accumulate_dtype
-    misses = [miss for one in candidates(sizes, request) if isinstance(miss := fitted(request, one), Miss)]
+        if not candidate.is_hopeless and isinstance(plan_or_miss := fitted(request, candidate), Plan):
+            return plan_or_miss
+    weight_dtype, accumulate_dtype = sizes.weight_dtype, request.accumulate_dtype
+    misses = [miss for candidate in candidates(sizes, request) if isinstance(miss := fitted(request, candidate), Miss)]
     in_forward = not (sizes.late_upstream or sizes.coupled)
-    if wanted == weight_dtype and weight_dtype.itemsize < 4 and (in_forward or not misses):
+    if accumulate_dtype == weight_dtype and weight_dtype.itemsize < 4 and (in_forward or not misses):
         needed = of_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
         return (
             f"accumulate_dtype={name(weight_dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
@@ -220,98 +226,102 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
 
 def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     """The ways to make a call's gradients, the fastest first."""
-    weight_dtype, wanted, named = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
+    weight_dtype, accumulate_dtype, chunk_tokens = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
     tokens = max(sizes.tokens, 1)
     if not sizes.any_grad:
-        yield Candidate(of_one_row(sizes, "loss only", request.budget), 1, named, request.explicit)
+        yield Candidate(of_one_row(sizes, "loss only", request.budget), 1, chunk_tokens, request.explicit)
     elif sizes.late_upstream:
         yield from recomputing(sizes, request, "the upstream gradient comes late")
     elif sizes.coupled:
         # nothing is recomputed where one chunk has all tokens
-        one = weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
-        one = sizes.buffer_dtype or one
-        fits = named is None or named >= sizes.tokens
-        if fits and not sizes.deterministic and (not sizes.weight_grad or wanted in (None, one)):
-            yield from forward(sizes, request, one, tokens)
+        weight_acc = weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
+        weight_acc = sizes.buffer_dtype or weight_acc
+        fits = chunk_tokens is None or chunk_tokens >= sizes.tokens
+        if fits and not sizes.deterministic and (not sizes.weight_grad or accumulate_dtype in (None, weight_acc)):
+            yield from forward(sizes, request, weight_acc, tokens)
         yield from recomputing(sizes, request, "a loss couples tokens")
     elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
         yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
         # A 16-bit gradient of the weight: in one product or few 16-bit sums, an fp32 accumulator, more 16-bit sums, an
         # fp32 accumulator besides the default budget, or recomputed. Unscaled sums over tokens can pass fp16's 65504.
-        may_own = weight_dtype != torch.float16 and sizes.sums_into(weight_dtype) and wanted in (None, weight_dtype)
-        may_wide = wanted in (None, torch.float32)
+        may_own = (
+            weight_dtype != torch.float16 and sizes.sums_into(weight_dtype) and accumulate_dtype in (None, weight_dtype)
+        )
+        may_wide = accumulate_dtype in (None, torch.float32)
         least = -(-tokens // MAX_HALF_CHUNKS)
         if may_own:
             yield from forward(sizes, request, weight_dtype, -(-tokens // FEW_HALF_CHUNKS))
         if may_wide:
-            yield from forward(sizes, request, torch.float32, 1 if named else GOOD_CHUNK)
+            yield from forward(sizes, request, torch.float32, 1 if chunk_tokens else GOOD_CHUNK)
         if may_own:
             yield from forward(sizes, request, weight_dtype, least)
         if may_wide:
             grown = 0 if request.explicit else 4 * sizes.weight_elements
-            asked = replace(request, accumulate_dtype=torch.float32)  # a named chunk overrides the default budget
-            yield from forward(sizes, asked, torch.float32, 1 if named else CHUNK_MULTIPLE, grown)
-        if wanted != weight_dtype and named is None and not sizes.deterministic:
+            wide_request = replace(
+                request, accumulate_dtype=torch.float32
+            )  # the caller's chunk overrides the default budget
+            yield from forward(sizes, wide_request, torch.float32, 1 if chunk_tokens else CHUNK_MULTIPLE, grown)
+        if accumulate_dtype != weight_dtype and chunk_tokens is None and not sizes.deterministic:
             yield from recomputing(sizes, request, "no accumulator of the weight fits")
 
 
 def forward(
     sizes: Sizes, request: Request, weight_acc: torch.dtype, least_rows: int = 1, grown: int = 0
 ) -> Iterator[Candidate]:
-    """Gradients in the forward pass."""
+    """Candidates that make gradients in the forward pass. ``grown``: bytes by which they may exceed the budget."""
     half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.coupled
-    named, wanted, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
-    if named is None and half and wanted == sizes.weight_dtype and not request.explicit:
-        # asked for by name, it overrides the default budget: chunks as large as the accuracy asks
-        named = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
-    elif named is not None and half and wanted is None and weight_acc == torch.float32:
-        fits_budget = True  # fp32 unasked must fit the budget with the named chunk
-    own, wide = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
-    choices = [own if sizes.sums_into(own) else wide]
-    if sizes.dtype == torch.float16 and wide not in choices:  # it waits unscaled and needs fp32's range
-        choices = [wide] if sizes.deterministic else [wide, own]
+    chunk_tokens, accumulate_dtype, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
+    if chunk_tokens is None and half and accumulate_dtype == sizes.weight_dtype and not request.explicit:
+        # the caller's accumulate_dtype overrides the default budget: chunks as large as the accuracy asks
+        chunk_tokens = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
+    elif chunk_tokens is not None and half and accumulate_dtype is None and weight_acc == torch.float32:
+        fits_budget = True  # fp32 sums that the caller does not name must fit the budget with the caller's chunk
+    hidden_dtype, wide = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
+    choices = [hidden_dtype if sizes.sums_into(hidden_dtype) else wide]
+    if sizes.dtype == torch.float16 and wide not in choices:  # unscaled fp16 gradients need fp32's range
+        choices = [wide] if sizes.deterministic else [wide, hidden_dtype]
     for hidden_acc in choices:
         plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)
-        yield Candidate(plan, least_rows, named, fits_budget)
+        yield Candidate(plan, least_rows, chunk_tokens, fits_budget)
 
 
 def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
-    """Statistics in the forward pass, gradients in backward from logits computed again."""
-    half_weight, named = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4, request.chunk_tokens
-    least = fewest = CHUNK_MULTIPLE if named is None else min(CHUNK_MULTIPLE, named)
+    """Candidates that make statistics in the forward pass and gradients in backward, from logits computed again."""
+    half_weight, chunk_tokens = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4, request.chunk_tokens
+    least = fewest = CHUNK_MULTIPLE if chunk_tokens is None else min(CHUNK_MULTIPLE, chunk_tokens)
     too_many = False
     if half_weight:
         # the weight's gradient takes one sum per block of tokens: in 16 bits for few blocks only
         few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
         least = max(least, -(-sizes.tokens // few))
-        too_many = named is not None and balanced(sizes.tokens, named) * few < sizes.tokens
+        too_many = chunk_tokens is not None and balanced(sizes.tokens, chunk_tokens) * few < sizes.tokens
     plan = of_one_row(sizes, "recompute", request.budget, weight_acc=sizes.buffer_dtype, note=note)
     if not too_many:
-        yield Candidate(plan, least, named, request.explicit)
+        yield Candidate(plan, least, chunk_tokens, request.explicit)
     if half_weight and (too_many or not request.explicit) and request.accumulate_dtype != sizes.weight_dtype:
         grown = request.budget + (0 if request.explicit else 4 * sizes.weight_elements)
         plan = replace(plan, budget=grown, weight_accumulate=torch.float32)
-        yield Candidate(plan, fewest, named, request.explicit)
+        yield Candidate(plan, fewest, chunk_tokens, request.explicit)
 
 
 def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
     """The candidate's plan with the largest chunks that its budget holds, or the reason why none fit."""
-    plan, least, named, fits_budget = candidate
+    plan, least, chunk_tokens, fits_budget = candidate
     tokens, first = max(plan.sizes.tokens, 1), plan
     if plan.schedule == "recompute":
         first, least = of_one_row(plan.sizes, "loss only", request.budget), 1
     needed, least = needed_by(first, of_rows), min(least, tokens)
-    rows = chunk_size(first, needed, named, least, fits_budget)
+    rows = chunk_size(first, needed, chunk_tokens, least, fits_budget)
     if rows < least:
-        least_needed = needed(min(named or least, tokens))
-        return Miss(least_needed - first.budget, least_needed, named or least)
+        least_needed = needed(min(chunk_tokens or least, tokens))
+        return Miss(least_needed - first.budget, least_needed, chunk_tokens or least)
     if plan.schedule != "recompute":
         return of_rows(plan, rows)
     plan, most_blocks = of_rows(plan, rows), -(-tokens // candidate.least_rows)
-    needed, most_rows = needed_by(plan, of_tile), tokens if named is None else balanced(tokens, named)
-    if found := block_and_tile(plan, needed, most_blocks, most_rows):
-        return found
+    needed, most_rows = needed_by(plan, of_tile), tokens if chunk_tokens is None else balanced(tokens, chunk_tokens)
+    if tiled_plan := block_and_tile(plan, needed, most_blocks, most_rows):
+        return tiled_plan
     block = min(rows_of(tokens, most_blocks), most_rows)
     least_needed = needed(block, min(plan.sizes.vocab, CHUNK_MULTIPLE))
     return Miss(least_needed - plan.budget, least_needed, block)
@@ -337,12 +347,14 @@ def largest(
     return 0
 
 
-def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, least: int, fits_budget: bool) -> int:
-    """Rows of a forward pass's chunk: as many as the budget holds, or as the caller ``named``; 0 if ``least`` do not
-    fit, or the named ones do not and ``fits_budget``."""
+def chunk_size(
+    plan: Plan, needed: Callable[[int], int], chunk_tokens: int | None, least: int, fits_budget: bool
+) -> int:
+    """Rows of a forward pass's chunk: as many as the budget holds, or as the caller ``chunk_tokens``; 0 if ``least`` do
+    not fit, or ``chunk_tokens`` do not and ``fits_budget``."""
     tokens, budget = max(plan.sizes.tokens, 1), plan.budget
-    if named is not None:
-        rows = balanced(tokens, named)
+    if chunk_tokens is not None:
+        rows = balanced(tokens, chunk_tokens)
         return 0 if fits_budget and needed(rows) > budget else rows
     rows = largest(needed, budget, tokens, least=least) if needed(least) <= budget else 0
     if plan.schedule == "loss only" and not (fits_budget or plan.sizes.keeps_sweep):
@@ -351,7 +363,7 @@ def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, leas
     if rows == 0 or (plan.schedule == "forward" and plan.sizes.by_segments):
         return rows
     equal = balanced(tokens, rows)
-    return equal if needed(equal) <= budget else rows  # parts of dhidden may take more of fewer rows
+    return equal if needed(equal) <= budget else rows  # fewer rows may need more memory for the parts of dhidden
 
 
 def of_rows(plan: Plan, rows: int) -> Plan:
@@ -365,7 +377,7 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
     sizes, best, least, tried = plan.sizes, None, 0, 0
     # a tile reads all rows of hidden states, twice, and adds to their gradient
     read, added = 2 * sizes.dtype.itemsize, 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
-    each_tile = sizes.tokens * sizes.hidden * (read + added)
+    bytes_per_tile = sizes.tokens * sizes.hidden * (read + added)
     weight_sum = plan.weight_accumulate.itemsize if sizes.weight_grad else 0
     for blocks in range(1, most_blocks + 1):
         block = min(rows_of(sizes.tokens, blocks), most_rows)
@@ -375,7 +387,7 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
         walks, tried = math.ceil(max(sizes.tokens, 1) / block), block
         moved = sizes.weight_elements * (walks * read + (2 * walks - 1) * weight_sum)
         # as many tiles as move fewer bytes than the best; more blocks move more, whatever their tiles are
-        tiles = sizes.vocab if best is None else (least - moved - 1) // each_tile
+        tiles = sizes.vocab if best is None else (least - moved - 1) // bytes_per_tile
         if tiles < 1:
             break
         narrowest = math.ceil(sizes.vocab / tiles)
@@ -383,7 +395,7 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
             continue
         tile = widest_tile(plan, functools.partial(needed, block), narrowest)
         if tile and math.ceil(sizes.vocab / tile) <= tiles:
-            best, least = of_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * each_tile
+            best, least = of_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * bytes_per_tile
     return best
 
 

@@ -110,7 +110,7 @@ class Plan:
 
     @functools.cached_property
     def in_common(self) -> dict[str, str]:
-        """The plan's fields that ranks of a vocabulary share, as text by name; not numbers of losses and metrics."""
+        """The plan's fields that are equal on all ranks that share a vocabulary, as text by name."""
         demand = self.sizes.demand.of_columns(None)._replace(values=0)
         sizes = replace(self.sizes, vocab=0, padding=0, demand=demand)
         return text_fields(replace(self, sizes=sizes, tile_columns=0, budget=0, budget_rule=()))
@@ -120,19 +120,20 @@ class Plan:
 
 
 def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
-    """Fields of a dataclass or NamedTuple, and of those in it, as text by name."""
-    found: dict[str, str] = {}
-    for part in getattr(record, "_fields", None) or [field.name for field in fields(record)]:
-        value = getattr(record, part)
+    """Fields of a dataclass or NamedTuple as text by name; those of nested records under ``outer.inner``."""
+    texts: dict[str, str] = {}
+    for field_name in getattr(record, "_fields", None) or [field.name for field in fields(record)]:
+        value = getattr(record, field_name)
         if is_dataclass(value) or hasattr(value, "_fields"):
-            found |= text_fields(value, f"{prefix}{part}.")
+            texts |= text_fields(value, f"{prefix}{field_name}.")
         else:
-            found[prefix + part] = value.__name__ if isinstance(value, type) else str(value)
-    return found
+            texts[prefix + field_name] = value.__name__ if isinstance(value, type) else str(value)
+    return texts
 
 
 def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
-    """Bytes beside the gradients, as a function of sizes, of the plan that ``sized`` makes of them."""
+    """A function from the arguments of ``sized`` behind the plan, such as rows of a chunk, to the bytes beside the
+    gradients that the resulting plan needs."""
     call = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
     since, gradients = phase_bytes(call), sum(buffer.bytes for buffer in call if buffer.kind == "gradient")
     return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
@@ -172,7 +173,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
 def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     """The buffers that depend on chunks, blocks or tiles."""
     sizes, rows, forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
-    # where a loss waits for several chunks, those of a sweep for statistics are gone by then
+    # where a loss waits for several chunks, buffers of a sweep for statistics are freed before it
     last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
     yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
     yield from sizes.store.buffers(sizes, rows, last, forward or sizes.keeps_sweep)
@@ -187,10 +188,10 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     # the arithmetic runs for all tokens at once if a loss sees all of them, or its values come last
     in_backward = plan.schedule == "recompute" and plan.block_tokens < sizes.tokens
     at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last or in_backward
-    each = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
+    bytes_per_token = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
     if in_backward and not sizes.coupled:  # coefficients of all tokens have a buffer of their own
-        each -= 4 * torch.float32.itemsize
-    yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, each), BYTE, LOSSES, LOSSES)
+        bytes_per_token -= 4 * torch.float32.itemsize
+    yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, bytes_per_token), BYTE, LOSSES, LOSSES)
 
 
 def tile_buffers(plan: Plan) -> Iterator[Buffer]:
@@ -230,7 +231,7 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
 
 
 def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:
-    """The gradients that are handed over; cast at the end where they wait in another dtype."""
+    """The gradients that the call returns, and their sums in another dtype, which are cast at the end."""
     if sizes.hidden_grad:
         shape, waits = (sizes.own_tokens, sizes.hidden), hidden_acc != sizes.hidden_dtype
         yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else begin, WEIGHT, "gradient")
@@ -253,11 +254,11 @@ def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
     yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
     yield Buffer("statistics", (tokens, demand.numbers), wide, SWEEP, WEIGHT)
-    values = 1 if sizes.late_upstream else demand.values  # the first: a loss of each token
+    values = 1 if sizes.late_upstream else demand.values  # one: a loss of each token
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
     if sizes.any_grad:
         numbers = 1 + len(demand.views) + sum(demand.entropy) + demand.weighted_sum + demand.columns
-        numbers += bool(demand.sums) + sum(each.is_differentiated for each in demand.sums)
+        numbers += bool(demand.sums) + sum(vocab_sum.is_differentiated for vocab_sum in demand.sums)
         yield Buffer("coefficients", (tokens, numbers), wide, SWEEP, WEIGHT)
 
 
@@ -291,8 +292,8 @@ def merged_bytes(sizes: Sizes) -> int:
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
-    """True where dweight's products are our kernels: to skip rows, which BLAS cannot, or for one product that is
-    ``stored`` rather than added, as fast as BLAS's and launched sooner."""
+    """True where kernels of ours compute dweight. They skip rows, which BLAS cannot. A single product that is
+    ``stored`` and not added is as fast as BLAS's and launched sooner."""
     sizes = plan.sizes
     least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
@@ -300,17 +301,17 @@ def own_dweight(plan: Plan, stored: bool) -> bool:
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """Lines about the way a call runs: a label and its text."""
+    """Labels and texts of the lines of a printed plan that say how the call runs."""
     s = plan.sizes
     rows = [
         ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
         ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
         ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens" + (" at most" if plan.ending else "")),
-        ("logits buffer", kept_of_logits(s)),
+        ("logits buffer", content_of_logits(s)),
     ]
     if s.demand.pairing is not None:
-        made = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
-        rows.append(("teacher", f"logits of {s.teacher_columns} ids, {made}"))
+        source = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
+        rows.append(("teacher", f"logits of {s.teacher_columns} ids, {source}"))
     if s.fp8:
         rows.append(("logits' operands", f"e4m3, the weight's copy {s.fp8}; the targets' logits of {name(s.dtype)}"))
     if s.gpu is not None:
@@ -328,7 +329,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def sections(plan: Plan) -> list[Section]:
-    """The parts of a printed plan: its facts, its buffers with their lifetimes, its memory."""
+    """The sections of a printed plan: facts, buffers with their lifetimes, memory."""
     rows = [
         (b.name, " x ".join(map(str, b.shape)), name(b.dtype), f"{b.bytes / MiB:,.1f}", lifetime(b))
         for b in plan.buffers
@@ -343,7 +344,7 @@ def sections(plan: Plan) -> list[Section]:
 
 
 def lifetime(buffer: Buffer) -> str:
-    """The phases of a buffer in a word or two."""
+    """The phases in which a buffer is in memory, such as "sweep to loop"."""
     if (buffer.first, buffer.last) == (Phase.SWEEP, Phase.WEIGHT):
         return "call"
     first, last = (("sweep", "losses", "loop", "finish", "finish")[phase] for phase in (buffer.first, buffer.last))
@@ -364,18 +365,18 @@ def as_text(shown: Sequence[Section]) -> str:
     return "\n".join(lines)
 
 
-def kept_of_logits(s: Sizes) -> str:
-    """The content of the buffer of logits, and the reason why it is nothing smaller."""
+def content_of_logits(s: Sizes) -> str:
+    """A line about the buffer of logits: what it stores of a logit, and why it stores nothing smaller."""
     if not s.store.multiplies:
         return s.store.description
-    kept = f"{16 if s.own_matmul else 8 * s.wide.itemsize}-bit {s.store.description}"
+    content = f"{16 if s.own_matmul else 8 * s.wide.itemsize}-bit {s.store.description}"
     if s.gpu is None:
-        return f"{kept} (no GPU with matmuls of ours)"
+        return f"{content} (no GPU with matmuls of ours)"
     if s.store.name == "fast":
-        return kept
+        return content
     why = name(s.dtype)
     if s.own_matmul:
         why = why if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
     elif s.half:
         why = "top_k" if s.demand.top_k else "rows not on 16 bytes"
-    return f"{kept} ({why})"
+    return f"{content} ({why})"

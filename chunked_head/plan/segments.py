@@ -1,7 +1,7 @@
 """Segments whose lengths the host knows: chunks end where segments end, and a chunk's gradients follow its statistics.
 
-Segments that belong together, such as a pair's, are a group on one chunk. A group longer than a chunk has several of
-its own, and only their logits are computed twice. Groups run in an order that fills the matmuls' tiles.
+Segments that belong together, such as the two of a pair, are a group and lie on one chunk. A group longer than a chunk
+gets chunks of its own, whose logits are computed twice. Groups run in an order that fills the matmuls' tiles.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .sizes import CHUNK_MULTIPLE, balanced, slices
 
-MOST_TRIED = 32  # groups, for the place of a chunk's last one
+MOST_TRIED = 32  # groups that are tried as the last one of a chunk
 
 
 class Segments(NamedTuple):
@@ -23,7 +23,7 @@ class Segments(NamedTuple):
 
 
 Group = tuple[range, ...]  # rows that belong together, by segment
-Spans = tuple[tuple[slice, ...], ...]  # of rows: the chunks of each
+Spans = tuple[tuple[slice, ...], ...]  # each span is the chunks of rows whose tokens wait for each other
 
 
 def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
@@ -39,12 +39,12 @@ def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
 
 
 def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
-    """Segments in groups, each pair in one of them; in the order of groups' first segments."""
+    """Groups of segments in the order of their first segments. The two segments of a pair are in one group."""
     group_of = [[segment] for segment in range(count)]
-    for one, other in pairs:
+    for first, second in pairs:
         # ids out of range raise, or make everything nan, where fields are read
-        if 0 <= one < count and 0 <= other < count and group_of[one] is not group_of[other]:
-            joined, moved = group_of[one], group_of[other]
+        if 0 <= first < count and 0 <= second < count and group_of[first] is not group_of[second]:
+            joined, moved = group_of[first], group_of[second]
             joined += moved
             for segment in moved:
                 group_of[segment] = joined
@@ -52,34 +52,35 @@ def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
 
 
 def spans_of(sizes: Sequence[int], most: int, free: bool) -> tuple[Spans, list[int]]:
-    """Chunks of at most ``most`` rows of complete groups (several for a longer one), and the order of groups: their own
-    or, where they are ``free``, one that fills the last tiles of chunks better."""
-    left, order, spans = [*range(len(sizes))], list[int](), list[tuple[slice, ...]]()
+    """Spans of complete groups, and the order in which groups run. ``sizes``: rows of each group. A span is one chunk
+    of at most ``most`` rows; a longer group is a span of several chunks. ``free``: groups may change places, so that
+    the last tiles of chunks are fuller; else they keep their order."""
+    waiting, order, spans = [*range(len(sizes))], list[int](), list[tuple[slice, ...]]()
     start, total, chunks = 0, sum(sizes), 0
-    while left:
+    while waiting:
         chunks = max(chunks, math.ceil((total - start) / most))
-        wanted = (total - start) / chunks  # near to equal parts of the rows that are left
-        ends = [*itertools.accumulate([sizes[group] for group in left])]
-        near = bisect_right(ends, wanted)
-        # a chunk: the first groups up to ``last``, in whose place another may come
+        target_rows = (total - start) / chunks  # equal shares of the waiting rows
+        ends = [*itertools.accumulate([sizes[group] for group in waiting])]
+        near = bisect_right(ends, target_rows)
+        # a chunk has the first waiting groups up to ``last``, where ``substitute`` may take the place of ``last``
         choices = [
-            (ends[last] - sizes[left[last]] + sizes[left[other]], last, other)
-            for last in range(max(near - 1, 0), min(near + 1, len(left)))
-            for other in range(last, min(last + MOST_TRIED, len(left)) if free else last + 1)
+            (ends[last] - sizes[waiting[last]] + sizes[waiting[substitute]], last, substitute)
+            for last in range(max(near - 1, 0), min(near + 1, len(waiting)))
+            for substitute in range(last, min(last + MOST_TRIED, len(waiting)) if free else last + 1)
         ]
         fitting = [choice for choice in choices if choice[0] <= most]
         if ends[-1] <= most:
-            rows, last, other = ends[-1], len(left) - 1, len(left) - 1
+            rows, last, substitute = ends[-1], len(waiting) - 1, len(waiting) - 1
         elif fitting:
-            # rows that its last tile computes in vain weigh more than those by which chunks differ
-            vain = [-rows % CHUNK_MULTIPLE + abs(rows - wanted) / 4 for rows, _, _ in fitting]
-            rows, last, other = fitting[vain.index(min(vain))]
+            # empty rows of the last tile cost more than a difference between the sizes of chunks
+            vain = [-rows % CHUNK_MULTIPLE + abs(rows - target_rows) / 4 for rows, _, _ in fitting]
+            rows, last, substitute = fitting[vain.index(min(vain))]
         else:  # a group longer than a chunk
-            rows, last, other = ends[0], 0, 0
-        order += [*left[:last], left.pop(other)]
-        del left[:last]
-        parts = slices(rows, balanced(rows, most))
-        spans.append(tuple([slice(start + part.start, start + part.stop) for part in parts]))
-        chunks -= len(parts)
+            rows, last, substitute = ends[0], 0, 0
+        order += [*waiting[:last], waiting.pop(substitute)]
+        del waiting[:last]
+        chunk_slices = slices(rows, balanced(rows, most))
+        spans.append(tuple([slice(start + chunk.start, start + chunk.stop) for chunk in chunk_slices]))
+        chunks -= len(chunk_slices)
         start += rows
     return tuple(spans), order

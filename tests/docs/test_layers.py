@@ -89,7 +89,7 @@ BROAD = {
     ("integrations.cut_cross_entropy", "translated"): "names the option as the other library does",
     ("integrations.huggingface.output", "ask"): "says what a head's own forward raises, and leaves it alone",
     ("losses.user_checks", "find"): "finds out whether a user's function runs without a field",
-    ("losses.user_checks", "run"): "names the loss whose function raised",
+    ("losses.user_checks", "values_on_sample"): "names the loss whose function raised",
 }
 
 

@@ -288,7 +288,7 @@ OF_CHECKS = {"Summand.kind": "in words of errors", "Metric.kind": "in words of e
 def test_what_is_found_out_about_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, lacking = Reads(), set[tuple[str, str]]()
     asked = Asked(reads)
-    monkeypatch.setattr(user_checks, "FOUND", asked)
+    monkeypatch.setattr(user_checks, "RESULTS", asked)
     plain = user_checks.checked
 
     def watched(where: str, summand: Summand, extra: Any) -> Any:
@@ -307,7 +307,7 @@ def test_what_is_found_out_about_functions(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_losses_by_their_numbers() -> None:
     """Equal options give one object, and every option another."""
-    made = [base.MADE, cross_entropy.LOSSES]
+    made = [base.FACTORY_RESULTS, cross_entropy.LOSSES]
     for cache in made:
         cache.clear()
     assert cross_entropy.plain_loss(0.1, 0.0) is cross_entropy.plain_loss(0.1, 0.0)

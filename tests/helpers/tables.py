@@ -16,8 +16,8 @@ EMPTIED = (
     "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.switched_off", "core.divergences.TRACED",
     "core.private.answering", "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES",
     "kernels.common.gpus.SPLITS", "kernels.common.gpus.gpu_of", "kernels.common.gpus.multiprocessors_of",
-    "kernels.common.operands.KEPT", "kernels.common.sums.KERNELS", "losses.base.MADE", "losses.sums.FUNCTIONS",
-    "losses.user_checks.FOUND", "parallel.agreement.RANKS", "plan.planner.PLANS",
+    "kernels.common.operands.KEPT", "kernels.common.sums.KERNELS", "losses.base.FACTORY_RESULTS",
+    "losses.sums.FUNCTIONS", "losses.user_checks.RESULTS", "parallel.agreement.RANKS", "plan.planner.PLANS",
 )  # fmt: skip
 # what is no result of an earlier call
 STAYING = {
