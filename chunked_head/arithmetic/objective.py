@@ -24,13 +24,13 @@ from ..stores.operands import Kept, TeacherHead
 from .demand import Structure
 from .evaluate import Inputs, Named, coefficients_of, evaluate, masked, totals
 
-MOST_AT_ONCE = 1 << 16  # tokens whose coefficients are made at once
+MOST_AT_ONCE = 1 << 16  # tokens in one evaluation of all tokens' coefficients
 
 
-def snapshot(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number as it is, a tensor as a copy, since the caller may change it before backward."""
+def snapshot(value: float | Tensor, template: Tensor) -> float | Tensor:
+    """A number as a float, a tensor as a copy, since the caller may change it before backward."""
     if isinstance(value, Tensor):
-        return value.detach().to(device=like.device, dtype=like.dtype, copy=True)
+        return value.detach().to(device=template.device, dtype=template.dtype, copy=True)
     return float(value)
 
 
@@ -43,49 +43,52 @@ def times(value: Tensor, *factors: float | Tensor) -> Tensor:
 
 
 class Expected(NamedTuple):
-    """The upstream gradient for which the forward pass makes gradients, before backward brings it."""
+    """The upstream gradient that the forward pass assumes where it makes gradients."""
 
     upstream: float | Tensor
     one_or_nan: Tensor
 
-    def factors(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of these gradients once the upstream gradient is ``given``; the second one is 1 or nan."""
-        ratio = given.to(self.one_or_nan.dtype)
+    def factors(self, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        """[] ratio of ``upstream`` to the expected gradient, and [] 1 or nan: the factors of gradients made for
+        that."""
+        ratio = upstream.to(self.one_or_nan.dtype)
         if isinstance(self.upstream, Tensor) or self.upstream != 1.0:
-            ratio = torch.where(given == self.upstream, 1.0, ratio / self.upstream)
+            ratio = torch.where(upstream == self.upstream, 1.0, ratio / self.upstream)
         return ratio, self.one_or_nan
 
-    def one_or_nan_for(self, given: Tensor) -> Tensor:
-        """``one_or_nan`` for gradients that cannot be scaled: nan unless ``given`` is the expected upstream."""
-        return torch.where(given == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
+    def one_or_nan_for(self, upstream: Tensor) -> Tensor:
+        """[] factor of gradients that cannot be scaled: ``one_or_nan``, and nan unless ``upstream`` is as expected."""
+        return torch.where(upstream == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
 
 
 @dataclass(eq=False, kw_only=True)
 class Objective:
-    """Common fields: tensors that losses and kernels read, per token or per column."""
+    """The result that a call computes from statistics. Common fields: tensors per token or per column."""
 
     demand: Demand
     structure: Structure
-    target: Tensor  # [tokens] int64, -1 where a token does not count
+    targets: Tensor  # [tokens] int64, -1 where a token does not count
     columns: Tensor | None  # [tokens, K] int64, -1 for none
     teacher: TeacherHead | None
     class_weights: Tensor | None
     scale: Tensor | None  # [tokens] factor of a token's logits, None for 1
-    kept: Kept | None  # sets of columns of softmaxes; None: all are over the vocabulary
+    column_sets: Kept | None  # columns of tokens whose softmax is over a set; None: all are over the vocabulary
     one_or_nan: Tensor  # [] nan where an id is out of range, which makes all results nan
     dtype: torch.dtype  # of statistics and values
     differentiable: int = 1  # how many of the first outputs take a gradient
     expected: Expected | None = None  # upstream gradient of a forward pass that makes gradients
-    # Ranks hold different tokens. Losses that sum segments over ranks are evaluated once, in the forward pass: ranks'
-    # plans differ, and their messages must not.
+    # True where ranks hold different tokens. Losses that sum segments over ranks are then evaluated once, in the
+    # forward pass: ranks have different plans and must send the same messages.
     exchanges: bool = False
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        """Coefficients of the tokens ``rows``; None where gradients need more than these. ``closed``: no other tokens
-        belong to their segments. ``values``: False where statistics of a teacher come later, with the gradients:
-        ``outputs`` then makes all values."""
+        """Coefficients of the tokens ``rows``; None where gradients need other tokens' statistics too.
+
+        ``closed``: no other tokens belong to the segments of these. ``values``: keep the values of these tokens; False
+        where a teacher's statistics come later, with the gradients, so that ``outputs`` has to compute all values.
+        """
 
     # from statistics of all tokens: values that the call returns, once all chunks have been visited
     outputs: ClassVar[Callable[..., tuple[Tensor, ...]]]
@@ -95,42 +98,47 @@ class Objective:
 
 @dataclass(eq=False, kw_only=True)
 class LossObjective(Objective):
-    """A sum of losses."""
+    """A sum of losses.
+
+    ``table`` and ``unit_values`` collect values between the chunks of a pass: ``evaluate`` fills them chunk by chunk,
+    ``take_values`` returns and empties them at the end. Both are empty before and after a pass.
+    """
 
     inputs: Inputs  # of all tokens; factors at the expected upstream gradient
-    loss_coefficients: list[float | Tensor]  # of the summands, tensors 0-d
-    backend: Backend | None  # whose kernels may do the arithmetic
-    # coefficients that the forward pass has made, by the first row of their chunk: a user's function may compute
-    # something else by backward. None where backward computes them anew
+    loss_coefficients: list[float | Tensor]  # of the summands, tensors []
+    backend: Backend | None  # kernels of the arithmetic; None: plain PyTorch
+    # Coefficients of the forward pass by the first row of their chunk, for backward: a user's function may return
+    # something else by then. None: backward computes coefficients again.
     forward_coefficients: dict[int, Named] | None
-    # values of each token [rows, tokens], summed at once so that sums do not depend on chunks; None before and after
+    # [values, tokens] values of tokens, summed for all tokens at once so that sums do not depend on chunks
     table: Tensor | None = None
-    apart: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
-    coupled: bool = False  # a loss looks at more than its token
+    unit_values: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
+    coupled: bool = False  # a loss reads other tokens' statistics
 
     def evaluate(self, stats: RowStats, rows: slice, gradient: bool) -> Named:
-        """Coefficients of some tokens where ``gradient``; their values go into ``table`` and ``apart``."""
+        """Puts values of the tokens ``rows`` into ``table`` and ``unit_values``; returns coefficients, none without
+        ``gradient``."""
         structure = self.structure if gradient or self.forward_coefficients is not None else self.structure.values_only
         if self.table is None:
-            number, device = sum(structure.widths), self.target.device
-            self.table = empty(number, len(self.target), dtype=self.dtype, device=device)
-        coefficients, apart = evaluate(structure, stats, self.inputs, rows, self.backend, self.table)
-        self.apart.append(apart)
+            width, device = sum(structure.widths), self.targets.device
+            self.table = empty(width, len(self.targets), dtype=self.dtype, device=device)
+        coefficients, unit_values = evaluate(structure, stats, self.inputs, rows, self.backend, self.table)
+        self.unit_values.append(unit_values)
         if self.forward_coefficients is not None:
             self.forward_coefficients[rows.start] = coefficients
         return coefficients
 
     def take_values(self) -> tuple[Tensor | None, list[list[Tensor]]]:
-        """``table`` and ``apart``, which begin anew."""
-        found = self.table, self.apart
-        self.table, self.apart = None, []
-        return found
+        """Returns the table of tokens' values and the values of segments and pairs by chunk, and empties both."""
+        table, unit_values = self.table, self.unit_values
+        self.table, self.unit_values = None, []
+        return table, unit_values
 
     def coefficients_at_once(self, stats: RowStats) -> Named:
-        """Coefficients of all tokens at the expected upstream gradient: the forward pass's, or made here."""
+        """Coefficients of all tokens at the expected upstream gradient: those of the forward pass, or computed here."""
         chunks = [chunk for _, chunk in sorted((self.forward_coefficients or {}).items())]
         if not chunks:
-            tokens = len(self.target)
+            tokens = len(self.targets)
             blocks = slices(tokens, MOST_AT_ONCE) if tokens and not self.coupled else [slice(0, tokens)]
             chunks = [self.evaluate(stats, rows, gradient=True) for rows in blocks]
             self.take_values()
@@ -141,17 +149,17 @@ class LossObjective(Objective):
 class ScalarObjective(LossObjective):
     """A sum of losses, each reduced by itself."""
 
-    inverse: list[Tensor]  # [] 1 / D of each: 0 for a normalizer of 0, nan where an id is out of range
-    normalized: bool  # by a normalizer, which may be 0
+    inverse: list[Tensor]  # [] 1 / D of each summand: 0 for a normalizer of 0, nan where an id is out of range
+    is_normalized: bool  # some denominator is a normalizer, which may be 0
     expected: Expected
-    counts: list[Tensor]  # of the metrics
-    parts: list[Tensor] = field(default_factory=list)  # values of the summands
-    found: list[Tensor] = field(default_factory=list)  # totals of the metrics
+    counts: list[Tensor]  # [] divisors of the metrics
+    parts: list[Tensor] = field(default_factory=list)  # [] reduced values of the summands
+    metric_totals: list[Tensor] = field(default_factory=list)  # sums or extrema of the metrics' values
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        if values and self.coupled and not closed and rows.stop - rows.start < len(self.target):
+        if values and self.coupled and not closed and rows.stop - rows.start < len(self.targets):
             return None
         coefficients = self.evaluate(stats, rows, gradient)
         if not values:
@@ -159,46 +167,46 @@ class ScalarObjective(LossObjective):
         return Coefficients.of(coefficients) if gradient else None
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        if self.table is None and (self.target.shape[0] or (self.coupled and self.exchanges)):
-            self.evaluate(stats, slice(0, len(self.target)), gradient=False)
-        (table, apart), inverse, count, total = self.take_values(), self.inverse[0], len(self.inverse), None
-        alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
-        plain = [c for c in self.loss_coefficients if type(c) is float]
-        sums = all(metric.reduce == "mean" for metric, _ in self.structure.metrics) and {*self.structure.widths} == {1}
+        if self.table is None and (self.targets.shape[0] or (self.coupled and self.exchanges)):
+            self.evaluate(stats, slice(0, len(self.targets)), gradient=False)
+        (table, unit_values), structure, count = self.take_values(), self.structure, len(self.inverse)
+        has_one_denominator = not self.is_normalized and len({id(d) for d in self.inverse}) == 1
+        numbers = [c for c in self.loss_coefficients if type(c) is float]
+        adds_rows = {*structure.widths} == {1} and all(metric.reduce == "mean" for metric, _ in structure.metrics)
+        is_one_launch = has_one_denominator and adds_rows and len(numbers) == count
+        if table is not None and self.backend is not None and is_one_launch:
+            total, row_sums = self.backend.sum_rows(table, self.inverse[0], self.one_or_nan, numbers)
+            sums = list(row_sums.unbind())
+            self.parts[:], self.metric_totals[:] = sums[:count], sums[count:]
+            return (total,)
         if table is None:
-            self.parts[:] = [one * 0.0 for one in self.inverse]
-            self.found[:] = self.of_nothing(self.structure.metrics)
-        elif self.backend is not None and alike and sums and len(plain) == count:
-            # one launch, which makes the sum of losses too
-            total, each_sum = self.backend.sum_rows(table, inverse, self.one_or_nan, plain)
-            each = list(each_sum.unbind())
-            self.parts[:], self.found[:] = each[:count], each[count:]
+            self.parts[:] = [d * 0.0 for d in self.inverse]
+            self.metric_totals[:] = self.of_nothing(structure.metrics)
         else:
-            each = totals(self.structure, table, apart, self.one_or_nan)
-            shares = list(map(torch.mul, each[:count], self.inverse))
-            if self.normalized:  # by selection: a normalizer of 0 gives 0 at any total
-                shares = [torch.where(d == 0, d, share) for d, share in zip(self.inverse, shares, strict=True)]
-            self.parts[:], self.found[:] = shares, each[count:]
-        if total is None:
-            # memory of its own, which a caller may write to
-            first, *others = map(torch.mul, self.parts, self.loss_coefficients)
-            total = sum(others, first)
-        return (total,)
+            sums = totals(structure, table, unit_values, self.one_or_nan)
+            parts = list(map(torch.mul, sums[:count], self.inverse))
+            if self.is_normalized:  # by selection: a normalizer of 0 gives 0 at any sum
+                parts = [torch.where(d == 0, d, part) for d, part in zip(self.inverse, parts, strict=True)]
+            self.parts[:], self.metric_totals[:] = parts, sums[count:]
+        # the sum has memory of its own, which a caller may write to
+        first, *further = map(torch.mul, self.parts, self.loss_coefficients)
+        return (sum(further, first),)
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
-        """Metrics of all chunks; those that must see all tokens at once are made here."""
-        found, of_segments = [*self.found], self.structure.segment_metrics
-        if of_segments and not self.target.shape[0] and not self.exchanges:
-            found += self.of_nothing(of_segments)
+        """Metrics by name, of all tokens. Metrics that read all tokens at once are computed here, not with the
+        chunks."""
+        metric_totals, of_segments = [*self.metric_totals], self.structure.segment_metrics
+        if of_segments and not self.targets.shape[0] and not self.exchanges:
+            metric_totals += self.of_nothing(of_segments)
         elif of_segments:
             structure = replace(self.structure, summands=(), metrics=of_segments, leaves=frozenset())
-            everything = slice(0, len(self.target))
-            table = stats.lse.new_empty(sum(structure.widths), len(self.target))
-            _, apart = evaluate(structure, stats, self.inputs, everything, None, table)
-            found += totals(structure, table, [apart], self.one_or_nan)
+            all_rows = slice(0, len(self.targets))
+            table = stats.lse.new_empty(sum(structure.widths), len(self.targets))
+            _, unit_values = evaluate(structure, stats, self.inputs, all_rows, None, table)
+            metric_totals += totals(structure, table, [unit_values], self.one_or_nan)
         values, rank_sums = {}, self.inputs.rank_sums
         measured = (*self.structure.metrics, *of_segments)
-        for (metric, _), total, count in zip(measured, found, self.counts, strict=True):
+        for (metric, _), total, count in zip(measured, metric_totals, self.counts, strict=True):
             if metric.reduce == "mean":
                 values[metric.label] = MetricValue("mean", total, count, finish=metric.finish)
             else:
@@ -208,13 +216,13 @@ class ScalarObjective(LossObjective):
     def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
         """Totals of the metrics of a call without tokens."""
         shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
-        nothing = [OF_NOTHING[metric.reduce] for metric, _ in metrics]
-        return [self.one_or_nan.new_full(*each) for each in zip(shapes, nothing, strict=True)]
+        values = [OF_NOTHING[metric.reduce] for metric, _ in metrics]
+        return [self.one_or_nan.new_full(shape, value) for shape, value in zip(shapes, values, strict=True)]
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
-        (given,) = upstream
-        assert given is not None
-        return Coefficients.of(self.coefficients_at_once(stats)).times(self.expected.factors(given)[0])
+        (loss_upstream,) = upstream
+        assert loss_upstream is not None
+        return Coefficients.of(self.coefficients_at_once(stats)).times(self.expected.factors(loss_upstream)[0])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -222,25 +230,25 @@ class TokenObjective(LossObjective):
     """The weighted sum of token losses for each token, unreduced."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        self.evaluate(stats, slice(0, len(self.target)), gradient=False)
+        self.evaluate(stats, slice(0, len(self.targets)), gradient=False)
         table, _ = self.take_values()
         assert table is not None
-        first, *others = map(times, table, self.loss_coefficients)
-        return (sum(others, first) * self.one_or_nan,)
+        first, *further = map(times, table, self.loss_coefficients)
+        return (sum(further, first) * self.one_or_nan,)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
-        (given,) = upstream
-        assert given is not None
-        given = torch.where(self.target >= 0, given, 0.0)
-        # by selection where nothing is asked for: a loss may have an infinite slope there
-        made = self.coefficients_at_once(stats)
-        found = {name: value * over_columns(given, value) for name, value in made.items()}
-        return Coefficients.of(masked(found, given != 0))
+        (token_upstream,) = upstream
+        assert token_upstream is not None
+        token_upstream = torch.where(self.targets >= 0, token_upstream, 0.0)
+        # by selection where the upstream gradient is 0: a loss may have an infinite slope there
+        slopes = self.coefficients_at_once(stats)
+        scaled = {name: value * over_columns(token_upstream, value) for name, value in slopes.items()}
+        return Coefficients.of(masked(scaled, token_upstream != 0))
 
 
-def over_columns(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` [n], shaped [n, 1] where ``like`` is [n, c]."""
-    return values if like.dim() == 1 else values[:, None]
+def over_columns(values: Tensor, template: Tensor) -> Tensor:
+    """``values`` [n] as [n, 1] where ``template`` is [n, c], so that they multiply each of its columns."""
+    return values if template.dim() == 1 else values[:, None]
 
 
 LEAF = {"logprobs": "logprob"}  # outputs whose statistic has another name
@@ -254,17 +262,17 @@ class StatsObjective(Objective):
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         if self.names == ("logprobs",):
-            return (stats.logprob * self.one_or_nan,)  # 0 already where a token does not count
-        counts, zero = self.target >= 0, self.one_or_nan - self.one_or_nan  # or nan
-        found = []
+            return (stats.logprob * self.one_or_nan,)  # the kernels store 0 where a token does not count
+        counts, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
+        values = []
         for name in self.names:
             value = self.statistic(stats.named(), name)
-            here = over_columns(counts, value)
+            is_counted = over_columns(counts, value)
             if value.is_floating_point():
-                found.append(torch.where(here, value + zero, zero))
+                values.append(torch.where(is_counted, value + zero_or_nan, zero_or_nan))
             else:
-                found.append(value * here)  # of ints a product selects
-        return tuple(found)
+                values.append(value * is_counted)  # for integers a product selects
+        return tuple(values)
 
     def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
         if name == "argmax":
@@ -281,16 +289,16 @@ class StatsObjective(Objective):
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         grads = {
-            LEAF.get(name, name): given.to(self.dtype)
-            for name, given in zip(self.names[: self.differentiable], upstream, strict=False)
-            if given is not None
+            LEAF.get(name, name): gradient.to(self.dtype)
+            for name, gradient in zip(self.names[: self.differentiable], upstream, strict=False)
+            if gradient is not None
         }
-        if "logprob" not in grads:  # alpha and beta are always there
-            grads["logprob"] = torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device)
+        if "logprob" not in grads:  # the kernels always read alpha and beta
+            grads["logprob"] = torch.zeros(len(self.targets), dtype=self.dtype, device=self.targets.device)
         if (given := grads.pop("mean_logit", None)) is not None:
             grads["weighted_sum"] = given / self.structure.vocab
         if (given := grads.pop("log_sum_sq_probs", None)) is not None:
             grads["lse" + SUFFIX[1]] = given
             grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
         # by selection: where a token does not count statistics may be missing or nan
-        return Coefficients.of(masked(coefficients_of(self.structure, grads, stats.named()), self.target >= 0))
+        return Coefficients.of(masked(coefficients_of(self.structure, grads, stats.named()), self.targets >= 0))

@@ -22,16 +22,16 @@ from ..kernels.common.tiles import INTERPRETED, cdiv
 
 Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 BLOCK = 1024 if INTERPRETED else 256
-LENGTHS = (5, 7)  # numbers of tokens that are traced; no kernel where traces differ
+LENGTHS = (5, 7)  # numbers of tokens of the two traces; a function whose traces differ has no kernel
 SIZES = ["first", "rows", "chunk_stride", "table_stride"]  # arguments that follow the number of tokens
 
 
 class VectorKernel:
     """A kernel for the tokens ``rows`` of inputs that hold all tokens: it writes ``chunk`` [outputs, tokens of the
-    chunk] and ``table`` [outputs, tokens], both fp32, of as many ``outputs`` each as it was made for."""
+    chunk] and ``table`` [outputs, tokens], both fp32, with as many outputs each as its trace has."""
 
     def __init__(self, source: str, used: Sequence[int], inputs: int, outputs: tuple[int, int]):
-        """``used``: which of so many ``inputs`` the source reads."""
+        """``used``: indices of the inputs that the source reads. ``inputs``: number of all inputs."""
         self.used, self.kind = tuple(used), (inputs, outputs, torch.float32, torch.float32)
         function = defined("arithmetic_kernel", source, {"tl": tl, "functions": functions}, self)
         pointers = ["chunk_ptr", "table_ptr", *(f"in{i}_ptr" for i in self.used)]
@@ -57,18 +57,19 @@ def vector_kernel(
     ``token_dims``: the dimension of each input that counts tokens, or None. The function gets floats as float32
     tensors []; the kernel takes any float."""
     try:
-        one, other = (VectorWriter(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
+        first, second = (VectorWriter(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
     except NoKernelError:
         return None
-    if (one.source, one.counts) != (other.source, other.counts):
+    if (first.source, first.counts) != (second.source, second.counts):
         return None
-    return VectorKernel(one.source, one.used, len(inputs), one.counts)
+    return VectorKernel(first.source, first.used, len(inputs), first.counts)
 
 
 def trace(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
-    """The trace, with all outputs in a row, and the number of these that are of a chunk."""
+    """The trace for so many tokens, whose outputs are those of a chunk and then those of all tokens; and the number of
+    the former."""
     samples, counts = [], []
     for value, dim in zip(inputs, token_dims, strict=True):
         shape, dtype = ([], torch.float32) if isinstance(value, float) else ([*value.shape], value.dtype)
@@ -76,8 +77,8 @@ def trace(
             shape[dim] = tokens
         samples.append(torch.zeros(shape, dtype=dtype, device="cpu"))
 
-    def in_a_row(given: list[Tensor]) -> list[Tensor]:
-        of_chunk, of_all = function(given)
+    def in_a_row(inputs: list[Tensor]) -> list[Tensor]:
+        of_chunk, of_all = function(inputs)
         counts.append(len(of_chunk))
         return [*of_chunk, *of_all]
 
@@ -86,7 +87,8 @@ def trace(
 
 
 class VectorWriter(Writer):
-    """The source of a trace's kernel, the inputs that it reads, and how many rows it writes of a chunk and of all."""
+    """Writer of a trace's kernel: ``source``, ``used`` (indices of the inputs that it reads) and ``counts`` (numbers of
+    outputs of a chunk, and of all tokens)."""
 
     def __init__(
         self, graph: fx.GraphModule, local: int, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
@@ -100,8 +102,8 @@ class VectorWriter(Writer):
         self.counts = local, len(self.outputs) - local
         for i, node in enumerate(self.outputs):
             table, place, ahead = ("chunk", i, "") if i < local else ("table", i - local, " + first")
-            at = f"{table}_ptr + {place} * tl.cast({table}_stride, tl.int64){ahead}"
-            self.lines.append(f"tl.store({at} + row, {self.cast(node, torch.float32)}, mask=here)")
+            pointer = f"{table}_ptr + {place} * tl.cast({table}_stride, tl.int64){ahead}"
+            self.lines.append(f"tl.store({pointer} + row, {self.cast(node, torch.float32)}, mask=here)")
         arguments = [f"in{i}" if i in self.numbers else f"in{i}_ptr" for i in self.used]
         arguments += ["first", "rows", "chunk_stride", "table_stride", "BLOCK: tl.constexpr"]
         header = f"def arithmetic_kernel(chunk_ptr, table_ptr, {', '.join(arguments)}):"
@@ -113,18 +115,18 @@ class VectorWriter(Writer):
             raise NoKernelError(str(node))
         return self.load(node)
 
-    def load(self, node: fx.Node, at: str = "") -> str:
+    def load(self, node: fx.Node, offset: str = "") -> str:
         i = self.inputs[node]
         if i not in self.used:
             self.used.append(i)
         if i in self.numbers:
             return self.named(f"tl.full((BLOCK,), in{i}, tl.float32)")
         if self.token_dims[i] is None:
-            return self.named(f"tl.load(in{i}_ptr{at})")
-        return self.named(f"tl.load(in{i}_ptr{at} + first + row, mask=here, other=0)")
+            return self.named(f"tl.load(in{i}_ptr{offset})")
+        return self.named(f"tl.load(in{i}_ptr{offset} + first + row, mask=here, other=0)")
 
     def select(self, vector: fx.Node, dim: int, i: int) -> str:
-        """A number of an input that has no tokens."""
+        """Loads element ``i`` of an input [n] that has no dimension of tokens."""
         if dim != 0 or i < 0 or vector.meta["val"].dim() != 1 or self.token_dims[self.inputs[vector]] is not None:
             raise NoKernelError(str(vector))
         return self.load(vector, f" + {i}")

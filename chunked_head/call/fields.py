@@ -1,4 +1,4 @@
-"""Fields of a call's batch, a dense teacher's too: the ones that losses and metrics read, and their checks."""
+"""Fields of a call's batch, a dense teacher's included: names of those that losses and metrics read, and checks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,11 @@ TEMPERATURE = "temperature of each token"  # an argument of the call, moved like
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
 SEGMENT_IDS = ("segments", "documents")
 SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}
-OF_UNIT = {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}  # fields that values per unit need
+FIELDS_OF_UNIT = {
+    "token": (),
+    "segment": ("segments",),
+    "pair": ("segments", "pairs"),
+}  # fields that values per unit need
 MOST_PADDING = 1023  # ids, as the vocabulary is padded to multiples of at most 1024
 NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # options that may name a field
 TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
@@ -28,100 +32,111 @@ TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
 }
 
 
-def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
-    known = dict(FIELDS)
-    for part in parts:
-        for field, kind in part.extra_fields.items():
-            if known.get(field, kind) != kind:
+def kinds_of(measures: Iterable[Summand | Metric]) -> dict[str, Field]:
+    """Kinds of all fields by name, those included that only losses and metrics declare."""
+    field_kinds = dict(FIELDS)
+    for measure in measures:
+        for field, kind in measure.extra_fields.items():
+            if field_kinds.get(field, kind) != kind:
                 raise ValueError(
-                    f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}; declare it "
-                    "alike, or under another name"
+                    f"batch[{field!r}] is declared as {kind} by {measure.label}, elsewhere as {field_kinds[field]}; "
+                    "declare it alike, or under another name"
                 )
-            known[field] = kind
-        for field, kind in named_by(part).items():
-            known.setdefault(field, kind)
-    return known
+            field_kinds[field] = kind
+        for field, kind in fields_named_by(measure).items():
+            field_kinds.setdefault(field, kind)
+    return field_kinds
 
 
-def named_by(part: Summand | Metric) -> dict[str, Field]:
-    """Fields of the batch that options name in place of a tensor."""
-    named = {getattr(part, option, None): kind for option, kind in NAMING.items()}
-    return {name: kind for name, kind in named.items() if isinstance(name, str)}
+def fields_named_by(measure: Summand | Metric) -> dict[str, Field]:
+    """Kinds, by name, of the fields that ``token_weights`` and ``normalizer`` name in place of a tensor."""
+    kind_by_name = {getattr(measure, option, None): kind for option, kind in NAMING.items()}
+    return {name: kind for name, kind in kind_by_name.items() if isinstance(name, str)}
 
 
-def wanted_fields(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
+def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
     """Names of the fields that losses and metrics read (ValueError for a missing one), and the kinds of all fields.
     A user's function must declare a dense teacher's tensors and, without ``num_segments``, fields of segments."""
     batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
-    parts = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
-    known = kinds_of(part for _, part in parts)
-    if unknown := sorted(set(batch) - set(known) - {TEMPERATURE}, key=str):
+    roles_and_measures = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
+    field_kinds = kinds_of(measure for _, measure in roles_and_measures)
+    if unknown := sorted(set(batch) - set(field_kinds) - {TEMPERATURE}, key=str):
         raise ValueError(
             f"batch has a field {unknown[0]!r} that neither the library nor a loss declares"
-            f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by fields= of "
-            "losses.custom or metrics.Metric"
+            f"{nearest(unknown[0], field_kinds)}; known are {', '.join(sorted(field_kinds))}; drop it, or declare it "
+            "by fields= of losses.custom or metrics.Metric"
         )
-    known[TEMPERATURE] = Field("token")
-    of_segments = {*SEGMENT_IDS, *[field for field, kind in known.items() if kind.kind in ("segment", "pair")]}
-    wanted = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
-    for what, part in parts:
-        read = [*part.fields, *named_by(part)]
-        for field in (*read, *OF_UNIT[part.unit]):
+    field_kinds[TEMPERATURE] = Field("token")
+    of_segments = {*SEGMENT_IDS, *[field for field, kind in field_kinds.items() if kind.kind in ("segment", "pair")]}
+    names = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
+    for role, measure in roles_and_measures:
+        read = [*measure.fields, *fields_named_by(measure)]
+        for field in (*read, *FIELDS_OF_UNIT[measure.unit]):
             if field not in batch:
-                why = "needs" if field in read else f"has values per {part.unit} and needs"
+                why = "needs" if field in read else f"has values per {measure.unit} and needs"
                 remedy = SEGMENTS if field == "segments" else "; add it to batch"
-                raise ValueError(f"{what} {part.label} {why} batch[{field!r}], which is missing{remedy}")
-        wanted += [*read, *OF_UNIT[part.unit], *(field for field in part.optional_fields if field in batch)]
+                raise ValueError(f"{role} {measure.label} {why} batch[{field!r}], which is missing{remedy}")
+        names += [*read, *FIELDS_OF_UNIT[measure.unit], *(field for field in measure.optional_fields if field in batch)]
         for option, right in NAMING.items():
-            name = getattr(part, option, None)
-            if isinstance(name, str) and (name == "mask" or known[name]._replace(type=right.type) != right):
-                remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
-                raise ValueError(f"{option}={name!r} of {part.label} must name a {right.kind} field; {remedy}")
-        if isinstance(part, Summand) and part.teacher is not None:
-            logits, rest = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
+            named_field = getattr(measure, option, None)
+            if isinstance(named_field, str) and (
+                named_field == "mask" or field_kinds[named_field]._replace(type=right.type) != right
+            ):
+                remedy = (
+                    "the mask applies by itself"
+                    if named_field == "mask"
+                    else f"not one of kind {field_kinds[named_field].kind!r}"
+                )
+                raise ValueError(
+                    f"{option}={named_field!r} of {measure.label} must name a {right.kind} field; {remedy}"
+                )
+        if isinstance(measure, Summand) and measure.teacher is not None:
+            logits, head_fields = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
             refuse({
-                f"batch has teacher_logits and {', '.join(rest[:1])}; loss {part.label} takes one: drop the other":
-                    logits and rest,
-                f"loss {part.label} needs batch['teacher_logits'], or teacher_hidden with teacher_weight":
+                f"batch has teacher_logits and {', '.join(head_fields[:1])}; loss {measure.label} takes one: drop the "
+                "other":
+                    logits and head_fields,
+                f"loss {measure.label} needs batch['teacher_logits'], or teacher_hidden with teacher_weight":
                     not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
             })  # fmt: skip
-        if not part.builtin:
+        if not measure.builtin:
             withheld = {*TEACHER_FIELDS, *(of_segments if call.num_segments is None else ())}
-            wanted += [field for field in batch if field not in withheld]
-    return list(dict.fromkeys(wanted)), known
+            names += [field for field in batch if field not in withheld]
+    return list(dict.fromkeys(names)), field_kinds
 
 
-def check_fields(call: Call[Any], wanted: Sequence[str], known: Mapping[str, Field]) -> None:
-    """Raises what is wrong with each field, then with those that must agree."""
+def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str, Field]) -> None:
+    """Raises for a field of a wrong type or shape, then for fields whose shapes do not go with each other."""
     batch: Any = call.batch or {}
-    for field in wanted:
-        check_field(call, field, known[field])
-    if alone := [field for field in KEPT_FIELDS if field in wanted and "kept_ids" not in wanted]:
-        raise ValueError(f"batch[{alone[0]!r}] goes with batch['kept_ids'], which is missing; add these, or drop it")
-    if "kept_offsets" in wanted:
+    for field in names:
+        check_field(call, field, field_kinds[field])
+    if unpaired := [field for field in KEPT_FIELDS if field in names and "kept_ids" not in names]:
+        raise ValueError(f"batch[{unpaired[0]!r}] goes with batch['kept_ids'], which is missing; add these, or drop it")
+    if "kept_offsets" in names:
         ids, offsets, count = batch["kept_ids"], batch["kept_offsets"], math.prod(call.leading) + 1
         check_shape("batch['kept_ids']", ids, ids.dim() == 1, "[n] beside kept_offsets", "")
         right = tuple(offsets.shape) == (count,)
         check_shape("batch['kept_offsets']", offsets, right, f"({count},), one more than there are tokens", "")
         if offsets.dtype != torch.int64:
             raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(offsets.dtype)}; cast it")
-    elif "kept_ids" in wanted:
+    elif "kept_ids" in names:
         ids = batch["kept_ids"]
         right = ids.dim() > 0 and tuple(ids.shape[:-1]) == call.leading
         expected = f"{call.leading}, the target's, and one more dimension, -1 for no id, without kept_offsets"
         check_shape("batch['kept_ids']", ids, right, expected, "")
-    for field, of in SHAPED_AS.items():
-        if field in wanted and of in wanted:
-            shape = batch[of].shape
-            right, expected = batch[field].shape == shape, f"{tuple(shape)}, that of {of}"
+    for field, partner in SHAPED_AS.items():
+        if field in names and partner in names:
+            shape = batch[partner].shape
+            right, expected = batch[field].shape == shape, f"{tuple(shape)}, that of {partner}"
             check_shape(f"batch[{field!r}]", batch[field], right, expected, "")
 
 
 def check_field(call: Call[Any], field: str, kind: Field) -> None:
+    """Raises for a field of a wrong type, device, dtype or shape."""
     batch: Any = call.batch
     where, value, leading, segments = f"batch[{field!r}]", batch[field], call.leading, call.num_segments
     if field == TEMPERATURE or (field == "token_weights" and call.function == "linear_cross_entropy"):
-        where = field.partition(" ")[0]  # an argument
+        where = field.partition(" ")[0]  # the user's name of the argument
     check_tensor(where, value, optional=False)
     check_device(where, value, call.device, "the target's rows")
     if value.requires_grad:
@@ -134,29 +149,29 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
     if field in KEPT_FIELDS:
         return
     shape, pairs = tuple(value.shape), batch.get("pairs")
-    first, of = {
+    leading_shape, description = {
         "token": (leading, "that of the target"),
         "row": (leading, "that of the target"),
         "segment": ((segments,), "one per segment"),
         "pair": (tuple((pairs if isinstance(pairs, Tensor) else value).shape[:1]), "one per pair"),
     }.get(kind.kind, ((), "a constant"))
-    right = len(shape) == len(first) + kind.trailing and shape[: len(first)] == first
+    right = len(shape) == len(leading_shape) + kind.trailing and shape[: len(leading_shape)] == leading_shape
     if field == "kl_baseline":
-        right, of = shape in ((), (1,), (segments,)), f"(1,) or ({segments},), one per segment"
+        right, description = shape in ((), (1,), (segments,)), f"(1,) or ({segments},), one per segment"
     elif field == "pairs":
-        right, of = right and shape[1] == 2, "segment ids of chosen and rejected, [pairs, 2]"
-    expected = ", ".join([*map(str, first), *["..."] * kind.trailing])
-    check_shape(where, value, right, f"({expected}), {of}", "nothing is broadcast: expand or reshape it")
+        right, description = right and shape[1] == 2, "segment ids of chosen and rejected, [pairs, 2]"
+    expected = ", ".join([*map(str, leading_shape), *["..."] * kind.trailing])
+    check_shape(where, value, right, f"({expected}), {description}", "nothing is broadcast: expand or reshape it")
     if kind.kind in ("token", "row") and 0 in shape[len(leading) :]:
         raise ValueError(f"{where} must not be empty along its last dimension, got {shape}")
 
 
-def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
+def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
     """Checks a dense teacher's operands and how ranks split it; returns its vocabulary's size, None without one."""
     batch: Any = call.batch
-    if "teacher_logits" in wanted:
+    if "teacher_logits" in names:
         rows = batch["teacher_logits"].shape[-1]
-    elif "teacher_hidden" not in wanted:
+    elif "teacher_hidden" not in names:
         return None
     else:
         hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
@@ -189,9 +204,9 @@ def check_dense_teacher(call: Call[Any], wanted: Sequence[str], dtype: torch.dty
 
 
 def check_vocabularies(call: Call[Any], rows: int) -> None:
-    """Raises for a teacher of another tokenizer: of a number of ids that differs by more than the padding of heads."""
-    more, stated = rows - call.vocab, call.vocab_size is not None
-    if abs(more) > MOST_PADDING and not (stated and more > 0):
+    """Raises for a teacher of another tokenizer: its number of ids differs by more than the padding of a head."""
+    surplus, stated = rows - call.vocab, call.vocab_size is not None
+    if abs(surplus) > MOST_PADDING and not (stated and surplus > 0):
         raise ValueError(
             f"the teacher must have the student's vocabulary of {call.vocab} ids, up to {MOST_PADDING} of padding, got "
             f"one of {rows}; ids of another tokenizer mean other tokens. If the first {min(rows, call.vocab)} ids are "
@@ -202,7 +217,8 @@ def check_vocabularies(call: Call[Any], rows: int) -> None:
 def make_teacher(
     fields: Mapping[str, Tensor], options: Teacher, columns: int, dtype: torch.dtype | None
 ) -> TeacherHead:
-    """The teacher over the ids that it shares with the student. ``dtype``: of its matmul under autocast."""
+    """The dense teacher over the ids that it shares with the student. ``dtype``: of its matmul under autocast, else
+    None."""
     temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
     return TeacherHead(

@@ -24,10 +24,11 @@ WITHOUT_GRADIENT = ("argmax", "top_k_logprobs", "top_k_ids")  # of values per to
 
 
 def objective_of(tokens: Tokens) -> Objective:
-    """The sum of losses as one number, or for each token, or statistics of each token."""
+    """The objective of a call: a sum of losses as one number or for each token, or statistics of each token. Where
+    ranks hold different tokens, this sends the first messages: the agreement, and counts."""
     call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
-        in_common = call_fields(tokens) | {"vocab": str(call.vocab)}
+        in_common = request_fields(tokens) | {"vocab": str(call.vocab)}
         zero_or_nan = agree(in_common, parallel.group, call.device, "TokenParallel")
         one_or_nan = tokens.one_or_nan + zero_or_nan
         tokens = replace(tokens, one_or_nan=one_or_nan, inverse=tokens.inverse + zero_or_nan)
@@ -41,22 +42,22 @@ def objective_of(tokens: Tokens) -> Objective:
         coefficients = [c * rank_sums.parallel.ranks for c in coefficients]
     declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
     inverse = [inverse_of(summand, tokens) for _, summand in (terms[:1] if call.shares_denominator else terms)]
-    normalized = call.normalizer is not None or bool([one for _, one in terms if one.normalizer is not None])
+    is_normalized = call.normalizer is not None or bool([s for _, s in terms if s.normalizer is not None])
     if call.shares_denominator:
         inverse *= len(terms)
-    factors, left = inverse, [c for c in coefficients if type(c) is float]
-    if call.upstream is not None or len(left) < len(inverse):
-        factors = [times(one, c, declared) for c, one in zip(coefficients, inverse, strict=True)]
-        left = [1.0] * len(inverse)
+    factors, number_factors = inverse, [c for c in coefficients if type(c) is float]
+    if call.upstream is not None or len(number_factors) < len(inverse):
+        factors = [times(d, c, declared) for c, d in zip(coefficients, inverse, strict=True)]
+        number_factors = [1.0] * len(inverse)
     weights, counts = dict[str, Tensor](), list[Tensor]()
     if call.metrics:
         measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
         weights, counts = metric_counts(measured, tokens)
-    if len(counts) < 2 and left == [1.0]:
+    if len(counts) < 2 and number_factors == [1.0]:
         table = factors[0].unsqueeze(0)
     else:
-        # each count in memory of its own: a caller may add other ranks' to it in place
-        numbers = torch.stack([*map(times, factors, left), *counts])
+        # each count has memory of its own: a caller may add other ranks' counts to it in place
+        numbers = torch.stack([*map(times, factors, number_factors), *counts])
         table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
     fields = fields_of(tokens, table, weights)
     if rank_sums is not None and spec.coupled:
@@ -65,7 +66,7 @@ def objective_of(tokens: Tokens) -> Objective:
         **fields,
         loss_coefficients=coefficients,
         inverse=inverse,
-        normalized=normalized,
+        is_normalized=is_normalized,
         expected=Expected(declared, one_or_nan),
         exchanges=rank_sums is not None,
         coupled=spec.coupled,
@@ -82,48 +83,50 @@ def of_each_token(tokens: Tokens) -> Objective:
         fields = fields_of(tokens, torch.stack([times(tokens.one_or_nan, c) for c in coefficients]), {})
         return TokenObjective(**fields, loss_coefficients=coefficients, backend=spec.backend)
     fields, views, pairing, names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
-    if fields["structure"].views != views:  # there are some that no loss asks for
+    if fields["structure"].views != views:  # the call returns statistics of a softmax that no loss reads
         fields["structure"] = replace(fields["structure"], views=views)
     if pairing is not None:
-        found_in = {"divergence": "sum0", "entropy": "entropy" + SUFFIX[pairing.view]}
-        names = tuple([found_in[name] for name in names])
+        statistic_of = {"divergence": "sum0", "entropy": "entropy" + SUFFIX[pairing.view]}
+        names = tuple([statistic_of[name] for name in names])
     return StatsObjective(**fields, names=names, differentiable=sum(name not in WITHOUT_GRADIENT for name in names))
 
 
 def fields_of(
     tokens: Tokens, factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Fields that all objectives have; with ``factors`` of the summands also those of sums of losses."""
-    demand, structure, one_or_nan, kept = tokens.spec.demand, tokens.structure, tokens.one_or_nan, tokens.kept
+    """Fields of ``Objective`` by name. With ``factors`` of the summands, [summands], also those of
+    ``LossObjective``."""
+    demand, structure, one_or_nan = tokens.spec.demand, tokens.structure, tokens.one_or_nan
+    column_sets = tokens.column_sets
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
     class_weights = None
     if structure.weighted is not None:
         # a copy: the caller may change it before backward reads it
-        given = tokens.call.losses.terms[structure.weighted][1].tensors["class_weights"]
-        class_weights = given.detach().to(one_or_nan.dtype, copy=True).contiguous()
+        weights = tokens.call.losses.terms[structure.weighted][1].tensors["class_weights"]
+        class_weights = weights.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_only and columns is not None and len(columns):
-        kept = Kept.columns_of(columns)
+        column_sets = Kept.columns_of(columns)
     fields: dict[str, Any] = {
         "demand": demand,
         "structure": structure,
-        "target": tokens.target,
+        "targets": tokens.targets,
         "columns": columns,
         "teacher": tokens.teacher,
         "class_weights": class_weights,
         "scale": tokens.scale,
-        "kept": kept,
+        "column_sets": column_sets,
         "one_or_nan": one_or_nan,
         "dtype": one_or_nan.dtype,
     }
     if factors is None:
         return fields
-    # copies, likewise
+    # copies, for the same reason
     tensors = [
         {name: value.to(factors.dtype, copy=True) for name, value in summand.tensors.items()}
         for _, summand in tokens.call.losses.terms
     ]
     fields["inputs"] = Inputs(
-        tokens.target,
+        tokens.targets,
         tokens.fields,
         tokens.call.num_segments,
         factors,
@@ -138,7 +141,8 @@ def fields_of(
 
 
 def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
-    """1 / D [] in the statistics' dtype. D is 1 where the default counts nothing; 0 for a normalizer of 0."""
+    """[] 1 / D in the statistics' dtype, D the denominator of a loss. D is 1 where nothing counts. The result is 0 for
+    a normalizer of 0."""
     call, one_or_nan = tokens.call, tokens.one_or_nan
     normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
     if (summand.reduction or call.reduction) != "mean":
@@ -165,9 +169,9 @@ def count_units(unit: str, tokens: Tokens) -> Tensor:
 
 
 def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Weights of tokens [n] for each weighting but "token", and each metric's divisor."""
+    """Weights of tokens [n] by weighting, without "token", and the divisor [] of each metric."""
     weights: dict[str, Tensor] = {}
-    groups: dict[str, Tensor] = {}  # by weighting: segments or documents with a token
+    groups: dict[str, Tensor] = {}  # by weighting: number of segments or documents with a token
     counts = []
     for metric in metrics:
         if metric.unit == "segment" or metric.weighting == "token":
@@ -183,21 +187,22 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
 
 
 def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
-    """The tokens with the counts of all ranks; nan on every rank if an id is out of range on one."""
+    """The tokens with counts of all ranks, in one message. An id out of range on one rank makes all ranks' results
+    nan."""
     batch = tokens.batch
     ids = [name for name in IDS if name in batch]
     summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
-    counted = [summand for summand in summands if summand.counted is not None]
+    weighted_summands = [summand for summand in summands if summand.counted is not None]
     local = [tokens.counted, tokens.one_or_nan]
     local += [batch.segment_count(name) for name in ids]
-    local += [local_total(summand, tokens) for summand in counted]
-    number, one_or_nan, *others = add_up(local, parallel.group)
-    rest = iter(others)
-    totals = {name: next(rest) for name in ids}, {summand: next(rest) for summand in counted}
+    local += [local_total(summand, tokens) for summand in weighted_summands]
+    counted, one_or_nan, *totals_of_ranks = add_up(local, parallel.group)
+    iterator = iter(totals_of_ranks)
+    totals = {name: next(iterator) for name in ids}, {summand: next(iterator) for summand in weighted_summands}
     one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
-    inverse = one_or_nan / number.clamp(min=1.0)
+    inverse = one_or_nan / counted.clamp(min=1.0)
     return replace(
-        tokens, counted=number, one_or_nan=one_or_nan, inverse=inverse, rank_sums=RankSums(parallel, *totals)
+        tokens, counted=counted, one_or_nan=one_or_nan, inverse=inverse, rank_sums=RankSums(parallel, *totals)
     )
 
 
@@ -209,29 +214,29 @@ def local_total(summand: Summand, tokens: Tokens) -> Tensor:
 
 
 def shown(value: Any) -> str:
-    """A plain value, or the type of any other: its text may differ between processes."""
+    """Text of a plain value; of any other its type, since its text may differ between processes."""
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 
-def call_fields(tokens: Tokens) -> dict[str, str]:
-    """Values that ranks which share a call must have in common, as text by name."""
+def request_fields(tokens: Tokens) -> dict[str, str]:
+    """The fields of a call that must be equal on all ranks that share it, as text by name."""
     call, batch = tokens.call, tokens.batch
-    found = {"function": call.function}
+    texts = {"function": call.function}
     for name in ("reduction", "normalizer", "upstream"):
-        value = getattr(call, name)  # a new number is no new kind of call
-        found[name] = "number" if isinstance(value, int | float) else shown(value)
+        value = getattr(call, name)  # without the number: another one makes no other kind of call
+        texts[name] = "number" if isinstance(value, int | float) else shown(value)
     for coefficient, summand in tokens.call.losses.terms:
         factor = float(coefficient) if isinstance(coefficient, int | float) else "tensor"
         traits = {name: getattr(summand, name) for name in ("reduction", "unit", "scope", "temperature")}
         traits |= {"coefficient": factor, **summand.options}
-        found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in traits.items()}
+        texts |= {f"losses.{summand.label}: {name}": shown(value) for name, value in traits.items()}
     for metric in tokens.call.metrics:
         traits = {"reduce": metric.reduce, "temperature": metric.temperature, **metric.options}
-        found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in traits.items()}
+        texts |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in traits.items()}
     for name in ("temperature", "logit_scale", "softcap"):
         value = getattr(call, name)
-        found[name] = shown(float(value) if isinstance(value, int) else value)
-    found |= {name: str(getattr(call, name)) for name in ("ignore_index", "shift")}
-    found["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
-    found["num_segments"], found["batch"] = str(call.num_segments), str(sorted(batch))
-    return found | {"dtype": str(tokens.spec.dtype)}
+        texts[name] = shown(float(value) if isinstance(value, int) else value)
+    texts |= {name: str(getattr(call, name)) for name in ("ignore_index", "shift")}
+    texts["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
+    texts["num_segments"], texts["batch"] = str(call.num_segments), str(sorted(batch))
+    return texts | {"dtype": str(tokens.spec.dtype)}

@@ -1,4 +1,4 @@
-"""A call as it was made, and its options: one table, a row for each."""
+"""The request of a user, ``Call``, and the table of its options."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_b
 from ..stores.quantised import QuantisedWeight
 
 Result = TypeVar("Result")
-# effect of a new value: "spec" another Spec, "numbers" the Spec renewed, "call" none on the Spec
+# effect of another value: "spec": another Spec; "numbers": the Spec's numbers are made again; "call": the same Spec
 Decides = Literal["spec", "numbers", "call"]
 NO_LOSSES = Losses(())
 
@@ -153,13 +153,13 @@ class LogitsHead(TypedDict, total=False):
 
 
 def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = "spec") -> Any:
-    """A row of the table of options; ``check`` raises for a bad value, without looking at operands."""
+    """A row of the table of options. ``check`` raises for a bad value; it sees no operands."""
     return field(default=default, metadata={"check": check, "decides": decides})
 
 
 @dataclass(eq=False, kw_only=True)
 class Call(Generic[Result]):
-    """A call as it was made, of any public function: operands, the table of options, losses.
+    """The request of a user, made by any public function: operands, options, losses, metrics, batch.
 
     ``outputs``: names of the values that are returned for each token; empty where the call returns one loss.
     ``result``: makes of an ``Outcome`` what the public function returns; for values per token it closes over no tensor.
@@ -198,15 +198,15 @@ class Call(Generic[Result]):
     metrics: tuple[Metric, ...] = ()
     batch: Mapping[str, Tensor] | None = None
     num_segments: int | None = None
-    segments: Segments | None = None  # where the host knows them
-    shares_denominator: bool = False  # all losses have the denominator of the first
+    segments: Segments | None = None  # lengths of segments, where the host knows them
+    shares_denominator: bool = False  # all losses are divided by the first one's denominator
     # what is returned
     outputs: tuple[str, ...] = ()
     top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
     result: Callable[[Any], Result]
 
     def __post_init__(self) -> None:
-        """Attributes that follow from the operands."""
+        """Sets attributes that follow from the operands."""
         rows, weight, parallel = self.rows, self.weight, self.parallel
         if not isinstance(rows, Tensor):
             checks.check_tensor("logits" if weight is None else "hidden", rows, optional=False)
@@ -225,7 +225,7 @@ class Call(Generic[Result]):
             self.temperatures, self.plain_temperature = None, self.temperature
         if self.reduction == "none":
             self.outputs = ("values",)
-        # how ranks share the batch, and the vocabulary, where they do
+        # the layout of ranks; ``shard`` and ``vocab`` are cached properties where they share the vocabulary
         if isinstance(parallel, VocabParallel):
             self.token_parallel = parallel.tokens
         else:
@@ -241,37 +241,38 @@ class Call(Generic[Result]):
 
     @functools.cached_property
     def vocab(self) -> int:
-        """Ids of the softmax, on whichever rank they are."""
+        """Number of ids of the softmax, over all ranks."""
         assert self.shard is not None
         return self.shard.vocab
 
     @property
     def columns(self) -> int:
-        """Rows that are here and stand for an id."""
+        """Number of the weight's rows (or logits' columns) on this rank that stand for an id."""
         return self.vocab if self.shard is None else self.shard.columns
 
     @functools.cached_property
     def gradient_buffer(self) -> GradientBuffer | None:
         """The caller's buffer for the weight's gradient; None without a gradient or buffer."""
         assert self.weight is not None
-        others = {"hidden": self.rows, "target": self.target, "bias": self.bias}
-        return gradient_buffer_of(self.accumulate_into, self.weight, others)
+        operands = {"hidden": self.rows, "target": self.target, "bias": self.bias}
+        return gradient_buffer_of(self.accumulate_into, self.weight, operands)
 
     @property
     def sequence_sharded(self) -> bool:
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
     def check(self) -> torch.dtype:
-        """Checks operands and options; returns the dtype of matmuls, or of the arithmetic on logits."""
+        """Raises for wrong operands and options. Returns the dtype of matmuls, or of the arithmetic on logits."""
         dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
         dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
         check_options({name: getattr(self, name) for name in OPTIONS})
         if self.shift and not self.leading:
             raise ValueError(f"shift={self.shift} needs a target with a dimension to shift along, got a 0-d target")
         if self.shard is None and self.vocab > self.local_vocab:
-            there = "logits have {} columns" if self.weight is None else "weight has {} rows"
+            description = "logits have {} columns" if self.weight is None else "weight has {} rows"
             raise ValueError(
-                f"vocab_size is {self.vocab}, and {there.format(self.local_vocab)}, padding included; pass at most that"
+                f"vocab_size is {self.vocab}, and {description.format(self.local_vocab)}, padding included; pass "
+                "at most that"
             )
         if self.weight is not None:
             self.gradient_buffer  # noqa: B018  (raises what is wrong with it)
@@ -303,23 +304,24 @@ class Call(Generic[Result]):
         })  # fmt: skip
 
 
-OPTIONS = {one.name: one for one in fields(Call) if "check" in one.metadata}
-STATIC = attrgetter(*[name for name, one in OPTIONS.items() if one.metadata["decides"] == "spec"])
+OPTIONS = {row.name: row for row in fields(Call) if "check" in row.metadata}
+STATIC = attrgetter(*[name for name, row in OPTIONS.items() if row.metadata["decides"] == "spec"])
 # checks by name, also of arguments that stand for a loss or a field
-CHECKS: dict[str, Callable[[Any], Any]] = {name: one.metadata["check"] for name, one in OPTIONS.items()} | {
+CHECKS: dict[str, Callable[[Any], Any]] = {name: row.metadata["check"] for name, row in OPTIONS.items()} | {
     "label_smoothing": number("label_smoothing", 0.0, 1.0),
     "z_loss": number("z_loss", 0.0),
     "class_weights": lambda x: checks.check_tensor("class_weights", x, optional=True),
     "token_weights": lambda x: checks.check_tensor("token_weights", x, optional=True),
 }
-# of the keywords of ``Head``, where a call names none
-DEFAULTS = {one.name: one.default for one in fields(Call) if one.name in Head.__annotations__}
+# defaults of the keywords of ``Head``
+DEFAULTS = {row.name: row.default for row in fields(Call) if row.name in Head.__annotations__}
 
 
 def call_of(
-    function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: Head, **given: Any
+    function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: Head, **call_fields: Any
 ) -> Call[Any]:
-    """A call on hidden states; a TypeError for keywords that are none of ``Head``'s. ``given``: further fields."""
+    """A call on hidden states; a TypeError for keywords that are none of ``Head``'s. ``call_fields``: further
+    fields."""
     if options.keys() - DEFAULTS.keys():
         refuse_names(function, options.keys() - DEFAULTS.keys())
     if not PLAIN_TYPES.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
@@ -329,29 +331,30 @@ def call_of(
         )
     if not isinstance(weight, Tensor):
         checks.check_tensor("weight", weight, optional=False)
-    return Call(function=function, rows=hidden, weight=weight, target=target, **options, **given)
+    return Call(function=function, rows=hidden, weight=weight, target=target, **options, **call_fields)
 
 
 def logits_call_of(
-    function: str, logits: Tensor, target: Tensor | None, options: LogitsHead, inplace: bool = False, **given: Any
+    function: str, logits: Tensor, target: Tensor | None, options: LogitsHead, inplace: bool = False, **call_fields: Any
 ) -> Call[Any]:
-    """A call on logits that exist already; likewise."""
+    """A call on logits that exist already. ``call_fields`` as in ``call_of``; TypeError for keywords that
+    ``LogitsHead`` lacks."""
     if options.keys() - LogitsHead.__annotations__.keys():
         refuse_names(function, options.keys() - LogitsHead.__annotations__.keys())
     for argument, tensor in (("logits", logits), ("target", target)):
         checks.check_tensor(argument, tensor, optional=argument == "target")
     logits, target = local_part(logits), local_part(target)
     check_inplace(logits, inplace)
-    return Call(function=function, rows=logits, target=target, inplace=inplace, **options, **given)
+    return Call(function=function, rows=logits, target=target, inplace=inplace, **options, **call_fields)
 
 
 def refuse_names(function: str, unknown: Set[str]) -> NoReturn:
     """A TypeError for the first of some keywords that a function does not have."""
     first = min(unknown)
     field = function in ("linear_loss", "logits_loss") and first in FIELDS
-    # of the public function, which spells out its keywords and these
-    known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
-    hint = f'; it is a field: batch={{"{first}": ...}}' if field else remedy_for(first, known)
+    # parameters of the public function, whose signature lists all keywords
+    parameters = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
+    hint = f'; it is a field: batch={{"{first}": ...}}' if field else remedy_for(first, parameters)
     raise TypeError(f"{function} has no option {first!r}{hint}")
 
 

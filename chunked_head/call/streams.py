@@ -12,90 +12,94 @@ from ..losses.base import Losses
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
 from .options import Call, Result
-from .run import Grads, Loss, Outcome, Pass, prepared, wanted_of
+from .planning import grads_asked_for
+from .run import Backward, Grads, Loss, Outcome, prepared
 from .spec import spec_of
-from .sweep import LocalCall
+from .sweep import LocalWork
 from .tokens import tokens_of
 
 
 class StreamsBuffer(GradientBuffer):
     """The gradient that the streams of one call add to, until the call's backward returns it."""
 
-    fresh = True  # until a stream with tokens has added to it
+    fresh = True  # False once a stream with tokens has added to the sums
 
     def __init__(self, weight: Tensor):
         super().__init__(weight, torch.empty(0, dtype=sum_dtype(weight.dtype), device=weight.device))
 
-    def begin(self, call: LocalCall) -> None:
-        """Memory for the sums of one pass over all streams, of which ``call`` is one."""
-        assert call.plan is not None
+    def begin(self, work: LocalWork) -> None:
+        """Allocates the sums of one pass over all streams. ``work``: that of any stream."""
+        assert work.plan is not None
         self.buffer = self.buffer.new_empty(self.weight.shape)
-        self.buffer[call.plan.sizes.vocab :].zero_()  # rows that stand for no id
+        self.buffer[work.plan.sizes.vocab :].zero_()  # rows that stand for no id
         self.fresh = True
 
-    def added(self, call: LocalCall, grads: Gradients | None) -> None:
-        """Notes that a stream has added to the sums; its ``grads`` let go of them."""
-        self.fresh = self.fresh and not len(call.objective.target)
+    def added(self, work: LocalWork, grads: Gradients | None) -> None:
+        """Notes that a stream has added to the sums. ``grads``, the stream's gradients, lose their reference to the
+        sums."""
+        self.fresh = self.fresh and not len(work.objective.targets)
         if grads is not None:
             grads.without_weight()
 
     def handed_over(self) -> None:
-        """None: the backward of all streams returns the gradient, once."""
+        """None for each stream: the backward of all streams returns the gradient, once."""
 
-    def finished(self, made: Sequence[Pass], upstream: Grads, late: bool) -> Tensor:
+    def finished(self, backwards: Sequence[Backward], upstream: Grads, is_late: bool) -> Tensor:
         """The sums in the weight's dtype, nan if an id of any stream was out of range; lets go of them, since a graph
-        may outlive its backward. ``late``: made in backward, with the upstream gradient in them."""
-        expected, one_or_nan = made[0].call.objective.expected, [one.call.objective.one_or_nan for one in made]
+        may outlive its backward. ``is_late``: made in backward, with the upstream gradient in them."""
+        work, one_or_nan = backwards[0].work, [b.work.objective.one_or_nan for b in backwards]
         factors: tuple[Tensor, ...] = (torch.stack(one_or_nan).prod(),)
-        if not late:
+        if not is_late:
+            expected = work.objective.expected
             assert expected is not None and upstream[0] is not None
             factors = *expected.factors(upstream[0])[:1], *factors
         sums = self.buffer.zero_() if self.fresh else self.buffer
         self.buffer = sums.new_empty(0)
-        dtype, backend = self.weight.dtype, made[0].call.backend
-        if sums.dtype == dtype:
-            backend.scale_([sums], factors)
+        if sums.dtype == self.weight.dtype:
+            work.backend.scale_([sums], factors)
             return sums
-        return backend.scale(sums, factors, dtype)
+        return work.backend.scale(sums, factors, self.weight.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Streams(Generic[Result]):
-    """A call on several streams as it was made: a call of each, whose losses have the stream's weight as a factor."""
+    """A request on several streams: a ``Call`` for each, whose losses have the stream's weight as a factor."""
 
     calls: tuple[Call[Any], ...]
     losses: tuple[Losses, ...]  # of each stream, without its weight
     result: Callable[[Tensor, list[Outcome]], Result]
 
     def run(self) -> Result:
-        asked, buffer = with_one_buffer(self.calls)
-        specs = [spec_of(call) for call in asked]  # before any work on tensors
-        given = [tokens_of(call, spec) for call, spec in zip(asked, specs, strict=True)]
-        found = [prepared(tokens) for tokens in given]
-        calls: list[Any] = [call for _, call, _ in found]  # ``HeadCall`` each
-        if any(call.plan.schedule == "recompute" for call in calls):
+        calls, buffer = with_one_buffer(self.calls)
+        specs = [spec_of(call) for call in calls]  # checks of all streams come before any work on tensors
+        tokens_of_streams = [tokens_of(call, spec) for call, spec in zip(calls, specs, strict=True)]
+        prepared_streams = [prepared(tokens) for tokens in tokens_of_streams]
+        works: list[Any] = [work for _, work, _ in prepared_streams]  # ``HeadWork`` each
+        if any(work.plan.schedule == "recompute" for work in works):
             # if one stream waits for backward all do: their sums must take the same factor
-            calls = [call if call.plan.schedule == "loss only" else call.recomputing() for call in calls]
-        one, stats = given[0].call, list[RowStats]()
-        (total,) = Loss.apply(calls, buffer, stats, *[rows for *_, (rows, *_) in found], one.weight, one.bias)
+            works = [work if work.plan.schedule == "loss only" else work.recomputing() for work in works]
+        first_call, stats = calls[0], list[RowStats]()
+        hidden = [operands[0] for _, _, operands in prepared_streams]
+        (total,) = Loss.apply(works, buffer, stats, *hidden, first_call.weight, first_call.bias)
         outcomes = []
-        for (tokens, _, _), call, losses, of_call in zip(found, calls, self.losses, stats, strict=True):
-            rank_sums = call.objective.inputs.rank_sums
+        for (tokens, _, _), work, losses, stream_stats in zip(prepared_streams, works, self.losses, stats, strict=True):
+            rank_sums = work.objective.inputs.rank_sums
             ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
-                parts = zip(call.objective.parts, losses.terms, strict=True)
-                first, *others = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
-                value = sum(others, first)
-            outcomes.append(Outcome((value,), call.plan, tokens, call.objective, of_call))
+                parts = zip(work.objective.parts, losses.terms, strict=True)
+                first, *further = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
+                value = sum(further, first)
+            outcomes.append(Outcome((value,), work.plan, tokens, work.objective, stream_stats))
         return self.result(total, outcomes)
 
 
 def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], StreamsBuffer | None]:
-    """The calls with one buffer for the weight's gradient, unless the caller has one or none is made."""
+    """The calls with a common buffer for the weight's gradient, and that buffer. None, and the calls as they are, where
+    the caller gives a buffer or the weight takes no gradient."""
     first, weight = calls[0], calls[0].weight
     assert weight is not None
     request = Request(first.memory_budget)
-    if first.accumulate_into is not None or not wanted_of(first)[1] or weight.dim() != 2:
+    if first.accumulate_into is not None or not grads_asked_for(first)[1] or weight.dim() != 2:
         return calls, None
     buffer = StreamsBuffer(weight)
     budget = first.memory_budget

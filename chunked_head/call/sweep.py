@@ -1,4 +1,4 @@
-"""The loop over chunks of tokens that every call runs; and calls on hidden states and a head."""
+"""The loop over chunks of tokens that every call runs, and the work of calls on hidden states."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ from ..stores.operands import Head, Kept, Rows
 from ..stores.quantised import QuantisedWeight
 from ..stores.sets import SetStore, WithSets
 from ..stores.store import Store
-from .recording import Recorded, recorded
+from .recording import RecordedSweep, run_recorded
 from .tokens import Packing
 
 # One chunk of n tokens, of H hidden states and V columns on this rank; e: the dtype of the matmuls (bf16, fp16, fp32,
@@ -51,53 +51,57 @@ from .tokens import Packing
 #                          matmul               dlogits.T @ rows       -> dweight [V, H], added
 #
 # Where gradients wait for the upstream gradient or for all tokens' statistics, the forward pass ends above the
-# coefficients, and backward's sweep runs ``store.add_gradients`` only, from ``known`` statistics and coefficients.
+# coefficients, and backward's sweep runs ``store.add_gradients`` only, from statistics and coefficients that exist.
 # Logits that exist are one chunk, and dlogits are their gradient.
 
 
 def sweep(
-    call: "LocalCall",
-    given: Tensor,  # hidden states [tokens, hidden] or logits [..., vocab], as given
+    work: "LocalWork",
+    operand: Tensor,  # hidden states [tokens, hidden] or logits [tokens, vocab], in the caller's order
     head: Head,
-    known: tuple[RowStats, Coefficients] | None = None,
+    stats_and_coefficients: tuple[RowStats, Coefficients] | None = None,
 ) -> tuple[RowStats, Gradients | None]:
-    """One pass over chunks of tokens: statistics, and gradients where the call makes them in this pass.
+    """One pass over chunks of tokens: statistics, and gradients where the plan makes them in this pass.
 
-    ``known``: statistics and coefficients of all tokens, from which only gradients are made.
+    ``stats_and_coefficients``: of all tokens, in a backward that recomputes logits. Only gradients are made then.
     """
-    objective, tokens = call.objective, len(call.objective.target)
-    stats = RowStats.empty(tokens, objective.demand, objective.dtype, given.device) if known is None else known[0]
-    grads = call.new_gradients(given, known is not None)
+    objective, tokens = work.objective, len(work.objective.targets)
+    is_recompute = stats_and_coefficients is not None
+    if stats_and_coefficients is None:
+        stats = RowStats.empty(tokens, objective.demand, objective.dtype, operand.device)
+    else:
+        stats, all_coefficients = stats_and_coefficients
+    grads = work.new_gradients(operand, is_recompute)
     if not tokens:
         return stats, grads
-    store, rows_of, spans = call.begin(given, head, stats, grads, known is not None)
-    sums = bool(objective.demand.sums)
+    store, rows_of, spans = work.begin(operand, head, stats, grads, is_recompute)
+    has_sums = bool(objective.demand.sums)
     # a teacher's statistics come with the gradients
-    last = call.plan is not None and call.plan.teacher_last
-    closed = call.spans is not None and call.multiplies  # no other tokens belong to a span's segments
+    is_teacher_last = work.plan is not None and work.plan.teacher_last
+    is_closed = work.spans is not None and work.has_vocabulary_rows  # no other tokens belong to a span's segments
 
-    def filled(at: slice) -> tuple[Rows, RowStats]:
-        rows, out = rows_of(at), stats.at(at)
+    def filled(chunk: slice) -> tuple[Rows, RowStats]:
+        rows, out = rows_of(chunk), stats.at(chunk)
         store.fill(rows, out)
         store.statistics(rows, out)
-        if call.shard is not None:
-            target = rows.target if call.kept is None else call.every_target[rows.tokens]
-            of_rows = rows.hidden, target, rows.columns, call.token_checks[rows.tokens]
-            call.shard.merge(call.backend.merge_ranks, *of_rows, out, objective.demand, store.known_targets)
-        if sums and not last:
+        if work.shard is not None:
+            local_targets = rows.target if work.column_sets is None else work.local_targets[rows.tokens]
+            inputs = rows.hidden, local_targets, rows.columns, work.token_checks[rows.tokens]
+            work.shard.merge(work.backend.merge_ranks, *inputs, out, objective.demand, store.known_targets)
+        if has_sums and not is_teacher_last:
             store.sum_statistics(rows, out)
-            if call.shard is not None:
-                call.shard.add_sums(out, objective.demand)
+            if work.shard is not None:
+                work.shard.add_sums(out, objective.demand)
         return rows, out
 
     for span in spans:
-        every = slice(span[0].start, span[-1].stop)
-        if known is None:
-            for at in span:
-                rows, out = filled(at)
-            coefficients = objective.visit(stats, every, grads is not None, closed, not last)
+        span_rows = slice(span[0].start, span[-1].stop)
+        if not is_recompute:
+            for chunk in span:
+                rows, out = filled(chunk)
+            coefficients = objective.visit(stats, span_rows, grads is not None, is_closed, not is_teacher_last)
         else:
-            rows, out, coefficients = rows_of(every), stats.at(every), known[1].at(every)
+            rows, out, coefficients = rows_of(span_rows), stats.at(span_rows), all_coefficients.at(span_rows)
         if grads is None:
             continue
         assert coefficients is not None
@@ -106,9 +110,9 @@ def sweep(
         if len(span) == 1:
             store.add_gradients(rows, out, coefficients, grads)
             continue
-        for at in span:  # made again: later chunks have overwritten them
-            rows, out = filled(at)
-            of_chunk = coefficients.at(slice(at.start - every.start, at.stop - every.start))
+        for chunk in span:  # logits are made again: later chunks have overwritten them
+            rows, out = filled(chunk)
+            of_chunk = coefficients.at(slice(chunk.start - span_rows.start, chunk.stop - span_rows.start))
             store.add_gradients(rows, out, of_chunk, grads)
     if grads is not None:
         store.finish(grads)
@@ -117,13 +121,13 @@ def sweep(
     return stats, grads
 
 
-# The work of one sweep: the store, its rows, and spans (chunks that wait for each other's statistics).
-Work = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
+# What a sweep loops over: a store, a function from tokens to their rows, spans (chunks that wait for each other).
+Loop = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
 
 
 @dataclass(eq=False, kw_only=True)
-class LocalCall:
-    """A call on hidden states or on logits: everything of it that takes no gradient."""
+class LocalWork:
+    """The work of a call on one rank: all that a sweep reads besides the operands, which take gradients."""
 
     backend: Backend
     objective: Objective
@@ -131,21 +135,21 @@ class LocalCall:
     softcap: float | None
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
     plan: Plan | None = None  # None for logits that exist already
-    gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
-    spans: Spans | None = None  # rows that wait for each other only; None: as the plan says
+    gradient_buffer: GradientBuffer | None = None  # the caller's buffer, to which the weight's gradient is added
+    spans: Spans | None = None  # rows that wait for each other only; None: each chunk of the plan is one
     inplace: bool = False  # the gradient overwrites the logits
 
     # statistics of all tokens, and gradients where the forward pass makes them
     forward: ClassVar[Callable[..., tuple[RowStats, Gradients | None]]]
     # the operands' gradients, from what autograd saved of them, statistics and upstream gradients
     late_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
-    # (operand, statistics known) -> buffers of the sweep's gradients, or None
+    # (operand, is_recompute) -> buffers of the sweep's gradients, or None
     new_gradients: ClassVar[Callable[..., Gradients | None]]
-    # (operand, head, statistics, gradients, statistics known) -> the sweep's work
-    begin: ClassVar[Callable[..., Work]]
+    # (operand, head, statistics, gradients, is_recompute) -> what the sweep loops over
+    begin: ClassVar[Callable[..., Loop]]
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
-        """The call with these tensors in place of its dense teacher's."""
+        """The work with these tensors in place of its dense teacher's."""
         objective = self.objective
         if objective.teacher is None:
             return self
@@ -153,44 +157,48 @@ class LocalCall:
         return replace(self, objective=objective)
 
     @functools.cached_property
-    def every_target(self) -> Tensor:
-        """[tokens] int64: this rank's columns, -1 where a token does not count, ``ELSEWHERE`` for other ranks'."""
-        target = self.objective.target
-        return target if self.shard is None else self.shard.local_targets(target)
+    def local_targets(self) -> Tensor:
+        """[tokens] int64: targets as columns of this rank; ``ELSEWHERE``: of another rank, -1: the token does not
+        count."""
+        targets = self.objective.targets
+        return targets if self.shard is None else self.shard.local_targets(targets)
 
     @functools.cached_property
-    def target(self) -> Tensor:
-        """[tokens] int64: ``every_target`` with -1 where the softmax is over a set of columns."""
-        kept, target = self.objective.kept, self.every_target
-        return target if kept is None else target.masked_fill(kept.has, -1)
+    def softmax_targets(self) -> Tensor:
+        """[tokens] int64: ``local_targets``, but -1 for tokens whose softmax is over a set of columns."""
+        column_sets, targets = self.objective.column_sets, self.local_targets
+        return targets if column_sets is None else targets.masked_fill(column_sets.has, -1)
 
     @functools.cached_property
-    def kept(self) -> Kept | None:
-        """Sets of columns, those of this rank."""
-        kept = self.objective.kept
-        if kept is None or self.shard is None:
-            return kept
-        return replace(kept, columns=self.shard.local_columns(kept.columns))
+    def column_sets(self) -> Kept | None:
+        """Sets of columns of tokens, as columns of this rank; None: all softmaxes are over the vocabulary."""
+        column_sets = self.objective.column_sets
+        if column_sets is None or self.shard is None:
+            return column_sets
+        return replace(column_sets, columns=self.shard.local_columns(column_sets.columns))
 
     @property
-    def multiplies(self) -> bool:
-        """True where there may be rows whose logits a matmul makes."""
-        return self.objective.kept is None or not self.objective.kept.everywhere
+    def has_vocabulary_rows(self) -> bool:
+        """True where some softmax may be over the vocabulary: a matmul makes logits."""
+        return self.objective.column_sets is None or not self.objective.column_sets.everywhere
 
     @functools.cached_property
-    def columns(self) -> Tensor | None:
-        """[tokens, K] int64: the columns of each row, those of this rank, -1 for none here."""
+    def local_columns(self) -> Tensor | None:
+        """[tokens, K] int64: the K ids of each token as columns of this rank, -1 for other ranks'; None: no such
+        ids."""
         columns = self.objective.columns
         return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
 
     @functools.cached_property
     def token_checks(self) -> Tensor:
-        """[tokens] what has to be equal on ranks that share the vocabulary."""
+        """[tokens] numbers that have to be equal on ranks that share the vocabulary."""
         assert self.shard is not None
-        numbers, scale, kept = self.objective.target, self.objective.scale, self.objective.kept
-        if kept is not None:
-            entries = kept.columns if kept.bias is None else kept.columns + kept.bias.float().view(torch.int32)
-            numbers = torch.index_add(numbers, 0, kept.rows.clamp(min=0), entries.long())
+        numbers, scale, column_sets = self.objective.targets, self.objective.scale, self.objective.column_sets
+        if column_sets is not None:
+            entries = column_sets.columns
+            if column_sets.bias is not None:
+                entries = entries + column_sets.bias.float().view(torch.int32)
+            numbers = torch.index_add(numbers, 0, column_sets.rows.clamp(min=0), entries.long())
         if scale is not None:
             numbers = numbers + scale.float().view(torch.int32)
         return self.shard.token_checks(numbers, self.objective.dtype)
@@ -203,27 +211,17 @@ class LocalCall:
 
 
 @dataclass(eq=False, kw_only=True)
-class HeadCall(LocalCall):
-    """A call on hidden states."""
+class HeadWork(LocalWork):
+    """The work of a call on hidden states."""
 
     plan: Plan
     request: Request = DEFAULT_REQUEST
-    packing: Packing | None = None  # the order in which rows run
-    recordings: Cache[Any, Recorded] | None = None  # of its Spec, where its sweep can be recorded
+    packing: Packing | None = None  # the order in which rows run; None: the caller's
+    recordings: Cache[Any, RecordedSweep] | None = None  # of the Spec; None where the sweep cannot be recorded
     fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight
 
-    @property
-    def counted(self) -> Tensor | None:
-        """[] how many rows count, those first, where products stop at them."""
-        return None if self.packing is None else self.packing.count
-
-    @property
-    def order(self) -> Tensor | None:
-        """[tokens] int64: each row's place in hidden states as given; None: in order."""
-        return None if self.packing is None else self.packing.order
-
     def head(self, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> Head:
-        """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
+        """The head in the dtype of the matmuls. Under autocast this casts the weight, once for the pass."""
         sizes = self.plan.sizes
         bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
         weight = weight.to(sizes.dtype)
@@ -233,8 +231,8 @@ class HeadCall(LocalCall):
             weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
-            target = self.target if self.shard is None else self.shard.own_tokens(self.target)
-            rows = hidden, target, self.order
+            targets = self.softmax_targets if self.shard is None else self.shard.own_tokens(self.softmax_targets)
+            rows = hidden, targets, None if self.packing is None else self.packing.order
             fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, *rows, sizes.deterministic)
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
@@ -242,14 +240,15 @@ class HeadCall(LocalCall):
         """Statistics of all tokens, and gradients where the forward pass makes them."""
         head = self.head(weight, bias, hidden)
         if self.recordings is not None:
-            return recorded(sweep, self, hidden, head)
+            return run_recorded(sweep, self, hidden, head)
         stats, grads = sweep(self, hidden, head)
         if self.packing is not None and grads is not None and grads.hidden is not None:
             grads.hidden = self.packing.unpack(grads.hidden)
         return stats, grads
 
-    def recomputing(self) -> "HeadCall":
-        """The call with gradients in backward, as a second backward over a retained graph needs them too."""
+    def recomputing(self) -> "HeadWork":
+        """The work with a plan that makes gradients in backward. A second backward over a retained graph needs it
+        too."""
         if self.plan.schedule == "recompute":
             return self
         plan = find_late_plan(self.plan.sizes, self.request)
@@ -260,7 +259,7 @@ class HeadCall(LocalCall):
     def late_gradients(
         self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias once the upstream gradients are known."""
+        """Gradients of hidden states, weight and bias from the upstream gradients of the outputs."""
         if self.shard is not None:
             begin_backward(self.shard.group)
             if not isinstance(self.objective, ScalarObjective):
@@ -271,57 +270,62 @@ class HeadCall(LocalCall):
     def recompute(
         self, operands: Sequence[Any], stats: RowStats, coefficients: Coefficients
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias from all tokens' coefficients, by computing logits again."""
+        """Gradients of hidden states, weight and bias from all tokens' coefficients: computes the logits again."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
         _, grads = sweep(self, hidden, self.head(weight, bias, hidden), (stats, coefficients))
         assert grads is not None
-        of_hidden, *others = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan.sizes)
-        return of_hidden if packing is None or of_hidden is None else packing.unpack(of_hidden), *others
+        dhidden, *head_gradients = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan.sizes)
+        return dhidden if packing is None or dhidden is None else packing.unpack(dhidden), *head_gradients
 
-    def new_gradients(self, given: Tensor, known: bool) -> Gradients | None:
+    def new_gradients(self, hidden: Tensor, is_recompute: bool) -> Gradients | None:
+        """Buffers of the sweep's gradients; None where this pass makes none."""
         plan = self.plan
-        if not known and plan.schedule != "forward":
+        if not is_recompute and plan.schedule != "forward":
             return None
-        of_hidden = plan.sizes.hidden_dtype if known else plan.hidden_accumulate
-        grads = Gradients.empty(plan.sizes, of_hidden, plan.weight_accumulate, given.device, self.gradient_buffer)
+        hidden_dtype = plan.sizes.hidden_dtype if is_recompute else plan.hidden_accumulate
+        grads = Gradients.empty(plan.sizes, hidden_dtype, plan.weight_accumulate, hidden.device, self.gradient_buffer)
         grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
-        if self.counted is not None and grads.hidden is not None:
-            grads.hidden.zero_()  # where a token does not count nothing is computed
+        if grads.hidden is not None and self.packing is not None and self.packing.count is not None:
+            grads.hidden.zero_()  # products leave out rows that do not count
         return grads
 
-    def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
+    def begin(self, hidden: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
+        """The store, a function from a chunk to its rows, and the spans of a sweep."""
         plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
-        if self.objective.kept is not None:
-            assert self.kept is not None
-            packed = given if self.packing is None else self.packing.pack(given)
-            of_sets = Rows(packed, self.every_target, self.columns, self.objective.scale)
-            sets = SetStore(backend, head, self.kept, of_sets, self.objective.demand)
-            if not self.multiplies:
-                return sets, lambda at: of_sets, [(of_sets.tokens,)]
+        if self.objective.column_sets is not None:
+            assert self.column_sets is not None
+            packed_hidden = hidden if self.packing is None else self.packing.pack(hidden)
+            set_rows = Rows(packed_hidden, self.local_targets, self.local_columns, self.objective.scale)
+            sets = SetStore(backend, head, self.column_sets, set_rows, self.objective.demand)
+            if not self.has_vocabulary_rows:
+                return sets, lambda chunk: set_rows, [(set_rows.tokens,)]
         teacher = None if teacher is None else teacher.cast()  # once, as the weight
-        every = Rows(given, self.target, self.columns, self.objective.scale, teacher, self.counted, order=self.order)
-        most, tokens = plan.block_tokens if known else plan.chunk_tokens, plan.sizes.tokens
-        gathered = None if self.shard is None else self.shard.gathered(given, most)
-        buffer = empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)
+        targets, columns, scale = self.softmax_targets, self.local_columns, self.objective.scale
+        order, count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
+        every_row = Rows(hidden, targets, columns, scale, teacher, count, order=order)
+        most, tokens = plan.block_tokens if is_recompute else plan.chunk_tokens, plan.sizes.tokens
+        gathered = None if self.shard is None else self.shard.gathered(hidden, most)
+        clean_hidden = empty(most, hidden.shape[1], dtype=plan.sizes.dtype, device=hidden.device)
         if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
-            of_teacher = teacher.hidden
-            teacher_buffer = teacher.weight.new_empty(most, of_teacher.shape[1])
+            teacher_hidden = teacher.hidden
+            clean_teacher_hidden = teacher.weight.new_empty(most, teacher_hidden.shape[1])
 
-        def rows_of(at: slice) -> Rows:
-            """Tokens ``at`` of the call, for a store to clean; a teacher's are clean."""
-            count = at.stop - at.start
-            rows = every if count == tokens else every.at(at)
-            source, order, of_rows = rows.hidden, rows.order, rows.teacher
+        def rows_of(chunk: slice) -> Rows:
+            """Rows of a chunk. ``Rows.hidden`` is memory in which the store puts clean rows of ``Rows.source``; a
+            teacher's rows are clean."""
+            count = chunk.stop - chunk.start
+            rows = every_row if count == tokens else every_row.at(chunk)
+            source, order, teacher_rows = rows.hidden, rows.order, rows.teacher
             if gathered is not None:
-                source, order = gathered.chunk(at)  # by rank; clean rows stand in the call's order
-            if of_rows is not None and of_rows.hidden is not None:
-                clean = teacher_buffer[:count]
-                backend.clean_rows(clean, of_rows.hidden if rows.order is None else of_teacher, rows.target, rows.order)
-                of_rows = replace(of_rows, hidden=clean)
-            out = buffer if count == most else buffer[:count]
-            return rows._replace(hidden=out, source=source, order=order, teacher=of_rows)
+                source, order = gathered.chunk(chunk)  # rank after rank; clean rows stand in the call's order
+            if teacher_rows is not None and teacher_rows.hidden is not None:
+                clean, raw = clean_teacher_hidden[:count], teacher_rows.hidden if rows.order is None else teacher_hidden
+                backend.clean_rows(clean, raw, rows.target, rows.order)
+                teacher_rows = replace(teacher_rows, hidden=clean)
+            clean = clean_hidden if count == most else clean_hidden[:count]
+            return rows._replace(hidden=clean, source=source, order=order, teacher=teacher_rows)
 
-        store = backend.store_of(head, plan, every, known)
-        spans = [(at,) for at in slices(tokens, most)] if known or self.spans is None else self.spans
+        store = backend.store_of(head, plan, every_row, is_recompute)
+        spans = [(chunk,) for chunk in slices(tokens, most)] if is_recompute or self.spans is None else self.spans
         return store if sets is None else WithSets(store, sets), rows_of, spans

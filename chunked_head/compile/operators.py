@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.logits_call import LogitsCall
+from ..call.logits_work import LogitsWork
 from ..call.options import Call
 from ..call.run import Grads, kernel_context, prepared
 from ..call.spec import Spec
-from ..call.sweep import HeadCall
+from ..call.sweep import HeadWork
 from ..call.tokens import Tokens, tokens_of
 from ..core.checks import PACKAGE
 from ..core.private import in_own_thread, private
@@ -102,7 +102,7 @@ class Work(NamedTuple):
     call: Call[Any]
     spec: Spec
     tokens: Tokens
-    sweep: HeadCall | LogitsCall
+    sweep: HeadWork | LogitsWork
     operands: Sequence[Any]  # of ``sweep``
 
 
@@ -159,7 +159,7 @@ def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor,
     ``grads``: from the forward sweep, without the upstream gradient; None where the plan leaves them to backward.
     """
     sweep, objective = work.sweep, work.sweep.objective
-    assert isinstance(objective, ScalarObjective) and isinstance(sweep, HeadCall)
+    assert isinstance(objective, ScalarObjective) and isinstance(sweep, HeadWork)
     plan, one_or_nan = sweep.plan, objective.one_or_nan
     expected = torch.ones_like(one_or_nan) * objective.expected.upstream
     hidden, weight, bias = gradient_dtypes(work.call, work.spec)
@@ -234,7 +234,7 @@ def backward(
         sweep, packing, demand = work.sweep, work.tokens.packing, work.spec.demand
         names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).named()
         stats = RowStats.of(dict(zip(names, statistics, strict=True)))
-        if isinstance(sweep, LogitsCall):
+        if isinstance(sweep, LogitsWork):
             return in_shape(sweep.late_gradients(work.operands, stats, upstream), operands, needs_grad)
         if packing is not None:
             upstream = [packing.pack(grad) for grad in upstream]

@@ -9,8 +9,8 @@ import torch
 from .. import losses
 from ..call.fields import kinds_of
 from ..call.options import NO_LOSSES, Call, check_options
-from ..call.run import sizes_of
-from ..call.spec import Spec, check_fp8, decided, parts_of
+from ..call.planning import sizes_of
+from ..call.spec import Spec, check_fp8, decided, measures_of
 from ..core import checks
 from ..core.checks import choice, flag
 from ..kernels.common.gpus import GPUS, Gpu
@@ -124,7 +124,7 @@ def plan(
         losses=terms, metrics=measured, outputs=names, result=lambda plan: plan,
     )  # fmt: skip
     call.device = place  # of a GPU that may be absent
-    readers = parts_of(call)  # summands and metrics
+    readers = measures_of(call)  # summands and metrics
     id_reader = next((reader.label for reader in readers if "teacher_ids" in reader.fields), None)
     if id_reader is not None and not teacher_k:
         raise ValueError(f"{id_reader} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, quantise
 from chunked_head.arithmetic import objective
-from chunked_head.call import run, spec
+from chunked_head.call import planning, run, spec
 from chunked_head.compile import operation
 from chunked_head.functions import quantise as functions_quantise
 from chunked_head.integrations import trl
@@ -181,9 +181,9 @@ def test_calls_alike_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_calls_that_differ_in_numbers_share_a_spec_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.SPECS.clear()
-    checked, planned = mock.Mock(side_effect=spec.build), mock.Mock(side_effect=run.find_plan)
+    checked, planned = mock.Mock(side_effect=spec.build), mock.Mock(side_effect=planning.find_plan)
     monkeypatch.setattr(spec, "build", checked)
-    monkeypatch.setattr(run, "find_plan", planned)
+    monkeypatch.setattr(planning, "find_plan", planned)
     hidden, weight, target = torch.randn(9, 8), torch.randn(40, 8), torch.randint(40, (9,))
     for x in (0.1, 0.2, 0.3, 0.1):
         loss = losses.cross_entropy(label_smoothing=x) + x * losses.entropy(temperature=1 + x)

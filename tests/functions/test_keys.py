@@ -24,7 +24,7 @@ from chunked_head.arithmetic.evaluate import Inputs
 from chunked_head.arithmetic.objective import ScalarObjective
 from chunked_head.call import recording, run, spec
 from chunked_head.call.options import Call
-from chunked_head.call.sweep import HeadCall
+from chunked_head.call.sweep import HeadWork
 from chunked_head.compile import operation, recipes
 from chunked_head.core.stats import Demand
 from chunked_head.functions import cross_entropy
@@ -216,15 +216,16 @@ def test_plans_are_equal_for_equal_sizes_only(kind: type) -> None:
 
 
 OF_RECORDINGS = {
-    "HeadCall.backend": "the Spec's", "HeadCall.request": "the Spec's",
-    "HeadCall.shard": "None: is_recordable", "HeadCall.packing": "None where sweeps are recorded",
-    "HeadCall.spans": "None: without segments", "HeadCall.fp8_weight": "None: is_recordable",
+    "HeadWork.backend": "the Spec's", "HeadWork.request": "the Spec's",
+    "HeadWork.shard": "None: is_recordable", "HeadWork.packing": "None where sweeps are recorded",
+    "HeadWork.spans": "None: without segments", "HeadWork.fp8_weight": "None: is_recordable",
     "ScalarObjective.backend": "the Spec's", "ScalarObjective.demand": "the Spec's",
     "ScalarObjective.dtype": "the Spec's", "ScalarObjective.columns": "None: is_recordable",
-    "ScalarObjective.kept": "None: is_recordable", "ScalarObjective.teacher": "None: is_recordable",
+    "ScalarObjective.column_sets": "None: is_recordable", "ScalarObjective.teacher": "None: is_recordable",
     "ScalarObjective.forward_coefficients": "None: is_recordable", "ScalarObjective.exchanges": "is_recordable",
     "ScalarObjective.coupled": "False: is_recordable", "ScalarObjective.structure": "the Spec's, and its numbers",
-    "ScalarObjective.class_weights": "the head's, which is an input", "ScalarObjective.apart": "made by the sweep",
+    "ScalarObjective.class_weights": "the head's, which is an input",
+    "ScalarObjective.unit_values": "made by the sweep",
     "ScalarObjective.expected": "factors, which are inputs, have it", "ScalarObjective.table": "asked for before",
     "Inputs.num_segments": NO_KERNEL, "Inputs.rank_sums": NO_KERNEL, "Inputs.withheld": "the Spec's",
     "Inputs.token_fields": "the Spec's", "Inputs.target": "the objective's",
@@ -234,10 +235,10 @@ OF_RECORDINGS = {
 def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, lacking, keys = Reads(), set[tuple[str, str]](), list[Any]()
 
-    def watched(sweep: Any, call: HeadCall, rows: Tensor, head: Any) -> Any:
+    def watched(sweep: Any, call: HeadWork, rows: Tensor, head: Any) -> Any:
         asked = Asked(reads)
-        with reads.of(HeadCall, ScalarObjective, Inputs):
-            found = recording.recorded(sweep, replace(call, recordings=asked), rows, head)  # type: ignore[arg-type]
+        with reads.of(HeadWork, ScalarObjective, Inputs):
+            found = recording.run_recorded(sweep, replace(call, recordings=asked), rows, head)  # type: ignore[arg-type]
         keys.extend(asked.keys)
         return found
 
@@ -253,7 +254,7 @@ def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from chunked_head.call import sweep
 
-    monkeypatch.setattr(sweep, "recorded", lambda swept, *args: watched(sweeping(swept), *args))
+    monkeypatch.setattr(sweep, "run_recorded", lambda swept, *args: watched(sweeping(swept), *args))
     given = test_recording.made(1, "cpu")
     for call in list(test_recording.CALLS.values())[:12]:
         call(given)

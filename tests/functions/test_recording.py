@@ -150,7 +150,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not RECORDERS
 
 
-def recordings() -> list[recording.Recorded]:
+def recordings() -> list[recording.RecordedSweep]:
     return [found for one in spec.SPECS.values() for found in one.recordings.values()]
 
 

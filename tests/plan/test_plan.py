@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tracking import MiB
 
 from chunked_head import linear_cross_entropy, linear_logprobs, losses, plan
-from chunked_head.call import run, spec
+from chunked_head.call import planning, spec
 from chunked_head.plan.planner import default_budget
 from chunked_head.plan.sizes import DEFAULT_BUDGET, parse_bytes, slices
 
@@ -151,8 +151,8 @@ def test_log_probabilities_are_planned_as_their_call_is(
     top_k: int | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, weight = (torch.randn(rows, 16, requires_grad=True) for rows in (40, 50))
-    made, real = [], run.find_plan
-    monkeypatch.setattr(run, "find_plan", lambda *given: made.append(real(*given)) or made[-1])
+    made, real = [], planning.find_plan
+    monkeypatch.setattr(planning, "find_plan", lambda *given: made.append(real(*given)) or made[-1])
     options: dict[str, Any] = {"top_k": top_k, "chunk_tokens": chunk}
     for names in ((), ("entropy",), ("lse", "argmax"), ("log_sum_sq_probs", "mean_logit")):
         spec.SPECS.clear()  # another test's may have a plan

@@ -1,0 +1,195 @@
+"""The plan of a call on hidden states: what decides it, and the order of rows that it asks for."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.checks import mismatch, refuse
+from ..plan.planner import find_late_plan, find_plan
+from ..plan.plans import Plan
+from ..plan.segments import Spans, spans_of
+from ..plan.sizes import Sizes
+from ..stores.operands import TeacherHead
+from ..stores.sets import SetStore
+from .options import Call
+from .spec import Spec
+from .tokens import Tokens, in_order
+
+GradFlags = tuple[bool, bool, bool]  # which gradients are made: of hidden states, weight, bias
+
+
+class PlanKey(NamedTuple):
+    """All that decides a call's plan besides its Spec and a dense teacher's tensors: the key of ``Spec.plans``."""
+
+    tokens: int
+    makes_grads: GradFlags
+    is_late: bool  # the call runs inside of a backward, which wants its gradients there
+    by_segments: bool  # chunks end where segments end
+    is_copied: bool  # hidden states are copied to get the shape [tokens, hidden]
+    is_moved: bool  # rows run in another order than the caller's
+    skips: bool  # products stop at a number of rows on the device
+    buffer_dtype: torch.dtype | None  # of the caller's buffer for the weight's gradient
+    has_plain_rows: bool  # columns of hidden states are contiguous
+    is_weight_contiguous: bool
+    weight_offset: int  # bytes of the weight's address above a multiple of 16
+
+
+def grads_asked_for(call: Call[Any]) -> GradFlags:
+    """The gradients that autograd asks for in the present grad mode."""
+    assert call.weight is not None
+    if not torch.is_grad_enabled():
+        return False, False, False
+    return call.rows.requires_grad, call.weight.requires_grad, call.bias is not None and call.bias.requires_grad
+
+
+def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: bool) -> tuple[Tokens, Plan, Spans | None]:
+    """The tokens in the order in which they run, the plan, and spans of rows that wait for each other only (None: each
+    chunk is one). ``hidden`` [tokens, hidden]; ``is_late``: inside of a backward. ValueError where no plan fits."""
+    call, packing, groups, weight, buffer_dtype = tokens.call, tokens.packing, tokens.groups, tokens.call.weight, None
+    assert weight is not None
+    if call.accumulate_into is not None and call.gradient_buffer is not None:
+        buffer_dtype = call.gradient_buffer.buffer.dtype
+    # a view shares memory with its source, a copy does not; sets of columns read rows in the order in which they run
+    packs_hidden = packing is not None and tokens.column_sets is not None
+    key = PlanKey(
+        len(tokens.targets),
+        makes_grads,
+        is_late,
+        by_segments=groups is not None,
+        is_copied=hidden.numel() > 0 and (packs_hidden or hidden.data_ptr() != call.rows.data_ptr()),
+        is_moved=packing is not None,
+        skips=packing is not None and packing.count is not None,
+        buffer_dtype=buffer_dtype,
+        has_plain_rows=hidden.stride(1) == 1 or hidden.shape[1] == 1,
+        is_weight_contiguous=weight.is_contiguous(),
+        weight_offset=weight.data_ptr() & 15,
+    )
+    plan = plan_or_reason(tokens, key)
+    if isinstance(plan, str) and key.by_segments:
+        # the budget has no room for the gradient of hidden states in another order
+        groups, plan = None, plan_or_reason(tokens, key._replace(by_segments=False))
+    if isinstance(plan, str):
+        raise ValueError(plan)
+    if groups is None or plan.schedule != "forward" or plan.chunks == 1:
+        return tokens, plan, None
+    is_free = tokens.teacher is None or tokens.teacher.logits is None  # another order would copy a teacher's logits
+    spans, order = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, is_free)
+    plan = replace(plan, ending=sum(map(len, spans)))
+    if not plan.too_many_chunks:
+        return in_order(tokens, [groups[group] for group in order]), plan, spans
+    # segments are too uneven: 16-bit sums over so many chunks are not accurate
+    plan_without_spans = plan_or_reason(tokens, key._replace(by_segments=False))
+    if isinstance(plan_without_spans, str):
+        raise ValueError(plan_without_spans)
+    return tokens, plan_without_spans, None
+
+
+def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
+    """The plan of a key, from the Spec's cache or made; or the reason why no plan fits."""
+    call, spec, weight = tokens.call, tokens.spec, tokens.call.weight
+    is_cached = tokens.teacher is None  # else its tensors decide too
+    plan = spec.plans.get(key) if is_cached else None
+    if plan is None:
+        sizes = sizes_of(
+            call,
+            spec,
+            key.tokens,
+            key.makes_grads,
+            tokens.teacher,
+            key.has_plain_rows,
+            late_upstream=key.is_late or bool(call.outputs),
+            by_segments=key.by_segments,
+            copied=key.is_copied,
+            moved=key.is_moved or key.by_segments,
+            buffer_dtype=key.buffer_dtype,
+            skips=key.skips,
+        )
+        check_own_matmuls(tokens, sizes)
+        plan_or_text = find_late_plan(sizes, spec.request) if key.is_late else find_plan(sizes, spec.request)
+        if is_cached and isinstance(plan_or_text, Plan):
+            spec.plans[key] = plan_or_text
+        return plan_or_text
+    assert weight is not None
+    sizes = plan.sizes
+    sizes_of_plan = sizes.tokens, sizes.hidden, sizes.vocab + sizes.padding, sizes.dtype
+    sizes_of_call = key.tokens, *weight.shape[::-1], spec.dtype
+    if sizes_of_plan != sizes_of_call:
+        raise mismatch("a plan", sizes_of_plan, sizes_of_call)
+    # Specs of other numbers share plans, and their demands differ in numbers
+    return plan if sizes.demand == spec.demand else replace(plan, sizes=replace(sizes, demand=spec.demand))
+
+
+def sizes_of(
+    call: Call[Any],
+    spec: Spec,
+    tokens: int,
+    makes_grads: GradFlags,
+    teacher: TeacherHead | None,
+    has_plain_rows: bool = True,
+    **traits: Any,
+) -> Sizes:
+    """The sizes of a plan. ``has_plain_rows``: columns of hidden states are contiguous. ``traits``: fields of ``Sizes``
+    that replace those of the backend, of the shard and of the call."""
+    weight, backend, bias = call.weight, spec.backend, call.bias
+    assert weight is not None
+    traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
+    columns, has_bias_grad = traits.pop("columns", call.columns), makes_grads[2]
+    store: Any = SetStore
+    if not (call.kept_everywhere or spec.demand.columns_only):  # else no softmax is over the vocabulary
+        is_plain = has_plain_rows and call.softcap is None and not has_bias_grad
+        store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), is_plain, teacher)
+    fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
+    traits_of_call: dict[str, Any] = {
+        "late_upstream": bool(call.outputs),
+        "coupled": spec.coupled and not traits.get("by_segments"),
+        "fp8": fp8,
+        "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
+        "teacher_cast": teacher is not None and teacher.casts,
+    }
+    return Sizes(
+        tokens,
+        weight.shape[1],
+        columns,
+        spec.dtype,
+        call.rows.dtype,
+        weight.dtype,
+        store,
+        weight.shape[0] - columns,
+        *makes_grads,
+        bias_dtype=None if bias is None else bias.dtype,
+        demand=spec.demand,
+        deterministic=call.deterministic,
+        **(traits_of_call | traits),
+    )
+
+
+def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
+    """Raises where an option needs our own matmuls and these operands run in others."""
+    is_own_fp8 = sizes.fp8 is not None and tokens.spec.backend.bounds_rows
+    if not (sizes.skips or sizes.deterministic or is_own_fp8):
+        return
+    is_bounded = sizes.store.bounds_rows and tokens.spec.backend.bounds_rows
+    is_fixed, device = sizes.deterministic, tokens.call.device
+    operands = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
+    sums_over_segments = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
+    sums_over_segments += [metric.label for metric, _ in tokens.structure.segment_metrics]
+    refuse({
+        f"skip_ignored=True needs our own matmuls, which do not run these operands ({operands}); use 'wait' or False":
+            sizes.skips and not is_bounded,
+        f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
+            is_fixed and device.type == "cpu" and not tokens.spec.backend.bounds_rows,
+        "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk; "
+        "cast to bfloat16, or leave it False":
+            is_fixed and sizes.dtype == torch.float16,
+        f"deterministic=True does not go with {', '.join(sums_over_segments[:1])} on a GPU, which adds up tokens in "
+        "any order; leave it False":
+            is_fixed and sums_over_segments and device.type == "cuda",
+        "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
+            is_fixed and sizes.demand.top_k,
+        f"deterministic=True needs our own matmuls, which do not run these operands ({operands}); leave it False":
+            is_fixed and not is_bounded,
+        'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':
+            is_own_fp8 and not is_bounded,
+    })  # fmt: skip
