@@ -54,7 +54,7 @@ class Mutation(NamedTuple):
 MUTATIONS = [Mutation(*row) for row in (
     # keys of caches, each without a part
     ("key: a metric without its number of values", "chunked_head/metrics/values.py", "self.weighting, self.components, self.scope", "self.weighting, self.scope", "tests/kernels/test_vectors.py -k one_function"),
-    ("key: a loss without its unit", "chunked_head/losses/base.py", "return self.split[0], self.unit, self.scope, self.reads_target, tuple", "return self.split[0], self.scope, self.reads_target, tuple", KEYS + " -k 'arithmetic and losses'"),
+    ("key: a loss without its unit", "chunked_head/losses/base.py", "return self.key_and_numbers[0], self.unit, self.scope, self.reads_target, tuple", "return self.key_and_numbers[0], self.scope, self.reads_target, tuple", KEYS + " -k 'arithmetic and losses'"),
     ("key: arithmetic without the fields of tokens", EVALUATE, "tuple(inputs.fields), inputs.token_fields, tuple", "tuple(inputs.fields), tuple", KEYS + " -k 'arithmetic and metrics'"),
     ("key: a Spec without what is returned", "chunked_head/call/spec.py", "options = call.function, call.outputs, static,", "options = call.function, static,", KEYS + " -k specs"),
     ("key: a Spec without its metrics", "chunked_head/call/spec.py", "tuple([metric.signature for metric in metrics])", "len(metrics)", KEYS + " -k specs"),

@@ -36,7 +36,7 @@ class Structure:
     def split(self) -> tuple[tuple, tuple[float, ...]]:
         """A key, equal for structures that compile to the same code, and that code's arguments: floats of the options,
         ratios of further softmaxes."""
-        numbers = [number for part, _ in (*self.summands, *self.metrics) for number in part.split[1]]
+        numbers = [number for part, _ in (*self.summands, *self.metrics) for number in part.key_and_numbers[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])
         softmaxes = self.views[0], split_numbers(self.views[1:], numbers), self.pairing

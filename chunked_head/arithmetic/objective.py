@@ -34,7 +34,7 @@ def snapshot(value: float | Tensor, template: Tensor) -> float | Tensor:
     return float(value)
 
 
-def times(value: Tensor, *factors: float | Tensor) -> Tensor:
+def product_of(value: Tensor, *factors: float | Tensor) -> Tensor:
     """The product, without a launch for a factor that is the number 1."""
     for factor in factors:
         if isinstance(factor, Tensor) or factor != 1.0:
@@ -173,8 +173,9 @@ class ScalarObjective(LossObjective):
         has_one_denominator = not self.is_normalized and len({id(d) for d in self.inverse}) == 1
         numbers = [c for c in self.loss_coefficients if type(c) is float]
         adds_rows = {*structure.widths} == {1} and all(metric.reduce == "mean" for metric, _ in structure.metrics)
-        is_one_launch = has_one_denominator and adds_rows and len(numbers) == count
-        if table is not None and self.backend is not None and is_one_launch:
+        has_number_factors = has_one_denominator and len(numbers) == count
+        if table is not None and self.backend is not None and has_number_factors and adds_rows:
+            # one launch makes the sums of all rows and the sum of losses
             total, row_sums = self.backend.sum_rows(table, self.inverse[0], self.one_or_nan, numbers)
             sums = list(row_sums.unbind())
             self.parts[:], self.metric_totals[:] = sums[:count], sums[count:]
@@ -233,7 +234,7 @@ class TokenObjective(LossObjective):
         self.evaluate(stats, slice(0, len(self.targets)), gradient=False)
         table, _ = self.take_values()
         assert table is not None
-        first, *further = map(times, table, self.loss_coefficients)
+        first, *further = map(product_of, table, self.loss_coefficients)
         return (sum(further, first) * self.one_or_nan,)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:

@@ -89,5 +89,5 @@ def logits_work(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsWor
         softcap=None if call.softcap is None else call.softcap / temperature,
         shard=shard,
         inplace=call.inplace,
-        width=call.columns,
+        width=call.local_width,
     )

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.evaluate import Inputs, unit_mask
-from ..arithmetic.objective import Expected, Objective, ScalarObjective, StatsObjective, TokenObjective, snapshot, times
+from ..arithmetic.objective import (
+    Expected,
+    Objective,
+    ScalarObjective,
+    StatsObjective,
+    TokenObjective,
+    product_of,
+    snapshot,
+)
 from ..core.stats import SUFFIX
 from ..losses.base import Summand
 from ..metrics import Metric
@@ -47,7 +55,7 @@ def objective_of(tokens: Tokens) -> Objective:
         inverse *= len(terms)
     factors, number_factors = inverse, [c for c in coefficients if type(c) is float]
     if call.upstream is not None or len(number_factors) < len(inverse):
-        factors = [times(d, c, declared) for c, d in zip(coefficients, inverse, strict=True)]
+        factors = [product_of(d, c, declared) for c, d in zip(coefficients, inverse, strict=True)]
         number_factors = [1.0] * len(inverse)
     weights, counts = dict[str, Tensor](), list[Tensor]()
     if call.metrics:
@@ -57,7 +65,7 @@ def objective_of(tokens: Tokens) -> Objective:
         table = factors[0].unsqueeze(0)
     else:
         # each count has memory of its own: a caller may add other ranks' counts to it in place
-        numbers = torch.stack([*map(times, factors, number_factors), *counts])
+        numbers = torch.stack([*map(product_of, factors, number_factors), *counts])
         table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
     fields = fields_of(tokens, table, weights)
     if rank_sums is not None and spec.coupled:
@@ -80,7 +88,7 @@ def of_each_token(tokens: Tokens) -> Objective:
     call, spec = tokens.call, tokens.spec
     if call.outputs == ("values",):
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.call.losses.terms]
-        fields = fields_of(tokens, torch.stack([times(tokens.one_or_nan, c) for c in coefficients]), {})
+        fields = fields_of(tokens, torch.stack([product_of(tokens.one_or_nan, c) for c in coefficients]), {})
         return TokenObjective(**fields, loss_coefficients=coefficients, backend=spec.backend)
     fields, views, pairing, names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
     if fields["structure"].views != views:  # the call returns statistics of a softmax that no loss reads

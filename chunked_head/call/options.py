@@ -246,7 +246,7 @@ class Call(Generic[Result]):
         return self.shard.vocab
 
     @property
-    def columns(self) -> int:
+    def local_width(self) -> int:
         """Number of the weight's rows (or logits' columns) on this rank that stand for an id."""
         return self.vocab if self.shard is None else self.shard.columns
 
@@ -261,7 +261,7 @@ class Call(Generic[Result]):
     def sequence_sharded(self) -> bool:
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
-    def check(self) -> torch.dtype:
+    def check_arguments(self) -> torch.dtype:
         """Raises for wrong operands and options. Returns the dtype of matmuls, or of the arithmetic on logits."""
         dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
         dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
@@ -325,10 +325,10 @@ def call_of(
     if options.keys() - DEFAULTS.keys():
         refuse_names(function, options.keys() - DEFAULTS.keys())
     if not PLAIN_TYPES.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
-        options = options.copy()
-        hidden, weight, target, options["bias"], options["vocab_size"], options["parallel"] = local_operands(
-            hidden, weight, target, options.get("bias"), options.get("vocab_size"), options.get("parallel")
-        )
+        layout = options.get("vocab_size"), options.get("parallel")
+        local = local_operands(hidden, weight, target, options.get("bias"), *layout)
+        hidden, weight, target = local.hidden, local.weight, local.target
+        options = {**options, "bias": local.bias, "vocab_size": local.vocab_size, "parallel": local.parallel}
     if not isinstance(weight, Tensor):
         checks.check_tensor("weight", weight, optional=False)
     return Call(function=function, rows=hidden, weight=weight, target=target, **options, **call_fields)

@@ -135,7 +135,7 @@ def sizes_of(
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
-    columns, has_bias_grad = traits.pop("columns", call.columns), makes_grads[2]
+    columns, has_bias_grad = traits.pop("columns", call.local_width), makes_grads[2]
     store: Any = SetStore
     if not (call.kept_everywhere or spec.demand.columns_only):  # else no softmax is over the vocabulary
         is_plain = has_plain_rows and call.softcap is None and not has_bias_grad

@@ -98,7 +98,7 @@ def check_every_call(call: Call[Any], spec: Spec) -> None:
         checks.check_factor("normalizer", call.normalizer, call.device)
         checks.check_factor("upstream", call.upstream, call.device)
     if call.fp8_weight is not None and call.weight is not None:
-        call.fp8_weight.of(call.weight, call.columns)
+        call.fp8_weight.of(call.weight, call.local_width)
     if call.token_parallel is not None:
         for measure in measures_of(call):
             role = "loss" if isinstance(measure, Summand) else "metric"
@@ -199,7 +199,7 @@ def measures_of(call: Call[Any]) -> list[Summand | Metric]:
 
 def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
     """A new Spec. Raises for everything wrong with the call that can be seen without the contents of tensors."""
-    dtype, batch = call.check(), call.batch or {}
+    dtype, batch = call.check_arguments(), call.batch or {}
     check_losses(call)
     backend = backend_of(call.backend, call.device)
     backend.check(call.device, dtype, "logits" if call.weight is None else "hidden")

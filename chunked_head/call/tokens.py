@@ -160,7 +160,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     if fields:
         pairing, kinds = structure.pairing, spec.field_kinds
         if structure.teacher is not None and pairing is not None:
-            columns = pairing.columns if call.shard is None else call.columns
+            columns = pairing.columns if call.shard is None else call.local_width
             teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
         # ``teacher_entries``, which ``lay_fields`` adds, has no kind and a row for each token

@@ -136,7 +136,7 @@ class Measure:
         return int(self.unit == "token")
 
     @functools.cached_property
-    def split(self) -> tuple[Hashable, tuple[float, ...]]:
+    def key_and_numbers(self) -> tuple[Hashable, tuple[float, ...]]:
         """A key of the function and its options without floats, and the floats; None and () for a user's function.
         Code is compiled for the key and takes the floats as arguments."""
         numbers: list[float] = []
@@ -147,7 +147,7 @@ class Measure:
     def builtin(self) -> bool:
         """True for the library's own functions, which read their arguments only. A user's may read other things:
         nothing that outlives a call depends on it."""
-        return self.split[0] is not None
+        return self.key_and_numbers[0] is not None
 
     def with_numbers(self, numbers: Iterator[Any]) -> Self:
         """The measure with its options' floats replaced by the next of ``numbers``, floats or tensors []."""
@@ -156,7 +156,9 @@ class Measure:
     @functools.cached_property
     def settings(self) -> tuple:
         """The floats of the options, of the temperature, the teacher and the sums: ``signature`` leaves them out."""
-        return self.split[1], self.temperature, getattr(self, "teacher", None), *[s.numbers for s in self.sums.values()]
+        _, numbers = self.key_and_numbers
+        teacher, sums = getattr(self, "teacher", None), [vocab_sum.numbers for vocab_sum in self.sums.values()]
+        return numbers, self.temperature, teacher, *sums
 
     @property
     def reads(self) -> tuple:
@@ -195,7 +197,7 @@ class Summand(Measure):
     def key(self) -> tuple:
         """A key: equal for summands that compile to the same code."""
         teacher = None if self.teacher is None else split_numbers(self.teacher, [])
-        return self.split[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher
+        return self.key_and_numbers[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher
 
     @functools.cached_property
     def signature(self) -> Hashable:

@@ -148,7 +148,8 @@ def _sapo(
 
 
 def checked_clip(where: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
-    """Options of ``clipped_ratio``: around 1, of a ratio that is at most ``delta`` unclipped."""
+    """Options of ``clipped_ratio``: the bounds 1 - clip_low and 1 + clip_high, and the ceiling ``delta`` of the ratio
+    where A < 0."""
     low, high = 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
     if delta is None:
         return {"low": low, "high": high, "ceiling": None}
@@ -162,7 +163,7 @@ def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp"
 
 
 def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:
-    """log r of each token [n]; without old log-probabilities (on policy) 0 with gradient 1."""
+    """log r of each token [n]. Without old log-probabilities, on policy, its value is 0 and its gradient 1."""
     return stats.logprob - old_logprobs(stats, batch)
 
 
@@ -189,7 +190,7 @@ def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
-    """Detached weights [n], one per token."""
+    """Weights [n] of tokens against the mismatch of rollout engine and trainer, detached."""
     log_ratio = old_logprobs(stats, batch) - batch["rollout_logprobs"]
     if rollout.level == "segment":
         log_ratio = batch.per_token(batch.segment_sum(log_ratio))
@@ -211,7 +212,8 @@ def make_policy(
     policy: dict[str, Any],
     unit: str | None = None,  # None: a loss of tokens that knows no segments
 ) -> Losses:
-    """The loss with its rollout weights taken out of ``policy``."""
+    """A policy loss. ``policy``: the user's ``PolicyOptions``; those of rollout weights become the option
+    ``rollout``."""
     where, summand, rollout = f"losses.{kind}", dict(policy), None
     refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
     mode, level = summand.pop("rollout", None), summand.pop("rollout_level", "token")

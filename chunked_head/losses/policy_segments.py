@@ -188,6 +188,6 @@ def _vespo(
 
 
 def _weighted_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """Each segment's advantage times the mean of its tokens' rollout weights."""
+    """Mean advantage of each segment [num_segments] times the mean of its tokens' rollout weights."""
     advantages = batch.segment_mean(batch["advantages"])
     return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))

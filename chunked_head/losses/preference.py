@@ -94,7 +94,7 @@ def _kto(
 
 
 def scores(stats: Stats, batch: Batch, reference: bool) -> Tensor:
-    """Each token's part [n] of its segment's score."""
+    """Terms [n] of which a segment's score is the sum or the mean, one for each token."""
     return stats.logprob - batch["ref_logprobs"] if reference else stats.logprob
 
 
@@ -117,8 +117,16 @@ CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
 AVERAGED = ("ipo", "sigmoid_norm")  # variants that score a segment by its mean by default
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
 SORTED = ("aot", "aot_unpaired")  # variants that compare a pair with all others
-OF_MARGINS = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")  # that take a divergence
-MOST_EXPONENT = 80.0  # whose exponential fp32 holds
+OF_MARGINS = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "discopop",
+)  # variants that take a divergence
+MOST_EXPONENT = 80.0  # its exponential does not overflow fp32
 
 
 @once

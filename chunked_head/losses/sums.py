@@ -177,14 +177,14 @@ class InBlocks:
         )
         for node in self.graph.nodes:
             if node.op == "call_function":
-                values[node] = self.computed(node, values, log_p)
+                values[node] = self.result_of(node, values, log_p)
                 for unused in self.last_uses[node]:
                     del values[unused]
         (end,) = self.graph.find_nodes(op="output")
         terms, slopes = (values[node].expand_as(log_p) for node in end.args[0])
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
 
-    def computed(self, node: fx.Node, values: dict[fx.Node, Any], template: Tensor) -> Any:
+    def result_of(self, node: fx.Node, values: dict[fx.Node, Any], template: Tensor) -> Any:
         operation, target = name_of(node), node.target
         arguments: Any = fx.node.map_arg(node.args, lambda argument: values[argument])
         dtype = node.meta["val"].dtype

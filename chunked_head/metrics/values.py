@@ -77,12 +77,13 @@ class Metric(Measure):
 
     @property
     def key(self) -> tuple:
-        """Equal for metrics that compile to the same code."""
-        return self.split[0], self.unit, self.reduce, self.weighting, self.components, self.scope, self.reads_target
+        """A key: equal for metrics that compile to the same code."""
+        code, _ = self.key_and_numbers
+        return code, self.unit, self.reduce, self.weighting, self.components, self.scope, self.reads_target
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """Equal for metrics that run in the same way at any numbers."""
+        """A key: equal for metrics that differ in numbers at most."""
         return self.key, self.reads, self.finish
 
     @property

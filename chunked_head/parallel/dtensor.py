@@ -1,6 +1,6 @@
 """DTensor operands of a call: this rank's tensors, and the layout of ranks that their placements describe."""
 
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ Target = TypeVar("Target", Tensor, Tensor | None)
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # of operands that need no ``local_operands``
 
 
+class LocalOperands(NamedTuple, Generic[Target]):
+    """Operands of a call as plain tensors, and what placements of DTensors say of the ranks."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Target
+    bias: Tensor | None
+    vocab_size: int | None
+    parallel: Parallel
+
+
 def local_operands(
     hidden: Any,  # tensors, or DTensors
     weight: Any,
@@ -20,7 +31,7 @@ def local_operands(
     bias: Tensor | None,
     vocab_size: int | None,
     parallel: Parallel,
-) -> tuple[Tensor, Tensor, Target, Tensor | None, int | None, Parallel]:
+) -> LocalOperands[Target]:
     """The operands as plain tensors, differentiable; ValueError for placements that are none of a head's.
 
     A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is complete.
@@ -43,7 +54,7 @@ def local_operands(
             "hidden.to_local() for this rank's tokens, or hidden.full_tensor()"
         )
     hidden, weight, target, bias = (local_part(operand) for operand in (hidden, weight, target, bias))
-    return hidden, weight, target, bias, vocab_size, parallel
+    return LocalOperands(hidden, weight, target, bias, vocab_size, parallel)
 
 
 class Arrived(torch.autograd.Function):

@@ -157,7 +157,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     # logits count in the operands' dtype, whatever the buffer keeps
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0
-    chunk = of_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # a copy of all is no part of one
+    chunk = with_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # a copy of all is no part of one
     return chunk.extra_bytes - stored + logits
 
 
@@ -209,7 +209,7 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
     misses = [miss for candidate in candidates(sizes, request) if isinstance(miss := fitted(request, candidate), Miss)]
     in_forward = not (sizes.late_upstream or sizes.coupled)
     if accumulate_dtype == weight_dtype and weight_dtype.itemsize < 4 and (in_forward or not misses):
-        needed = of_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
+        needed = with_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
         return (
             f"accumulate_dtype={name(weight_dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
             f"{sizes.tokens} tokens in so few need {amount(needed)}; raise memory_budget or "
@@ -311,15 +311,15 @@ def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
     tokens, first = max(plan.sizes.tokens, 1), plan
     if plan.schedule == "recompute":
         first, least = of_one_row(plan.sizes, "loss only", request.budget), 1
-    needed, least = needed_by(first, of_rows), min(least, tokens)
+    needed, least = needed_by(first, with_rows), min(least, tokens)
     rows = chunk_size(first, needed, chunk_tokens, least, fits_budget)
     if rows < least:
         least_needed = needed(min(chunk_tokens or least, tokens))
         return Miss(least_needed - first.budget, least_needed, chunk_tokens or least)
     if plan.schedule != "recompute":
-        return of_rows(plan, rows)
-    plan, most_blocks = of_rows(plan, rows), -(-tokens // candidate.least_rows)
-    needed, most_rows = needed_by(plan, of_tile), tokens if chunk_tokens is None else balanced(tokens, chunk_tokens)
+        return with_rows(plan, rows)
+    plan, most_blocks = with_rows(plan, rows), -(-tokens // candidate.least_rows)
+    needed, most_rows = needed_by(plan, with_tile), tokens if chunk_tokens is None else balanced(tokens, chunk_tokens)
     if tiled_plan := block_and_tile(plan, needed, most_blocks, most_rows):
         return tiled_plan
     block = min(rows_of(tokens, most_blocks), most_rows)
@@ -366,7 +366,7 @@ def chunk_size(
     return equal if needed(equal) <= budget else rows  # fewer rows may need more memory for the parts of dhidden
 
 
-def of_rows(plan: Plan, rows: int) -> Plan:
+def with_rows(plan: Plan, rows: int) -> Plan:
     """The plan with chunks of ``rows``."""
     return replace(plan, chunk_tokens=rows, block_tokens=rows)
 
@@ -395,11 +395,11 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
             continue
         tile = widest_tile(plan, functools.partial(needed, block), narrowest)
         if tile and math.ceil(sizes.vocab / tile) <= tiles:
-            best, least = of_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * bytes_per_tile
+            best, least = with_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * bytes_per_tile
     return best
 
 
-def of_tile(plan: Plan, block: int, tile: int) -> Plan:
+def with_tile(plan: Plan, block: int, tile: int) -> Plan:
     """The recompute plan with blocks and tiles of these sizes. One tile makes the gradient of hidden in one product,
     several add up in fp32, where fp16 gets its scale."""
     sizes, hidden_acc = plan.sizes, plan.sizes.hidden_dtype

@@ -57,7 +57,7 @@ class Buffer(NamedTuple):
 
 
 def peak_of(buffers: Iterable[Buffer], since: Sequence[int] = (0, 0, 0, 0, 0)) -> int:
-    """Bytes of the phase that needs most, where ``since`` are there already."""
+    """Bytes of the phase that needs most. ``since``: bytes of other buffers in each phase [phases], which are added."""
     return max(map(sum, zip(since, phase_bytes(buffers), strict=True)))
 
 
@@ -91,25 +91,25 @@ class Sizes:
     bias_dtype: torch.dtype | None = None  # where it is not the weight's
     buffer_dtype: torch.dtype | None = None  # of the caller's buffer for the weight's gradient
     # the time at which gradients can be made
-    late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
+    late_upstream: bool = False  # gradients wait for the upstream gradient, which is no scalar or comes in backward
     coupled: bool = False  # a gradient depends on other tokens' statistics: these come first
-    by_segments: bool = False  # it depends on those of its segment only: chunks end where segments do
+    by_segments: bool = False  # it depends on statistics of its own segment only: chunks end where segments end
     # statistics
     demand: Demand = LEAST_DEMAND
-    deterministic: bool = False  # a token's numbers do not depend on other tokens or their number
+    deterministic: bool = False  # a token's results do not depend on other tokens or their number
     # a dense teacher
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
     teacher_cast: bool = False  # its head is cast for autocast
     # hidden states
-    copied: bool = False  # no view flattens them
-    moved: bool = False  # they run in another order, and their gradient is moved back
+    copied: bool = False  # they are copied, since no view of them is [tokens, hidden]
+    moved: bool = False  # they run in another order than the caller's; their gradient is put back in that
     skips: bool = False  # products stop at a number of rows on the device
     # logits of e4m3 operands: the weight's copy is made for the call, or the caller's
     fp8: Literal["made", "given"] | None = None
     # ranks
-    ranks: int = 1  # that share the vocabulary, and whose statistics come together
-    largest_part: int | None = None  # columns of the rank that has most of them
-    hidden_ranks: int = 1  # that each have an equal part of the hidden states
+    ranks: int = 1  # ranks that share the vocabulary, whose statistics are merged
+    largest_part: int | None = None  # columns of the rank that has most of them; None: all columns are on this rank
+    hidden_ranks: int = 1  # ranks that each have an equal part of the hidden states
     # the backend and the device
     in_blocks: bool = False  # torch operations by blocks of rows; gradients as wide as logits
     half_products: bool = False  # the device sums 16-bit products in fp32 without a cast
@@ -127,7 +127,7 @@ class Sizes:
 
     @property
     def own_matmul(self) -> bool:
-        """True where a matmul of ours makes the logits, not BLAS."""
+        """True where a kernel of this library makes the logits; False where BLAS does."""
         return self.store.bounds_rows and self.store.multiplies
 
     @property
@@ -136,17 +136,17 @@ class Sizes:
 
     @property
     def teacher_columns(self) -> int:
-        """Columns of a dense teacher's logits on this rank, those of ids that the student has too."""
+        """Columns of a dense teacher's logits on this rank that stand for an id of the student."""
         return 0 if self.demand.pairing is None else self.demand.pairing.columns
 
     @property
     def teacher_made(self) -> bool:
-        """True where the call makes the teacher's logits; those that the caller gives are read."""
+        """True where the call makes the teacher's logits; False where the caller gives them."""
         return self.teacher_width > 0
 
     @property
     def returns_weight_grad(self) -> bool:
-        """True where the call makes a tensor of the weight's gradient and hands it over."""
+        """True where the call returns the weight's gradient; False where it adds it to the caller's buffer."""
         return self.weight_grad and self.buffer_dtype is None
 
     @property
@@ -159,7 +159,7 @@ class Sizes:
         return (self.vocab + self.padding) * self.hidden
 
     def sums_into(self, dtype: torch.dtype) -> bool:
-        """True where a product of operands can be stored in ``dtype``: theirs, or a wide one."""
+        """True where a product of operands can be stored in ``dtype``: their own dtype, or one of 32 bits or more."""
         return dtype == self.dtype or dtype.itemsize >= 4
 
     @property
@@ -169,7 +169,7 @@ class Sizes:
 
     @property
     def keeps_sweep(self) -> bool:
-        """True where a pass that makes no gradient stores its logits."""
+        """True where a pass without gradients stores its logits too."""
         return not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property
@@ -207,7 +207,7 @@ class Request:
     memory_budget: int | str | None = None
     chunk_tokens: int | None = None
     accumulate_dtype: torch.dtype | None = None
-    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None: ``find_plan`` says how many
+    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None; ``find_plan`` replaces it
 
     def __post_init__(self) -> None:
         chunk = self.chunk_tokens
@@ -249,7 +249,7 @@ def parse_bytes(value: int | str, argument: str) -> int:
 
 
 def amount(size: int) -> str:
-    """Bytes for people: those of a MiB or more also in MiB."""
+    """Text of a number of bytes, from 1 MiB on also in MiB."""
     return f"{size} bytes" if size < MiB else f"{size} bytes ({size / MiB:.1f} MiB)"
 
 
@@ -274,10 +274,10 @@ def rows_of(tokens: int, chunks: int) -> int:
 
 
 def padded_columns(columns: int) -> int:
-    """Elements of a 16-bit row that starts, as the tensor copy engine asks, on 16 bytes."""
+    """Elements of a 16-bit row, padded so that the next row starts on 16 bytes, as the tensor copy engine demands."""
     return math.ceil(columns / 8) * 8
 
 
 def cast_rows(hidden: int) -> int:
-    """Rows of the weight whose fp32 copy is about 16 MiB: as many as are cast at a time."""
+    """Rows of the weight that are cast to fp32 at a time: their copy takes about 16 MiB."""
     return max(CHUNK_MULTIPLE, 4 * MiB // max(hidden, 1))

@@ -32,7 +32,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         launch(dlogits, *arguments, **options)
 
     monkeypatch.setattr(
-        planner, "block_and_tile", lambda plan, *_: planner.of_tile(plan, plan.sizes.tokens - 20, COLUMNS)
+        planner, "block_and_tile", lambda plan, *_: planner.with_tile(plan, plan.sizes.tokens - 20, COLUMNS)
     )
     monkeypatch.setattr(gradients, "grad_logits", watched)
     planner.PLANS.clear()
