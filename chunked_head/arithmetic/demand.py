@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.divergences import DIVERGENCES, Sum
-from ..core.stats import SUFFIX, Demand, Pairing, View, VocabularySum
-from ..kernels.common.records import SumFunction
+from ..core.statistics import STATISTICS, TOP, needed
+from ..core.stats import SUFFIX, Demand, Pairing, View, VocabularySum, vectors_at
+from ..kernels.common.records import Statistic, SumFunction
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
-
-# for statistics that a loss may ask for: the vector in which each is differentiated
-VECTORS = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,17 +126,19 @@ def structure_of(
 
     leaves: set[str] = set()
     for summand, view in seen:
-        leaves |= {name + SUFFIX[view] for name in ("logprob", "lse", *summand.needs & {"entropy"})}
-        leaves |= {VECTORS[name] for name in summand.needs if name in VECTORS}
-    statistics = {(name, view) for part, view in (*seen, *measured) for name in part.needs}
-    names = {name for name, _ in statistics}
+        leaves |= {name + SUFFIX[view] for name in ("logprob", "lse")}
+        sloped = [each for each in STATISTICS if each.slopes is not None and not summand.needs.isdisjoint(each.words)]
+        leaves |= {vectors_at(each, view)[0] for each in sloped}
+        leaves |= {"column_logits"} if "topk_logprobs" in summand.needs else set()
+    words = {(name, view) for part, view in (*seen, *measured) for name in part.needs}
+    names = {name for name, _ in words}
     columns_shared = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
     betas = [summand.teacher.beta for summand in dense if summand.teacher is not None]
     beta = next((each for each in betas if each is not None), None)
     sums = all_sums(seen, measured, beta)
     leaves |= {f"sum{i}" for i, each in enumerate(sums) if each.is_differentiated}
     temperatures = [None if per_token else t for t, _ in softmaxes]
-    teacher, pairing = pair_up(seen, "teacher_argmax" in names, sums, columns_shared, temperatures)
+    teacher, pairing = pair_up(seen, (TOP,) if "teacher_argmax" in names else (), sums, columns_shared, temperatures)
     of_tokens, of_segments = (
         tuple([pair for pair in measured if (pair[0].scope == "token") == local]) for local in (True, False)
     )
@@ -151,9 +151,7 @@ def structure_of(
     sizes = {"float": 4, "int": 16, "bool": 1}
     demand = Demand(
         views=views,
-        entropy=tuple(("entropy", i) in statistics for i in range(len(views))),
-        weighted_sum=bool(names & {"mean_logit", "weighted_sum"}),
-        top=bool(names & {"argmax", "top_logprob"}),
+        statistics=needed(words, len(views)),
         columns=columns if "topk_logprobs" in names else 0,
         pairing=pairing,
         sums=sums,
@@ -197,7 +195,7 @@ def all_sums(
 
 def pair_up(
     seen: list[tuple[Summand, int]],
-    top: bool,
+    statistics: tuple[Statistic, ...],  # of its logits
     sums: Sequence[VocabularySum],
     columns: int,
     temperatures: Sequence[float | None],
@@ -219,7 +217,7 @@ def pair_up(
     # a user's loss may be any function of the sums, whatever their own slopes are
     last = all(each.function.is_early and each.function.is_paired for each in sums)
     last = last and all(summand.kind != "custom" for summand, _ in seen)
-    return teacher, Pairing(view, columns, top, last)
+    return teacher, Pairing(view, columns, statistics, last)
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..core.private import anomalies_at, in_own_thread, plain_saving
-from ..core.stats import SUFFIX, RowStats
+from ..core.statistics import STATISTICS, statistics_at
+from ..core.stats import SUFFIX, RowStats, vectors_at
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
 from ..losses.base import Measure, Summand
@@ -143,15 +144,11 @@ def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Na
     values = {"logprob": leaves["logprob" + suffix], "lse": lse}
     if not part.reads_target:
         del values["logprob"]  # there may be no target
-    if "entropy" + suffix in leaves:
-        values["entropy"] = leaves["entropy" + suffix]
-    if "weighted_sum" in leaves:
-        values["weighted_sum"] = leaves["weighted_sum"] * ratio
-        values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
-    if "argmax" in leaves:
-        values["argmax"] = leaves["argmax"].to(torch.int64)
-        top = leaves["top"] * ratio
-        values["top_logprob"] = ((top - leaves["start" + suffix]) + leaves["rest" + suffix]).detach()
+    for statistic in STATISTICS:
+        names = vectors_at(statistic, view)
+        if names[0] in leaves:
+            softmax = leaves["start" + suffix], leaves["rest" + suffix]
+            values |= statistic.values([leaves[name] for name in names], softmax, ratio, structure.vocab)
     if "column_logits" in leaves:
         x = (leaves["column_logits"] * ratio).t()
         # the value without the rounding of lse, with its gradient
@@ -286,31 +283,30 @@ def totals(structure: Structure, table: Tensor, apart: list[list[Tensor]], one_o
 def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
     """Derivatives with respect to statistics -> factors of the gradient identity's terms, by the chain rule:
 
-        d logprob = 1[target] - p,   d lse = p,   d entropy = -p (log p + H),   d weighted_sum = omega,
-        d sum f = s - p total,   d x_k = 1[k]
+        d logprob = 1[target] - p,   d lse = p,   d sum f = s - p total,   d x_k = 1[k]
 
-    each times the inverse ratio of the softmax's temperature to that of the logits. ``f`` is the function of a sum over
-    the vocabulary, ``s`` its slope and ``total`` the sum of s (``core/divergences.py``).
+    and those of ``core/statistics.py``, each times the inverse ratio of the softmax's temperature to that of the
+    logits. ``f`` is the function of a sum over the vocabulary, ``s`` its slope and ``total`` the sum of s
+    (``core/divergences.py``).
     """
     total: Named = {}
 
     def add(name: str, value: Tensor) -> None:
         total[name] = total[name] + value if name in total else value
 
-    for suffix, view in zip(SUFFIX[: len(structure.views)], structure.views, strict=True):
-        r = view.ratio
+    for i, (r, _) in enumerate(structure.views):
+        suffix = SUFFIX[i]
         if "lse" + suffix in grads:
             add("alpha" + suffix, r * grads["lse" + suffix])
         if "logprob" + suffix in grads:
             g = r * grads["logprob" + suffix]
             add("alpha" + suffix, -g)
             add("beta", -g)
-        if "entropy" + suffix in grads:
-            g = r * grads["entropy" + suffix]
-            add("alpha" + suffix, -g * leaves["entropy" + suffix])
-            add("eta" + suffix, -g)
-    if "weighted_sum" in grads:
-        add("kappa", -grads["weighted_sum"])
+        for statistic in statistics_at(i):
+            name = vectors_at(statistic, i)[0]
+            if statistic.slopes is not None and name in grads:
+                for factor, value in statistic.slopes(grads[name], leaves[name], r).items():
+                    add(factor + suffix, value)
     if "column_logits" in grads:
         add("columns", grads["column_logits"].contiguous())  # as kernels read it
     for i, each in enumerate(structure.sums):

@@ -276,8 +276,6 @@ class StatsObjective(Objective):
         return tuple(values)
 
     def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
-        if name == "argmax":
-            return stats["argmax"].long()
         if name == "top_k_logprobs":
             return (stats["top_k_logits"] - stats["start"][:, None]) + stats["rest"][:, None]
         if name == "mean_logit":
@@ -286,7 +284,8 @@ class StatsObjective(Objective):
             # not the difference of both lse, which has lost what lies below an ulp of the logits
             start, rest = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("start", "rest"))
             return start - rest
-        return stats[LEAF.get(name, name)]
+        value = stats[LEAF.get(name, name)]
+        return value if value.is_floating_point() else value.long()
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         grads = {

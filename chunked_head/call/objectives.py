@@ -17,6 +17,7 @@ from ..arithmetic.objective import (
     product_of,
     snapshot,
 )
+from ..core.statistics import WITHOUT_SLOPE
 from ..core.stats import SUFFIX
 from ..losses.base import Summand
 from ..metrics import Metric
@@ -28,7 +29,7 @@ from ..stores.operands import Kept
 from .tokens import Tokens
 
 IDS = ("segments", "documents")
-WITHOUT_GRADIENT = ("argmax", "top_k_logprobs", "top_k_ids")  # of values per token
+WITHOUT_GRADIENT = WITHOUT_SLOPE | {"top_k_logprobs", "top_k_ids"}  # of values per token
 
 
 def objective_of(tokens: Tokens) -> Objective:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..arithmetic.demand import Structure, structure_of
 from ..core import checks
 from ..core.private import refuse_transforms
+from ..core.statistics import needed
 from ..core.stats import Demand, View
 from ..kernels.common.cache import Cache
 from ..kernels.common.gpus import Gpu
@@ -264,18 +265,14 @@ def structure_at(
     measures = call.losses, call.metrics
     structure, demand = structure_of(*measures, call.plain_temperature, call.vocab, columns, teacher_vocab)
     if call.outputs and call.outputs != ("values",):
-        squares, entropy, mean = (name in call.outputs for name in ("log_sum_sq_probs", "entropy", "mean_logit"))
+        squares = "log_sum_sq_probs" in call.outputs
         view = 0 if demand.pairing is None else demand.pairing.view
         # the square of a probability is one at half the temperature
         views = (*demand.views, View(2.0)) if squares else demand.views
-        demand = demand._replace(
-            views=views,
-            entropy=tuple([entropy and i == view for i in range(len(views))]),
-            weighted_sum=mean,
-            top="argmax" in call.outputs,
-            top_k=call.top_k or 0,
-            rank_one=not demand.sums and not (entropy or mean or squares),
-        )
+        statistics = needed([(name, view) for name in call.outputs], len(views))
+        sloped = any(each.slopes is not None for of_view in statistics for each in of_view)
+        rank_one = not (demand.sums or sloped or squares)
+        demand = demand._replace(views=views, statistics=statistics, top_k=call.top_k or 0, rank_one=rank_one)
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
     if "kept_ids" in field_names:
@@ -338,7 +335,7 @@ def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> N
         return
     of_all = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
     checks.refuse({
-        of_all.format("the mean logit, or label smoothing"): demand.weighted_sum,
+        **{of_all.format(each.of_all): each.of_all for each in demand.statistics[0]},
         of_all.format("logits of a teacher's ids"): demand.columns,
         of_all.format("top_k"): demand.top_k,
         of_all.format("a dense teacher"): demand.pairing is not None,

@@ -1,7 +1,7 @@
 """Vectors of numbers per token: statistics of logits, coefficients of gradients, and values moved by ``shift``."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.common.cache import Cache
 from ..kernels.common.memory import empty
-from ..kernels.common.records import SumFunction
+from ..kernels.common.records import Statistic, SumFunction
 
 SUFFIX = ("", "2")  # of the names of a softmax's statistics and coefficients, by view
 
@@ -27,7 +27,7 @@ class Pairing(NamedTuple):
 
     view: int  # of Demand.views
     columns: int  # that both vocabularies have
-    top: bool  # the teacher's most probable id is wanted
+    statistics: tuple[Statistic, ...] = ()  # of the teacher's logits
     last: bool = False  # no gradient depends on their sums: made along with the gradient
 
 
@@ -49,9 +49,7 @@ class Demand(NamedTuple):
     """The statistics that a call needs besides ``lse``, ``logprob`` and ``target_logit``, and those of its gradient."""
 
     views: tuple[View, ...] = (View(),)  # the first over all columns at ratio 1
-    entropy: tuple[bool, ...] = (False,)  # for each view
-    weighted_sum: bool = False
-    top: bool = False
+    statistics: tuple[tuple[Statistic, ...], ...] = ((),)  # for each view
     columns: int = 0  # K: logits of so many columns of each row's own
     top_k: int = 0  # largest logits and their columns
     pairing: Pairing | None = None
@@ -76,51 +74,63 @@ class Demand(NamedTuple):
     @property
     def numbers(self) -> int:
         """Numbers of four bytes per token that all statistics are."""
-        each = statistics_of(self).values()
-        return sum((one.numbers or 1) * (2 if one.ids == torch.int64 else 1) for one in each)
+        forms = statistics_of(self).values()
+        return sum((form.numbers or 1) * (2 if form.ids == torch.int64 else 1) for form in forms)
 
 
-class Statistic(NamedTuple):
-    """A statistic of each row."""
+class Form(NamedTuple):
+    """A vector of statistics of each row."""
 
     numbers: int | None = None  # of a row, where it has so many; None: one, in a vector
     ids: torch.dtype | None = None  # of one that holds ids; None: it is floating-point
     sent: bool = True  # ranks send it each other
 
 
-OF_DEMAND: Cache[Demand, dict[str, Statistic]] = Cache(256)
+OF_DEMAND: Cache[Demand, dict[str, Form]] = Cache(256)
 
 
-def statistics_of(demand: Demand) -> dict[str, Statistic]:
+def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
+    """Names of a statistic's vectors; of the logits there is one, whatever the view."""
+    return tuple([name + SUFFIX[view] for name in statistic.vectors]) if statistic.of_softmax else statistic.vectors
+
+
+def statistics_of(demand: Demand) -> dict[str, Form]:
     """The statistics of a demand by name, in the order of ranks' messages."""
     return OF_DEMAND.made(demand, lambda: statistics_anew(demand))
 
 
-def statistics_anew(demand: Demand) -> dict[str, Statistic]:
-    number, local, pairing = Statistic(), Statistic(sent=False), demand.pairing
-    wanted = list[tuple[int, Statistic, str]]()
-    for suffix, entropy in zip(SUFFIX, demand.entropy, strict=False):
-        softmax = (True, number, "start rest"), (True, local, "lse logprob"), (entropy, number, "entropy")
-        wanted += [(here, kind, " ".join(name + suffix for name in names.split())) for here, kind, names in softmax]
-    wanted += [
-        (True, number, "target_logit"), (demand.weighted_sum, number, "weighted_sum"),
-        (demand.top, number, "top"), (demand.top, Statistic(ids=torch.int32), "argmax"),
-        (demand.columns, Statistic(demand.columns), "column_logits"),
-        (demand.top_k, Statistic(demand.top_k), "top_k_logits"),
-        (demand.top_k, Statistic(demand.top_k, torch.int64), "top_k_ids"),
-    ]  # fmt: skip
+def statistics_anew(demand: Demand) -> dict[str, Form]:
+    number, local, pairing, forms = Form(), Form(sent=False), demand.pairing, dict[str, Form]()
+
+    def add(names: Iterable[str], form: Form = number) -> None:
+        forms.update(dict.fromkeys(names, form))
+
+    def add_vectors(statistic: Statistic, names: Sequence[str]) -> None:
+        for name, vector in zip(names, statistic.vectors, strict=True):
+            add([name], Form(ids=torch.int32 if vector in statistic.ids else None))
+
+    add(["target_logit"])
+    for view, statistics in enumerate(demand.statistics):
+        add([name + SUFFIX[view] for name in ("start", "rest")])
+        add([name + SUFFIX[view] for name in ("lse", "logprob")], local)
+        for each in statistics:
+            add_vectors(each, vectors_at(each, view))
+    if demand.columns:
+        add(["column_logits"], Form(demand.columns))
+    if demand.top_k:
+        add(["top_k_logits"], Form(demand.top_k))
+        add(["top_k_ids"], Form(demand.top_k, torch.int64))
     if pairing is not None:
-        wanted += [
-            (True, number, "teacher_start teacher_rest"), (pairing.top, number, "teacher_top"),
-            (pairing.top, Statistic(ids=torch.int32), "teacher_argmax"),
-        ]  # fmt: skip
-    wanted.append((bool(demand.sums), local, " ".join(names_of_sums(demand))))
-    return {name: statistic for here, statistic, names in wanted if here for name in names.split()}
+        add(["teacher_start", "teacher_rest"])
+        for each in pairing.statistics:
+            add_vectors(each, [f"teacher_{name}" for name in each.vectors])
+    add(names_of_sums(demand), local)
+    return forms
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
     """Names of the statistics that ranks send each other, in the order of the message."""
-    return tuple(name for name, statistic in statistics_of(demand).items() if statistic.sent)
+    return tuple(name for name, form in statistics_of(demand).items() if form.sent)
 
 
 def names_of_sums(demand: Demand) -> list[str]:
@@ -157,9 +167,9 @@ class RowStats(Vectors):
 
     ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
-    ``weighted_sum``: ``sum(omega * x)``, omega the class weights or 1. ``top``, ``argmax``: the largest logit and the
-    first column that has it. ``column_logits`` [tokens, K]. By name alone: those of a further view's softmax, with its
-    ``SUFFIX``; and ``sum0``, ``sum0_total`` and so on, those of ``Demand.sums``, and the sums of their slopes.
+    ``column_logits`` [tokens, K]. By name alone: vectors of ``Demand.statistics``; those of a further view's softmax,
+    with its ``SUFFIX``; those of a teacher, after ``teacher_``; and ``sum0``, ``sum0_total`` and so on, of
+    ``Demand.sums``, and the sums of their slopes.
     """
 
     lse: Tensor
@@ -167,17 +177,11 @@ class RowStats(Vectors):
     rest: Tensor
     logprob: Tensor
     target_logit: Tensor
-    entropy: Tensor | None = None
-    weighted_sum: Tensor | None = None
-    top: Tensor | None = None
-    argmax: Tensor | None = None
     column_logits: Tensor | None = None
     top_k_logits: Tensor | None = None
     top_k_ids: Tensor | None = None
     teacher_start: Tensor | None = None
     teacher_rest: Tensor | None = None
-    teacher_top: Tensor | None = None
-    teacher_argmax: Tensor | None = None
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":

@@ -6,24 +6,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from ..core.stats import RowStats
+from ..core.stats import Demand, RowStats
 from .agreement import all_gather, all_reduce, reduce_scatter
 
 
 class GatheredStats(NamedTuple):
     """Statistics of a chunk's rows, of each rank's own columns: pieces of the vocabulary."""
 
-    message: Tensor  # [pieces, numbers + 1, rows] of ``names``, and last a check of the tokens
-    names: tuple[str, ...]
+    message: Tensor  # [pieces, numbers + 1, rows] as ``sent`` names them, and last a check of the tokens
+    demand: Demand
     target: Tensor  # [rows] int64, -1 where a row does not count
-    ratios: tuple[float, ...]  # of the softmaxes
     known_targets: bool  # every rank has sent the target's complete logit
     zero_or_nan: Tensor  # [] nan where pieces are of different tokens
 
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
     """Numbers per row of each of the statistics."""
-    return [1 if value.dim() == 1 else value.shape[1] for value in (getattr(stats, name) for name in names)]
+    return [1 if value.dim() == 1 else value.shape[1] for value in (stats.named()[name] for name in names)]
 
 
 def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
@@ -31,7 +30,7 @@ def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
     floats that they travel as."""
     parts = []
     for name in names:
-        value = getattr(stats, name).to(stats.lse.dtype)
+        value = stats.named()[name].to(stats.lse.dtype)
         parts.append(value.unsqueeze(0) if value.dim() == 1 else value.t())
     return torch.cat([*parts, tokens.unsqueeze(0)])
 
@@ -41,7 +40,7 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
     found, at = {}, 0
     for name, width in zip(names, widths(stats, names), strict=True):
         part = packed[:, at : at + width]
-        found[name] = part.squeeze(1) if getattr(stats, name).dim() == 1 else part.transpose(1, 2)
+        found[name] = part.squeeze(1) if stats.named()[name].dim() == 1 else part.transpose(1, 2)
         at += width
     return found
 

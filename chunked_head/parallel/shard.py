@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import Demand, RowStats, names_of_sums, sent
+from ..core.stats import Demand, RowStats, names_of_sums, sent, statistics_of
 from ..kernels.common.tiles import ELSEWHERE
 from .agreement import agree, all_gather, all_reduce
 from .groups import MOST_IDS, ROWS, VocabParallel
@@ -91,9 +91,9 @@ class Shard:
         ``token_checks`` [rows] go along, or without targets sums of the hidden states (logits have neither): ranks with
         different tokens, such as those of a data-parallel group, get nan.
         """
-        for ids in (stats.argmax, stats.teacher_argmax, stats.top_k_ids):
-            if ids is not None:
-                ids.add_(self.here.start)
+        for name, form in statistics_of(demand).items():
+            if form.ids is not None:
+                stats.named()[name].add_(self.here.start)
         if stats.column_logits is not None:
             assert columns is not None
             stats.column_logits.masked_fill_(columns < 0, 0.0)
@@ -109,8 +109,7 @@ class Shard:
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
         assert self.zero_or_nan is not None
         zero_or_nan = torch.where(same.all(), self.zero_or_nan, torch.nan).to(dtype)
-        ratios = tuple([view.ratio for view in demand.views])
-        merge_ranks(GatheredStats(gathered, names, target, ratios, known_targets, zero_or_nan), stats)
+        merge_ranks(GatheredStats(gathered, demand, target, known_targets, zero_or_nan), stats)
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
         """Sums over the vocabulary, of all ranks' columns: one message for the chunk."""

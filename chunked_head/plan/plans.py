@@ -218,7 +218,7 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
         return
     pairs, wide = (
         sizes.demand.pairing is not None or bool(sizes.demand.sums),
-        any(sizes.demand.entropy) or len(sizes.demand.views) > 1,
+        len(sizes.demand.views) > 1 or any(each.of_softmax for each in sizes.demand.statistics[0]),
     )
     cast = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
     block = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
@@ -257,7 +257,8 @@ def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
     values = 1 if sizes.late_upstream else demand.values  # one: a loss of each token
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
     if sizes.any_grad:
-        numbers = 1 + len(demand.views) + sum(demand.entropy) + demand.weighted_sum + demand.columns
+        numbers = 1 + len(demand.views) + demand.columns
+        numbers += sum(statistic.slopes is not None for of_view in demand.statistics for statistic in of_view)
         numbers += bool(demand.sums) + sum(vocab_sum.is_differentiated for vocab_sum in demand.sums)
         yield Buffer("coefficients", (tokens, numbers), wide, SWEEP, WEIGHT)
 

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from ..core.checks import BACKENDS, choice
-from ..core.stats import SUFFIX, RowStats
+from ..core.stats import RowStats, sent
 from ..kernels.common.gpus import gpu_of
-from ..kernels.common.records import Outputs
+from ..kernels.common.records import Places
 from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan
 from . import torch_functions as functions
 from .operands import Head, Rows
 from .quantised import Quantised, QuantisedWeight, RoundedHead, empty_quantised, frequent_blocks, mean_of, quantise_
-from .store import LogitsStore, MatmulStore, Store, outputs_of, teacher_outputs
-
-PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
+from .store import LogitsStore, MatmulStore, Store, outputs_of, softmax_names, teacher_names
 
 
 class Backend:
@@ -106,21 +104,19 @@ class Backend:
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
-        at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
-        named, softmaxes = out.named(), list[tuple[Outputs, float, tuple[str, ...]]]()
-        for view, ratio in enumerate(gathered.ratios):
-            names = tuple([name + SUFFIX[view] for name in ("start", "rest", "entropy", "top", "argmax")])
-            softmaxes.append((outputs_of(named, view), ratio, names))
-        if "teacher_start" in named:
-            names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
-            softmaxes.append((teacher_outputs(out), 1.0, names))
-        message, zero_or_nan, target = gathered.message, gathered.zero_or_nan, gathered.target
-        for outputs, ratio, names in softmaxes:
-            at_names = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
-            places = dict(zip(PLACES, at_names, strict=True))
-            self.merge_softmax(outputs, message, zero_or_nan, target, ratio, places, gathered.known_targets)
+        (message, demand, target, known_targets, zero_or_nan), named = gathered, out.named()
+        names = sent(demand)
+        place_of = dict(zip(names, itertools.accumulate(widths(out, names), initial=0), strict=False))
+        softmaxes = [(softmax_names(demand, view), ratio) for view, (ratio, _) in enumerate(demand.views)]
+        if demand.pairing is not None:
+            softmaxes.append((teacher_names(demand.pairing), 1.0))
+        for softmax, ratio in softmaxes:
+            vectors = tuple([place_of[name] for _, names in softmax.statistics for name in names])
+            places = Places(place_of[softmax.start], place_of[softmax.rest], place_of["target_logit"], vectors)
+            outputs = outputs_of(named, softmax)
+            self.merge_softmax(outputs, message, zero_or_nan, target, ratio, places, known_targets)
         if out.column_logits is not None or out.top_k_logits is not None:
-            merge_lists(unpack(message.double(), out, gathered.names), out)
+            merge_lists(unpack(message.double(), out, names), out)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""

@@ -1,18 +1,20 @@
 """The protocol of a store, the base of stores that multiply, and the stores of logits from BLAS or the caller."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.stats import SUFFIX, Coefficients, Demand, RowStats, VocabularySum
+from ..core.stats import SUFFIX, Coefficients, Demand, Pairing, RowStats, VocabularySum, vectors_at
 from ..kernels.common.records import (
     ALL_ROWS,
     PLAIN,
     Counted,
     Outputs,
     Softmax,
+    Statistic,
+    StatisticOutputs,
     Stored,
     SumOutputs,
     SumTerm,
@@ -32,7 +34,6 @@ FP16_LARGEST = 64.0
 # of mere roundings would differ between the sum over a row and the gradient of its columns
 TIE = 2.0**-16
 SOFTMAX = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SUFFIX]
-OUTPUTS = [tuple(name + suffix for name in Outputs._fields) for suffix in SUFFIX]  # by view
 
 
 def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
@@ -41,14 +42,37 @@ def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
-def outputs_of(stats: Mapping[str, Tensor], view: int = 0) -> Outputs:
+class Names(NamedTuple):
+    """Names of a softmax's vectors, as ``Outputs`` has them; of those that no call has too."""
+
+    lse: str
+    start: str
+    rest: str
+    logprob: str
+    target_logit: str
+    statistics: tuple[tuple[Statistic, tuple[str, ...]], ...]
+
+
+def softmax_names(demand: Demand, view: int) -> Names:
+    statistics = tuple([(each, vectors_at(each, view)) for each in demand.statistics[view]])
+    lse, start, rest, logprob, target_logit = (name + SUFFIX[view] for name in Names._fields[:-1])
+    return Names(lse, start, rest, logprob, target_logit, statistics)
+
+
+def teacher_names(pairing: Pairing) -> Names:
+    """For log-probabilities of a teacher's logits, and for its statistics."""
+    statistics = [(each, tuple([f"teacher_{name}" for name in each.vectors])) for each in pairing.statistics]
+    return Names("", "teacher_start", "teacher_rest", "", "", tuple(statistics))
+
+
+def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
     """Outputs of a softmax's statistics, by their names."""
-    return Outputs(*map(stats.get, OUTPUTS[view]))
+    vectors = [StatisticOutputs(each, tuple([stats[name] for name in of_each])) for each, of_each in names.statistics]
+    return Outputs(*map(stats.get, names[:-1]), tuple(vectors))
 
 
-def teacher_outputs(out: RowStats) -> Outputs:
-    """Outputs of a teacher's statistics: for log-probabilities of its logits, and its largest logit with the id."""
-    return Outputs(start=out.teacher_start, rest=out.teacher_rest, top=out.teacher_top, argmax=out.teacher_argmax)
+def teacher_outputs(out: RowStats, pairing: Pairing) -> Outputs:
+    return outputs_of(out.named(), teacher_names(pairing))
 
 
 def ratio_of(ratio: float) -> float | None:
@@ -325,7 +349,7 @@ class LogitsStore(MatmulStore):
         named = out.named()
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
-            row_stats(outputs_of(named, i), self.stored, *softmax)
+            row_stats(outputs_of(named, softmax_names(self.demand, i)), self.stored, *softmax)
         if out.column_logits is not None:
             assert rows.columns is not None
             self.pick_columns(out.column_logits, rows.columns)
@@ -338,8 +362,8 @@ class LogitsStore(MatmulStore):
             torch.topk(logits, out.top_k_ids.shape[1], largest=factor is None or factor > 0, out=found)
             self.pick_columns(out.top_k_logits, out.top_k_ids)
         if self.demand.pairing is not None:
-            columns_of_both = slice(0, self.demand.pairing.columns)
-            self.teacher_stored = self.teacher_logits(rows, columns_of_both, teacher_outputs(out))
+            columns_of_both, outputs = slice(0, self.demand.pairing.columns), teacher_outputs(out, self.demand.pairing)
+            self.teacher_stored = self.teacher_logits(rows, columns_of_both, outputs)
 
     def pick_columns(self, out: Tensor, ids: Tensor) -> None:
         """Logits of the columns ``ids`` [rows, count] of each row, 0 where one is -1."""

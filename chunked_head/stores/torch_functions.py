@@ -15,7 +15,11 @@ from ..core.stats import shift_left
 from ..kernels.common.records import (
     KeptEntries,
     Outputs,
+    Places,
+    RowBlock,
+    Shares,
     Softmax,
+    StatisticOutputs,
     Stored,
     SumOutputs,
     SumTerm,
@@ -89,37 +93,34 @@ def row_stats(
     target: Tensor | None = None,
     class_weights: Tensor | None = None,
     ratio: float | None = None,
+    ids: Tensor | None = None,  # [rows, columns] of the columns
 ) -> None:
     ratio = 1.0 if ratio is None else ratio
     for at in row_blocks(stored.logits):
         x = logits_of(stored, at, columns)
-        top = x.amax(1)
+        top, first = x.amax(1), None if ids is None else ids[at]
         start = torch.where(top == -torch.inf, 0.0, top)
         z = (x - start[:, None]).mul_(ratio)
         e = z.exp()
         total = e.sum(1)
         log_sum = total.log()
-        found = {"lse": start * ratio + log_sum, "start": start * ratio, "rest": -log_sum, "top": top}
-        if out.entropy is not None:
-            found["entropy"] = log_sum - expected(e, z) / total
+        found = {"lse": start * ratio + log_sum, "start": start * ratio, "rest": -log_sum}
         if target is not None:
-            ids = target[at]
-            here = ids < columns  # False for columns on other ranks
-            picked = x.gather(1, torch.where(here, ids, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
+            column = target[at]
+            here = column < columns  # False for columns on other ranks
+            picked = x.gather(1, torch.where(here, column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
             found["target_logit"] = torch.where(here, picked, 0.0)
             # not target_logit - lse, which has lost what lies below an ulp of the logits
-            found["logprob"] = torch.where(ids >= 0, (found["target_logit"] - start) * ratio - log_sum, 0.0)
-        if out.weighted_sum is not None:
-            # selection, so that a logit of -inf with weight 0 does not become nan
-            weighted = x if class_weights is None else (x * class_weights).masked_fill_(class_weights == 0, 0.0)
-            found["weighted_sum"] = weighted.sum(1)
-        if out.argmax is not None:
-            found["argmax"] = x.argmax(1)
+            found["logprob"] = torch.where(column >= 0, (found["target_logit"] - start) * ratio - log_sum, 0.0)
         write(out, at, found)
+        block = RowBlock(x, top, z, e, total, first, class_weights)
+        for statistic, vectors in out.statistics:
+            for into, value in zip(vectors, statistic.row(block), strict=True):
+                into[at] = value
 
 
 def write(out: Outputs, rows: slice, found: dict[str, Tensor]) -> None:
-    """Writes those statistics that there is room for."""
+    """Writes those numbers of a softmax that there is room for."""
     for name, value in found.items():
         into = getattr(out, name)
         if into is not None:
@@ -152,13 +153,14 @@ def merge_softmax(
     zero_or_nan: Tensor,
     target: Tensor,
     ratio: float,
-    places: dict[str, int],
+    places: Places,
     known_targets: bool,
 ) -> None:
     # in fp64: logarithms have been rounded once already
-    pieces = {name: gathered[:, at].double() for name, at in places.items() if at >= 0}
-    starts, rests = pieces["START"], pieces["REST"]
-    largest = (starts - rests).argmax(0, keepdim=True)
+    starts, rests, targets, *pieces = [
+        gathered[:, place].double() for place in (places.start, places.rest, places.target, *places.vectors)
+    ]
+    largest = (starts - rests).max(0, keepdim=True).indices
     first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
     # log of each piece's probability to that of the most probable one
     log_share = (starts - first_start) - (rests - first_rest)
@@ -167,20 +169,15 @@ def merge_softmax(
     start, rest = first_start[0], first_rest[0] - log_sum
     found = {"start": start + zero_or_nan, "rest": rest, "lse": start - rest + zero_or_nan}
     if out.logprob is not None:
-        logit = (pieces["TARGET"][0] if known_targets else pieces["TARGET"].sum(0)).to(out.logprob.dtype)
+        logit = (targets[0] if known_targets else targets.sum(0)).to(out.logprob.dtype)
         logprob = torch.where(target >= 0, (logit.double() * ratio - start) + rest, 0.0)
         found |= {"target_logit": logit, "logprob": logprob + zero_or_nan}
-    if out.entropy is not None:
-        p, log_p = share / share.sum(0), log_share - log_sum
-        found["entropy"] = torch.where(p > 0, p * (pieces["ENTROPY"] - log_p), 0.0).sum(0) + zero_or_nan
-    if out.weighted_sum is not None:
-        found["weighted_sum"] = pieces["WEIGHTED"].sum(0) + zero_or_nan
-    if out.top is not None:
-        found["top"] = pieces["TOP"].amax(0)
-        # of equal logits the first column's
-        ids = torch.where(pieces["TOP"] == found["top"], pieces["ARGMAX"], torch.inf).amin(0)
-        found["argmax"] = torch.where(ids.isinf(), pieces["ARGMAX"][0], ids)
     write(out, slice(None), found)
+    shares, numbers = Shares(share, log_share, log_sum), iter(pieces)
+    for statistic, vectors in out.statistics:
+        merged = statistic.merge([next(numbers) for _ in vectors], shares)
+        for into, value in zip(vectors, merged, strict=True):
+            into.copy_(value + zero_or_nan if into.is_floating_point() else value)
 
 
 def row_grad(
@@ -247,12 +244,11 @@ def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tenso
 def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fill: bool) -> None:
     for at, entries, columns, target in set_blocks(sets):
         x, has = behind(logit, -torch.inf)[entries], sets.ends[at] > sets.begins[at]
-        found = Outputs(*[None if into is None else torch.empty_like(into[at]) for into in out])
-        row_stats(found, Stored(x, None), x.shape[1], target, None, ratio)
-        if found.argmax is not None and found.top is not None:
-            columns = torch.where(x == found.top[:, None], columns, ELSEWHERE)
-            found.argmax.copy_(columns.amin(1))
-        for into, value in zip(out, found, strict=True):
+        room = [None if into is None else torch.empty_like(into[at]) for into in out[:-1]]
+        vectors = [(each, tuple([torch.empty_like(into[at]) for into in of_each])) for each, of_each in out.statistics]
+        found = Outputs(*room, tuple([StatisticOutputs(*each) for each in vectors]))
+        row_stats(found, Stored(x, None), x.shape[1], target, None, ratio, columns)
+        for into, value in zip((*out[:-1], *out.vectors), (*found[:-1], *found.vectors), strict=True):
             if into is not None and value is not None:
                 into[at] = torch.where(has, value, torch.zeros_like(value) if fill else into[at])
 
@@ -400,11 +396,6 @@ def of_rows(record: Any, rows: slice | Tensor) -> Any:
         for one in record
     ]
     return type(record)(*found) if hasattr(record, "_fields") else found
-
-
-def expected(p: Tensor, values: Tensor) -> Tensor:
-    """``sum p * values`` of each row; a probability of 0 has no part in it, whatever its value."""
-    return torch.where(p == 0, 0.0, p * values).sum(1)
 
 
 def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:

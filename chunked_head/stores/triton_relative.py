@@ -21,7 +21,7 @@ from ..plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import add_dhidden
 from .operands import Head, Rows
-from .store import outputs_of, ratio_of, teacher_buffers, teacher_outputs, terms_of, transform
+from .store import outputs_of, ratio_of, softmax_names, teacher_buffers, teacher_outputs, terms_of, transform
 from .triton_store import FrequentRows, HalfStore, counted_of, sums_frequent
 
 
@@ -44,8 +44,8 @@ class RelativeStore(HalfStore):
             yield from teacher_buffers(sizes, rows, last)
         relative = stored and cls.name == "relative"
         strips = gpu.strips_of(sizes.vocab, relative)
-        numbers = 2 + demand.entropy[0] + demand.weighted_sum + 2 * demand.top
-        numbers += (len(demand.views) > 1) + any(demand.entropy[1:])
+        # offsets, and for each softmax a sum of exponentials and what statistics are made of
+        numbers = 1 + sum(1 + sum(len(each.vectors) for each in statistics) for statistics in demand.statistics)
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
         if last < LOOP:
             return
@@ -66,7 +66,6 @@ class RelativeStore(HalfStore):
         if sizes.hidden_grad and plan.schedule == "forward":
             # numbers of finished parts of each tile: 0 before a chunk's tiles are made
             self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
-        two = len(demand.views) > 1
         self.tile = gpu.logits_tile(rows)
         self.tile_logit = empty(rows, dtype=torch.float32, device=device)  # targets' as they are in the strips' sums
         strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
@@ -74,18 +73,13 @@ class RelativeStore(HalfStore):
             rows,
             strip_count,
             device,
-            shifted_sum=demand.entropy[0],
-            weighted_sum=demand.weighted_sum,
-            top=demand.top,
-            sum2=two,
-            shifted_sum2=two and demand.entropy[1],
+            demand.statistics,
         )
         if self.arrived is not None:
-            parts, place = part_sums(sizes, rows) // 4, self.strips.sums()
+            parts, place = part_sums(sizes, rows) // 4, self.strips.all_sums()
             fits = parts <= len(place)
             self.part_sums = place[:parts] if fits else empty(parts, dtype=torch.float32, device=device)
-        # of the second softmax: its ratio and columns
-        self.second = (ratio_of(demand.views[1].ratio), demand.views[1].columns) if two else (None, None)
+        self.softmaxes = [ratio_of(ratio) for ratio, _ in demand.views], [columns for _, columns in demand.views]
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
         if sizes.teacher_made:
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
@@ -93,7 +87,7 @@ class RelativeStore(HalfStore):
             strip_count = gpu.strips_of(sizes.teacher_columns, relative=True)
             # a kernel that reads both takes one distance from strip to strip
             assert demand.pairing is not None
-            self.teacher_strips = Strips.empty(rows, strip_count, device, top=demand.pairing.top)
+            self.teacher_strips = Strips.empty(rows, strip_count, device, (demand.pairing.statistics,))
         if plan.teacher_last:
             programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
             self.parts = empty(len(demand.sums), programs, stride, dtype=torch.float32, device=device)
@@ -137,7 +131,7 @@ class RelativeStore(HalfStore):
                 None if self.level is None else out.target_logit,
                 made,
                 self.tile,
-                *self.second,
+                *self.softmaxes,
                 counted_of(rows),
                 *((None, None) if head.fp8 is None else (rows.target, out.target_logit)),
                 blocks,
@@ -147,10 +141,11 @@ class RelativeStore(HalfStore):
         """Statistics of rows from those of their strips."""
         targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
-            softmax = outputs_of(out.named(), i), self.level, self.stored_strips.of_view(i)
-            statistics.merge_strips(*softmax, *targets, columns or self.vocab, ratio_of(ratio), i > 0)
+            outputs, limit = outputs_of(out.named(), softmax_names(self.demand, i)), columns or self.vocab
+            statistics.merge_strips(outputs, self.level, self.stored_strips, *targets, limit, ratio_of(ratio), i)
         if self.demand.pairing is not None and not self.plan.teacher_last:
-            self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), teacher_outputs(out))
+            outputs = teacher_outputs(out, self.demand.pairing)
+            self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), outputs)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
         teacher, count = rows.teacher, rows.target.shape[0]
@@ -182,7 +177,9 @@ class RelativeStore(HalfStore):
         # a teacher's logits and statistics are made here, some rows at a time, and the divergence with them
         for at in slices(len(dlogits), self.teacher_rows):
             some, out = rows.at(at), stats.at(at)
-            self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), teacher_outputs(out))
+            assert self.demand.pairing is not None
+            outputs = teacher_outputs(out, self.demand.pairing)
+            self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), outputs)
             assert self.parts is not None
             self.differentiate_(
                 dlogits[at],

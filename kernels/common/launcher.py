@@ -235,7 +235,7 @@ class Launcher:
 # sizes that follow the number of tokens, as kernels name them
 PER_CALL = (
     "each", "entries", "first_row", "length", "more_numel", "more_steps", "most_parts", "numel", "picked",
-    "pieces", "programs", "rows", "steps", "tokens", "units",
+    "pieces", "programs", "rows", "steps", "tokens", "units", *[f"place{i}" for i in range(32)],
 )  # fmt: skip
 # pointers to one number, or to one or a few per row: they start at any row, and no thread reads several rows at a time
 PER_ROW = (

@@ -3,6 +3,7 @@
 Of descriptors Triton checks each anew: those of one address and form are one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .cache import Cache
 from .launcher import is_known
 from .memory import empty
-from .records import Stored
+from .records import Statistic, StatisticOutputs, Stored
 from .tiles import Matrix, Quantised, Tile, cdiv
 
 STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
@@ -30,45 +31,46 @@ def strip_stride(*stored: Stored) -> int:
 
 
 class Strips(NamedTuple):
-    """Statistics that the logits matmul leaves of each strip of columns, [strips, rows]; None if not asked for.
+    """What the logits matmul leaves of each strip of columns, [strips, rows] fp32.
 
     A strip's rows begin on a multiple of STRIP_ROWS, whatever their number.
     """
 
     offset: torch.Tensor
-    sum: torch.Tensor
-    shifted_sum: torch.Tensor | None
-    weighted_sum: torch.Tensor | None
-    top: torch.Tensor | None
-    argmax: torch.Tensor | None  # int32
-    sum2: torch.Tensor | None  # of a second softmax
-    shifted_sum2: torch.Tensor | None
+    sums: tuple[torch.Tensor, ...]  # of exponentials, for each softmax
+    statistics: tuple[tuple[StatisticOutputs, ...], ...]  # likewise what each is made of; ids int32
 
     @classmethod
-    def empty(cls, rows: int, strips: int, device: torch.device, **wanted: bool) -> "Strips":
-        """Memory of offset and sum, and of the others that are ``wanted``, by name; ``argmax`` goes with ``top``."""
-        names = "offset", "sum", *(name for name, here in wanted.items() if here)
-        names += ("argmax",) * ("top" in names)
-        made = empty(len(names), strips, strip_rows(rows), dtype=torch.float32, device=device)
-        found = dict(zip(names, made.unbind(), strict=True))
-        if "argmax" in found:
-            found["argmax"] = found["argmax"].view(torch.int32)
-        return cls(**{name: found.get(name) for name in cls._fields})
+    def empty(
+        cls, rows: int, strips: int, device: torch.device, statistics: Sequence[Sequence[Statistic]] = ((),)
+    ) -> "Strips":
+        """Memory for as many softmaxes as there are lists of ``statistics``."""
+        count = 1 + sum(1 + sum(len(each.vectors) for each in of_softmax) for of_softmax in statistics)
+        tensors = iter(empty(count, strips, strip_rows(rows), dtype=torch.float32, device=device).unbind())
 
-    def of_view(self, view: int) -> "Strips":
-        """The strips with the sums of a softmax in the place of the first's."""
-        return self if view == 0 else self._replace(sum=self.sum2, shifted_sum=self.shifted_sum2, weighted_sum=None)
+        def vectors_of(statistic: Statistic) -> StatisticOutputs:
+            vectors = [(name, next(tensors)) for name in statistic.vectors]
+            as_ids = [vector.view(torch.int32) if name in statistic.ids else vector for name, vector in vectors]
+            return StatisticOutputs(statistic, tuple(as_ids))
 
-    def sums(self) -> torch.Tensor:
+        offset, sums = next(tensors), tuple([next(tensors) for _ in statistics])
+        return cls(offset, sums, tuple([tuple(map(vectors_of, of_softmax)) for of_softmax in statistics]))
+
+    def all_sums(self) -> torch.Tensor:
         """Memory [n] of all but the offsets, free once rows have their statistics."""
-        behind = sum(each is not None for each in self) - 1
-        return self.sum.as_strided((behind * self.sum.shape[0] * self.sum.stride(0),), (1,))
+        vectors = sum(len(each.vectors) for of_softmax in self.statistics for each in of_softmax)
+        behind, first = len(self.sums) + vectors, self.sums[0]
+        return first.as_strided((behind * first.shape[0] * first.stride(0),), (1,))
 
     def of_rows(self, rows: int) -> "Strips":
         """The strips of a chunk of ``rows`` rows, sharing memory."""
         if rows == self.offset.shape[1]:
             return self
-        return Strips(*(None if t is None else t[:, :rows] for t in self))
+        statistics = [
+            tuple([StatisticOutputs(each, tuple([t[:, :rows] for t in vectors])) for each, vectors in of_softmax])
+            for of_softmax in self.statistics
+        ]
+        return Strips(self.offset[:, :rows], tuple([t[:, :rows] for t in self.sums]), tuple(statistics))
 
 
 def with_scale(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,6 +1,6 @@
 """Arguments of kernels: tuples of torch tensors and numbers; nothing here needs Triton."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -55,6 +55,57 @@ class Stored(NamedTuple):
 NOT_STORED = Stored(None, None)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, repr=False)
+class Statistic:
+    """A statistic of a row of logits ``x`` beside its softmax, in vectors [rows]. Equal to another of its name.
+
+    Its functions in PyTorch are here, its jit functions in ``kernels/statistics``: NAME_add_piece and so on.
+    """
+
+    name: str
+    vectors: tuple[str, ...] = field(compare=False)  # their names
+    words: tuple[str, ...] = field(compare=False)  # names of the values that losses, metrics and calls read
+    row: Callable[["RowBlock"], tuple[torch.Tensor, ...]] = field(compare=False, repr=False)  # of all columns
+    merge: Callable[[Sequence[torch.Tensor], "Shares"], tuple[torch.Tensor, ...]] = field(compare=False, repr=False)
+    # (vectors, start and rest of the softmax, its ratio, columns) -> what losses read, by name
+    values: Callable[..., dict[str, torch.Tensor]] = field(compare=False, repr=False)
+    # (derivative by the first vector, the vector, the softmax's ratio) -> coefficients; None: there is no derivative
+    slopes: Callable[..., dict[str, torch.Tensor]] | None = field(default=None, compare=False, repr=False)
+    ids: tuple[str, ...] = field(default=(), compare=False)  # vectors that hold ids, int32
+    of_softmax: bool = field(default=False, compare=False)  # there is one of each softmax, else one of the logits
+    of_all: str = field(default="", compare=False)  # what needs it, where sets of columns have none
+
+    def __repr__(self) -> str:  # as ranks name it where their calls differ
+        return self.name
+
+
+class RowBlock(NamedTuple):
+    """Some rows of logits ``x`` [n, columns] and their exponentials."""
+
+    x: torch.Tensor
+    top: torch.Tensor  # [n] the largest
+    z: torch.Tensor  # ratio (x - top)
+    e: torch.Tensor  # exp(z)
+    total: torch.Tensor  # [n] of e
+    columns: torch.Tensor | None  # [n, columns] ids; None for those in order
+    class_weights: torch.Tensor | None  # [columns]
+
+
+class Shares(NamedTuple):
+    """Probabilities of pieces of the vocabulary [pieces, rows] fp64, relative to the most probable one."""
+
+    share: torch.Tensor
+    log_share: torch.Tensor
+    log_sum: torch.Tensor  # [rows]
+
+
+class StatisticOutputs(NamedTuple):
+    """Outputs of a statistic, [rows] each."""
+
+    statistic: Statistic
+    vectors: tuple[torch.Tensor, ...]
+
+
 class Outputs(NamedTuple):
     """Outputs for statistics of a softmax over each row, [rows] fp32; None for those not wanted."""
 
@@ -63,10 +114,25 @@ class Outputs(NamedTuple):
     rest: torch.Tensor | None = None
     logprob: torch.Tensor | None = None
     target_logit: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    weighted_sum: torch.Tensor | None = None
-    top: torch.Tensor | None = None
-    argmax: torch.Tensor | None = None  # int32
+    statistics: tuple[StatisticOutputs, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Statistic, ...]:
+        return tuple([statistic for statistic, _ in self.statistics])
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        """Those of all statistics."""
+        return [vector for _, vectors in self.statistics for vector in vectors]
+
+
+class Places(NamedTuple):
+    """Places of a softmax's statistics among the numbers of a piece of the vocabulary."""
+
+    start: int
+    rest: int
+    target: int
+    vectors: tuple[int, ...]
 
 
 class Softmax(NamedTuple):
@@ -82,7 +148,7 @@ class Softmax(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Vectors that a gradient is made of, but for a teacher's and class weights."""
+    """StatisticOutputs that a gradient is made of, but for a teacher's and class weights."""
 
     target: torch.Tensor  # [rows] int64, of the vocabulary
     target_logit: torch.Tensor  # [rows] fp32, as all that follow

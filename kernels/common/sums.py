@@ -162,6 +162,7 @@ ADD_SUMS = "add_sums(sums, logs, log_q, inside, scalars, tie)"
 # flat arguments in place of a tuple
 FLAT: dict[str, tuple[str, ...]] = {
     "outputs": ("output{}_ptr",), "vectors": ("vector{}_ptr",), "scalars": ("scalar{}",),
+    "sums": ("sum{}_ptr",), "strips": ("strip{}_ptr",), "places": ("place{}",),
     "starts": ("start{}_ptr",), "rests": ("rest{}_ptr",), "ratios": ("ratio{}",), "widths": ("columns{}",),
     "entries": ("column_ptr", "sparse_ptr", "begin_ptr", "end_ptr", "count"),
     "teacher": (

@@ -59,6 +59,15 @@ def transform_derivative(
 
 
 @triton.jit
+def times(x, factor):
+    """``factor x``, of a factor None x."""
+    if factor is None:
+        return x
+    else:
+        return x * factor
+
+
+@triton.jit
 def load_number(ptr, row):
     """A row's number; None where there is no such number."""
     if ptr is None:

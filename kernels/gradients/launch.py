@@ -178,7 +178,7 @@ def level_rows(
     count, (softmax,) = strips.offset.shape[0], terms.softmaxes
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
         exp, hidden, *factors,
-        strips.offset, strips.sum, level, terms.target, occurrences, terms.target_logit, *softmax[:2], logprob,
+        strips.offset, strips.sums[0], level, terms.target, occurrences, terms.target_logit, *softmax[:2], logprob,
         softmax.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
         transform.logit_scale, transform.row_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),

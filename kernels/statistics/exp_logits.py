@@ -16,6 +16,8 @@ No logit is rounded by its own size. The target's term has the tile's logit here
 
 Operands may be e4m3, with a scale for each row of hidden states and one for the weight. The tile then holds the
 target's exact logit, and blocks of ids with exact logits are made once more, over those of e4m3.
+
+``exp_logits`` is the body of kernels that are generated for the statistics beside each softmax (``lists.py``).
 """
 
 import triton
@@ -31,8 +33,7 @@ from ..common.blocks import (
     tile_of_block,
     tile_place,
 )
-from ..common.launcher import kernel
-from ..common.transform import ln_2, log2_e, transform_logits
+from ..common.transform import log2_e, transform_logits
 
 # most nats of a logit above the row's offset: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
@@ -44,7 +45,9 @@ LEAST_OFFSET = tl.constexpr(-(2.0**30))
 @triton.jit
 def finish_tile(
     out,  # matrix: exponentials or relative logits; descriptor and pointer None: nothing is stored
-    strips,  # pointers to what is left of each strip
+    offset_ptr,  # pointers to what is left of each strip
+    sums,  # a tuple of them, as the two that follow of each softmax
+    strips,
     strip_stride,  # from strip to strip of these
     tile,  # [BLOCK_M, BLOCK_N] fp32
     class_weights_ptr,
@@ -52,7 +55,12 @@ def finish_tile(
     row_start,
     tile_n,
     vocab,
-    second,  # columns (whole strips, or None for all) and ratio of the second softmax
+    ratios,
+    widths,  # whole strips, or None for all
+    STORE_STRIP: tl.constexpr,
+    ADD_HALF: tl.constexpr,
+    STORE_SUMS: tl.constexpr,
+    SOFTMAXES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
@@ -61,15 +69,15 @@ def finish_tile(
 ):
     """Stores a tile and its strips' statistics. A negative sum of exponentials marks a strip with an offset of its own
     instead of the row's."""
-    offset_ptr, sum_ptr, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
-    columns2, ratio2 = second
     STRIPS: tl.constexpr = BLOCK_N // STRIP
     HALF: tl.constexpr = BLOCK_N // 2
     STORED: tl.constexpr = out[0] is not None or out[1] is not None
     RELATIVE: tl.constexpr = STORED and row_offset is None
-    SECOND: tl.constexpr = sum2_ptr is not None
     offs_row = row_start + tl.arange(0, BLOCK_M)
     in_rows = offs_row < out[3]
+    ends = (vocab,)
+    for i in tl.static_range(1, SOFTMAXES):
+        ends = ends + (vocab if widths[i] is None else widths[i],)
     # past the vocabulary a strip leaves what merges to nothing (-inf, 0), and its store falls outside
     for i in tl.static_range(STRIPS):
         x = tile if STRIPS == 1 else column_halves(tile, BLOCK_M, BLOCK_N)[i]
@@ -77,13 +85,6 @@ def finish_tile(
         offs_col = strip * STRIP + tl.arange(0, STRIP)
         in_vocab = offs_col < vocab
         stats_at = strip.to(tl.int64) * strip_stride + offs_row
-        if weighted_sum_ptr is not None:
-            omega = tl.where(in_vocab, 1.0, 0.0)
-            if class_weights_ptr is not None:
-                omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
-            # selection, so that a logit of -inf with weight 0 does not become nan
-            weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
-            tl.store(weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
         if END == 1:
             x = tl.where(in_vocab[None, :], x, float("-inf"))
         # sums of a half behind the vocabulary are left out, without an operation per element
@@ -95,15 +96,12 @@ def finish_tile(
                 top = largest if half == 0 else tl.maximum(top, largest)
         else:
             top = tl.max(x, 1)
-        if top_ptr is not None:
-            here = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
-            tl.store(top_ptr + stats_at, top, mask=in_rows)
-            tl.store(argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
+        STORE_STRIP(strips, stats_at, in_rows, x, top, offs_col, in_vocab, class_weights_ptr)
         offset = top
         if row_offset is not None:
             offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
         shift = tl.where(offset < LEAST_OFFSET, LEAST_OFFSET, offset)  # exponentials below it are 0, as those of -inf
-        sums, shifted, sums2, shifted2 = top, top, top, top  # until the first half's are there
+        totals = (top,)  # until the first half's are there
         for half in tl.static_range(2 // STRIPS):
             part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
             first = strip * STRIP + half * HALF
@@ -111,73 +109,30 @@ def finish_tile(
             moved = tl.broadcast_to((shift * -log2_e)[:, None], part.shape)
             z = tl.math.fma(part, tl.full(part.shape, log2_e, tl.float32), moved)
             e = tl.exp2(z)
-            total = inside(tl.sum(e, 1), first, vocab, END == HALF)
-            sums = total if half == 0 else sums + total
-            if shifted_sum_ptr is not None:
-                finite = z
-                if INFINITE:
-                    finite = tl.maximum(z, -160.0)  # 0 below, where a logit of -inf would make it nan
-                moment = inside(tl.sum(e * finite, 1), first, vocab, END == HALF)
-                shifted = moment if half == 0 else shifted + moment
-            if SECOND:
-                z2 = z
-                if ratio2 is not None:
-                    z2 = z * ratio2
-                e2 = tl.exp2(z2)
-                end2 = vocab
-                if columns2 is not None:
-                    end2 = columns2
-                total2 = inside(tl.sum(e2, 1), first, end2, True)
-                sums2 = total2 if half == 0 else sums2 + total2
-                if shifted_sum2_ptr is not None:
-                    moment2 = inside(tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1), first, end2, True)
-                    shifted2 = moment2 if half == 0 else shifted2 + moment2
+            totals = ADD_HALF(totals, z, e, ratios, first, ends, half == 0, END == HALF, INFINITE)
             if STORED:
                 store_tile(out, row_start, first, z if RELATIVE else e)
         # what the fused multiply-add's constant was rounded by; exponents are of base 2
         rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
-        if shifted_sum_ptr is not None:
-            shifted = (shifted - rounded * sums) * (tl.exp2(-rounded) * ln_2)
-        sums = sums * tl.exp2(-rounded)
+        scale = tl.exp2(-rounded)
+        total, own = totals[0] * scale, in_rows
         if row_offset is not None:
-            own = offset != row_offset
-            tl.store(offset_ptr + stats_at, offset, mask=in_rows & own)
-            sums = tl.where(own, -sums, sums)
-        else:
-            tl.store(offset_ptr + stats_at, offset, mask=in_rows)
-        if shifted_sum_ptr is not None:
-            tl.store(shifted_sum_ptr + stats_at, shifted, mask=in_rows)
-        if SECOND:
-            if ratio2 is not None:
-                rounded = rounded * ratio2
-            if shifted_sum2_ptr is not None:
-                shifted2 = (shifted2 - rounded * sums2) * (tl.exp2(-rounded) * ln_2)
-                tl.store(shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
-            tl.store(sum2_ptr + stats_at, sums2 * tl.exp2(-rounded), mask=in_rows)
-        tl.store(sum_ptr + stats_at, sums, mask=in_rows)
+            own = in_rows & (offset != row_offset)
+            total = tl.where(offset != row_offset, -total, total)
+        tl.store(offset_ptr + stats_at, offset, mask=own)
+        STORE_SUMS(totals, sums, strips, stats_at, in_rows, rounded, ratios)
+        tl.store(sums[0] + stats_at, total, mask=in_rows)
 
 
 @triton.jit
-def inside(sums, first, end, MAY_END: tl.constexpr):
-    """The sums of half a tile, 0 where it begins behind the last column."""
-    if MAY_END:
-        sums = tl.where(first < end, sums, 0.0)
-    return sums
-
-
-@kernel
-def exp_logits_kernel(
+def exp_logits(
     # outputs
     out_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2], or None
     out_ptr,  # the same where it is not described; None
     strip_offset_ptr,  # [strips, rows] fp32; with a row offset only where the strip's sum is negative
-    strip_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset), negated where the row's was not taken
-    strip_shifted_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset) (x - offset), or None
-    strip_weighted_sum_ptr,  # [strips, rows] fp32: sum of omega * x, or None
-    strip_top_ptr,  # [strips, rows] fp32: largest x, or None
-    strip_argmax_ptr,  # [strips, rows] int32: the first column that has it, or None
-    strip_sum2_ptr,  # [strips, rows] fp32: sum of exp(ratio2 (x - offset)) over the first columns2; or None
-    strip_shifted_sum2_ptr,  # [strips, rows] fp32: the same times ratio2 (x - offset), or None
+    sums,  # a tuple, of each softmax [strips, rows] fp32: sum of exp(ratio (x - offset)) over its first columns;
+    # of the first negated where the row's offset was not taken
+    strips,  # a tuple of [strips, rows]: what the vectors of statistics are made of
     # inputs
     hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]
     hidden_ptr,
@@ -200,12 +155,16 @@ def exp_logits_kernel(
     vocab,
     made,  # columns
     hidden,
-    columns2,  # of the second softmax, a multiple of STRIP; None for all, or without one
+    widths,  # a tuple, of each softmax a multiple of STRIP; None for all
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
-    ratio2,  # second inverse temperature over the logits'; float or None for 1
+    ratios,  # of each softmax's inverse temperature to the logits'; float or None for 1
+    STORE_STRIP: tl.constexpr,
+    ADD_HALF: tl.constexpr,
+    STORE_SUMS: tl.constexpr,
+    SOFTMAXES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -220,11 +179,6 @@ def exp_logits_kernel(
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
-    strips = (
-        strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
-        strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr,
-    )  # fmt: skip
-    second = columns2, ratio2
     # flattened with the loop over K, so that the next tile's loads run under this tile's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
@@ -254,6 +208,7 @@ def exp_logits_kernel(
         if row_offset_ptr is not None:
             row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
         finish_tile(
-            out, strips, strip_stride, x, class_weights_ptr, row_offset, row_start, tile_n, vocab, second, BLOCK_M,
-            BLOCK_N, STRIP, END, END == 1 or bias_ptr is not None,
+            out, strip_offset_ptr, sums, strips, strip_stride, x, class_weights_ptr, row_offset, row_start, tile_n,
+            vocab, ratios, widths, STORE_STRIP, ADD_HALF, STORE_SUMS, SOFTMAXES, BLOCK_M, BLOCK_N, STRIP, END,
+            END == 1 or bias_ptr is not None,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from ..common.records import (
     Counted,
     KeptEntries,
     Outputs,
+    Places,
     Stored,
     SumOutputs,
     TeacherSoftmax,
@@ -20,12 +21,14 @@ from ..common.records import (
 )
 from ..common.sums import flat_outputs, kernel_of
 from ..common.tiles import EXACT_BLOCK, INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
+from . import merge as kernels
 from .columns import clean_rows_kernel, dot_columns_kernel
-from .exp_logits import exp_logits_kernel
+from .exp_logits import exp_logits as body_of_tiles
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
-from .merge import merge_ranks_kernel, merge_strips_kernel, sum_rows_kernel
+from .lists import code_of_lanes, code_of_pieces, code_of_strips, code_of_tile
+from .merge import sum_rows_kernel
 from .quantise import quantise_kernel, sum_parts_kernel
-from .row_stats import row_stats_kernel
+from .row_stats import row_stats as body_of_rows
 from .sums import row_sums
 
 MOST_PARTS = 4  # that sum_rows_kernel puts together
@@ -158,8 +161,8 @@ def exp_logits(
     row_offset: torch.Tensor | None,  # [rows] fp32: then exponentials are stored, else relative logits
     transform: Transform,
     tile: Tile,
-    ratio2: float | None = None,
-    columns2: int | None = None,  # of the second softmax, a multiple of a strip; None for all
+    ratios: Sequence[float | None] = (None,),  # of softmaxes; None for 1, as the first has
+    widths: Sequence[int | None] = (None,),  # columns, multiples of a strip; None for all, as the first has
     counted: Counted = ALL_ROWS,
     target: torch.Tensor | None = None,  # [rows] int64, with ``target_logit``
     target_logit: torch.Tensor | None = None,  # [rows] fp32, in the place of the product's
@@ -170,17 +173,19 @@ def exp_logits(
     rows, vocab = hidden.shape[0], weight.shape[0]
     tiles = cdiv(vocab, tile.block_n)
     strip = tile.block_n // (strips.offset.shape[0] // tiles)
-    assert (columns2 or 0) % strip == 0
+    assert not any((width or 0) % strip for width in widths)
     end = next(each for each in (tile.block_n, tile.block_n // 2, 1) if vocab % each == 0)
     made = tiles * tile.block_n if blocks is None else len(blocks) * EXACT_BLOCK
     programs = programs_of(tile, rows, made, hidden.device)
-    exp_logits_kernel[(programs,)](
+    kinds = tuple([tuple([each.statistic for each in of_softmax]) for of_softmax in strips.statistics])
+    vectors = [vector for of_softmax in strips.statistics for each in of_softmax for vector in each.vectors]
+    kernel_of(body_of_tiles, "exp_logits_kernel", kinds, code_of_tile)[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
-        *strips,
+        strips.offset, *strips.sums, *vectors,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, blocks, *counted, rows,
-        strips.offset.stride(0), row_stride(out, tile), vocab, made, hidden.shape[1], columns2, *transform, ratio2,
+        strips.offset.stride(0), row_stride(out, tile), vocab, made, hidden.shape[1], *widths, *transform, *ratios,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=strip,
         GROUP_M=tile.group_m, END=end, EVEN_HIDDEN=even(hidden.shape[1], tile),
@@ -197,15 +202,16 @@ def merge_strips(
     target: torch.Tensor | None,
     columns: int,
     ratio: float | None = None,
-    second: bool = False,
+    view: int = 0,
 ) -> None:
-    """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``."""
+    """Statistics of a softmax over ``columns``."""
     count, rows = strips.offset.shape
-    merge_strips_kernel[(cdiv(rows, 8),)](
-        out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
-        *strips[:6], target_logit, tile_logit, target,
+    vectors = [vector for each in strips.statistics[view] for vector in each.vectors]
+    kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
+        out.lse, out.start, out.rest, out.logprob, level if view == 0 else None, *out.vectors,
+        strips.offset, strips.sums[view], *vectors, target_logit, tile_logit, target,
         rows, strips.offset.stride(0), count, columns, ratio,
-        SECOND=second, BLOCK_ROWS=8, BLOCK_STRIPS=512, num_warps=8,
+        IS_FIRST=view == 0, BLOCK_ROWS=8, BLOCK_STRIPS=512, num_warps=8,
     )  # fmt: skip
 
 
@@ -220,9 +226,9 @@ def row_stats(
     logits = stored.logits
     assert stored.offset is None
     block, warps = row_block(columns)
-    row_stats_kernel[(logits.shape[0],)](
-        *out, logits, None, None, None, target, stored.bias, class_weights, columns, logits.stride(0),
-        *stored.transform, ratio, FILL=False, BLOCK=block, num_warps=warps,
+    kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(logits.shape[0],)](
+        *out[:-1], *out.vectors, logits, None, None, None, target, stored.bias, class_weights, columns,
+        logits.stride(0), *stored.transform, ratio, FILL=False, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -234,8 +240,8 @@ def set_stats(
     fill: bool,
 ) -> None:
     """Statistics of rows with sets; the other rows' stay as they are, or become 0 with ``fill``."""
-    row_stats_kernel[(len(sets.target),)](
-        *out, logit, *sets, None, None, 0, 0, *PLAIN, ratio, FILL=fill, BLOCK=128, num_warps=1
+    kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(len(sets.target),)](
+        *out[:-1], *out.vectors, logit, *sets, None, None, 0, 0, *PLAIN, ratio, FILL=fill, BLOCK=128, num_warps=1
     )
 
 
@@ -287,15 +293,16 @@ def merge_softmax(
     zero_or_nan: torch.Tensor,  # [] fp32
     target: torch.Tensor,  # [rows] int64
     ratio: float,
-    places: dict[str, int],  # of the numbers START, REST, TARGET, ENTROPY, WEIGHTED, TOP and ARGMAX, -1 for none
+    places: Places,
     known_targets: bool,
 ) -> None:
     """Statistics of the softmax over the vocabulary, from those over its pieces."""
     ranks, numbers, rows = gathered.shape
     block = 64
-    merge_ranks_kernel[(cdiv(rows, block),)](
-        out.start, out.rest, out.lse, *out[3:], gathered, zero_or_nan, target,
-        ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, num_warps=4,
+    kernel_of(kernels.merge_ranks, "merge_ranks_kernel", out.kinds, code_of_pieces)[(cdiv(rows, block),)](
+        out.start, out.rest, out.lse, out.logprob, out.target_logit, *out.vectors, gathered, zero_or_nan, target,
+        ranks, numbers, rows, *places.vectors, ratio, START=places.start, REST=places.rest, TARGET=places.target,
+        KNOWN_TARGETS=known_targets, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -4,11 +4,12 @@ From those of strips [strips, rows] that ``exp_logits`` left, ``merge_strips_ker
 them and enters from its exact logit:
 
     lse = log sum_s sum[s] exp(offset[s]),  log p = (x - start) + rest,  start = max_s offset[s],  rest = start - lse
-    entropy = lse - sum p x, as (log_sum - shifted / sum) relative to start
 
 From those of pieces of the vocabulary [ranks, numbers, rows], as all ranks have sent them, ``merge_ranks_kernel``:
 
-    lse = log sum_r exp(lse[r]),  entropy = sum_r share[r] (entropy[r] - log share[r]),  share[r] = exp(lse[r] - lse)
+    lse = log sum_r exp(lse[r]),  share[r] = exp(lse[r] - lse)
+
+Both are bodies of kernels that are generated for the statistics beside the softmax (``lists.py``).
 
 Sums over tokens of a table [rows, tokens] of losses' and metrics' values, and the sum of losses, ``sum_rows_kernel``:
 
@@ -19,40 +20,40 @@ import triton
 import triton.language as tl
 
 from ..common.launcher import kernel
-from ..common.transform import ln_2, log2_e
+from ..common.transform import ln_2, log2_e, times
 from .exp_logits import LEAST_OFFSET
 
 
-@kernel
-def merge_strips_kernel(
+@triton.jit
+def merge_strips(
     # outputs
     lse_ptr,  # [rows] fp32 or None
     start_ptr,  # [rows] fp32: log p = (x - start) + rest
     rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; or None
-    entropy_ptr,  # [rows] fp32 or None
-    weighted_sum_ptr,  # [rows] fp32 or None
-    top_ptr,  # [rows] fp32 or None: the largest logit
-    argmax_ptr,  # [rows] int32 or fp32, or None: the first column that has it
     level_ptr,  # [rows] fp32: one offset for all of the row; None: each strip has its own
+    outputs,  # a tuple of [rows]: the statistics' vectors
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32; with a level only where the sum is negative
     strip_sum_ptr,  # [strips, rows] fp32; with a level, negative where the offset is not it
-    strip_shifted_sum_ptr,  # [strips, rows] fp32 or None
-    strip_weighted_sum_ptr,  # [strips, rows] fp32 or None
-    strip_top_ptr,  # [strips, rows] fp32 or None
-    strip_argmax_ptr,  # [strips, rows] int32 or None
+    strips,  # a tuple of [strips, rows]: what each of the vectors is made of
     target_logit_ptr,  # [rows] fp32, with a level also the given offset; None without targets
     tile_logit_ptr,  # [rows] fp32: the target's in the strips; None where that is exact
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     # sizes
     rows,
     strip_stride,  # from strip to strip, a multiple of BLOCK_ROWS: reads may pass the rows
-    strips,
+    strip_count,
     columns,  # that the softmax is over
     # scalars
     ratio,  # inverse temperature relative to the logits'; float or None for 1
-    SECOND: tl.constexpr,  # sums of a second softmax, which may be over fewer columns
+    IS_FIRST: tl.constexpr,  # False: sums of a further softmax, which may be over fewer columns
+    ZERO: tl.constexpr,
+    ADD_EXPONENTIALS: tl.constexpr,
+    ADD_STRIPS: tl.constexpr,
+    EXCHANGE_TARGET: tl.constexpr,
+    MERGE_STRIPS: tl.constexpr,
+    VECTORS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STRIPS: tl.constexpr,
 ):
@@ -61,10 +62,8 @@ def merge_strips_kernel(
     in_rows = offs_row < rows
     run_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     run_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    run_shifted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    run_weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    run_top = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    run_argmax = tl.full((BLOCK_ROWS,), 2147483647, dtype=tl.int32)
+    if VECTORS > 0:
+        states = ZERO(BLOCK_ROWS, tl.float32)
     largest_offset = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     if target_ptr is not None:
         asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
@@ -74,10 +73,10 @@ def merge_strips_kernel(
             # selected, so that it is rounded as the strips' offsets are: no product of a fused multiply-add
             asked = tl.where(counts, asked * ratio, 0.0)
         run_max = tl.where(counts, asked, run_max)
-    for start in range(0, strips, BLOCK_STRIPS):
+    for start in range(0, strip_count, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         at = offs_strip[:, None].to(tl.int64) * strip_stride + offs_row[None, :]
-        mask = tl.broadcast_to(offs_strip[:, None] < strips, (BLOCK_STRIPS, BLOCK_ROWS))
+        mask = tl.broadcast_to(offs_strip[:, None] < strip_count, (BLOCK_STRIPS, BLOCK_ROWS))
         s = tl.load(strip_sum_ptr + at, mask=mask, other=0.0)
         if level_ptr is not None:
             own = s < 0.0
@@ -86,9 +85,8 @@ def merge_strips_kernel(
             s = tl.abs(s)
         else:
             m = tl.load(strip_offset_ptr + at, mask=mask, other=float("-inf"))
-        if ratio is not None:
-            m = m * ratio
-        if SECOND:
+        m = times(m, ratio)
+        if not IS_FIRST:
             m = tl.where(s > 0.0, m, float("-inf"))
         strips_max = tl.max(m, 0)
         largest_offset = tl.maximum(largest_offset, strips_max)
@@ -97,22 +95,12 @@ def merge_strips_kernel(
         rescale = tl.exp2((run_max - offset) * log2_e)
         distance = m - offset[None, :]
         weight = tl.exp2(distance * log2_e)
-        if strip_shifted_sum_ptr is not None:
-            moved = tl.where(run_max == float("-inf"), 0.0, run_max - offset)
-            w = tl.load(strip_shifted_sum_ptr + at, mask=mask, other=0.0)
-            part = tl.where(weight > 0.0, weight * (w + s * distance), 0.0)
-            run_shifted = rescale * (run_shifted + run_sum * moved) + tl.sum(part, 0)
+        if VECTORS > 0:
+            states = ADD_EXPONENTIALS(states, strips, at, mask, run_max, run_sum, offset, rescale, s, distance, weight)
         run_sum = run_sum * rescale + tl.sum(s * weight, 0)
         run_max = new_max
-        if weighted_sum_ptr is not None:
-            run_weighted += tl.sum(tl.load(strip_weighted_sum_ptr + at, mask=mask, other=0.0), 0)
-        if top_ptr is not None:
-            top = tl.load(strip_top_ptr + at, mask=mask, other=float("-inf"))
-            best = tl.max(top, 0)
-            first = tl.load(strip_argmax_ptr + at, mask=mask, other=2147483647)
-            first = tl.min(tl.where(top == best[None, :], first, 2147483647), 0)
-            run_argmax = tl.where(best > run_top, first, run_argmax)  # of equals the first block's
-            run_top = tl.maximum(run_top, best)
+        if VECTORS > 0:
+            states = ADD_STRIPS(states, strips, at, mask)
     if tile_logit_ptr is not None:
         tile_logit = tl.load(tile_logit_ptr + offs_row, mask=in_rows, other=0.0)
         if ratio is not None:
@@ -122,12 +110,10 @@ def merge_strips_kernel(
         added = tl.where(counts, tl.exp2((asked - offset) * log2_e), 0.0)
         others = run_sum - removed
         run_sum = tl.where(others < 0.0, 0.0, others) + added
-        run_shifted -= tl.where(removed > 0.0, removed * (tile_logit - offset), 0.0)
-        run_shifted += tl.where(added > 0.0, added * (asked - offset), 0.0)
+        if VECTORS > 0:
+            states = EXCHANGE_TARGET(states, removed, tile_logit - offset, added, asked - offset)
     if target_ptr is not None:
-        least = LEAST_OFFSET + 0.0
-        if ratio is not None:
-            least = least * ratio
+        least = times(LEAST_OFFSET + 0.0, ratio)
         # strips have no sums so far below: where there is nothing above, the row shows it
         run_sum = tl.where(counts & (run_max < least) & (run_max > float("-inf")), float("nan"), run_sum)
     log_sum = tl.log2(run_sum) * ln_2
@@ -141,29 +127,23 @@ def merge_strips_kernel(
         logprob = (asked - run_max) - log_sum
         logprob = tl.where(counts, tl.where(logprob > 0.0, 0.0, logprob), 0.0)
         tl.store(logprob_ptr + offs_row, logprob, mask=in_rows)
-    if entropy_ptr is not None:
-        tl.store(entropy_ptr + offs_row, log_sum - run_shifted / run_sum, mask=in_rows)
     if level_ptr is not None:
         tl.store(level_ptr + offs_row, tl.where(largest_offset > asked, lse, asked), mask=in_rows)
-    if weighted_sum_ptr is not None:
-        tl.store(weighted_sum_ptr + offs_row, run_weighted, mask=in_rows)
-    if top_ptr is not None:
-        tl.store(top_ptr + offs_row, run_top, mask=in_rows)
-        tl.store(argmax_ptr + offs_row, run_argmax, mask=in_rows)
+    if VECTORS > 0:
+        vectors = MERGE_STRIPS(states, run_sum, log_sum)
+        for i in tl.static_range(VECTORS):
+            tl.store(outputs[i] + offs_row, vectors[i], mask=in_rows)
 
 
-@kernel
-def merge_ranks_kernel(
+@triton.jit
+def merge_ranks(
     # outputs
     start_ptr,  # [rows] fp32: log p = (x - start) + rest
     rest_ptr,  # [rows] fp32
     lse_ptr,  # [rows] fp32; None for a teacher's softmax, like all that follow
     logprob_ptr,  # [rows] fp32, 0 where the row does not count
     target_logit_ptr,  # [rows] fp32, or None if another launch writes it
-    entropy_ptr,  # [rows] fp32 or None
-    weighted_sum_ptr,  # [rows] fp32 or None
-    top_ptr,  # [rows] fp32 or None
-    argmax_ptr,  # [rows] int32 or None
+    outputs,  # a tuple of [rows]: the statistics' vectors
     # inputs
     gathered_ptr,  # [ranks, numbers, rows] fp32: each piece's statistics, and last a check of its tokens
     zero_or_nan_ptr,  # [] fp32: nan where pieces are of different tokens
@@ -172,15 +152,16 @@ def merge_ranks_kernel(
     ranks,
     numbers,
     rows,
+    places,  # a tuple of the outputs' places among a piece's numbers
     # scalars
     ratio,  # of the temperature to that of the logits, inverse
-    START: tl.constexpr,  # place of a piece's number, -1 for none
+    START: tl.constexpr,  # place of a piece's number
     REST: tl.constexpr,
     TARGET: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    TOP: tl.constexpr,
-    ARGMAX: tl.constexpr,
+    ZERO: tl.constexpr,
+    ADD_PIECE: tl.constexpr,
+    MERGE_PIECES: tl.constexpr,
+    VECTORS: tl.constexpr,
     KNOWN_TARGETS: tl.constexpr,  # every piece has the target's complete logit
     BLOCK: tl.constexpr,
 ):
@@ -202,11 +183,9 @@ def merge_ranks_kernel(
         best = tl.where(better, start - rest, best)
         first_start, first_rest = tl.where(better, start, first_start), tl.where(better, rest, first_rest)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
-    shifted = tl.zeros((BLOCK,), dtype=tl.float64)
     target_logit = tl.zeros((BLOCK,), dtype=tl.float64)
-    weighted = tl.zeros((BLOCK,), dtype=tl.float64)
-    top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    argmax = tl.zeros((BLOCK,), dtype=tl.float32)
+    if VECTORS > 0:
+        states = ZERO(BLOCK, tl.float64)
     for rank in range(0, ranks):
         own = gathered_ptr + rank * piece + row
         start = tl.load(own + START * stride, mask=mask, other=0.0).to(tl.float64)
@@ -214,23 +193,17 @@ def merge_ranks_kernel(
         log_share = (start - first_start) - (rest - first_rest)
         share = tl.exp(log_share)
         total += share
-        if entropy_ptr is not None:
-            entropy = tl.load(own + ENTROPY * stride, mask=mask, other=0.0).to(tl.float64)
-            shifted += tl.where(share > 0.0, share * (entropy - log_share), 0.0)
         if logprob_ptr is not None:
             asked = tl.load(own + TARGET * stride, mask=mask, other=0.0).to(tl.float64)
             if KNOWN_TARGETS:
                 target_logit = tl.where(rank == 0, asked, target_logit)
             else:
                 target_logit += asked
-        if weighted_sum_ptr is not None:
-            weighted += tl.load(own + WEIGHTED * stride, mask=mask, other=0.0).to(tl.float64)
-        if top_ptr is not None:
-            x = tl.load(own + TOP * stride, mask=mask, other=0.0)
-            # of equal logits the first column's, which the first piece has
-            higher = (x > top) | (x != x) | (rank == 0)
-            argmax = tl.where(higher, tl.load(own + ARGMAX * stride, mask=mask, other=0.0), argmax)
-            top = tl.where(higher, x, top)
+        if VECTORS > 0:
+            values = (tl.load(own + places[0] * stride, mask=mask, other=0.0).to(tl.float64),)
+            for i in tl.static_range(1, VECTORS):
+                values = values + (tl.load(own + places[i] * stride, mask=mask, other=0.0).to(tl.float64),)
+            states = ADD_PIECE(states, values, share, log_share, rank == 0)
     log_sum = tl.log(total)
     merged_rest = first_rest - log_sum
     tl.store(start_ptr + row, first_start.to(tl.float32) + poison, mask=mask)
@@ -243,13 +216,13 @@ def merge_ranks_kernel(
         tl.store(lse_ptr + row, (first_start - merged_rest).to(tl.float32) + poison, mask=mask)
         if target_logit_ptr is not None:
             tl.store(target_logit_ptr + row, rounded, mask=mask)
-    if entropy_ptr is not None:
-        tl.store(entropy_ptr + row, (shifted / total + log_sum).to(tl.float32) + poison, mask=mask)
-    if weighted_sum_ptr is not None:
-        tl.store(weighted_sum_ptr + row, weighted.to(tl.float32) + poison, mask=mask)
-    if top_ptr is not None:
-        tl.store(top_ptr + row, top, mask=mask)
-        tl.store(argmax_ptr + row, argmax.to(tl.int32), mask=mask)
+    if VECTORS > 0:
+        vectors = MERGE_PIECES(states, total, log_sum)
+        for i in tl.static_range(VECTORS):
+            value = vectors[i]
+            if value.dtype.is_floating():
+                value = value.to(tl.float32) + poison
+            tl.store(outputs[i] + row, value, mask=mask)
 
 
 @kernel

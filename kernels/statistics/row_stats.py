@@ -1,32 +1,30 @@
 """Statistics [rows] fp32 of rows of logits that are stored, one program a row.
 
-Of rows [rows, columns], ``row_stats_kernel``:
+Of rows [rows, columns], ``row_stats``, the body of kernels that are generated for the statistics beside the softmax
+(``lists.py``):
 
-    log p = (x - start) + rest,  start = max x,  rest = -log sum exp(x - start),  entropy = -sum p log p
+    log p = (x - start) + rest,  start = max x,  rest = -log sum exp(x - start)
 
 Of a set of columns per row, from the logits [entries] fp32 of all sets, the same kernel:
 
     lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
 
+import triton
 import triton.language as tl
 
-from ..common.launcher import kernel
-from ..common.transform import ln_2, load_number, load_row, log2_e, transform_logits
+from ..common.transform import ln_2, load_number, load_row, log2_e, times, transform_logits
 
 
-@kernel
-def row_stats_kernel(
+@triton.jit
+def row_stats(
     # outputs
     lse_ptr,  # [rows] fp32 or None
     start_ptr,  # [rows] fp32: log p = (x - start) + rest
     rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; None without targets
     target_logit_ptr,  # [rows] fp32 or None
-    entropy_ptr,  # [rows] fp32 or None
-    weighted_sum_ptr,  # [rows] fp32: sum of omega * x, or None
-    top_ptr,  # [rows] fp32 or None: the largest logit
-    argmax_ptr,  # [rows] int32 or None: the first column that has it
+    outputs,  # a tuple of [rows]: the statistics' vectors
     # inputs
     logits_ptr,  # [rows, columns], raw; of sets [entries] fp32, as the softmax sees them
     column_ptr,  # [entries] int32 of sets, -1 for none; None without sets, like both that follow
@@ -43,6 +41,10 @@ def row_stats_kernel(
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratio,  # inverse temperature relative to the logits'; float or None for 1
+    ZERO_LANES: tl.constexpr,
+    ADD_LANES: tl.constexpr,
+    MERGE_LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
     FILL: tl.constexpr,  # 0 for a row without a set, instead of what is there
     BLOCK: tl.constexpr,
 ):
@@ -63,14 +65,13 @@ def row_stats_kernel(
             if bias_ptr is not None:
                 raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
             target_logit = transform_logits(raw, logit_scale, softcap, row_scale)
-    # every lane keeps a maximum, -inf where it has seen nothing, the sum of exp(x - max), and that of
-    # exp(x - max) (x - max): the loop has no reduction in it
+    # every lane keeps a maximum, -inf where it has seen nothing, the sum of exp(x - max), and states of statistics:
+    # the loop has no reduction in it
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    lane_shifted = tl.zeros((BLOCK,), dtype=tl.float32)
-    lane_weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
-    lane_argmax = tl.full((BLOCK,), 2147483647, dtype=tl.int32)
+    if VECTORS > 0:
+        states = ZERO_LANES(BLOCK, tl.float32)
     for start in range(begin, end, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < end
@@ -82,34 +83,23 @@ def row_stats_kernel(
         else:
             column = offs
             x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, row_scale)
-        if weighted_sum_ptr is not None:
-            omega = tl.where(inside, 1.0, 0.0)
-            if class_weights_ptr is not None:
-                omega = tl.load(class_weights_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-            # selection, so that a logit of -inf with weight 0 does not become nan
-            lane_weighted += tl.where(omega != 0.0, x * omega, 0.0)
         x = tl.where(inside, x, float("-inf"))  # the cap turns the padding's -inf into a number
-        if argmax_ptr is not None:
-            same = inside & (x == lane_max)
-            lane_argmax = tl.where(x > lane_max, column, tl.where(same, tl.minimum(lane_argmax, column), lane_argmax))
-        if ratio is not None:
-            x = x * ratio
-        new_max = tl.maximum(lane_max, x)
+        scaled = times(x, ratio)
+        new_max = tl.maximum(lane_max, scaled)
         offset = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp2((lane_max - offset) * log2_e)
-        z = x - offset
+        z = scaled - offset
         e = tl.exp2(z * log2_e)
-        if entropy_ptr is not None:
-            moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
-            lane_shifted = rescale * (lane_shifted + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0)
+        if VECTORS > 0:
+            states = ADD_LANES(states, x, column, inside, class_weights_ptr, lane_max, lane_sum, offset, rescale, z, e)
         lane_max, lane_sum = new_max, lane_sum * rescale + e
     row_max = tl.max(lane_max, 0)
     distance = lane_max - tl.where(row_max == float("-inf"), 0.0, row_max)
     weight = tl.exp2(distance * log2_e)
     row_sum = tl.sum(lane_sum * weight, 0)
     log_sum = tl.log2(row_sum) * ln_2
-    shifted = tl.sum(tl.where(weight > 0.0, weight * (lane_shifted + lane_sum * distance), 0.0), 0)
-    entropy = log_sum - shifted / row_sum
+    if VECTORS > 0:
+        vectors = MERGE_LANES(states, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum)
     at = row + tl.arange(0, 1)
     here = at >= row
     if SETS:
@@ -118,7 +108,6 @@ def row_stats_kernel(
         here = at < tl.where((end > begin) | FILL, row + 1, row)
         row_max = tl.where(end > begin, row_max, 0.0)
         log_sum = tl.where(end > begin, log_sum, 0.0)
-        entropy = tl.where(end > begin, entropy, 0.0)
     if lse_ptr is not None:
         tl.store(lse_ptr + at, row_max + log_sum, mask=here)
     tl.store(start_ptr + at, row_max, mask=here)
@@ -126,15 +115,11 @@ def row_stats_kernel(
     if target_logit_ptr is not None:
         tl.store(target_logit_ptr + at, target_logit, mask=here)
     if logprob_ptr is not None:
-        if ratio is not None:
-            target_logit = target_logit * ratio
+        target_logit = times(target_logit, ratio)
         # not target_logit - lse, which has lost what lies below an ulp of the logits
         tl.store(logprob_ptr + at, tl.where(counts, (target_logit - row_max) - log_sum, 0.0), mask=here)
-    if entropy_ptr is not None:
-        tl.store(entropy_ptr + at, entropy, mask=here)
-    if weighted_sum_ptr is not None:
-        tl.store(weighted_sum_ptr + at, tl.sum(lane_weighted, 0), mask=here)
-    if argmax_ptr is not None:
-        argmax = tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0)
-        tl.store(top_ptr + at, row_max, mask=here)
-        tl.store(argmax_ptr + at, tl.where(argmax == 2147483647, 0, argmax), mask=here)
+    for i in tl.static_range(VECTORS):
+        value = vectors[i]
+        if SETS:
+            value = tl.where(end > begin, value, 0)
+        tl.store(outputs[i] + at, value, mask=here)

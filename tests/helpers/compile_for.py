@@ -26,6 +26,7 @@ from compiled_for import told
 from triton.backends.compiler import GPUTarget
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, quantise
+from chunked_head.core.statistics import STATISTICS
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats
 from chunked_head.stores.triton_backend import TRITON, TritonBackend
@@ -126,9 +127,11 @@ def calls() -> None:
     with torch.no_grad():
         # few rows
         linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, deterministic=True, backend="triton")
-    stats, names = RowStats.empty(8, Demand(), torch.float32, torch.device("cpu")), sent(Demand())
-    message, target = torch.zeros(2, len(names) + 1, 8), torch.zeros(8, dtype=torch.int64)
-    TRITON.merge_ranks(GatheredStats(message, names, target, (1.0,), False, torch.zeros(())), stats)
+    target = torch.zeros(8, dtype=torch.int64)
+    for demand in (Demand(), Demand(statistics=(STATISTICS,))):
+        stats = RowStats.empty(8, demand, torch.float32, target.device)
+        message = torch.zeros(2, len(sent(demand)) + 1, 8)
+        TRITON.merge_ranks(GatheredStats(message, demand, target, False, torch.zeros(())), stats)
 
 
 def spilled(compiled: Any) -> int:

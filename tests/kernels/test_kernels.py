@@ -9,6 +9,8 @@ from chunked_head.kernels.products import launch as products
 from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
+from chunked_head.core.statistics import ENTROPY, TOP, WEIGHTED_SUM
+
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 
 TARGETS = {
@@ -119,10 +121,10 @@ def test_a_target_has_the_bits_of_its_tile(
     """What is taken out of the sums of a tile is what is in them. The interpreter's products are numpy's."""
     states, weight, _, _ = head_operands(place, (70, 640, hidden), dtype, spread=4.0)
     device, bias, made = states.device, torch.linspace(-1, 1, 640).to(states), records.Transform(scale)
-    strips = operands.Strips.empty(70, -(-640 // tile.block_n), device, top=True).of_rows(70)
+    strips = operands.Strips.empty(70, -(-640 // tile.block_n), device, ((TOP,),)).of_rows(70)
     statistics.exp_logits(None, strips, states, weight, bias, None, None, made, tile)
-    assert strips.top is not None and strips.argmax is not None
-    for top, target in zip(strips.top, strips.argmax.long(), strict=True):
+    tops, ids = strips.statistics[0][0].vectors
+    for top, target in zip(tops, ids.long(), strict=True):
         exact, of_tile = torch.empty(2, 70, device=device).unbind()
         statistics.clean_rows(torch.empty_like(states), states, target, None, exact, weight, bias, made, None, of_tile)
         if states.is_cuda:
@@ -216,7 +218,7 @@ def run_exp_logits(
     out = None if offset is None else out
     options = {"transform": records.PLAIN} | options
     statistics.exp_logits(out, strips, states, weight, None, None, offset, **options, tile=tile)
-    return out, strips.offset.t(), strips.sum.t()
+    return out, strips.offset.t(), strips.sums[0].t()
 
 
 def accumulation_error(states: torch.Tensor, weight: torch.Tensor) -> float:
@@ -317,32 +319,28 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
     statistics.clean_rows(clean, states, target, None, asked, weight, bias if biased else None, given, None, of_tile)
     asked[counts & ~own] = 1.0  # as another rank has it
     count = -(-vocab // tile.block_n) * (2 if kept == "relative" else 1)
-    wanted = dict.fromkeys(("shifted_sum", "top"), True) | {"weighted_sum": not biased}
-    wanted |= dict.fromkeys(("sum2", "shifted_sum2"), kept != "exponentials")
-    strips = operands.Strips.empty(rows, count, device, **wanted).of_rows(rows)
+    kinds = [ENTROPY, TOP] if biased else [ENTROPY, WEIGHTED_SUM, TOP]
+    strips = operands.Strips.empty(rows, count, device, [kinds, [ENTROPY]][: 1 + (kept != "exponentials")]).of_rows(
+        rows
+    )
     out = None
     if kept != "nothing":
         out = torch.empty(rows, -(-vocab // 8) * 8, device=device, dtype=torch.bfloat16)[:, :vocab]
         out = out if kept == "exponentials" else out.view(torch.float16)
     offset, columns2 = (asked if kept == "exponentials" else None), vocab // tile.block_n * tile.block_n or None
-    statistics.exp_logits(
-        out, strips, clean, weight, bias if biased else None, None, offset, given, tile, ratio, columns2
-    )
+    softmaxes = [each[: len(strips.sums)] for each in ((None, ratio), (None, columns2))]
+    statistics.exp_logits(out, strips, clean, weight, bias if biased else None, None, offset, given, tile, *softmaxes)
     leveled, targets = None if offset is None else level, (asked, of_tile, target)
-    for second in (False, True)[: 1 + (kept != "exponentials")]:
+    for second in range(len(strips.sums)):
         every = logits[:, :columns2] * ratio if second else logits
         own2 = own & (target < every.shape[1])
         found = torch.full((8, rows), torch.nan, device=device)
         lse, start, rest, logprob, entropy, weighted, top, _ = found
-        result = records.Outputs(lse, start, rest, logprob, None, entropy)
-        parts = strips
-        if second:
-            parts = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2)
-        elif not biased:
-            result = result._replace(weighted_sum=weighted, top=top, argmax=found[7].view(torch.int32))
-        statistics.merge_strips(
-            result, None if second else leveled, parts, *targets, every.shape[1], ratio if second else None, second
-        )
+        ids = found[7].view(torch.int32)
+        vectors = {ENTROPY: (entropy,), WEIGHTED_SUM: (weighted,), TOP: (top, ids)}
+        made_of = [records.StatisticOutputs(each, vectors[each]) for each, _ in strips.statistics[second]]
+        result = records.Outputs(lse, start, rest, logprob, None, tuple(made_of))
+        statistics.merge_strips(result, leveled, strips, *targets, every.shape[1], ratio if second else None, second)
         log_p = every - every.logsumexp(1, keepdim=True)
         budget = 4e-6 + 2 * accumulation_error(states[counts], weight)
         assert ((lse - every.logsumexp(1)).abs()[counts] <= budget).all()
@@ -355,8 +353,9 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
         sure = own2 & (expected > -1e-6)
         # exponentials and their sums in fp32, whatever the logits are
         assert sure.sum() > 5 and ((logprob - expected).abs()[sure] <= 1e-6).all()
-        if top is result.top:
-            assert torch.equal(result.argmax[counts].long(), logits.argmax(1)[counts])
+        if not second:
+            assert torch.equal(ids[counts].long(), logits.argmax(1)[counts])
+        if WEIGHTED_SUM in result.kinds:
             torch.testing.assert_close(weighted.double()[counts], logits.sum(1)[counts], rtol=1e-5, atol=1e-3)
 
 
@@ -364,19 +363,18 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
 def test_more_strips_than_are_read_at_once(place: Place) -> None:
     """As those of 131,072 ids: sums so far are brought to the largest offset yet."""
     rows, count, made = 9, 1300, torch.Generator().manual_seed(4)
-    strips = operands.Strips.empty(rows, count, torch.device(place.device), shifted_sum=True).of_rows(rows)
-    assert strips.shifted_sum is not None
+    strips = operands.Strips.empty(rows, count, torch.device(place.device), ((ENTROPY,),)).of_rows(rows)
+    ((_, (shifted_sum,)),) = strips.statistics[0]
     offset, (total, shifted) = (
         torch.randn(count, rows, generator=made),
         torch.rand(2, count, rows, generator=made) + 0.1,
     )
     offset[600] += torch.linspace(-6, 6, rows)
-    for kept, drawn in ((strips.offset, offset), (strips.sum, total), (strips.shifted_sum, -shifted)):
+    for kept, drawn in ((strips.offset, offset), (strips.sums[0], total), (shifted_sum, -shifted)):
         kept.copy_(drawn)
     lse, start, rest, entropy = torch.full((4, rows), torch.nan, device=place.device)
-    statistics.merge_strips(
-        records.Outputs(lse, start, rest, None, None, entropy), None, strips, None, None, None, count
-    )
+    outputs = records.Outputs(lse, start, rest, statistics=(records.StatisticOutputs(ENTROPY, (entropy,)),))
+    statistics.merge_strips(outputs, None, strips, None, None, None, count)
     x, weight = offset.double(), (offset.double() - offset.double().amax(0)).exp()
     exact = offset.amax(0) + (weight * total).sum(0).log()
     torch.testing.assert_close(lse.cpu().double(), exact, rtol=0, atol=5e-6)

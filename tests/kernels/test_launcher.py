@@ -16,6 +16,7 @@ from chunked_head.kernels.common import operands, recording
 from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.operands import Strips
 from chunked_head.kernels.common.records import Transform
+from chunked_head.kernels.common.sums import kernel_of
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
 
@@ -275,14 +276,15 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         strips = Strips.empty(rows, 8, hidden.device).of_rows(rows)
         out = torch.zeros(rows, 1000, device="cuda", dtype=torch.bfloat16)
         statistics.exp_logits(out, strips, hidden, weight, None, None, offset, Transform(), tile)
-        return torch.cat([out.float().flatten(), strips.sum.flatten()])
+        return torch.cat([out.float().flatten(), strips.sums[0].flatten()])
 
     def all_of_them() -> list[torch.Tensor]:
         found = [scaled(start, numbers) for start in (0, 1, 8, 3) for numbers in (1024, 1000, 1, 77)]
         return found + [summed(rows, start) for rows in (1, 16, 300, 301) for start in (0, 1)]
 
     first, again = all_of_them(), all_of_them()
-    launchers = gradients.scale_kernel, statistics.exp_logits_kernel
+    exp_logits = kernel_of(statistics.body_of_tiles, "exp_logits_kernel", ((),), statistics.code_of_tile)
+    launchers = gradients.scale_kernel, exp_logits
     assert all(launcher.kept for launcher in launchers)
     kept = [[*launcher.kept] for launcher in launchers]
     for launcher in launchers:

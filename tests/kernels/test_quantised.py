@@ -11,6 +11,7 @@ from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
+from chunked_head.core.statistics import ENTROPY, TOP
 from chunked_head.stores.quantised import empty_quantised, quantise_
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
@@ -91,7 +92,7 @@ def test_exp_logits(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile,
     found = []
     for h, w in ((states, weight), (quantised(states, True), quantised(weight, False))):
         halves = 2 if stored == "relative" else 1
-        strips = operands.Strips.empty(rows, count * halves, states.device, shifted_sum=True, top=top).of_rows(rows)
+        strips = operands.Strips.empty(rows, count * halves, states.device, ([ENTROPY, TOP][: 1 + top],)).of_rows(rows)
         strips.offset.fill_(0.0)
         dtype = torch.bfloat16 if stored == "exponentials" else torch.float16
         out = None if stored == "nothing" else torch.zeros(rows, -(-vocab // 8) * 8, device=states.device, dtype=dtype)
@@ -100,7 +101,12 @@ def test_exp_logits(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile,
             logit if stored == "exponentials" else None, records.Transform(0.5), tile,
             target=target, target_logit=0.5 * logit,
         )  # fmt: skip
-        kept = [out, *(strips[:3]), *([strips.top, strips.argmax] if top else [])]
+        kept = [
+            out,
+            strips.offset,
+            *strips.sums,
+            *[vector for _, vectors in strips.statistics[0] for vector in vectors],
+        ]
         found.append([each for each in kept if each is not None])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -110,14 +116,15 @@ def test_the_target_is_exact(place: Place, tile: tiles.Tile) -> None:
     """It is the largest logit, by its given number and not by the product."""
     states, weight, target, logit = exact_operands(place, SIZES[0])
     rows, count = len(states), -(-len(weight) // tile.block_n)
-    strips = operands.Strips.empty(rows, count, states.device, top=True).of_rows(rows)
+    strips = operands.Strips.empty(rows, count, states.device, ((TOP,),)).of_rows(rows)
+    tops, ids = strips.statistics[0][0].vectors
     statistics.exp_logits(
         None, strips, quantised(states, True), quantised(weight, False), None, None, None, records.PLAIN, tile,
         target=target, target_logit=torch.full_like(logit, 1e6),
     )  # fmt: skip
-    best = strips.top.amax(0)
+    best = tops.amax(0)
     assert torch.equal(best == 1e6, target >= 0)
-    assert torch.equal(strips.argmax.t()[best == 1e6].gather(1, strips.top.argmax(0)[best == 1e6, None])[:, 0],
+    assert torch.equal(ids.t()[best == 1e6].gather(1, tops.argmax(0)[best == 1e6, None])[:, 0],
                        target[target >= 0].int())  # fmt: skip
 
 

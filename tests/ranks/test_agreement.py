@@ -87,7 +87,7 @@ DIFFERENT: dict[str, tuple[Callable[[Setting], tuple[Step, Step]], str]] = {
     "reduction": (lambda s: (s.cross_entropy(), s.cross_entropy(reduction="sum")), "reduction is 'mean' on rank 0"),
     "smoothing": (lambda s: (s.cross_entropy(), s.cross_entropy(label_smoothing=0.1)), "label_smoothing is None"),
     "hidden's gradient": (lambda s: (s.cross_entropy(), s.frozen()), "sizes.hidden_grad is True on rank 0"),
-    "statistics": (lambda s: (s.logprobs(), s.logprobs(entropy=True)), "sizes.demand.entropy is (False,)"),
+    "statistics": (lambda s: (s.logprobs(), s.logprobs(entropy=True)), "sizes.demand.statistics is ((),)"),
     "tokens": (lambda s: (s.cross_entropy(), s.cross_entropy(23)), "tokens is (24,) on rank 0 and (23,)"),
     "tokens of sequences": (lambda s: (s.sequence(24), s.sequence(20)), "tokens is 24 on rank 0 and 20"),
     "function": (lambda s: (s.cross_entropy(), s.logprobs()), "function is "),

@@ -394,7 +394,7 @@ SAID = {
     "other shards": "ranks hold [40, 10] rows: pass VocabParallel(rows=[40, 10])",
     "an odd vocabulary": "ranks hold [31, 30] rows: pass vocab_size=61",
     "hidden's gradient": "sizes.hidden_grad is True on rank 0 and False on rank 1",
-    "statistics": "sizes.demand.entropy is (False,) on rank 0 and (True,) on rank 1",
+    "statistics": "sizes.demand.statistics is ((),) on rank 0 and ((entropy,),) on rank 1",
     "tokens": "tokens is (30,) on rank 0 and (29,) on rank 1",
     "tokens of sequences": "tokens is 15 on rank 0 and 14 on rank 1",
     "targets": "nan", "targets in kernels": "nan", "sets": "nan", "hidden states": "nan", "targets of logits": "nan",

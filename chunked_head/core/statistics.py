@@ -1,0 +1,120 @@
+"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit.
+
+Each is a record of PyTorch functions, with jit functions of its name in ``kernels/statistics``. Kernels, stores,
+messages of ranks, plans and the losses' arithmetic go through lists of them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.common.records import RowBlock, Shares, Statistic
+from ..kernels.common.tiles import ELSEWHERE
+
+Softmax = tuple[Tensor, Tensor]  # start and rest
+
+
+def entropy_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
+    """``-sum p log p``; a probability of 0 has no part in it, whatever its logarithm."""
+    expected = torch.where(block.e == 0, 0.0, block.e * block.z).sum(1)
+    return (block.total.log() - expected / block.total,)
+
+
+def entropy_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
+    """``sum_r p_r (entropy_r - log p_r)``, ``p_r`` the probability of a piece."""
+    p, log_p = shares.share / shares.share.sum(0), shares.log_share - shares.log_sum
+    return (torch.where(p > 0, p * (vectors[0] - log_p), 0.0).sum(0),)
+
+
+def entropy_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+    return {"entropy": vectors[0]}
+
+
+def entropy_slopes(grad: Tensor, entropy: Tensor, ratio: float) -> dict[str, Tensor]:
+    """``d entropy = -p (log p + entropy)``"""
+    g = ratio * grad
+    return {"alpha": -g * entropy, "eta": -g}
+
+
+def weighted_sum_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
+    """``sum omega x``, omega the class weights or 1."""
+    weights = block.class_weights
+    # selection, so that a logit of -inf with weight 0 does not become nan
+    weighted = block.x if weights is None else (block.x * weights).masked_fill_(weights == 0, 0.0)
+    return (weighted.sum(1),)
+
+
+def weighted_sum_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
+    return (vectors[0].sum(0),)
+
+
+def weighted_sum_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+    return {"weighted_sum": vectors[0] * ratio, "mean_logit": vectors[0] * (ratio / columns)}
+
+
+def weighted_sum_slopes(grad: Tensor, weighted_sum: Tensor, ratio: float) -> dict[str, Tensor]:
+    """``d weighted_sum = omega``, of logits whatever the softmax's ratio."""
+    return {"kappa": -grad}
+
+
+def top_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
+    """The largest logit, and the first column that has it."""
+    if block.columns is None:
+        return block.top, block.x.argmax(1)
+    return block.top, torch.where(block.x == block.top[:, None], block.columns, ELSEWHERE).amin(1)
+
+
+def top_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
+    logits, ids = vectors
+    largest = logits.amax(0)
+    # of equal logits the first column's
+    first = torch.where(logits == largest, ids, torch.inf).amin(0)
+    return largest, torch.where(first.isinf(), ids[0], first)
+
+
+def top_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+    (largest, ids), (start, rest) = vectors, softmax
+    return {"argmax": ids.to(torch.int64), "top_logprob": ((largest * ratio - start) + rest).detach()}
+
+
+ENTROPY = Statistic(
+    "entropy",
+    ("entropy",),
+    ("entropy",),
+    entropy_of_rows,
+    entropy_of_pieces,
+    entropy_values,
+    entropy_slopes,
+    of_softmax=True,
+)
+WEIGHTED_SUM = Statistic(
+    "weighted_sum",
+    ("weighted_sum",),
+    ("weighted_sum", "mean_logit"),
+    weighted_sum_of_rows,
+    weighted_sum_of_pieces,
+    weighted_sum_values,
+    weighted_sum_slopes,
+    of_all="the mean logit, or label smoothing",
+)
+TOP = Statistic(
+    "top", ("top", "argmax"), ("argmax", "top_logprob"), top_of_rows, top_of_pieces, top_values, ids=("argmax",),
+)  # fmt: skip
+STATISTICS = ENTROPY, WEIGHTED_SUM, TOP  # in the order of ranks' messages
+WITHOUT_SLOPE = frozenset(word for statistic in STATISTICS for word in statistic.words if statistic.slopes is None)
+
+
+def statistics_at(view: int) -> list[Statistic]:
+    """Those that there are of one softmax; of logits the first has them."""
+    return [statistic for statistic in STATISTICS if statistic.of_softmax or view == 0]
+
+
+def needed(words: Iterable[tuple[str, int]], views: int) -> tuple[tuple[Statistic, ...], ...]:
+    """The statistics of each softmax, for the values that are read and the softmaxes where they are."""
+    pairs = {(word, view) for word, read in words for view in (read, None)}
+
+    def is_needed(statistic: Statistic, view: int) -> bool:
+        return any((word, view if statistic.of_softmax else None) in pairs for word in statistic.words)
+
+    return tuple([tuple([s for s in statistics_at(view) if is_needed(s, view)]) for view in range(views)])

@@ -1,0 +1,136 @@
+"""Functions over the statistics of a softmax, generated for kernels that are written by hand over tuples of them.
+
+A statistic's jit functions are NAME_stage, in a file of its name; a state is left as it is where there is none. A state
+is a tuple of what a loop carries, and ``numbers`` are a statistic's numbers or pointers, one for each of its vectors.
+"""
+
+import functools
+import importlib
+import itertools
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.records import Statistic
+from ..common.sums import HEADER, Code
+from ..common.transform import times
+
+
+@triton.jit
+def limited(sums, first, end, MAY_END: tl.constexpr):
+    """The sums of half a tile, 0 where it begins behind the last column."""
+    if MAY_END:
+        sums = tl.where(first < end, sums, 0.0)
+    return sums
+
+
+def functions_of(statistics: Iterable[Statistic]) -> dict[str, Any]:
+    """The jit functions of statistics, by name."""
+    modules = [importlib.import_module(f".{statistic.name}", __package__) for statistic in statistics]
+    functions = {name: value for module in modules for name, value in vars(module).items() if name[0] != "_"}
+    return functions | {"limited": limited, "times": times}
+
+
+class Stage(NamedTuple):
+    """A function over all statistics, of the body's constant of its name in capitals."""
+
+    name: str  # the end of the names of the statistics' functions
+    parameters: str
+    is_last: bool = False  # gives the vectors of all statistics, else the states
+
+
+ZERO = Stage("zero", "BLOCK, DTYPE")
+PIECES = (
+    ZERO,
+    Stage("add_piece", "states, numbers, share, log_share, is_first"),
+    Stage("merge_pieces", "states, total, log_sum", True),
+)
+STRIPS = (
+    ZERO,
+    # before the softmax's own sums are added to
+    Stage("add_exponentials", "states, numbers, offs, mask, run_max, run_sum, offset, rescale, sums, distance, weight"),
+    Stage("add_strips", "states, numbers, offs, mask"),
+    Stage("exchange_target", "states, removed, removed_distance, added, added_distance"),
+    Stage("merge_strips", "states, total, log_sum", True),
+)
+LANES = (
+    Stage("zero_lanes", "BLOCK, DTYPE"),
+    Stage("add_lanes", "states, x, column, in_columns, class_weights_ptr, lane_max, lane_sum, offset, rescale, z, e"),
+    Stage("merge_lanes", "states, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum", True),
+)
+
+
+def numbered(statistics: Iterable[Statistic], name: str) -> list[tuple[Statistic, str]]:
+    """Each with a tuple of its vectors' elements of the tuple ``name``, in words."""
+    places = itertools.count()
+    return [(statistic, "".join(f"{name}[{next(places)}], " for _ in statistic.vectors)) for statistic in statistics]
+
+
+def source_of(stage: Stage, statistics: Sequence[Statistic], functions: Container[str]) -> str:
+    """Source of a stage's function."""
+    calls, parameters = list[str](), stage.parameters.split(", ")
+    for i, (statistic, numbers) in enumerate(numbered(statistics, "numbers")):
+        function = f"{statistic.name}_{stage.name}"
+        arguments = [{"states": f"states[{i}]", "numbers": f"({numbers})"}.get(name, name) for name in parameters]
+        calls.append(f"{function}({', '.join(arguments)})" if function in functions else f"states[{i}]")
+    result = " + ".join(calls) if stage.is_last else "".join(f"{call}, " for call in calls)
+    annotated = ", ".join(name + ": tl.constexpr" * name.isupper() for name in parameters)
+    return HEADER.format(f"{stage.name}({annotated})") + f"return ({result})"
+
+
+def code_of(stages: Sequence[Stage], statistics: Sequence[Statistic]) -> Code:
+    """What a kernel over statistics takes: a function for each stage, and tuples of one number for each vector."""
+    functions, vectors = functions_of(statistics), sum(len(statistic.vectors) for statistic in statistics)
+    constants: dict[str, Any] = {stage.name.upper(): stage.name if statistics else None for stage in stages}
+    sources = [source_of(stage, statistics, functions) for stage in stages] if statistics else []
+    counts = dict.fromkeys(("outputs", "strips", "places"), vectors)
+    return Code(sources, constants | {"VECTORS": vectors}, counts, functions)
+
+
+code_of_pieces = functools.partial(code_of, PIECES)
+code_of_strips = functools.partial(code_of, STRIPS)
+code_of_lanes = functools.partial(code_of, LANES)
+STORE_STRIP = "store_strip(strips, offs, in_rows, x, top, offs_col, in_vocab, class_weights_ptr)"
+ADD_HALF = (
+    "add_half(totals, z, e, ratios, first, ends, IS_FIRST: tl.constexpr, MAY_END: tl.constexpr, INFINITE: tl.constexpr)"
+)
+STORE_SUMS = "store_sums(totals, sums, strips, offs, in_rows, rounded, ratios)"
+
+
+def code_of_tile(softmaxes: Sequence[Sequence[Statistic]]) -> Code:
+    """What the logits' epilogue takes for the statistics beside each softmax.
+
+    ``STORE_STRIP`` stores what is made of logits. ``ADD_HALF`` adds sums of half a strip: of exponentials, and of
+    statistics made of them, which ``STORE_SUMS`` stores."""
+    listed = [statistic for statistics in softmaxes for statistic in statistics]
+    functions, pointers = functions_of(listed), iter(numbered(listed, "strips"))
+    strip, halves, stores, totals = list[str](), list[str](), list[str](), list[str]()
+    for i, statistics in enumerate(softmaxes):
+        place, ratio, end = len(totals), f"ratios[{i}]", f"first, ends[{i}], {'True' if i else 'MAY_END'}"
+        # the first softmax has ratio 1 and all columns, and its sum is stored by the body
+        halves += [f"z{i} = times(z, {ratio})", f"e{i} = tl.exp2(z{i})"] if i else ["z0, e0 = z, e"]
+        totals.append(f"tl.sum(e{i}, 1), {end}")
+        for statistic, numbers in itertools.islice(pointers, len(statistics)):
+            name = statistic.name
+            if f"{name}_store_strip" in functions:
+                strip.append(f"{name}_" + STORE_STRIP.replace("strips", f"({numbers})"))
+            if f"{name}_half" in functions:
+                sums = f"totals[{len(totals)}], totals[{place}], times(rounded, {ratio})"
+                stores.append(f"{name}_store_sums(({numbers}), offs, in_rows, {sums})")
+                totals.append(f"{name}_half(z{i}, e{i}, {i == 0}, INFINITE), {end}")
+        if i:
+            stores.append(
+                f"tl.store(sums[{i}] + offs, totals[{place}] * tl.exp2(-times(rounded, {ratio})), mask=in_rows)"
+            )
+    added = [f"total{i} = limited({total})" for i, total in enumerate(totals)]
+    firsts = "".join(f"total{i}, " for i in range(len(totals)))
+    pairs = "".join(f"totals[{i}] + total{i}, " for i in range(len(totals)))
+    result = f"if IS_FIRST:\n        return ({firsts})\n    else:\n        return ({pairs})"
+    bodies = {STORE_STRIP: strip or ["pass"], ADD_HALF: [*halves, *added, result], STORE_SUMS: stores or ["pass"]}
+    sources = [HEADER.format(header) + "\n    ".join(lines) for header, lines in bodies.items()]
+    constants: dict[str, Any] = {name.upper(): name for name in ("store_strip", "add_half", "store_sums")}
+    counts = dict.fromkeys(("sums", "ratios", "widths"), len(softmaxes))
+    counts["strips"] = sum(len(statistic.vectors) for statistic in listed)
+    return Code(sources, constants | {"SOFTMAXES": len(softmaxes)}, counts, functions)
