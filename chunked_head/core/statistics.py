@@ -1,4 +1,4 @@
-"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit.
+"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit, the two largest.
 
 Each is a record of PyTorch functions, with jit functions of its name in ``kernels/statistics``. Kernels, stores,
 messages of ranks, plans and the losses' arithmetic go through lists of them.
@@ -98,10 +98,32 @@ WEIGHTED_SUM = Statistic(
     weighted_sum_slopes,
     of_all="the mean logit, or label smoothing",
 )
+
+
+def runner_up_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
+    """The two largest logits; equal ones count as two."""
+    two = block.x.topk(min(2, block.x.shape[1])).values
+    return block.top, two[:, 1] if two.shape[1] > 1 else torch.full_like(block.top, -torch.inf)
+
+
+def runner_up_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
+    return torch.cat(list(vectors)).topk(2, 0).values.unbind()
+
+
+def runner_up_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+    (_, second), (start, rest) = vectors, softmax
+    return {"runner_up_logprob": ((second * ratio - start) + rest).detach()}
+
+
 TOP = Statistic(
     "top", ("top", "argmax"), ("argmax", "top_logprob"), top_of_rows, top_of_pieces, top_values, ids=("argmax",),
 )  # fmt: skip
-STATISTICS = ENTROPY, WEIGHTED_SUM, TOP  # in the order of ranks' messages
+RUNNER_UP = Statistic(
+    "runner_up", ("largest", "runner_up"), ("runner_up_logprob",), runner_up_of_rows, runner_up_of_pieces,
+    runner_up_values,
+)  # fmt: skip
+STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order of ranks' messages
+WORDS = tuple([word for statistic in STATISTICS for word in statistic.words])
 WITHOUT_SLOPE = frozenset(word for statistic in STATISTICS for word in statistic.words if statistic.slopes is None)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core import checks as shared
 from ..core.divergences import DIVERGENCES, Sum
+from ..core.statistics import WORDS
 from ..kernels.common.cache import Cache
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
@@ -65,7 +66,7 @@ FIELDS: dict[str, Field] = {
 KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense teacher
 # statistics that a loss may need besides `logprob` and `lse`, which every call has
-STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")
+STATISTICS = (*WORDS, "topk_logprobs")
 DENSE = (*DIVERGENCES, "teacher_argmax")
 
 

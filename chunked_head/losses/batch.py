@@ -36,11 +36,11 @@ class Stats:
 
     ``logprob``: log-probability of the target. ``lse``: ``logsumexp(x)``. ``entropy``: of the softmax. ``mean_logit``:
     mean of ``x`` over the vocabulary. ``argmax``: first id of the largest logit, int64. ``top_logprob``: its
-    log-probability, without gradient. ``topk_logprobs`` [n, K]: log-probabilities of ``teacher_ids``.
-    ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher ``q``: ``forward_kl`` KL(q || p), ``reverse_kl``
-    KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q), and ``teacher_entropy`` and ``teacher_argmax`` without
-    gradient. All but these two, argmax and top_logprob are differentiable. A statistic that no loss or
-    metric ``needs`` is missing.
+    log-probability; ``runner_up_logprob``: of the second largest logit. ``topk_logprobs`` [n, K]: log-probabilities
+    of ``teacher_ids``. ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher ``q``: ``forward_kl``
+    KL(q || p), ``reverse_kl`` KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q), ``teacher_entropy`` and
+    ``teacher_argmax``. All are differentiable but these two, argmax, top_logprob and runner_up_logprob. A
+    statistic that no loss or metric ``needs`` is missing.
     """
 
     def __init__(self, values: Mapping[str, Tensor]):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.private import anomalies_at, breaks_graph
+from ..core.statistics import WITHOUT_SLOPE
 from ..kernels.common.cache import Cache
 from .base import DENSE, FIELDS, STATISTICS, Field, Measure, Summand
 from .batch import Batch, Stats
@@ -80,7 +81,7 @@ SEGMENT_IDS = (0, 0, 2, 0, -1, 2, 0, 0, 2, 0, 0, 2, 1, -1, 3, 3, 3, 3, 3, -1, 3,
 MASKED = (4, 13, 19)
 SHAPES = {"token": (TOKENS,), "row": (TOKENS,), "segment": (SEGMENTS,), "pair": (PAIRS,), "constant": ()}
 LOSS_FIELD, METRIC_FIELD = "fields={'name': 'token'}", "extra_fields={'name': Field('token')}"
-WITHOUT_GRADIENT = ("argmax", "top_logprob", "teacher_entropy")
+WITHOUT_GRADIENT = (*WITHOUT_SLOPE, "teacher_entropy")
 WHOLE = slice(0, TOKENS)
 PIECES = (slice(0, 1), slice(1, TOKENS))
 OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so does the pair of them
@@ -108,7 +109,7 @@ class Synthetic:
                 "lse": 4 * randn(TOKENS),
                 "mean_logit": randn(TOKENS),
                 "argmax": argmax,
-                "top_logprob": logprob * 0.5,
+                **{name: logprob * 0.5 for name in STATISTICS if name.endswith("_logprob")},
                 "topk_logprobs": rand(TOKENS, TRAILING).softmax(-1).log() - 0.2,
             }
             fields, self.per_token = {}, set[str]()

@@ -13,6 +13,7 @@ from .functions import (
     kl_reference,
     logprob,
     lse,
+    margin,
     mean_logit,
     perplexity,
     ratio,
@@ -24,6 +25,6 @@ from .values import Finish, Metric, MetricOptions, MetricValue, Reduce, Weightin
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",
     "accuracy", "advantage", "agreement", "all_reduce", "clip_fraction", "combine",
-    "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "mean_logit", "merge",
+    "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "margin", "mean_logit", "merge",
     "perplexity", "ratio", "top_probability", "vocabulary_sum",
 ]  # fmt: skip

@@ -121,6 +121,17 @@ def _top_probability(stats: Any, batch: Any) -> Tensor:
 
 
 @once
+def margin(reduce: Reduce = "mean", **common: Any) -> Metric:
+    """``-x.topk(2)[0].diff()[:, 0]``: log-probability of the most probable token minus the runner-up's, 0 on ties."""
+    needs = "top_logprob", "runner_up_logprob"
+    return make("margin", _margin, common, reduce=reduce, needs=needs, reads_target=False)
+
+
+def _margin(stats: Any, batch: Any) -> Tensor:
+    return stats.top_logprob - stats.runner_up_logprob
+
+
+@once
 def ratio(
     against: Literal["old", "reference", "rollout"] = "old",
     *,

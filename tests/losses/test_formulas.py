@@ -178,7 +178,7 @@ def test_a_docstring_opens_with_the_formula(factory: Any) -> None:
         "forward_kl": (q * (q / p).log()).sum(-1), "reverse_kl": (p * (p / q).log()).sum(-1),
         "jsd": 0.5 * (q * (q / m).log() + p * (p / m).log()).sum(-1), "tvd": 0.5 * (p - q).abs().sum(-1),
         "overlap": torch.minimum(p, q).sum(-1), "argmax": x.argmax(-1), "teacher_argmax": q.argmax(-1),
-        "top_logprob": logs.amax(-1), "topk_logprobs": logs.gather(1, ids),
+        "top_logprob": logs.amax(-1), "runner_up_logprob": logs.topk(2)[0][:, 1], "topk_logprobs": logs.gather(1, ids),
     }  # fmt: skip
     text = " ".join(inspect.cleandoc(factory.__doc__).partition("\n\n")[0].split())
     assert text.startswith("``")

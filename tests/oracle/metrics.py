@@ -86,6 +86,11 @@ def top_probability(d: Any) -> Tensor:
 
 
 @add_row()
+def margin(d: Any) -> Tensor:
+    return -d.p.log().topk(2).values.diff(dim=-1).squeeze(-1)
+
+
+@add_row()
 def advantage(d: Any) -> Tensor:
     return d.advantages
 
