@@ -57,6 +57,7 @@ def finish_tile(
     vocab,
     ratios,
     widths,  # whole strips, or None for all
+    STORE_LOGITS: tl.constexpr,
     STORE_STRIP: tl.constexpr,
     ADD_HALF: tl.constexpr,
     STORE_SUMS: tl.constexpr,
@@ -85,6 +86,7 @@ def finish_tile(
         offs_col = strip * STRIP + tl.arange(0, STRIP)
         in_vocab = offs_col < vocab
         stats_at = strip.to(tl.int64) * strip_stride + offs_row
+        STORE_LOGITS(strips, stats_at, in_rows, x, offs_col, in_vocab, class_weights_ptr)
         if END == 1:
             x = tl.where(in_vocab[None, :], x, float("-inf"))
         # sums of a half behind the vocabulary are left out, without an operation per element
@@ -96,7 +98,7 @@ def finish_tile(
                 top = largest if half == 0 else tl.maximum(top, largest)
         else:
             top = tl.max(x, 1)
-        STORE_STRIP(strips, stats_at, in_rows, x, top, offs_col, in_vocab, class_weights_ptr)
+        STORE_STRIP(strips, stats_at, in_rows, x, top, offs_col)
         offset = top
         if row_offset is not None:
             offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
@@ -161,6 +163,7 @@ def exp_logits(
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratios,  # of each softmax's inverse temperature to the logits'; float or None for 1
+    STORE_LOGITS: tl.constexpr,
     STORE_STRIP: tl.constexpr,
     ADD_HALF: tl.constexpr,
     STORE_SUMS: tl.constexpr,
@@ -209,6 +212,6 @@ def exp_logits(
             row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
         finish_tile(
             out, strip_offset_ptr, sums, strips, strip_stride, x, class_weights_ptr, row_offset, row_start, tile_n,
-            vocab, ratios, widths, STORE_STRIP, ADD_HALF, STORE_SUMS, SOFTMAXES, BLOCK_M, BLOCK_N, STRIP, END,
-            END == 1 or bias_ptr is not None,
+            vocab, ratios, widths, STORE_LOGITS, STORE_STRIP, ADD_HALF, STORE_SUMS, SOFTMAXES, BLOCK_M, BLOCK_N,
+            STRIP, END, END == 1 or bias_ptr is not None,
         )  # fmt: skip

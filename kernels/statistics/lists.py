@@ -92,7 +92,8 @@ def code_of(stages: Sequence[Stage], statistics: Sequence[Statistic]) -> Code:
 code_of_pieces = functools.partial(code_of, PIECES)
 code_of_strips = functools.partial(code_of, STRIPS)
 code_of_lanes = functools.partial(code_of, LANES)
-STORE_STRIP = "store_strip(strips, offs, in_rows, x, top, offs_col, in_vocab, class_weights_ptr)"
+STORE_LOGITS = "store_logits(strips, offs, in_rows, x, offs_col, in_vocab, class_weights_ptr)"
+STORE_STRIP = "store_strip(strips, offs, in_rows, x, top, offs_col)"
 ADD_HALF = (
     "add_half(totals, z, e, ratios, first, ends, IS_FIRST: tl.constexpr, MAY_END: tl.constexpr, INFINITE: tl.constexpr)"
 )
@@ -102,35 +103,38 @@ STORE_SUMS = "store_sums(totals, sums, strips, offs, in_rows, rounded, ratios)"
 def code_of_tile(softmaxes: Sequence[Sequence[Statistic]]) -> Code:
     """What the logits' epilogue takes for the statistics beside each softmax.
 
-    ``STORE_STRIP`` stores what is made of logits. ``ADD_HALF`` adds sums of half a strip: of exponentials, and of
-    statistics made of them, which ``STORE_SUMS`` stores."""
+    ``STORE_LOGITS`` stores what is made of logits, ``STORE_STRIP`` what their maximum goes into. ``ADD_HALF`` adds sums
+    of half a strip: of exponentials, and of statistics made of them, which ``STORE_SUMS`` stores.
+    """
     listed = [statistic for statistics in softmaxes for statistic in statistics]
     functions, pointers = functions_of(listed), iter(numbered(listed, "strips"))
-    strip, halves, stores, totals = list[str](), list[str](), list[str](), list[str]()
+    logits, strip, halves, stores = list[str](), list[str](), list[str](), list[str]()
+    count = itertools.count()
     for i, statistics in enumerate(softmaxes):
-        place, ratio, end = len(totals), f"ratios[{i}]", f"first, ends[{i}], {'True' if i else 'MAY_END'}"
         # the first softmax has ratio 1 and all columns, and its sum is stored by the body
+        place, ratio, end = next(count), f"ratios[{i}]", f"first, ends[{i}], {'True' if i else 'MAY_END'}"
         halves += [f"z{i} = times(z, {ratio})", f"e{i} = tl.exp2(z{i})"] if i else ["z0, e0 = z, e"]
-        totals.append(f"tl.sum(e{i}, 1), {end}")
+        halves.append(f"total{place} = limited(tl.sum(e{i}, 1), {end})")
         for statistic, numbers in itertools.islice(pointers, len(statistics)):
             name = statistic.name
-            if f"{name}_store_strip" in functions:
-                strip.append(f"{name}_" + STORE_STRIP.replace("strips", f"({numbers})"))
+            for lines, call in ((logits, STORE_LOGITS), (strip, STORE_STRIP)):
+                if f"{name}_{call}".partition("(")[0] in functions:
+                    lines.append(f"{name}_" + call.replace("strips", f"({numbers})"))
             if f"{name}_half" in functions:
-                sums = f"totals[{len(totals)}], totals[{place}], times(rounded, {ratio})"
+                moment = next(count)
+                halves.append(f"total{moment} = limited({name}_half(z{i}, e{i}, {i == 0}, INFINITE), {end})")
+                sums = f"totals[{moment}], totals[{place}], times(rounded, {ratio})"
                 stores.append(f"{name}_store_sums(({numbers}), offs, in_rows, {sums})")
-                totals.append(f"{name}_half(z{i}, e{i}, {i == 0}, INFINITE), {end}")
         if i:
-            stores.append(
-                f"tl.store(sums[{i}] + offs, totals[{place}] * tl.exp2(-times(rounded, {ratio})), mask=in_rows)"
-            )
-    added = [f"total{i} = limited({total})" for i, total in enumerate(totals)]
-    firsts = "".join(f"total{i}, " for i in range(len(totals)))
-    pairs = "".join(f"totals[{i}] + total{i}, " for i in range(len(totals)))
-    result = f"if IS_FIRST:\n        return ({firsts})\n    else:\n        return ({pairs})"
-    bodies = {STORE_STRIP: strip or ["pass"], ADD_HALF: [*halves, *added, result], STORE_SUMS: stores or ["pass"]}
-    sources = [HEADER.format(header) + "\n    ".join(lines) for header, lines in bodies.items()]
-    constants: dict[str, Any] = {name.upper(): name for name in ("store_strip", "add_half", "store_sums")}
+            total = f"totals[{place}] * tl.exp2(-times(rounded, {ratio}))"
+            stores.append(f"tl.store(sums[{i}] + offs, {total}, mask=in_rows)")
+    places = range(next(count))
+    firsts, pairs = ("".join(form.format(i=i) for i in places) for form in ("total{i}, ", "totals[{i}] + total{i}, "))
+    halves.append(f"if IS_FIRST:\n        return ({firsts})\n    else:\n        return ({pairs})")
+    bodies = {STORE_LOGITS: logits, STORE_STRIP: strip, ADD_HALF: halves, STORE_SUMS: stores}
+    sources = [HEADER.format(header) + "\n    ".join(lines or ["pass"]) for header, lines in bodies.items()]
+    names = [header.partition("(")[0] for header in bodies]
+    constants: dict[str, Any] = {name.upper(): name for name in names}
     counts = dict.fromkeys(("sums", "ratios", "widths"), len(softmaxes))
     counts["strips"] = sum(len(statistic.vectors) for statistic in listed)
     return Code(sources, constants | {"SOFTMAXES": len(softmaxes)}, counts, functions)

@@ -49,7 +49,7 @@ def runner_up_merge_lanes(state, lane_max, lane_sum, distance, weight, row_max, 
 
 
 @triton.jit
-def runner_up_store_strip(numbers, offs, in_rows, x, top, offs_col, in_vocab, class_weights_ptr):
+def runner_up_store_strip(numbers, offs, in_rows, x, top, offs_col):
     first = tl.min(tl.where(x == top[:, None], offs_col[None, :], 2147483647), 1)
     second = tl.max(tl.where(offs_col[None, :] == first[:, None], float("-inf"), x), 1)
     tl.store(numbers[0] + offs, top, mask=in_rows)

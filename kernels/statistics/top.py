@@ -44,7 +44,7 @@ def top_merge_lanes(state, lane_max, lane_sum, distance, weight, row_max, row_su
 
 
 @triton.jit
-def top_store_strip(numbers, offs, in_rows, x, top, offs_col, in_vocab, class_weights_ptr):
+def top_store_strip(numbers, offs, in_rows, x, top, offs_col):
     first = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
     tl.store(numbers[0] + offs, top, mask=in_rows)
     tl.store(numbers[1] + offs, tl.min(first, 1), mask=in_rows)

@@ -37,7 +37,7 @@ def weighted_sum_merge_lanes(state, lane_max, lane_sum, distance, weight, row_ma
 
 
 @triton.jit
-def weighted_sum_store_strip(numbers, offs, in_rows, x, top, offs_col, in_vocab, class_weights_ptr):
+def weighted_sum_store_logits(numbers, offs, in_rows, x, offs_col, in_vocab, class_weights_ptr):
     omega = tl.where(in_vocab, 1.0, 0.0)
     if class_weights_ptr is not None:
         omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
