@@ -120,7 +120,7 @@ TOP = Statistic(
 )  # fmt: skip
 RUNNER_UP = Statistic(
     "runner_up", ("largest", "runner_up"), ("runner_up_logprob",), runner_up_of_rows, runner_up_of_pieces,
-    runner_up_values,
+    runner_up_values, file="top",
 )  # fmt: skip
 STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order of ranks' messages
 WORDS = tuple([word for statistic in STATISTICS for word in statistic.words])

@@ -73,6 +73,7 @@ class Statistic:
     slopes: Callable[..., dict[str, torch.Tensor]] | None = field(default=None, compare=False, repr=False)
     ids: tuple[str, ...] = field(default=(), compare=False)  # vectors that hold ids, int32
     of_softmax: bool = field(default=False, compare=False)  # there is one of each softmax, else one of the logits
+    file: str = field(default="", compare=False)  # of its jit functions, where it has not its name
     of_all: str = field(default="", compare=False)  # what needs it, where sets of columns have none
 
     def __repr__(self) -> str:  # as ranks name it where their calls differ

@@ -1,6 +1,6 @@
 """Functions over the statistics of a softmax, generated for kernels that are written by hand over tuples of them.
 
-A statistic's jit functions are NAME_stage, in a file of its name; a state is left as it is where there is none. A state
+A statistic's jit functions are NAME_stage, in its file; a state is left as it is where there is none. A state
 is a tuple of what a loop carries, and ``numbers`` are a statistic's numbers or pointers, one for each of its vectors.
 """
 
@@ -28,7 +28,7 @@ def limited(sums, first, end, MAY_END: tl.constexpr):
 
 def functions_of(statistics: Iterable[Statistic]) -> dict[str, Any]:
     """The jit functions of statistics, by name."""
-    modules = [importlib.import_module(f".{statistic.name}", __package__) for statistic in statistics]
+    modules = [importlib.import_module(f".{statistic.file or statistic.name}", __package__) for statistic in statistics]
     functions = {name: value for module in modules for name, value in vars(module).items() if name[0] != "_"}
     return functions | {"limited": limited, "times": times}
 
