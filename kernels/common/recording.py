@@ -46,11 +46,11 @@ class Place(NamedTuple):
     def view(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         base = tensors[self.slot]
         begin = base.storage_offset() * base.element_size() + self.offset
-        first, rest = divmod(begin, self.dtype.itemsize)
-        assert not rest
+        first_element, remainder = divmod(begin, self.dtype.itemsize)
+        assert not remainder
         if base.dtype == self.dtype:
-            return base.as_strided(self.shape, self.stride, first)
-        return base.new_empty(0, dtype=self.dtype).set_(base.untyped_storage(), first, self.shape, self.stride)
+            return base.as_strided(self.shape, self.stride, first_element)
+        return base.new_empty(0, dtype=self.dtype).set_(base.untyped_storage(), first_element, self.shape, self.stride)
 
 
 def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
@@ -65,18 +65,18 @@ class Encoded(NamedTuple):
 
     place: Place
     block: tuple[int, ...]
-    of: Callable[[Any], tuple] | None  # its fields as a compiled kernel takes them; None: the descriptor itself
+    fields_of: Callable[[Any], tuple] | None  # its fields as a compiled kernel takes them; None: the descriptor itself
     count: int  # of fields
-    known: dict[int, tuple]  # fields by address
+    fields_by_address: dict[int, tuple]
 
     def at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
         descriptor = described(self.place.view(tensors), *self.block)
-        if self.of is None:
+        if self.fields_of is None:
             return (descriptor,)
-        if len(self.known) >= MOST_ADDRESSES:
-            self.known.clear()
-        self.known[address] = found = descriptor.fields.get(self.of) or self.of(descriptor)
-        return found
+        if len(self.fields_by_address) >= MOST_ADDRESSES:
+            self.fields_by_address.clear()
+        self.fields_by_address[address] = fields = descriptor.fields.get(self.fields_of) or self.fields_of(descriptor)
+        return fields
 
 
 Argument = tuple[str, int, int]  # a kind, a number within it, and the field of an encoded descriptor
@@ -99,8 +99,8 @@ class Recorder:
         for tensor in inputs:
             self.add(tensor)
         self.inputs = len(self.tensors)
-        ranges = sorted(each for each in self.ranges if each[0] < each[1])
-        self.refused |= any(one[1] > other[0] for one, other in itertools.pairwise(ranges))
+        ranges = sorted(span for span in self.ranges if span[0] < span[1])
+        self.refused |= any(lower[1] > higher[0] for lower, higher in itertools.pairwise(ranges))
 
     def add(self, tensor: torch.Tensor) -> None:
         begin = tensor.data_ptr()
@@ -115,15 +115,15 @@ class Recorder:
 
     def place(self, address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Place:
         end = address + extent(shape, stride, dtype.itemsize)
-        for slot, (begin, behind) in enumerate(self.ranges):
-            if begin <= address < behind and end <= behind:
+        for slot, (begin, range_end) in enumerate(self.ranges):
+            if begin <= address < range_end and end <= range_end:
                 return Place(slot, address - begin, dtype, tuple(shape), tuple(stride))
         self.refused = True
         return Place(0, 0, dtype, tuple(shape), tuple(stride))
 
     def place_of(self, tensor: torch.Tensor) -> Place:
         if tensor.numel() == 0:  # which lies nowhere
-            slot = next((slot for slot, one in enumerate(self.tensors) if one is tensor), None)
+            slot = next((slot for slot, recorded in enumerate(self.tensors) if recorded is tensor), None)
             self.refused |= slot is None
             return Place(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
         return self.place(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -133,19 +133,19 @@ class Recorder:
         return "constants", len(self.constants) - 1, 0
 
     def pointer(self, tensor: torch.Tensor) -> Argument:
-        at = self.place_of(tensor)[:2]
-        if at not in self.pointers:
-            self.pointers.append(at)
-        return "pointers", self.pointers.index(at), 0
+        pointer = self.place_of(tensor)[:2]
+        if pointer not in self.pointers:
+            self.pointers.append(pointer)
+        return "pointers", self.pointers.index(pointer), 0
 
     def view(self, tensor: torch.Tensor) -> Argument:
         self.views.append(self.place_of(tensor))
         return "views", len(self.views) - 1, 0
 
-    def descriptor(self, one: Any, of: Callable[[Any], tuple] | None) -> list[Argument]:
-        count = 1 if of is None else len(one.fields.get(of) or of(one))
-        place = self.place(one.base.data_ptr(), one.base.dtype, one.shape, one.strides)
-        self.descriptors.append(Encoded(place, tuple(one.block_shape), of, count, {}))
+    def descriptor(self, descriptor: Any, fields_of: Callable[[Any], tuple] | None) -> list[Argument]:
+        count = 1 if fields_of is None else len(descriptor.fields.get(fields_of) or fields_of(descriptor))
+        place = self.place(descriptor.base.data_ptr(), descriptor.base.dtype, descriptor.shape, descriptor.strides)
+        self.descriptors.append(Encoded(place, tuple(descriptor.block_shape), fields_of, count, {}))
         return [("descriptors", len(self.descriptors) - 1, field) for field in range(count)]
 
     def launched(
@@ -154,38 +154,38 @@ class Recorder:
         grid: Sequence[int],
         arguments: Sequence[Any],
         compiled: Compiled,
-        given: Sequence[Any],
+        c_arguments: Sequence[Any],
     ) -> None:
-        """A launch in C. ``given``: arguments of the C function, with constants and fields of descriptors."""
-        there, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
-        found: list[Argument] = []
+        """A launch in C. ``c_arguments``: arguments of the C function, with constants and fields of descriptors."""
+        remaining, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
+        recorded: list[Argument] = []
         for i, parameter in enumerate(launcher.kernel.params):
-            argument = None if parameter.is_constexpr else next(there)
+            argument = None if parameter.is_constexpr else next(remaining)
             if argument is not None and i in places:
-                found += self.descriptor(argument, places[i])
+                recorded += self.descriptor(argument, places[i])
             elif isinstance(argument, torch.Tensor):
-                found.append(self.pointer(argument))
+                recorded.append(self.pointer(argument))
             else:
-                found.append(self.constant(given[len(found)]))
-        self.refused |= len(found) != len(given)
-        before = [*map(self.constant, grid), ("constants", 0, 0), *map(self.constant, compiled.before)]
-        run = compiled.run if compiled.in_a_row else functools.partial(at_once, compiled.run, len(before))
+                recorded.append(self.constant(c_arguments[len(recorded)]))
+        self.refused |= len(recorded) != len(c_arguments)
+        leading = [*map(self.constant, grid), ("constants", 0, 0), *map(self.constant, compiled.before)]
+        run = compiled.run if compiled.in_a_row else functools.partial(at_once, compiled.run, len(leading))
         self.kernels.append((launcher, compiled))
-        self.steps.append((run, before + found))
+        self.steps.append((run, leading + recorded))
 
     def called(self, function: Callable[..., Any], *arguments: Any, written: torch.Tensor | None = None) -> None:
         """A call of a function: Triton's own launch, or a product that has been ``written`` to a tensor."""
-        found: list[Argument] = []
+        recorded: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
-                found.append(self.view(argument))
+                recorded.append(self.view(argument))
             elif hasattr(argument, "block_shape"):
-                found += self.descriptor(argument, None)
+                recorded += self.descriptor(argument, None)
             else:
-                found.append(self.constant(argument))
+                recorded.append(self.constant(argument))
         if written is not None:
             self.versions[self.place_of(written).slot] += 1
-        self.steps.append((function, found))
+        self.steps.append((function, recorded))
 
     def finish(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":
         """The recording, or None. It returns new tensors for ``results``; the first ``sharing`` may share memory."""
@@ -202,14 +202,14 @@ class Recorder:
         return Recording(self, [place.slot for place in places], sharing)
 
 
-def is_row(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """True for an fp32 vector as long as ``like``, of a multiple of ALIGNED bytes."""
-    return tensor.dtype == torch.float32 and tensor.shape == like.shape and tensor.nbytes % ALIGNED == 0
+def is_row(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
+    """True for an fp32 vector as long as ``reference``, of a multiple of ALIGNED bytes."""
+    return tensor.dtype == torch.float32 and tensor.shape == reference.shape and tensor.nbytes % ALIGNED == 0
 
 
-def at_once(run: Callable[..., Any], before: int, *arguments: Any) -> None:
+def at_once(run: Callable[..., Any], leading: int, *arguments: Any) -> None:
     """A launch in C that takes a kernel's arguments as a tuple."""
-    run(*arguments[:before], arguments[before:])
+    run(*arguments[:leading], arguments[leading:])
 
 
 class Recording:
@@ -220,39 +220,43 @@ class Recording:
 
     def __init__(self, recorder: Recorder, results: Sequence[int], sharing: int):
         # results have memory of their own; all else lies in one block of bytes, freed with the sweep
-        own, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
+        separate, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
         # vectors that may share memory are rows of one tensor, each aligned as by itself
-        rows = [slot for slot in results[:sharing] if is_row(tensors[slot], like=tensors[results[0]])]
-        own = [slot for slot in own if slot not in rows]
+        rows = [slot for slot in results[:sharing] if is_row(tensors[slot], reference=tensors[results[0]])]
+        separate = [slot for slot in separate if slot not in rows]
         self.rows = (len(rows), tensors[rows[0]].numel()) if rows else None
-        self.made = [(tensors[slot].shape, tensors[slot].dtype, tensors[slot].device) for slot in own]
-        at = {slot: (i, 0) for i, slot in enumerate([*range(recorder.inputs), *rows, *own])}
-        block, behind = len(at), 0
+        self.allocations = [(tensors[slot].shape, tensors[slot].dtype, tensors[slot].device) for slot in separate]
+        places = {slot: (i, 0) for i, slot in enumerate([*range(recorder.inputs), *rows, *separate])}
+        block, block_end = len(places), 0
         for slot, tensor in enumerate(tensors):
-            if slot not in at:
-                at[slot] = block, behind
-                behind += -(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES
-        self.made.append((torch.Size([behind]), torch.uint8, tensors[-1].device))
+            if slot not in places:
+                places[slot] = block, block_end
+                block_end += -(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        self.allocations.append((torch.Size([block_end]), torch.uint8, tensors[-1].device))
 
         def moved(slot: int, offset: int) -> tuple[int, int]:
-            number, begin = at[slot]
+            number, begin = places[slot]
             return number, begin + offset
 
-        self.constants, self.results = recorder.constants, [at[slot][0] for slot in results]
+        self.constants, self.results = recorder.constants, [places[slot][0] for slot in results]
         self.pointers = [moved(*pointer) for pointer in recorder.pointers]
         self.views = [place.at(*moved(*place[:2])) for place in recorder.views]
-        self.descriptors = [one._replace(place=one.place.at(*moved(*one.place[:2]))) for one in recorder.descriptors]
+        self.descriptors = [
+            encoded._replace(place=encoded.place.at(*moved(*encoded.place[:2]))) for encoded in recorder.descriptors
+        ]
         self.kernels = recorder.kernels  # which are unloaded where nothing holds them
         self.launchers = list(dict.fromkeys([launcher for launcher, _ in recorder.kernels]))
         self.hooks = [launcher.kernel.pre_run_hooks for launcher in self.launchers]
         counts = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
-        index = list(itertools.accumulate([*counts, *[one.count for one in self.descriptors]], initial=0))
-        first = {"constants": 0, "pointers": len(self.constants)}
-        first["views"] = first["pointers"] + len(self.pointers)
-        first["descriptors"] = first["views"] + len(self.views)
+        index = list(itertools.accumulate([*counts, *[encoded.count for encoded in self.descriptors]], initial=0))
+        first_index = {"constants": 0, "pointers": len(self.constants)}
+        first_index["views"] = first_index["pointers"] + len(self.pointers)
+        first_index["descriptors"] = first_index["views"] + len(self.views)
 
         def picked(arguments: Sequence[Argument]) -> Callable[[Sequence[Any]], tuple]:
-            return operator.itemgetter(*[index[first[kind] + number] + field for kind, number, field in arguments])
+            return operator.itemgetter(
+                *[index[first_index[kind] + number] + field for kind, number, field in arguments]
+            )
 
         self.steps = [(run, picked(arguments)) for run, arguments in recorder.steps]
 
@@ -265,9 +269,9 @@ class Recording:
         """The sweep's results on other inputs of equal kinds; None, with nothing run, where it cannot run so."""
         if not self.usable():
             return None
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.made]
-        rows = torch.empty(self.rows, dtype=torch.float32, device=made[-1].device).unbind() if self.rows else ()
-        tensors = [*inputs, *rows, *made]
+        allocated = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocations]
+        rows = torch.empty(self.rows, dtype=torch.float32, device=allocated[-1].device).unbind() if self.rows else ()
+        tensors = [*inputs, *rows, *allocated]
         addresses = [tensor.data_ptr() for tensor in tensors]
         if functools.reduce(operator.or_, addresses[len(inputs) :], 0) % ALIGNED:
             return None
@@ -277,9 +281,9 @@ class Recording:
         pool += [addresses[slot] + offset for slot, offset in self.pointers]
         if self.views:
             pool += [place.view(tensors) for place in self.views]
-        for one in self.descriptors:
-            address = addresses[one.place.slot] + one.place.offset
-            pool += one.known.get(address) or one.at(address, tensors)
+        for encoded in self.descriptors:
+            address = addresses[encoded.place.slot] + encoded.place.offset
+            pool += encoded.fields_by_address.get(address) or encoded.at(address, tensors)
         for run, arguments in self.steps:
             run(*arguments(pool))
         return [tensors[slot] for slot in self.results]
