@@ -101,13 +101,13 @@ class Fields:
 
     def __call__(self, descriptor: Any) -> tuple:
         if self.wrapped is None:
-            found: tuple = (descriptor,)
+            fields: tuple = (descriptor,)
         elif self.in_a_row:
-            found = tuple(self.wrapped(*self.before, descriptor)[len(self.before) :])
+            fields = tuple(self.wrapped(*self.before, descriptor)[len(self.before) :])
         else:
-            found = tuple(self.wrapped(*self.before, (descriptor,))[-1])
-        descriptor.fields[self] = found
-        return found
+            fields = tuple(self.wrapped(*self.before, (descriptor,))[-1])
+        descriptor.fields[self] = fields
+        return fields
 
 
 class Compiled:
@@ -122,11 +122,11 @@ class Compiled:
         if function is not None:
             self.run, self.before, self.in_a_row = function
             kinds = [*kernel.src.signature.values()]
-            there = [i for i in descriptors if kinds[i].startswith("tensordesc")]
-            metadata = getattr(kernel.metadata, "tensordesc_meta", None) or [None] * len(there)
+            indices = [i for i in descriptors if kinds[i].startswith("tensordesc")]
+            metadata = getattr(kernel.metadata, "tensordesc_meta", None) or [None] * len(indices)
             wrap = sys.modules[type(kernel.run).__module__].wrap_handle_tensordesc
-            for i, one in zip(there, metadata, strict=True):
-                wrapped[i] = wrap(lambda *given: given, {0: kinds[i]}, [one])
+            for i, description in zip(indices, metadata, strict=True):
+                wrapped[i] = wrap(lambda *arguments: arguments, {0: kinds[i]}, [description])
         self.fields = [Fields(wrapped.get(i), 4 + len(self.before), self.in_a_row) for i in descriptors]
 
 
@@ -142,17 +142,17 @@ def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple,
         return None
     calls: list[tuple] = []
     watched, first, last = copy.copy(run), *(tuple(object() for _ in range(count)) for count in (4, arguments))
-    watched.launch = lambda *given: calls.append(given)
+    watched.launch = lambda *c_arguments: calls.append(c_arguments)
     watched(*first, kernel.function, kernel.packed_metadata, None, None, None, *last)
-    (given,) = calls
-    in_a_row = given[-arguments:] == last
-    known = given[:4] == first and (in_a_row or given[-1] == last)
-    return (function, given[4 : -arguments if in_a_row else -1], in_a_row) if known else None
+    (c_arguments,) = calls
+    in_a_row = c_arguments[-arguments:] == last
+    is_expected = c_arguments[:4] == first and (in_a_row or c_arguments[-1] == last)
+    return (function, c_arguments[4 : -arguments if in_a_row else -1], in_a_row) if is_expected else None
 
 
 def is_known() -> bool:
     """True for NVIDIA GPUs and a Triton whose rules are known."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    version = tuple(int(number) for number in triton.__version__.split(".")[:2])
     compiles = torch.cuda.is_available() and torch.version.hip is None and not INTERPRETED
     return compiles and OLDEST <= version <= NEWEST
 
