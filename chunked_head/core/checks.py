@@ -29,10 +29,10 @@ def is_dtensor(tensor: Any) -> bool:
 
 def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
     """Checks shapes, dtypes and devices of hidden states and head, or of logits; returns the dtype of matmuls."""
-    what = "logits" if weight is None else "hidden"
-    tensors = {what: rows, "weight": weight, "target": target, "bias": bias}
+    rows_name = "logits" if weight is None else "hidden"
+    tensors = {rows_name: rows, "weight": weight, "target": target, "bias": bias}
     for argument, tensor in tensors.items():
-        check_tensor(argument, tensor, optional=argument != what)
+        check_tensor(argument, tensor, optional=argument != rows_name)
     if weight is None:
         check_shape("logits", rows, rows.dim() >= 1 and rows.shape[-1] > 0, "[..., vocab]")
     else:
@@ -52,9 +52,9 @@ def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, b
         leading = tuple(rows.shape[:-1])
         if target.shape != leading:
             remedy = target_remedy(rows, weight, target)
-            check_shape("target", target, False, f"{leading}, the leading shape of {what}", remedy)
+            check_shape("target", target, False, f"{leading}, the leading shape of {rows_name}", remedy)
     for argument, tensor in tensors.items():
-        check_device(argument, tensor, rows.device, what)
+        check_device(argument, tensor, rows.device, rows_name)
     return matmul_dtype({name: tensor for name, tensor in tensors.items() if tensor is not None and name != "target"})
 
 
@@ -66,8 +66,8 @@ def weight_remedy(rows: Tensor, weight: Tensor) -> str:
         "the weight looks transposed: pass weight.T",
         "hidden looks like logits, which logits_loss and logits_logprobs take",
     ]
-    likely, other = remedies if weight.shape[0] <= weight.shape[1] else reversed(remedies)
-    return f"{likely}; or {other}"
+    likely, unlikely = remedies if weight.shape[0] <= weight.shape[1] else reversed(remedies)
+    return f"{likely}; or {unlikely}"
 
 
 def are_swapped(rows: Tensor, weight: Tensor, target: Tensor | None) -> bool:
@@ -78,22 +78,24 @@ def are_swapped(rows: Tensor, weight: Tensor, target: Tensor | None) -> bool:
 
 def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
     """What to do about a target whose shape is not the leading one of hidden states or logits."""
-    what, leading, shape = "logits" if weight is None else "hidden", tuple(rows.shape[:-1]), tuple(target.shape)
+    rows_name, leading, shape = "logits" if weight is None else "hidden", tuple(rows.shape[:-1]), tuple(target.shape)
     if weight is not None and are_swapped(rows, weight, target):
         return SWAPPED
     if leading and shape and shape == (*leading[:-1], leading[-1] - 1):
-        return f"it looks shifted by hand: pass all labels with shift=1, or {what}[{':, ' * (len(leading) - 1)}:-1]"
-    return "reshape it" if math.prod(leading) == target.numel() else f"pass one id for each row of {what}"
+        return (
+            f"it looks shifted by hand: pass all labels with shift=1, or {rows_name}[{':, ' * (len(leading) - 1)}:-1]"
+        )
+    return "reshape it" if math.prod(leading) == target.numel() else f"pass one id for each row of {rows_name}"
 
 
 def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
     """Autocast's dtype where it is on and there are matmuls, else the operands' common dtype."""
     for argument, tensor in operands.items():
         check_dtype(argument, tensor.dtype)
-    what, rows = next(iter(operands.items()))
+    rows_name, rows = next(iter(operands.items()))
     device = rows.device.type
     if device == "meta":
-        raise ValueError(f"{what} is on the meta device, where there is nothing to compute; move it to a real one")
+        raise ValueError(f"{rows_name} is on the meta device, where there is nothing to compute; move it to a real one")
     if "weight" in operands and torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         check_dtype("the autocast dtype", dtype)
@@ -101,7 +103,7 @@ def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
     for argument, tensor in operands.items():
         if tensor.dtype != rows.dtype:
             raise TypeError(
-                f"{argument} must have the dtype of {what}, {name(rows.dtype)}, got {name(tensor.dtype)}; "
+                f"{argument} must have the dtype of {rows_name}, {name(rows.dtype)}, got {name(tensor.dtype)}; "
                 f"cast one of them or run under torch.autocast({device!r})"
             )
     return rows.dtype
@@ -179,9 +181,9 @@ def check_dtype(argument: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{argument} must be one of {', '.join(map(name, DTYPES))}, got {dtype}")
 
 
-def check_device(argument: str, tensor: Tensor | None, device: torch.device, of: str) -> None:
+def check_device(argument: str, tensor: Tensor | None, device: torch.device, operand: str) -> None:
     if tensor is not None and tensor.device != device:
-        raise ValueError(f"{argument} is on {tensor.device}, {of} on {device}; move one of them")
+        raise ValueError(f"{argument} is on {tensor.device}, {operand} on {device}; move one of them")
 
 
 def check_temperature(temperature: float | Tensor) -> None:
@@ -216,8 +218,8 @@ def check_factor(argument: str, value: float | Tensor | None, device: torch.devi
     if value is None:
         return
     if isinstance(value, Tensor):
-        there = value.device == (device or value.device)
-        if value.dim() != 0 or value.is_complex() or value.requires_grad or not there:
+        is_on_device = value.device == (device or value.device)
+        if value.dim() != 0 or value.is_complex() or value.requires_grad or not is_on_device:
             raise ValueError(
                 f"{argument} must be a number or a 0-d tensor{f' on {device}' if device else ''} that needs no "
                 f"gradient, got shape {tuple(value.shape)} of {value.dtype} on {value.device}, "
@@ -242,10 +244,10 @@ def number(
     real = isinstance(value, NUMBERS) and not isinstance(value, bool)
     if real and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
         return float(value)
-    named = argument if where is None else f"{argument} of {where}"
+    label = argument if where is None else f"{argument} of {where}"
     interval = f"{'(' if open_ or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
     remedy = "; for T = 0 train on the argmax as the target" if argument.endswith("temperature") else ""
-    raise (ValueError if real else TypeError)(f"{named} must be a number in {interval}, got {value!r}{remedy}")
+    raise (ValueError if real else TypeError)(f"{label} must be a number in {interval}, got {value!r}{remedy}")
 
 
 def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
@@ -258,8 +260,8 @@ def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool
 def choice(where: str | None, argument: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     """The option ``value``, a string or None, where it is one of those ``allowed``; ``where`` as in ``number``."""
     if not (value is None or isinstance(value, str)) or value not in allowed:
-        named = argument if where is None else f"{argument} of {where}"
-        raise ValueError(f"{named} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        label = argument if where is None else f"{argument} of {where}"
+        raise ValueError(f"{label} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
 
 
@@ -276,13 +278,13 @@ def flag(argument: str, value: Any) -> bool:
     return value
 
 
-def nearest(name: Any, known: Iterable[str]) -> str:
+def nearest(name: Any, names: Iterable[str]) -> str:
     """The name that was probably meant, for the end of an error; empty where no name is like it."""
-    found = difflib.get_close_matches(str(name), known, 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(str(name), names, 1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-# options that others' functions have: what stands for each, of functions that have a certain other option
+# by an option that others' functions have: an option of the functions that the remedy is for, and the remedy
 INSTEAD = {
     "mask": ("ignore_index", "give targets that do not count the id ignore_index, -100"),
     "num_items_in_batch": ("normalizer", "pass normalizer=num_items_in_batch"),
@@ -294,15 +296,15 @@ INSTEAD = {
 }
 
 
-def remedy_for(unknown: Any, known: Collection[str]) -> str:
-    """What to do about an option that is none of ``known``, for the end of an error."""
-    of, remedy = INSTEAD.get(unknown, ("", ""))
-    return f"; {remedy}" if of in known else nearest(unknown, known)
+def remedy_for(unknown: Any, options: Collection[str]) -> str:
+    """What to do about an option that is none of ``options``, for the end of an error."""
+    required_option, remedy = INSTEAD.get(unknown, ("", ""))
+    return f"; {remedy}" if required_option in options else nearest(unknown, options)
 
 
-def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterable[str]) -> None:
+def refuse_unknown(module: str, kind: str, options: Iterable[str], common: Iterable[str]) -> None:
     """Raises for options that are neither those of ``chunked_head.<module>.<kind>`` nor ``common`` to all."""
-    unknown = sorted(set(given) - set(common))
+    unknown = sorted(set(options) - set(common))
     if unknown:
         factory = getattr(sys.modules[f"{PACKAGE}.{module}"], kind)
         parameters = inspect.signature(factory).parameters.values()
@@ -315,10 +317,10 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def mismatch(what: str, made_for: Any, used_for: Any) -> RuntimeError:
+def mismatch(cached: str, made_for: Any, used_for: Any) -> RuntimeError:
     """The error of a cached thing that meets another kind of call than its own: its key leaves something out."""
     return RuntimeError(
-        f"{what} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
+        f"{cached} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
         "mistake in chunked_head and none of yours; please report it with the losses, metrics and options of the "
         "calls before"
     )
