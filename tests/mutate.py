@@ -88,7 +88,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: what e4m3 hidden states have in common", "kernels/statistics/quantise.py", "            x -= mean\n", "            x -= mean * 0.5\n", "tests/functions/test_fp8.py -k blocks"),
     ("offset: blocks of exact logits in a tile", "kernels/gradients/grad_logits.py", "BLOCK_N) * BLOCK_N - first_column", "BLOCK_N) * BLOCK_N", "tests/functions/test_fp8.py -k blocks"),
     ("offset: a target's exact logit among e4m3 ones", "chunked_head/stores/operands.py", "column = rows.target - first", "column = rows.target", "tests/functions/test_fp8.py -k tiles"),
-    ("stale: an e4m3 copy of a weight that has changed", "chunked_head/stores/quantised.py", "version_of(own) != self.version or", "", "tests/functions/test_fp8.py -k changed"),
+    ("stale: an e4m3 copy of a weight that has changed", "chunked_head/stores/quantised.py", "version_of(self.weight) != self.version or", "", "tests/functions/test_fp8.py -k changed"),
     ("stale: an e4m3 copy of other strides", "chunked_head/stores/quantised.py", "tensor.shape, strides, tensor.dtype", "tensor.shape, tensor.dtype", "tests/functions/test_fp8_kept.py -k another"),
     ("stale: a fingerprint that no call compares, by torch operations", "chunked_head/stores/quantised.py", "            if expected is not None:", "            if expected is ...:", "tests/functions/test_fp8_kept.py -k no_version"),
     ("stale: a fingerprint that no call compares, in kernels", "kernels/statistics/quantise.py", "tl.where(prints == expected, dots, float(\"nan\"))", "dots", "tests/functions/test_fp8_kept.py -k no_version"),

@@ -103,10 +103,10 @@ class Gradients:
         # the messages that add up ``hidden`` over ranks that share the vocabulary
         self.over_ranks: SummedRows | ScatteredRows | None = None
         if padding:
-            self.weight, self.bias = (None if one is None else one[:-padding] for one in self.buffers)
-            for made in (None if gradient_buffer is not None else weight, bias):
-                if made is not None:
-                    made[-padding:].zero_()
+            self.weight, self.bias = (None if tensor is None else tensor[:-padding] for tensor in self.buffers)
+            for padded in (None if gradient_buffer is not None else weight, bias):
+                if padded is not None:
+                    padded[-padding:].zero_()
 
     @classmethod
     def empty(
@@ -160,16 +160,16 @@ class Gradients:
         if buffer is not None and self.weight is not None:
             backend.scale_([self.weight], [one_or_nan])
             self.without_weight()
-        made, dtypes = [self.hidden, *self.buffers], (sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype)
+        gradients, dtypes = [self.hidden, *self.buffers], (sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype)
         self.hidden = self.weight = self.bias = None
         self.buffers = None, None
-        in_place = [each for each, dtype in zip(made, dtypes, strict=True) if each is not None and each.dtype == dtype]
+        in_place = [g for g, dtype in zip(gradients, dtypes, strict=True) if g is not None and g.dtype == dtype]
         backend.scale_(in_place, factors)
         for i, dtype in enumerate(dtypes):
-            each = made[i]
-            if each is not None and dtype not in (None, each.dtype):
-                made[i] = backend.scale(each, factors, dtype)
-        hidden, weight, bias = made
+            gradient = gradients[i]
+            if gradient is not None and dtype not in (None, gradient.dtype):
+                gradients[i] = backend.scale(gradient, factors, dtype)
+        hidden, weight, bias = gradients
         return hidden, weight if buffer is None else buffer.handed_over(), bias
 
 
@@ -180,17 +180,17 @@ def gradient_buffer_of(
 
     A name is looked up only where the call makes that gradient: in evaluation there may be nothing under it.
     """
-    wanted = torch.is_grad_enabled() and weight.requires_grad
-    if accumulate_into is None or (isinstance(accumulate_into, str) and not wanted):
+    needs_gradient = torch.is_grad_enabled() and weight.requires_grad
+    if accumulate_into is None or (isinstance(accumulate_into, str) and not needs_gradient):
         return None
     if isinstance(accumulate_into, GradientBuffer):
         return accumulate_into
     checks.refuse({
         "accumulate_into takes the gradient of weight, and weight has been computed from other tensors, which would "
-        "get none; pass the parameter itself, or leave accumulate_into=None": wanted and not weight.is_leaf,
+        "get none; pass the parameter itself, or leave accumulate_into=None": needs_gradient and not weight.is_leaf,
         "weight has hooks (register_hook) that are to see its gradient, and accumulate_into adds that unseen; remove "
         "them, use register_post_accumulate_grad_hook, or leave accumulate_into=None":
-            wanted and getattr(weight, "_backward_hooks", None),
+            needs_gradient and getattr(weight, "_backward_hooks", None),
     })  # fmt: skip
     buffer: Any = accumulate_into
     if isinstance(accumulate_into, str):
@@ -205,19 +205,19 @@ def gradient_buffer_of(
             )
     else:
         label, attribute = "accumulate_into", ""
-        if wanted:
+        if needs_gradient:
             attribute = next((a for a in ("grad", "main_grad") if getattr(weight, a, None) is buffer), "")
     check_buffer(label, buffer, weight, others)
-    if not wanted:
+    if not needs_gradient:
         return None
     if attribute == "main_grad" and getattr(weight, "overwrite_main_grad", False):
         raise ValueError(
             "weight.overwrite_main_grad is set: its main_grad is to be overwritten, and accumulate_into adds; clear "
             "the flag and zero main_grad, or leave accumulate_into=None"
         )
-    found = GradientBuffer(weight, buffer, attribute or None)
-    found.check_complete(label)
-    return found
+    gradient_buffer = GradientBuffer(weight, buffer, attribute or None)
+    gradient_buffer.check_complete(label)
+    return gradient_buffer
 
 
 def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None) -> None:

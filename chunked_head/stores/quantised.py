@@ -47,21 +47,21 @@ class QuantisedWeight:
     def of(self, weight: Tensor, rows: int) -> Self:
         """The copy, for a call whose weight has so many ``rows`` that stand for ids; ValueError if it is another's or
         the weight has changed."""
-        own, made = self.weight, len(self.matrix.values)
-        if memory_of(weight) != memory_of(own):
-            here, there = (f"{list(t.shape)} {t.dtype}, strides {t.stride()}" for t in (own, weight))
+        quantised_rows = len(self.matrix.values)
+        if memory_of(weight) != memory_of(self.weight):
+            source, operand = (f"{list(t.shape)} {t.dtype}, strides {t.stride()}" for t in (self.weight, weight))
             raise ValueError(
-                f"fp8_weight was made of another weight, {here}; the call's is {there}, or lies elsewhere: make one by "
-                "chunked_head.quantise(weight)"
+                f"fp8_weight was made of another weight, {source}; the call's is {operand}, or lies elsewhere: "
+                "make one by chunked_head.quantise(weight)"
             )
-        if made != rows:
+        if quantised_rows != rows:
             raise ValueError(
-                f"fp8_weight was made of {made} rows, and {rows} of the call's weight stand for ids here: make one by "
-                f"chunked_head.quantise(weight, vocab_size={rows}), where ranks share the vocabulary by the call's own "
-                "vocab_size and parallel"
+                f"fp8_weight was made of {quantised_rows} rows, and {rows} of the call's weight stand for ids here: "
+                f"make one by chunked_head.quantise(weight, vocab_size={rows}), where ranks share the vocabulary by "
+                "the call's own vocab_size and parallel"
             )
         # of its own tensor: another view of that memory may count otherwise
-        if version_of(own) != self.version or self not in CURRENT:
+        if version_of(self.weight) != self.version or self not in CURRENT:
             raise ValueError(
                 "weight has changed since fp8_weight was made of it, or an optimizer has stepped: call "
                 "chunked_head.quantise(weight) after each step"
@@ -122,11 +122,11 @@ def version_of(weight: Tensor) -> int:
 def mean_of(hidden: Tensor, target: Tensor, order: Tensor | None = None) -> Tensor:
     """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths, so that no large or
     infinite row decides it. Any vector would do; this one is rounded to bf16. ``order``: each target's row."""
-    every = cdiv(max(len(target), 1), SAMPLED)
-    some = hidden[::every] if order is None else hidden[order[::every]]
-    some = some.to(torch.float32, copy=True)
-    inverse = torch.linalg.vector_norm(some, dim=1).reciprocal_().nan_to_num_(0.0, 0.0).mul_(target[::every] >= 0)
-    weighed = some.nan_to_num_(0.0, 0.0, 0.0).mul_(inverse[:, None])  # no product of matrices, which autocast rounds
+    interval = cdiv(max(len(target), 1), SAMPLED)
+    sample = hidden[::interval] if order is None else hidden[order[::interval]]
+    sample = sample.to(torch.float32, copy=True)
+    inverse = torch.linalg.vector_norm(sample, dim=1).reciprocal_().nan_to_num_(0.0, 0.0).mul_(target[::interval] >= 0)
+    weighed = sample.nan_to_num_(0.0, 0.0, 0.0).mul_(inverse[:, None])  # no product of matrices, which autocast rounds
     mean = weighed.sum(0) / inverse.sum().clamp_(min=LEAST_SCALE)
     return mean.bfloat16().float()
 
@@ -136,9 +136,9 @@ def frequent_blocks(target: Tensor, vocab: int) -> Tensor:
     blocks, count = vocab // EXACT_BLOCK, exact_blocks(vocab)
     if not count:
         return torch.empty(0, dtype=torch.int32, device=target.device)
-    at = torch.div(target, EXACT_BLOCK, rounding_mode="floor").clamp_(-1, blocks).add_(1)
+    block_ids = torch.div(target, EXACT_BLOCK, rounding_mode="floor").clamp_(-1, blocks).add_(1)
     counts = torch.zeros(blocks + 2, dtype=torch.int32, device=target.device)  # which are sorted in half the time
-    counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+    counts.scatter_add_(0, block_ids, torch.ones_like(block_ids, dtype=torch.int32))
     return counts[1:-1].sort(descending=True, stable=True).indices[:count].int()
 
 
@@ -174,8 +174,8 @@ def quantise_(
         squares[0, part] = exact.square_().sum(1)
         squares[1, part] = exact.copy_(out.values[part]).square_().sum(1)
     if out is not None:
-        before, after = (squares if each_row else squares.sum(1)) + 1.0  # of zeros
-        torch.mul(out.scale if each_row else divisor, (before / after).sqrt_(), out=out.scale)
+        exact_squares, rounded_squares = (squares if each_row else squares.sum(1)) + 1.0  # of zeros
+        torch.mul(out.scale if each_row else divisor, (exact_squares / rounded_squares).sqrt_(), out=out.scale)
 
 
 def fingerprints(matrix: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def fingerprints(matrix: Tensor) -> Tensor:
 def divisor_of(weight: Tensor) -> Tensor:
     """[] a power of 2 that divides a weight: the longest of a few rows gets a root mean square of 2 to 4, or less if
     its largest number would be over e4m3's."""
-    some = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
-    square = some.square().mean(1).amax().clamp(min=LEAST_SCALE)
+    sample = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
+    square = sample.square().mean(1).amax().clamp(min=LEAST_SCALE)
     divisor, largest = (0.5 * square.log2()).floor().sub(1.0).exp2(), torch.linalg.vector_norm(weight, math.inf)
     return divisor * (largest / divisor / LARGEST_E4M3).clamp(min=1.0).log2().ceil().exp2()
