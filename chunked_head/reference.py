@@ -249,10 +249,8 @@ def linear_loss(
     logits = w.new_empty(chunk_tokens, vocab)  # the one large buffer
     pieces = [slice(i * vocab // shards, (i + 1) * vocab // shards) for i in range(shards)]
     dhidden, dweight, dbias = hidden.new_zeros(hidden.shape, dtype=dtype), torch.zeros_like(w), torch.zeros_like(omega)
-    values, sums = (
-        {name: torch.zeros_like(unit_weights) for name in mix},
-        {name: unit_weights.new_zeros(()) for name in metrics},
-    )
+    values = {name: torch.zeros_like(unit_weights) for name in mix}
+    sums = {name: unit_weights.new_zeros(()) for name in metrics}
     for rows in counted.split(chunk_tokens) if len(counted) else ():
         h, x = hidden[rows].to(dtype), logits[: len(rows)]  # [chunk, hidden], [chunk, vocab]
         chunk = {name: field[rows] for name, field in fields.items()} | {"class_weights": omega}
