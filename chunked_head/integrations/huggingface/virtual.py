@@ -163,8 +163,14 @@ def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
 def crop(v: Virtual, column_index: Any) -> Any:
     if not isinstance(column_index, slice):
         return NotImplemented
-    start, stop, step = column_index.indices(v.vocab)
-    if start != 0 or step != 1 or stop <= 0:
+    bounds = column_index.start, column_index.stop, column_index.step
+    # not slice.indices, which torch 2.9 cannot trace
+    start, stop, step = [None if bound is None else operator.index(bound) for bound in bounds]
+    start = start or 0
+    if step not in (None, 1) or not (start == 0 or start <= -v.vocab):
+        return NotImplemented
+    stop = v.vocab if stop is None else min(stop, v.vocab) if stop >= 0 else v.vocab + stop
+    if stop <= 0:
         return NotImplemented
     return v if stop == v.vocab else v.with_step("crop", stop).with_fields(vocab=stop)
 
