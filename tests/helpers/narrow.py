@@ -26,7 +26,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden", "width"), 2**24),
     "entries": 2**31 - 2**13,  # of sets: so many would take 40 bytes each, 80 GiB, beside hidden states
     "each": 2**24,  # ids that a token keeps
-    "strips": 2**23,  # of 128 columns at least
+    **dict.fromkeys(("strips", "strip_count"), 2**23),  # of 128 columns at least
     "zeros": 2**20,  # counters, one for some tiles
     "programs": 2**20,  # of scale_kernel: eight for each multiprocessor
     "parts": 2**10,  # of dhidden's sums, fewer than multiprocessors
