@@ -25,9 +25,8 @@ from .base import Losses, make
 from .batch import Batch, Stats
 from .distillation import dense
 
-Elementwise = Callable[
-    ..., Tensor
-]  # f(log_p), f(log_p, log_q), each with a mapping of options as last argument if it has options
+# f(log_p) or f(log_p, log_q); where there are options, their mapping is the last argument
+Elementwise = Callable[..., Tensor]
 FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # by code, and the plain values that it reads
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
 LENGTHS = (5, 7)  # of the vocabulary that is traced

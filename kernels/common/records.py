@@ -149,7 +149,7 @@ class Softmax(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """StatisticOutputs that a gradient is made of, but for a teacher's and class weights."""
+    """Vectors that a gradient is made of, but for a teacher's and class weights."""
 
     target: torch.Tensor  # [rows] int64, of the vocabulary
     target_logit: torch.Tensor  # [rows] fp32, as all that follow
