@@ -365,7 +365,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         name = torch.cuda.get_device_name(device)
         total = torch.cuda.get_device_properties(device).total_memory
         # another's than the device's where one is forced
-        gpu = importlib.import_module("chunked_head.kernels.common.gpus").gpu_of(device)
+        gpu = importlib.import_module("chunked_head.core.gpus").gpu_of(device)
         return {
             "device": name, "architecture": gpu and gpu.name, "memory": total, "driver": driver,
             "cuda": torch.version.cuda, "versions": versions,

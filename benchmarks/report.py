@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chunked_head.kernels.common.gpus import GPUS
 
 from benchmarks import providers
 from benchmarks.svg import plot
 from chunked_head import plan
+from chunked_head.core.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from . import losses
 from .core.checks import in_a_line
+from .core.gpus import GPUS, gpu_of
+from .core.tiles import INTERPRETED
 from .functions.cross_entropy import linear_cross_entropy
 from .functions.plan import plan
 from .integrations.trl import TRL
-from .kernels.common.gpus import GPUS, gpu_of
-from .kernels.common.tiles import INTERPRETED
 from .plan.plans import Plan, Section, as_text, facts, sections
 from .stores import backend_of
 from .stores.backend import has_triton

@@ -118,9 +118,8 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(params=["sm_80", "sm_100"])
 def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Calls take another GPU's paths than Hopper's: operands through pointers, other tiles."""
-    from chunked_head.kernels.common import gpus
-
     from chunked_head.call.spec import SPECS
+    from chunked_head.core import gpus
 
     caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, SPECS.clear
     monkeypatch.setattr(gpus, "HERE", request.param)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.divergences import DIVERGENCES, Sum
+from ..core.records import Statistic, SumFunction
 from ..core.statistics import STATISTICS, TOP, needed
 from ..core.stats import SUFFIX, Demand, Pairing, View, VocabularySum, vectors_at
-from ..kernels.common.records import Statistic, SumFunction
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.memory import Cache, empty
 from ..core.private import anomalies_at, in_own_thread, plain_saving
 from ..core.statistics import STATISTICS, statistics_at
 from ..core.stats import SUFFIX, RowStats, vectors_at
-from ..kernels.common.cache import Cache
-from ..kernels.common.memory import empty
 from ..losses.base import Measure, Summand
 from ..losses.batch import Batch, Copies, Stats
 from ..metrics import Metric
@@ -313,9 +312,9 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
         if (name := f"sum{i}") not in grads:
             continue
         g = structure.views[each.view].ratio * grads[name]
-        sums = {"value": leaves[name], "slopes": leaves.get(f"{name}_total")}
+        sums: dict[object, Any] = {"value": leaves[name], "slopes": leaves.get(f"{name}_total")}
         if each.function.total != "gradient":
-            slopes = sums.get(each.function.total, each.function.total)
+            slopes: Any = sums.get(each.function.total, each.function.total)
             # a user's slopes may be infinite where the loss takes none of them
             share = torch.where(g == 0, 0.0, g * slopes) if each.function.source else g * slopes
             add("alpha" + SUFFIX[each.view], -share)

@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.memory import empty
 from ..core.stats import SUFFIX, Coefficients, Demand, RowStats
-from ..kernels.common.memory import empty
 from ..metrics import Metric, MetricValue
 from ..metrics.values import OF_NOTHING
 from ..parallel.tokens import metrics_of_all_ranks

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor, fx
 
 from ..core.checks import mismatch
+from ..core.tiles import INTERPRETED, cdiv
 from ..core.tracing import NoKernelError, Writer, traced
 from ..kernels.common import functions
 from ..kernels.common.launcher import Launcher
 from ..kernels.common.sums import defined
-from ..kernels.common.tiles import INTERPRETED, cdiv
 
 Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 BLOCK = 1024 if INTERPRETED else 256

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..arithmetic.demand import Structure, structure_of
 from ..core import checks
+from ..core.gpus import Gpu
+from ..core.memory import Cache
 from ..core.private import refuse_transforms
 from ..core.statistics import needed
 from ..core.stats import Demand, View
-from ..kernels.common.cache import Cache
-from ..kernels.common.gpus import Gpu
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..losses.user_checks import check_over_ranks
 from ..metrics import Metric

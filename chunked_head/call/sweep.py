@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective, ScalarObjective
+from ..core.memory import Cache, empty
 from ..core.stats import Coefficients, RowStats
-from ..kernels.common.cache import Cache
-from ..kernels.common.memory import empty
 from ..parallel.agreement import begin_backward
 from ..parallel.shard import Shard
 from ..plan.planner import find_late_plan

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.common.cache import Cache
-from ..kernels.common.records import SumFunction
-from ..kernels.common.tiles import LOG_FLOOR
+from .memory import Cache
+from .records import SumFunction
+from .tiles import LOG_FLOOR
 
 
 def forward_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

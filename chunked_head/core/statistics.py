@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.common.records import RowBlock, Shares, Statistic
-from ..kernels.common.tiles import ELSEWHERE
+from .records import RowBlock, Shares, Statistic
+from .tiles import ELSEWHERE
 
 Softmax = tuple[Tensor, Tensor]  # start and rest
 

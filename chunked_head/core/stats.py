@@ -8,9 +8,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..kernels.common.cache import Cache
-from ..kernels.common.memory import empty
-from ..kernels.common.records import Statistic, SumFunction
+from .memory import Cache, empty
+from .records import Statistic, SumFunction
 
 SUFFIX = ("", "2")  # of the names of a softmax's statistics and coefficients, by view
 

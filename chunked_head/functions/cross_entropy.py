@@ -13,7 +13,7 @@ from ..call.run import Outcome
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..core import checks
 from ..core.checks import flag, nearest
-from ..kernels.common.cache import Cache
+from ..core.memory import Cache
 from ..losses.base import Losses
 from ..parallel.groups import TokenParallel, VocabParallel
 

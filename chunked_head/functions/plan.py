@@ -13,7 +13,7 @@ from ..call.planning import sizes_of
 from ..call.spec import Spec, check_fp8, decided, measures_of
 from ..core import checks
 from ..core.checks import choice, flag
-from ..kernels.common.gpus import GPUS, Gpu
+from ..core.gpus import GPUS, Gpu
 from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..core import checks as shared
 from ..core.divergences import DIVERGENCES, Sum
+from ..core.memory import Cache
 from ..core.statistics import WORDS
-from ..kernels.common.cache import Cache
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
 Unit = Literal["token", "segment", "pair"]

@@ -16,11 +16,11 @@ from torch import Tensor, fx
 
 from ..core.checks import number
 from ..core.divergences import TRACED, Sum
+from ..core.memory import Cache
 from ..core.private import breaks_graph, in_own_thread
+from ..core.records import SumFunction
+from ..core.tiles import LOG_FLOOR
 from ..core.tracing import FILLED, FILLED_BY, SAME, NoKernelError, Writer, name_of, traced
-from ..kernels.common.cache import Cache
-from ..kernels.common.records import SumFunction
-from ..kernels.common.tiles import LOG_FLOOR
 from .base import Losses, make
 from .batch import Batch, Stats
 from .distillation import dense

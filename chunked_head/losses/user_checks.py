@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.memory import Cache
 from ..core.private import anomalies_at, breaks_graph
 from ..core.statistics import WITHOUT_SLOPE
-from ..kernels.common.cache import Cache
 from .base import DENSE, FIELDS, STATISTICS, Field, Measure, Summand
 from .batch import Batch, Stats
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
-from ..kernels.common.cache import Cache
+from ..core.memory import Cache
 from .groups import ROWS, part_sizes
 
 LONGEST = 160  # letters of a value in an error

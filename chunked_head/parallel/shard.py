@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Demand, RowStats, names_of_sums, sent, statistics_of
-from ..kernels.common.tiles import ELSEWHERE
+from ..core.tiles import ELSEWHERE
 from .agreement import agree, all_gather, all_reduce
 from .groups import MOST_IDS, ROWS, VocabParallel
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from ..core.checks import name
-from ..kernels.common.cache import Cache
-from ..kernels.common.tiles import exact_blocks
+from ..core.memory import Cache
+from ..core.tiles import exact_blocks
 from .plans import MAX_HALF_CHUNKS, Plan, Schedule, needed_by
 from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..core.gpus import UNCUT, DhiddenSplit, Gpu, dhidden_split
 from ..core.stats import Demand
-from ..kernels.common.gpus import UNCUT, DhiddenSplit, Gpu, dhidden_split
-from ..kernels.common.tiles import PRODUCT_ROWS
+from ..core.tiles import PRODUCT_ROWS
 
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.checks import BACKENDS, choice
+from ..core.gpus import gpu_of
+from ..core.records import Places
 from ..core.stats import RowStats, sent
-from ..kernels.common.gpus import gpu_of
-from ..kernels.common.records import Places
 from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan
 from . import torch_functions as functions

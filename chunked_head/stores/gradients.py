@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..core import checks
 from ..core.checks import name as name_of
+from ..core.memory import empty
 from ..core.private import private
-from ..kernels.common.memory import empty
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
 

@@ -7,7 +7,7 @@ so 16-bit operands are cast to fp32 by tiles of the vocabulary.
 import torch
 from torch import Tensor
 
-from ..kernels.common.memory import RECORDERS, recorder
+from ..core.memory import RECORDERS, recorder
 from ..plan.sizes import cast_rows, slices
 
 # rows and columns of each thread from which on BLAS sums in one order; elements of a smaller product at a time

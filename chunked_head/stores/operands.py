@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.common.tiles import EXACT_BLOCK
+from ..core.tiles import EXACT_BLOCK
 from .matmul import project
 from .quantised import RoundedHead, empty_quantised, quantise_
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..core.gpus import GPUS
 from ..core.private import breaks_graph
-from ..kernels.common.gpus import GPUS
-from ..kernels.common.tiles import EXACT_BLOCK, LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv, exact_blocks
+from ..core.tiles import EXACT_BLOCK, LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv, exact_blocks
 from ..plan.sizes import cast_rows, slices
 
 WORD = (1 << 32) - 1

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.records import KeptEntries
 from ..core.stats import SUFFIX, Coefficients, Demand, RowStats
-from ..kernels.common.records import KeptEntries
 from .gradients import Gradients
 from .operands import Head, Kept, Rows
 from .store import Store, outputs_of, ratio_of, softmax_names, terms_of, transform

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.stats import SUFFIX, Coefficients, Demand, Pairing, RowStats, VocabularySum, vectors_at
-from ..kernels.common.records import (
+from ..core.records import (
     ALL_ROWS,
     PLAIN,
     Counted,
@@ -22,6 +21,7 @@ from ..kernels.common.records import (
     Terms,
     Transform,
 )
+from ..core.stats import SUFFIX, Coefficients, Demand, Pairing, RowStats, VocabularySum, vectors_at
 from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
@@ -68,7 +68,7 @@ def teacher_names(pairing: Pairing) -> Names:
 def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
     """Outputs of a softmax's statistics, by their names."""
     vectors = [StatisticOutputs(each, tuple([stats[name] for name in of_each])) for each, of_each in names.statistics]
-    return Outputs(*map(stats.get, names[:-1]), tuple(vectors))
+    return Outputs._make([*map(stats.get, names[:-1]), tuple(vectors)])
 
 
 def teacher_outputs(out: RowStats, pairing: Pairing) -> Outputs:
@@ -254,6 +254,7 @@ class MatmulStore(Store):
             suffix, teacher, columns = SUFFIX[view], None, views[view].columns or self.vocab
             if is_paired:
                 assert pairing is not None and self.teacher_stored is not None
+                assert out.teacher_start is not None and out.teacher_rest is not None
                 columns = pairing.columns
                 teacher = TeacherSoftmax(self.teacher_stored, out.teacher_start, out.teacher_rest, columns)
             softmax = named["start" + suffix], named["rest" + suffix]

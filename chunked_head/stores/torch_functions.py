@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import shift_left
-from ..kernels.common.records import (
+from ..core.records import (
     KeptEntries,
     Outputs,
     Places,
@@ -27,7 +26,8 @@ from ..kernels.common.records import (
     Terms,
     Transform,
 )
-from ..kernels.common.tiles import BEHIND, ELSEWHERE, LOG_FLOOR
+from ..core.stats import shift_left
+from ..core.tiles import BEHIND, ELSEWHERE, LOG_FLOOR
 from ..plan.sizes import TILE_ELEMENTS, slices
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
@@ -246,7 +246,7 @@ def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | Non
         x, has = behind(logit, -torch.inf)[entries], sets.ends[at] > sets.begins[at]
         room = [None if into is None else torch.empty_like(into[at]) for into in out[:-1]]
         vectors = [(each, tuple([torch.empty_like(into[at]) for into in of_each])) for each, of_each in out.statistics]
-        found = Outputs(*room, tuple([StatisticOutputs(*each) for each in vectors]))
+        found = Outputs._make([*room, tuple([StatisticOutputs(*each) for each in vectors])])
         row_stats(found, Stored(x, None), x.shape[1], target, None, ratio, columns)
         for into, value in zip((*out[:-1], *out.vectors), (*found[:-1], *found.vectors), strict=True):
             if into is not None and value is not None:
@@ -400,6 +400,7 @@ def of_rows(record: Any, rows: slice | Tensor) -> Any:
 
 def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
     """``p (alpha + eta log p)``, 0 where p is; nan where p is."""
+    assert softmax.alpha is not None
     p, alpha, eta = log_p.exp(), softmax.alpha[:, None], softmax.eta
     return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta[:, None] * log_p))
 

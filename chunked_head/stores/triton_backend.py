@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
 from ..core.stats import Demand
-from ..kernels.common.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
+from ..core.tiles import INTERPRETED
 from ..kernels.common.recording import recording
-from ..kernels.common.tiles import INTERPRETED
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.gpus import RELATIVE_STRIP
+from ..core.memory import empty
+from ..core.records import ALL_ROWS, Counted, Outputs, Stored
 from ..core.stats import Coefficients, RowStats
-from ..kernels.common.gpus import RELATIVE_STRIP
-from ..kernels.common.memory import empty
+from ..core.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ..kernels.common.operands import Strips, strip_rows
-from ..kernels.common.records import ALL_ROWS, Counted, Outputs, Stored
-from ..kernels.common.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics

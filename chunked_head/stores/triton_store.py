@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.memory import empty
+from ..core.records import Counted, Stored
 from ..core.stats import Coefficients, RowStats
-from ..kernels.common.memory import empty
-from ..kernels.common.records import Counted, Stored
-from ..kernels.common.tiles import Matrix, Quantised, cdiv
+from ..core.tiles import Matrix, Quantised, cdiv
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics

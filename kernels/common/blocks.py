@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import tiles
+from ...core import tiles
 
 ELSEWHERE, BEHIND = tl.constexpr(tiles.ELSEWHERE), tl.constexpr(tiles.BEHIND)
 EXACT_BLOCK = tl.constexpr(tiles.EXACT_BLOCK)

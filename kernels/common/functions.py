@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from . import tiles
+from ...core import tiles
 
 # the interpreter has none of libdevice's functions, and numpy's are exact
 INTERPRETED = tl.constexpr(tiles.INTERPRETED)

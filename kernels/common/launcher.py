@@ -20,9 +20,8 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from .cache import Cache
-from .memory import RECORDERS, recorder
-from .tiles import INTERPRETED
+from ...core.memory import RECORDERS, Cache, recorder
+from ...core.tiles import INTERPRETED
 
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .cache import Cache
+from ...core.memory import Cache, empty
+from ...core.records import Statistic, StatisticOutputs, Stored
+from ...core.tiles import Matrix, Quantised, Tile, cdiv
 from .launcher import is_known
-from .memory import empty
-from .records import Statistic, StatisticOutputs, Stored
-from .tiles import Matrix, Quantised, Tile, cdiv
 
 STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from ...core.memory import RECORDERS
 from .launcher import AROUND, COMPILATION, RUNTIME, Compiled, Launcher
-from .memory import RECORDERS
 from .operands import described
 
 MOST_STEPS = 4096

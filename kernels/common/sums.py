@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import functions, tiles
-from .cache import Cache
+from ...core import tiles
+from ...core.memory import Cache
+from ...core.records import SumFunction, SumOutputs
+from . import functions
 from .launcher import Launcher, kernel
-from .records import SumFunction, SumOutputs
 from .transform import ln_2, log2_e
 
 LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)

@@ -6,7 +6,7 @@ Raw logits go through bias, scale and cap; relative ones get their strip's offse
 import triton
 import triton.language as tl
 
-from . import gpus
+from ...core import gpus
 
 STRIP = tl.constexpr(gpus.RELATIVE_STRIP)
 

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
-from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
-from ..common.records import (
+from ...core.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
+from ...core.records import (
     ALL_ROWS,
     Counted,
     KeptEntries,
@@ -18,8 +17,9 @@ from ..common.records import (
     Terms,
     Transform,
 )
+from ...core.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
+from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
 from ..common.sums import Kind, kernel_of
-from ..common.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
 from . import grad_logits as matmul
 from . import row_grad as kernels
 from .identity import Gradient, code_of_gradient

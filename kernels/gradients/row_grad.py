@@ -24,7 +24,7 @@ The last factor of gradients [numel], known only in backward, in place or into t
 import triton
 import triton.language as tl
 
-from ..common import tiles
+from ...core import tiles
 from ..common.blocks import counted_rows
 from ..common.launcher import kernel
 from ..common.transform import load_block, load_column, load_columns, log2_e, transform_derivative

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
-from ..common.memory import empty
+from ...core.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
+from ...core.memory import empty
+from ...core.records import ALL_ROWS, Counted
+from ...core.tiles import INTERPRETED, Tile, cdiv, power_of_2
 from ..common.operands import matrix, row_stride
-from ..common.records import ALL_ROWS, Counted
-from ..common.tiles import INTERPRETED, Tile, cdiv, power_of_2
 from .dhidden import dhidden_kernel, finish_dhidden_kernel
 from .dweight import add_rows_kernel, dweight_kernel, pick_columns_kernel, put_rows_kernel, sort_columns_kernel
 
@@ -48,7 +48,7 @@ def dhidden(
         out, *((scratch, arrived) if cut else (None, None)),
         *matrix(grad, tile.block_m, tile.block_k, tile),
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
-        weight, counted.count, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
+        weight, counted.number, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
         ADD=add, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_VOCAB=tile.described or vocab % 8 == 0, ROWS=min(32, tile.block_m), num_warps=tile.warps,
         num_stages=tile.stages,

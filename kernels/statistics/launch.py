@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..common.gpus import multiprocessors_of, programs_of
-from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
-from ..common.records import (
+from ...core.gpus import multiprocessors_of, programs_of
+from ...core.records import (
     ALL_ROWS,
     NOT_STORED,
     PLAIN,
@@ -19,8 +18,9 @@ from ..common.records import (
     TeacherSoftmax,
     Transform,
 )
+from ...core.tiles import EXACT_BLOCK, INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
+from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
 from ..common.sums import flat_outputs, kernel_of
-from ..common.tiles import EXACT_BLOCK, INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
 from . import merge as kernels
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits as body_of_tiles

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.records import Statistic
+from ...core.records import Statistic
 from ..common.sums import HEADER, Code
 from ..common.transform import times
 

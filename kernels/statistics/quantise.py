@@ -17,7 +17,7 @@ finds so whether the weight is still what its e4m3 copy was made of, and makes t
 import triton
 import triton.language as tl
 
-from ..common import tiles
+from ...core import tiles
 from ..common.blocks import INTERPRETED
 from ..common.launcher import kernel
 

@@ -11,8 +11,8 @@ import pytest
 from tiers import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
-# from the lowest to the highest; kernels know nothing but each other
-LAYERS = ("reference", "kernels", "core", "losses", "metrics", "plan", "parallel", "stores", "arithmetic", "call",
+# from the lowest to the highest
+LAYERS = ("reference", "core", "kernels", "losses", "metrics", "plan", "parallel", "stores", "arithmetic", "call",
           "compile", "functions", "integrations", "__main__")  # fmt: skip
 MOST_FILES = 12
 
@@ -57,10 +57,22 @@ def test_imports_run_one_way(module: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(module for module in FILES if module.startswith("chunked_head.kernels")))
 def test_kernels_share_what_is_common(module: str) -> None:
-    """A folder of kernels knows itself and ``common``, which knows itself alone."""
+    """A folder of kernels knows itself, ``common`` and the records of ``core``; ``common`` knows no other folder."""
     own = module.rsplit(".", 1)[0]
     others = {other.rsplit(".", 1)[0] for other in IMPORTS[module]}
-    assert others <= {own, "chunked_head.kernels.common"}
+    assert others <= {own, "chunked_head.kernels.common", "chunked_head.core"}
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_imports_are_of_this_checkout(module: str) -> None:
+    """An import of a file that has gone works where another checkout is installed, and nowhere else."""
+    path = FILES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*package[: len(package) + 1 - node.level], *(node.module or "").split(".")]).rstrip(".")
+            names = [base] if base in FILES else [f"{base}.{alias.name}" for alias in node.names]
+            assert set(names) <= set(FILES), f"line {node.lineno}: {names} is no file"
 
 
 def test_no_circle() -> None:

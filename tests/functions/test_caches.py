@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
-from chunked_head.kernels.common.cache import Cache
 from tables import EMPTIED, STAYING, Emptying, modules, object_at, tables
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
 from chunked_head.call import spec
+from chunked_head.core.memory import Cache
 
 PARTS = losses.focal, losses.entropy, losses.z_loss
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from budget import assert_outcome
 from cases import GPU, PLACES, TRITON, Case, Place, run_ours, run_reference
-from chunked_head.kernels.common import tiles
 from tiers import crossed
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses
+from chunked_head.core import tiles
 
 OURS = [*TRITON, *GPU[:1]]
 EVERYTHING = ("entropy", "lse", "argmax", "mean_logit", "log_sum_sq_probs")

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from cases import PLACES, PRODUCT_TILES, Place
-from chunked_head.kernels.common.gpus import UNCUT, DhiddenSplit, dhidden_split, multiprocessors_of, run_as
-from chunked_head.kernels.common.records import Counted
-from chunked_head.kernels.common.tiles import INTERPRETED, Tile
 from chunked_head.kernels.products import launch as products
 from tiers import crossed
+
+from chunked_head.core.gpus import UNCUT, DhiddenSplit, dhidden_split, multiprocessors_of, run_as
+from chunked_head.core.records import Counted
+from chunked_head.core.tiles import INTERPRETED, Tile
 
 OURS = [place for place in PLACES if place.values[0].backend == "triton"]
 # on a GPU the last turn's tiles are few, or all there are; interpreted there are four multiprocessors

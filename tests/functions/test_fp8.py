@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from budget import assert_outcome, assert_within_budget
 from cases import CASES, HALVES, PLACES, Case, Place, run, run_ours
-from chunked_head.kernels.common import tiles
-from chunked_head.kernels.common.tiles import ELSEWHERE, EXACT_BLOCK
 from loss_cases import FEWER, LOSS_CASES, LossCase
 from loss_cases import inputs_of as loss_inputs
 from oracle import reference as oracle
@@ -31,6 +29,8 @@ from chunked_head import (
     quantise,
 )
 from chunked_head.call.spec import SPECS
+from chunked_head.core import tiles
+from chunked_head.core.tiles import ELSEWHERE, EXACT_BLOCK
 from chunked_head.stores import quantised
 from chunked_head.stores.quantised import empty_quantised, quantise_
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from cases import PLACES, Place
-from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from loss_cases import LOSS_CASES, LossCase, hold, inputs_of, loss_combinations, run_ours, run_reference
 from oracle import reference
 from tiers import crossed, tier
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, losses, metrics
+from chunked_head.core.tiles import PRODUCT_ROWS
 from chunked_head.plan import sizes as sizes_of_call
 
 

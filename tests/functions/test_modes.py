@@ -15,7 +15,6 @@ import graph_calls
 import pytest
 import torch
 from cases import PLACES, Place
-from chunked_head.kernels.common.cache import Cache
 from graph_calls import SEGMENTS, Data, chosen, make_data, named
 from tiers import Turn, crossed, first_of
 from torch import Tensor
@@ -36,6 +35,7 @@ from chunked_head import (
 )
 from chunked_head.arithmetic import vectors
 from chunked_head.call import spec
+from chunked_head.core.memory import Cache
 from chunked_head.functions import quantise as functions_quantise
 
 ROOT = Path(__file__).resolve().parents[2]

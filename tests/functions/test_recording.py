@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton", reason="recorded are launches of Triton's kernels")
 
 from chunked_head.kernels.common import recording as steps
-from chunked_head.kernels.common.memory import RECORDERS, empty, recorder
 from chunked_head.kernels.gradients import launch as gradients
 from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.call import recording, run, spec
+from chunked_head.core.memory import RECORDERS, empty, recorder
 from chunked_head.stores import matmul
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]

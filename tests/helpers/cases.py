@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from budget import assert_outcome
-from chunked_head.kernels.common.gpus import run_as
-from chunked_head.kernels.common.tiles import Tile
 from oracle import reference as oracle
 from tiers import tier
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, reference
+from chunked_head.core.gpus import run_as
+from chunked_head.core.tiles import Tile
 from chunked_head.stores import backend_of as backend_of
 
 Options = dict[str, Any]

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import triton
-from chunked_head.kernels.common import tiles
-from chunked_head.kernels.common.gpus import GPUS
 from chunked_head.kernels.common.launcher import FUSED, Launcher
 from compiled_for import told
 from triton.backends.compiler import GPUTarget
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, quantise
+from chunked_head.core import tiles
+from chunked_head.core.gpus import GPUS
 from chunked_head.core.statistics import STATISTICS
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
-from chunked_head.kernels.common.cache import Cache
+from chunked_head.core.memory import Cache
 
 TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EMPTIED = (
     "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.switched_off", "core.divergences.TRACED",
     "core.private.answering", "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES",
-    "kernels.common.gpus.SPLITS", "kernels.common.gpus.gpu_of", "kernels.common.gpus.multiprocessors_of",
+    "core.gpus.SPLITS", "core.gpus.gpu_of", "core.gpus.multiprocessors_of",
     "kernels.common.operands.KEPT", "kernels.common.sums.KERNELS", "losses.base.FACTORY_RESULTS",
     "losses.sums.FUNCTIONS", "losses.user_checks.RESULTS", "parallel.agreement.RANKS", "plan.planner.PLANS",
 )  # fmt: skip

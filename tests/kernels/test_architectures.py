@@ -12,14 +12,14 @@ import loss_cases
 import pytest
 import torch
 from cases import HALVES, Case, Place, backend_of, combinations
-from chunked_head.kernels.common import gpus
-from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from compile_for import MATMULS
 from compiled_for import record_launches
 from loss_cases import LossCase, loss_combinations
 from tiers import tier
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics, plan
+from chunked_head.core import gpus
+from chunked_head.core.tiles import PRODUCT_ROWS
 
 ROOT = Path(__file__).parents[2]
 # tiles of any others differ in size alone; sm_100 reads as Hopper does, multiplies as sm_80 does

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, backend_of, named
-from chunked_head.kernels.common import operands, records, tiles
+from chunked_head.kernels.common import operands
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.products import launch as products
 from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
+from chunked_head.core import records, tiles
 from chunked_head.core.statistics import ENTROPY, TOP, WEIGHTED_SUM
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]

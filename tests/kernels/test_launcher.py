@@ -13,12 +13,13 @@ pytest.importorskip("triton", reason="what is launched is Triton's")
 
 from chunked_head.kernels.common import launcher as launch
 from chunked_head.kernels.common import operands, recording
-from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.operands import Strips
-from chunked_head.kernels.common.records import Transform
 from chunked_head.kernels.common.sums import kernel_of
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
+
+from chunked_head.core.gpus import run_as
+from chunked_head.core.records import Transform
 
 
 def example_kernel(out_desc, in_ptr, row_ptr, columns, rows, scale, BLOCK: "tl.constexpr", FLOOR: "tl.constexpr"):  # noqa: F821

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 from cases import GPU, TILES, TRITON, Place
-from chunked_head.kernels.common import operands, records, tiles
-from chunked_head.kernels.common.tiles import Quantised
+from chunked_head.kernels.common import operands
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
+from chunked_head.core import records, tiles
 from chunked_head.core.statistics import ENTROPY, TOP
+from chunked_head.core.tiles import Quantised
 from chunked_head.stores.quantised import empty_quantised, quantise_
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]

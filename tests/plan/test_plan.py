@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from chunked_head.kernels.common.tiles import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracking import MiB
 
 from chunked_head import linear_cross_entropy, linear_logprobs, losses, plan
 from chunked_head.call import planning, spec
+from chunked_head.core.tiles import INTERPRETED
 from chunked_head.plan.planner import default_budget
 from chunked_head.plan.sizes import DEFAULT_BUDGET, parse_bytes, slices
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .cache import Cache
+from .memory import Cache
 from .tiles import INTERPRETED, Tile, cdiv
 
 RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
@@ -54,8 +54,8 @@ class Gpu(NamedTuple):
 def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in registers, 227 KB."""
     few = Tile(block_m=64, warps=4, stages=4)
-    own = {"own_dhidden": True, "own_stored": (512, 1024), "fp8": True}
-    return Gpu(name, shared, multiprocessors, Tile(e4m3_stages=4), product=Tile(), few=few, **own)
+    logits, product = Tile(e4m3_stages=4), Tile()
+    return Gpu(name, shared, multiprocessors, logits, product, few, own_dhidden=True, own_stored=(512, 1024), fp8=True)
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:

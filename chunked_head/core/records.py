@@ -10,7 +10,7 @@ import torch
 class Counted(NamedTuple):
     """Number of a call's rows that count, and a chunk's first row among them: rows behind are not computed."""
 
-    count: torch.Tensor | None = None  # [] int64; None: all
+    number: torch.Tensor | None = None  # [] int64; None: all
     first_row: int = 0
 
 

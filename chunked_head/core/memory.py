@@ -1,18 +1,22 @@
-"""The one kind of table that outlives a call: everything kept from call to call lies in one."""
+"""The table of what is kept from call to call (``Cache``), and the tensors that a sweep makes (``empty``)."""
 
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
+import torch
+
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
+# by thread, the ``recording.Recorder`` of the sweep that it runs
+RECORDERS: dict[int, Any] = {}
 
 
 class Cache(Generic[Key, Value]):
-    """Values by key, at most ``most``: the least recently used go first. Threads may share one. Keys are equal as in a
-    dict: where 1, 1.0 and True differ, a key holds their types as well.
+    """Values by key, at most ``most``: the least recently used go first. No other kind of table outlives a call.
 
+    Threads may share one. Keys are equal as in a dict: where 1, 1.0 and True differ, a key holds their types as well.
     A hit takes no lock and hashes the key once.
     """
 
@@ -75,3 +79,16 @@ class Cache(Generic[Key, Value]):
 
     def values(self) -> list[Value]:
         return [entry[0] for entry in list(self._entries.values())]
+
+
+def recorder() -> Any:
+    """The recorder of the sweep that this thread runs, or None."""
+    return RECORDERS.get(threading.get_ident()) if RECORDERS else None
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.empty`` of stores, statistics and gradients."""
+    made = torch.empty(*shape, dtype=dtype, device=device)
+    if RECORDERS and (listening := recorder()) is not None:
+        listening.made(made)
+    return made
