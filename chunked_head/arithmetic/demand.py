@@ -34,32 +34,32 @@ class Structure:
     def split(self) -> tuple[tuple, tuple[float, ...]]:
         """A key, equal for structures that compile to the same code, and that code's arguments: floats of the options,
         ratios of further softmaxes."""
-        numbers = [number for part, _ in (*self.summands, *self.metrics) for number in part.key_and_numbers[1]]
+        numbers = [number for measure, _ in (*self.summands, *self.metrics) for number in measure.key_and_numbers[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])
         softmaxes = self.views[0], split_numbers(self.views[1:], numbers), self.pairing
-        sums = tuple([(each.function, each.view) for each in self.sums])
-        parts: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
-        places = tuple([tuple(self.vectors_of(part, view).items()) for part, view in parts])
+        sums = tuple([(s.function, s.view) for s in self.sums])
+        measures: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
+        places = tuple([tuple(self.vectors_of(measure, view).items()) for measure, view in measures])
         return (summands, metrics, softmaxes, sums, places, self.leaves, self.vocab), tuple(numbers)
 
-    def vectors_of(self, part: Summand | Metric, view: int) -> dict[str, str]:
+    def vectors_of(self, measure: Summand | Metric, view: int) -> dict[str, str]:
         """Names of the vectors of a part's sums over the vocabulary, by the statistics' names."""
-        places = {each[:3]: f"sum{i}" for i, each in enumerate(self.sums)}
-        return {name: places[*each, view] for name, each in sums_of(part, self.beta).items()}
+        places = {s[:3]: f"sum{i}" for i, s in enumerate(self.sums)}
+        return {name: places[*key, view] for name, key in sums_of(measure, self.beta).items()}
 
-    def at(self, numbers: Iterable[Any]) -> "Structure":
+    def with_numbers(self, numbers: Iterable[Any]) -> "Structure":
         """The structure at other numbers, which may be tensors []."""
-        them = iter(numbers)
-        summands = tuple([(summand.with_numbers(them), view) for summand, view in self.summands])
-        metrics = tuple([(metric.with_numbers(them), view) for metric, view in self.metrics])
-        views = join_numbers(self.views[1:], them)
+        floats = iter(numbers)
+        summands = tuple([(summand.with_numbers(floats), view) for summand, view in self.summands])
+        metrics = tuple([(metric.with_numbers(floats), view) for metric, view in self.metrics])
+        views = join_numbers(self.views[1:], floats)
         return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views))
 
     @functools.cached_property
     def builtin(self) -> bool:
         """True where all losses and metrics are the library's own."""
-        return all(part.builtin for part, _ in (*self.summands, *self.metrics))
+        return all(measure.builtin for measure, _ in (*self.summands, *self.metrics))
 
     @functools.cached_property
     def values_only(self) -> "Structure":
@@ -69,7 +69,7 @@ class Structure:
     @functools.cached_property
     def widths(self) -> list[int]:
         """Numbers that each summand and metric has per token, 0 for those with values of other units."""
-        return [part.width for part, _ in (*self.summands, *self.metrics)]
+        return [measure.width for measure, _ in (*self.summands, *self.metrics)]
 
 
 def structure_of(
@@ -82,12 +82,15 @@ def structure_of(
 ) -> tuple[Structure, Demand]:
     """Losses and metrics at their softmaxes, and their statistics; ValueError where no call has it all."""
     summands = [summand for _, summand in losses.terms]
-    everything: list[Summand | Metric] = [*summands, *metrics]
-    for what, labels in ("losses", [part.label for part in summands]), ("metrics", [part.label for part in metrics]):
+    measures: list[Summand | Metric] = [*summands, *metrics]
+    for kind, labels in (
+        ("losses", [measure.label for measure in summands]),
+        ("metrics", [measure.label for measure in metrics]),
+    ):
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"two of the {what} are called {twice[0]!r}; give one of them another name=")
+            raise ValueError(f"two of the {kind} are called {twice[0]!r}; give one of them another name=")
     per_token, temperature = temperature is None, 1.0 if temperature is None else temperature
-    tempered = [part.label for part in everything if part.temperature is not None]
+    tempered = [measure.label for measure in measures if measure.temperature is not None]
     if per_token and tempered:
         raise ValueError(
             f"{tempered[0]} has a temperature of its own, and the call one per token, which goes for all its losses "
@@ -96,23 +99,23 @@ def structure_of(
     fewer = teacher_vocab is not None and teacher_vocab < vocab
     dense = [summand for summand in summands if summand.teacher is not None]
 
-    def softmax_of(part: Summand | Metric) -> tuple[float, int | None]:
+    def softmax_of(measure: Summand | Metric) -> tuple[float, int | None]:
         """The temperature of a part's softmax, and the number of ids where it is not over all."""
-        if isinstance(part, Metric) and part.needs & set(DENSE):
-            named = f"metrics.{part.kind}"
+        if isinstance(measure, Metric) and measure.needs & set(DENSE):
+            name = f"metrics.{measure.kind}"
             if not dense:
-                one = "add one, such as 0.0 * losses.lk()"
-                raise ValueError(f"{named} is of a dense teacher, and no loss of the call has one; {one}")
-            if part.temperature is not None:
-                raise ValueError(f"{named} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature")
-            part = dense[0]
-        limited = fewer and isinstance(part, Summand) and part.teacher is not None
-        return part.temperature or temperature, teacher_vocab if limited else None
+                remedy = "add one, such as 0.0 * losses.lk()"
+                raise ValueError(f"{name} is of a dense teacher, and no loss of the call has one; {remedy}")
+            if measure.temperature is not None:
+                raise ValueError(f"{name} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature")
+            measure = dense[0]
+        limited = fewer and isinstance(measure, Summand) and measure.teacher is not None
+        return measure.temperature or temperature, teacher_vocab if limited else None
 
-    asked = list(dict.fromkeys(map(softmax_of, everything))) or [(temperature, None)]
+    measure_softmaxes = list(dict.fromkeys(map(softmax_of, measures))) or [(temperature, None)]
     # the first view is over all ids and always made: its temperature becomes the head's scale
-    first = next((softmax for softmax in asked if softmax[1] is None), (asked[0][0], None))
-    softmaxes = list(dict.fromkeys([first, *asked]))
+    first = next((softmax for softmax in measure_softmaxes if softmax[1] is None), (measure_softmaxes[0][0], None))
+    softmaxes = list(dict.fromkeys([first, *measure_softmaxes]))
     if len(softmaxes) > 2:
         raise ValueError(
             "a call has at most two softmaxes, over different temperatures or vocabularies; these losses and metrics "
@@ -120,33 +123,35 @@ def structure_of(
             + (" and for the vocabulary shared with the teacher besides" if fewer else "")
             + "; split them over two calls"
         )
-    views = tuple(View(first[0] / each, columns) for each, columns in softmaxes)
-    seen = [(summand, softmaxes.index(softmax_of(summand))) for summand in summands]
-    measured = [(metric, softmaxes.index(softmax_of(metric))) for metric in metrics]
+    views = tuple(View(first[0] / t, columns) for t, columns in softmaxes)
+    summand_views = [(summand, softmaxes.index(softmax_of(summand))) for summand in summands]
+    metric_views = [(metric, softmaxes.index(softmax_of(metric))) for metric in metrics]
 
     leaves: set[str] = set()
-    for summand, view in seen:
+    for summand, view in summand_views:
         leaves |= {name + SUFFIX[view] for name in ("logprob", "lse")}
-        sloped = [each for each in STATISTICS if each.slopes is not None and not summand.needs.isdisjoint(each.words)]
-        leaves |= {vectors_at(each, view)[0] for each in sloped}
+        sloped = [s for s in STATISTICS if s.slopes is not None and not summand.needs.isdisjoint(s.words)]
+        leaves |= {vectors_at(s, view)[0] for s in sloped}
         leaves |= {"column_logits"} if "topk_logprobs" in summand.needs else set()
-    words = {(name, view) for part, view in (*seen, *measured) for name in part.needs}
+    words = {(name, view) for measure, view in (*summand_views, *metric_views) for name in measure.needs}
     names = {name for name, _ in words}
     columns_shared = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
     betas = [summand.teacher.beta for summand in dense if summand.teacher is not None]
-    beta = next((each for each in betas if each is not None), None)
-    sums = all_sums(seen, measured, beta)
-    leaves |= {f"sum{i}" for i, each in enumerate(sums) if each.is_differentiated}
+    beta = next((b for b in betas if b is not None), None)
+    sums = all_sums(summand_views, metric_views, beta)
+    leaves |= {f"sum{i}" for i, s in enumerate(sums) if s.is_differentiated}
     temperatures = [None if per_token else t for t, _ in softmaxes]
-    teacher, pairing = pair_up(seen, (TOP,) if "teacher_argmax" in names else (), sums, columns_shared, temperatures)
+    teacher, pairing = pair_up(
+        summand_views, (TOP,) if "teacher_argmax" in names else (), sums, columns_shared, temperatures
+    )
     of_tokens, of_segments = (
-        tuple([pair for pair in measured if (pair[0].scope == "token") == local]) for local in (True, False)
+        tuple([pair for pair in metric_views if (pair[0].scope == "token") == local]) for local in (True, False)
     )
     structure = Structure(
-        tuple(seen), of_tokens, views, pairing, sums, frozenset(leaves), vocab, first[0], teacher,
+        tuple(summand_views), of_tokens, views, pairing, sums, frozenset(leaves), vocab, first[0], teacher,
         smoothing_weights(summands, names), of_segments, beta,
     )  # fmt: skip
-    fields = {name: FIELDS[name] for part in everything for name in part.fields if name in FIELDS}
+    fields = {name: FIELDS[name] for measure in measures for name in measure.fields if name in FIELDS}
     # segments' ids twice: those in range are a copy
     sizes = {"float": 4, "int": 16, "bool": 1}
     demand = Demand(
@@ -166,48 +171,50 @@ def structure_of(
     return structure, demand
 
 
-def sums_of(part: Summand | Metric, beta: float | None) -> dict[str, Sum]:
+def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, Sum]:
     """Sums over the vocabulary that a loss or metric reads, by the statistics' names; ``beta`` for a metric."""
-    if isinstance(part, Summand):
-        return dict(part.sums)
-    known = {name: DIVERGENCES[name] for name in sorted(part.needs) if name in DIVERGENCES}
-    if beta is None and any(function.numbers for function in known.values()):
+    if isinstance(measure, Summand):
+        return dict(measure.sums)
+    divergences = {name: DIVERGENCES[name] for name in sorted(measure.needs) if name in DIVERGENCES}
+    if beta is None and any(function.numbers for function in divergences.values()):
         raise ValueError(
-            f"metrics.{part.kind} reads the divergence of a mixture, of which no loss of the call has a beta; add one "
-            "that has, times 0.0 where it is only to be measured"
+            f"metrics.{measure.kind} reads the divergence of a mixture, of which no loss of the call has a beta; add "
+            "one that has, times 0.0 where it is only to be measured"
         )
-    return {name: Sum(each, (beta or 0.0,) * each.numbers) for name, each in known.items()} | dict(part.sums)
+    return {name: Sum(function, (beta or 0.0,) * function.numbers) for name, function in divergences.items()} | dict(
+        measure.sums
+    )
 
 
 def all_sums(
-    seen: list[tuple[Summand, int]], measured: list[tuple[Metric, int]], beta: float | None
+    summand_views: list[tuple[Summand, int]], metric_views: list[tuple[Metric, int]], beta: float | None
 ) -> tuple[VocabularySum, ...]:
     """The sums over the vocabulary of a call, each once at each of its softmaxes and numbers."""
     needed = dict[tuple[SumFunction, tuple[float, ...], int], bool]()
-    parts: list[tuple[Summand | Metric, int]] = [*seen, *measured]
-    for part, view in parts:
-        for function, numbers in sums_of(part, beta).values():
+    measures: list[tuple[Summand | Metric, int]] = [*summand_views, *metric_views]
+    for measure, view in measures:
+        for function, numbers in sums_of(measure, beta).values():
             key = function, numbers, view
-            sloped = isinstance(part, Summand) and function.total is not None
+            sloped = isinstance(measure, Summand) and function.total is not None
             needed[key] = needed.get(key, False) or sloped
     return tuple([VocabularySum(*key, is_differentiated=sloped) for key, sloped in needed.items()])
 
 
 def pair_up(
-    seen: list[tuple[Summand, int]],
+    summand_views: list[tuple[Summand, int]],
     statistics: tuple[Statistic, ...],  # of its logits
     sums: Sequence[VocabularySum],
     columns: int,
     temperatures: Sequence[float | None],
 ) -> tuple[Teacher | None, Pairing | None]:
     """The one dense teacher of a call, and the softmax that it is paired with."""
-    dense = {summand.label: (summand.teacher, view) for summand, view in seen if summand.teacher is not None}
+    dense = {summand.label: (summand.teacher, view) for summand, view in summand_views if summand.teacher is not None}
     if not dense:
         return None, None
     kinds = set[tuple[Teacher, int]]()
-    for given, view in dense.values():
-        resolved = temperatures[view] if given.temperature is None else given.temperature
-        kinds.add((given._replace(temperature=resolved, beta=None), view))
+    for dense_teacher, view in dense.values():
+        resolved = temperatures[view] if dense_teacher.temperature is None else dense_teacher.temperature
+        kinds.add((dense_teacher._replace(temperature=resolved, beta=None), view))
     if len(kinds) > 1:
         raise ValueError(
             f"losses {', '.join(dense)} see the dense teacher at different temperatures or scales; give them the same, "
@@ -215,8 +222,8 @@ def pair_up(
         )
     ((teacher, view),) = kinds
     # a user's loss may be any function of the sums, whatever their own slopes are
-    last = all(each.function.is_early and each.function.is_paired for each in sums)
-    last = last and all(summand.kind != "custom" for summand, _ in seen)
+    last = all(s.function.is_early and s.function.is_paired for s in sums)
+    last = last and all(summand.kind != "custom" for summand, _ in summand_views)
     return teacher, Pairing(view, columns, statistics, last)
 
 

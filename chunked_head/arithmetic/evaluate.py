@@ -64,11 +64,11 @@ class Inputs(NamedTuple):
             target=change(self.target, 0),
             factors=change(self.factors, None),
             fields={name: change(value, along[name]) for name, value in self.fields.items()},
-            tensors=[{name: change(value, None) for name, value in named.items()} for named in self.tensors],
+            tensors=[{name: change(value, None) for name, value in of_summand.items()} for of_summand in self.tensors],
             metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
         )
 
-    def at(self, rows: slice) -> "Inputs":
+    def narrow(self, rows: slice) -> "Inputs":
         """The inputs of a slice of tokens, sharing memory."""
         first, count = rows.start, rows.stop - rows.start
         if count == self.target.shape[0]:
@@ -80,16 +80,18 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
     """Coefficients, a tensor [n] for each row of the table, and the values of segments and pairs."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.rank_sums, inputs.withheld)
     leaves = masked(leaves, batch.mask)
-    dtype, wanted = leaves["lse"].dtype, structure.leaves if structure.summands else ()
-    sloped = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items() if name in wanted}
-    rows, apart, loss = list[Tensor](), list[Tensor](), inputs.factors.new_zeros(())
+    dtype, sloped_names = leaves["lse"].dtype, structure.leaves if structure.summands else ()
+    sloped = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items() if name in sloped_names}
+    rows, unit_values, loss = list[Tensor](), list[Tensor](), inputs.factors.new_zeros(())
     for i, (summand, view) in enumerate(structure.summands):
         with torch.set_grad_enabled(bool(sloped)):
-            seen = leaves
+            loss_leaves = leaves
             if sloped:
-                off = inputs.factors[i] == 0  # a factor of 0 takes an infinite slope out by selection
-                seen = leaves | {name: torch.where(off, leaf.detach(), leaf) for name, leaf in sloped.items()}
-            stats, mask = stats_at(structure, summand, view, seen), share_mask(summand.unit, batch)
+                is_zero = inputs.factors[i] == 0  # a factor of 0 takes an infinite slope out by selection
+                loss_leaves = leaves | {
+                    name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped.items()
+                }
+            stats, mask = stats_at(structure, summand, view, loss_leaves), share_mask(summand.unit, batch)
             values = values_by(summand, stats, batch, mask, inputs.tensors[i])
             if summand.unit == "token":
                 name = summand.token_weights
@@ -99,7 +101,7 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
             values = torch.where(mask, values, 0)
             if sloped:
                 loss = loss + (values * inputs.factors[i]).sum()
-        (rows if summand.unit == "token" else apart).append(values.detach())
+        (rows if summand.unit == "token" else unit_values).append(values.detach())
     coefficients: Named = {}
     if sloped:
         grads = tuple([torch.zeros_like(leaf) for leaf in sloped.values()])
@@ -107,41 +109,41 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
             with anomalies_at(batch.mask):
                 grads = torch.autograd.grad(loss, tuple(sloped.values()), allow_unused=True, materialize_grads=True)
         # again by selection: a loss may have had an infinite slope where a token does not count
-        found = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
-        coefficients = coefficients_of(structure, found, leaves)
-    known: dict[Any, Stats] = {}
+        slopes = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
+        coefficients = coefficients_of(structure, slopes, leaves)
+    metric_stats: dict[Any, Stats] = {}
     for metric, view in structure.metrics:
-        at = view, metric.reads_target, *structure.vectors_of(metric, view).items()
-        if at not in known:
-            known[at] = stats_at(structure, metric, view, leaves)
+        key = view, metric.reads_target, *structure.vectors_of(metric, view).items()
+        if key not in metric_stats:
+            metric_stats[key] = stats_at(structure, metric, view, leaves)
         mask = share_mask(metric.unit, batch)
-        value = values_by(metric, known[at], batch, mask)
+        value = values_by(metric, metric_stats[key], batch, mask)
         columns = [value, value.square()] if metric.components == 2 else [value]
         if metric.unit == "token":
             weights = inputs.metric_weights.get(metric.weighting)
             rows += [selected(metric, column, mask, weights) for column in columns]
         else:
-            apart.append(torch.stack([selected(metric, column, mask) for column in columns]))
-    return coefficients, [row.to(dtype) for row in rows], apart
+            unit_values.append(torch.stack([selected(metric, column, mask) for column in columns]))
+    return coefficients, [row.to(dtype) for row in rows], unit_values
 
 
-def values_by(part: Measure, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
+def values_by(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
     """Values of a loss or metric, one for each unit of ``mask``. A user's function reads copies."""
-    if part.builtin:
-        return part.values(stats, batch, tensors)
-    values = part.values(Stats(Copies(stats.values)), batch.copies(), Copies(tensors or {}))
+    if measure.builtin:
+        return measure.values(stats, batch, tensors)
+    values = measure.values(Stats(Copies(stats.values)), batch.copies(), Copies(tensors or {}))
     if values.shape != mask.shape:
-        got = f"{tuple(mask.shape)} here; got {tuple(values.shape)}"
-        raise ValueError(f"{part.label} must return one value per {part.unit}, {got}")
+        sizes = f"{tuple(mask.shape)} here; got {tuple(values.shape)}"
+        raise ValueError(f"{measure.label} must return one value per {measure.unit}, {sizes}")
     return values
 
 
-def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Named) -> Stats:
+def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves: Named) -> Stats:
     """The statistics that a loss or metric sees, at one softmax."""
     suffix, ratio = SUFFIX[view], structure.views[view].ratio
     lse = leaves["lse" + suffix]
     values = {"logprob": leaves["logprob" + suffix], "lse": lse}
-    if not part.reads_target:
+    if not measure.reads_target:
         del values["logprob"]  # there may be no target
     for statistic in STATISTICS:
         names = vectors_at(statistic, view)
@@ -152,15 +154,15 @@ def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Na
         x = (leaves["column_logits"] * ratio).t()
         # the value without the rounding of lse, with its gradient
         values["topk_logprobs"] = ((x - leaves["start" + suffix]) + leaves["rest" + suffix] + (lse.detach() - lse)).t()
-    values.update({name: leaves[vector] for name, vector in structure.vectors_of(part, view).items()})
+    values.update({name: leaves[vector] for name, vector in structure.vectors_of(measure, view).items()})
     if "teacher_argmax" in leaves:
         values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
     return Stats(values)
 
 
-def masked(named: Named, mask: Tensor) -> Named:
+def masked(vectors: Named, mask: Tensor) -> Named:
     """Vectors [n] or [n, c], 0 where a token does not count: by selection, since a nan may stand there."""
-    return {n: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for n, value in named.items()}
+    return {n: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for n, value in vectors.items()}
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:
@@ -171,8 +173,8 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
     if unit == "segment":
         return counted
     pairs = batch["pairs"]
-    inside = (pairs >= 0).all(1)
-    return inside & counted[pairs.clamp(min=0)].all(1)
+    is_pair = (pairs >= 0).all(1)
+    return is_pair & counted[pairs.clamp(min=0)].all(1)
 
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
@@ -191,33 +193,33 @@ def arithmetic_of(
         return None, []
     tensors = [
         *leaves.values(), inputs.target, inputs.factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
-        *[tensor for named in inputs.tensors for tensor in named.values()], *inputs.metric_weights.values(),
+        *[tensor for of_summand in inputs.tensors for tensor in of_summand.values()], *inputs.metric_weights.values(),
     ]  # fmt: skip
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
     code, numbers = structure.split
     key = code, tuple(leaves), tuple(inputs.fields), inputs.token_fields, tuple(inputs.metric_weights), kinds
-    given: list[Tensor | float] = [*tensors, *numbers]
-    return KERNELS.made(key, lambda: make_arithmetic(structure, leaves, inputs, given)), given
+    arguments: list[Tensor | float] = [*tensors, *numbers]
+    return KERNELS.made(key, lambda: make_arithmetic(structure, leaves, inputs, arguments)), arguments
 
 
 def make_arithmetic(
-    structure: Structure, leaves: Named, inputs: Inputs, given: list[Tensor | float]
+    structure: Structure, leaves: Named, inputs: Inputs, arguments: list[Tensor | float]
 ) -> Arithmetic | None:
     """A kernel of ``values_of``; None for fp64, sums over segments and several columns of a token."""
-    parts = [part for part, _ in (*structure.summands, *structure.metrics)]
-    wider = any(part.scope != "token" for part in parts) or any(leaf.dim() > 1 for leaf in leaves.values())
-    gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in given)
+    measures = [measure for measure, _ in (*structure.summands, *structure.metrics)]
+    wider = any(measure.scope != "token" for measure in measures) or any(leaf.dim() > 1 for leaf in leaves.values())
+    gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in arguments)
     if wider or gaps or leaves["lse"].dtype != torch.float32:
         return None
     from .vectors import vector_kernel
 
     names: list[str] = []
 
-    def function(given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        them = iter(given)
-        named = {name: next(them) for name in leaves}
-        mapped = inputs.map(lambda value, dim: next(them))
-        coefficients, rows, _ = values_of(structure.at(them), named, mapped)
+    def function(operands: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        operand = iter(operands)
+        vectors = {name: next(operand) for name in leaves}
+        mapped = inputs.map(lambda value, dim: next(operand))
+        coefficients, rows, _ = values_of(structure.with_numbers(operand), vectors, mapped)
         names[:] = coefficients
         return list(coefficients.values()), rows
 
@@ -228,9 +230,9 @@ def make_arithmetic(
         return value
 
     inputs.map(note)
-    dims += [None] * (len(given) - len(dims))  # numbers
+    dims += [None] * (len(arguments) - len(dims))  # numbers
     # a trace begins without whatever modes and hooks there are around the call
-    kernel = in_own_thread(functools.partial(vector_kernel, function, given, dims))
+    kernel = in_own_thread(functools.partial(vector_kernel, function, arguments, dims))
     return None if kernel is None else (kernel, tuple(names))
 
 
@@ -241,31 +243,31 @@ def evaluate(
     into ``table`` [rows of the table, tokens]. By a Triton kernel if there is one, else in PyTorch, without the hooks
     of an activation checkpoint: the vectors' graph is freed in here."""
     if backend is not None and backend.name == "triton":
-        arithmetic, given = arithmetic_of(structure, stats.named(), inputs)
+        arithmetic, arguments = arithmetic_of(structure, stats.as_dict(), inputs)
         if arithmetic is not None:
             kernel, names = arithmetic
             chunk = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
-            kernel(given, rows, chunk, table)
+            kernel(arguments, rows, chunk, table)
             return dict(zip(names, chunk.unbind(0), strict=True)), []
     with plain_saving():
-        coefficients, values, apart = values_of(structure, stats.at(rows).named(), inputs.at(rows))
+        coefficients, values, unit_values = values_of(structure, stats.narrow(rows).as_dict(), inputs.narrow(rows))
     if values:
         table[:, rows] = torch.stack(values)
-    return coefficients, apart
+    return coefficients, unit_values
 
 
-def totals(structure: Structure, table: Tensor, apart: list[list[Tensor]], one_or_nan: Tensor) -> list[Tensor]:
+def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]], one_or_nan: Tensor) -> list[Tensor]:
     """Sums over all tokens of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
 
-    ``apart``: values of segments and pairs, by chunk. Where an id was out of range, sums of metrics are nan here, and
-    those of summands by their denominators.
+    ``unit_values``: values of segments and pairs, by chunk. Where an id was out of range, sums of metrics are nan here,
+    and those of summands by their denominators.
     """
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan
     # a chunk's own segments are those that count in it
-    of_units = (torch.cat(of_chunks, -1) for of_chunks in zip(*apart, strict=True))
-    row, found = 0, []
+    of_units = (torch.cat(of_chunks, -1) for of_chunks in zip(*unit_values, strict=True))
+    row, reduced = 0, []
     reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
     for reduce, width in zip(reductions, structure.widths, strict=True):
         values = next(of_units) if width == 0 else table[row : row + width]
@@ -274,9 +276,9 @@ def totals(structure: Structure, table: Tensor, apart: list[list[Tensor]], one_o
             total = values.amax(-1) if reduce == "max" else values.amin(-1)
         else:
             total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
-        found.append(total.squeeze())
+        reduced.append(total.squeeze())
         row += width
-    return found
+    return reduced
 
 
 def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
@@ -308,15 +310,15 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
                     add(factor + suffix, value)
     if "column_logits" in grads:
         add("columns", grads["column_logits"].contiguous())  # as kernels read it
-    for i, each in enumerate(structure.sums):
+    for i, vocabulary_sum in enumerate(structure.sums):
         if (name := f"sum{i}") not in grads:
             continue
-        g = structure.views[each.view].ratio * grads[name]
+        g = structure.views[vocabulary_sum.view].ratio * grads[name]
         sums: dict[object, Any] = {"value": leaves[name], "slopes": leaves.get(f"{name}_total")}
-        if each.function.total != "gradient":
-            slopes: Any = sums.get(each.function.total, each.function.total)
+        if vocabulary_sum.function.total != "gradient":
+            slopes: Any = sums.get(vocabulary_sum.function.total, vocabulary_sum.function.total)
             # a user's slopes may be infinite where the loss takes none of them
-            share = torch.where(g == 0, 0.0, g * slopes) if each.function.source else g * slopes
-            add("alpha" + SUFFIX[each.view], -share)
+            share = torch.where(g == 0, 0.0, g * slopes) if vocabulary_sum.function.source else g * slopes
+            add("alpha" + SUFFIX[vocabulary_sum.view], -share)
         add(name, g)
     return total

@@ -153,7 +153,7 @@ class ScalarObjective(LossObjective):
     is_normalized: bool  # some denominator is a normalizer, which may be 0
     expected: Expected
     counts: list[Tensor]  # [] divisors of the metrics
-    parts: list[Tensor] = field(default_factory=list)  # [] reduced values of the summands
+    loss_values: list[Tensor] = field(default_factory=list)  # [] reduced values of the summands
     metric_totals: list[Tensor] = field(default_factory=list)  # sums or extrema of the metrics' values
 
     def visit(
@@ -164,7 +164,7 @@ class ScalarObjective(LossObjective):
         coefficients = self.evaluate(stats, rows, gradient)
         if not values:
             self.take_values()
-        return Coefficients.of(coefficients) if gradient else None
+        return Coefficients.from_dict(coefficients) if gradient else None
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         if self.table is None and (self.targets.shape[0] or (self.coupled and self.exchanges)):
@@ -178,19 +178,21 @@ class ScalarObjective(LossObjective):
             # one launch makes the sums of all rows and the sum of losses
             total, row_sums = self.backend.sum_rows(table, self.inverse[0], self.one_or_nan, numbers)
             sums = list(row_sums.unbind())
-            self.parts[:], self.metric_totals[:] = sums[:count], sums[count:]
+            self.loss_values[:], self.metric_totals[:] = sums[:count], sums[count:]
             return (total,)
         if table is None:
-            self.parts[:] = [d * 0.0 for d in self.inverse]
+            self.loss_values[:] = [d * 0.0 for d in self.inverse]
             self.metric_totals[:] = self.of_nothing(structure.metrics)
         else:
             sums = totals(structure, table, unit_values, self.one_or_nan)
-            parts = list(map(torch.mul, sums[:count], self.inverse))
+            loss_values = list(map(torch.mul, sums[:count], self.inverse))
             if self.is_normalized:  # by selection: a normalizer of 0 gives 0 at any sum
-                parts = [torch.where(d == 0, d, part) for d, part in zip(self.inverse, parts, strict=True)]
-            self.parts[:], self.metric_totals[:] = parts, sums[count:]
+                loss_values = [
+                    torch.where(d == 0, d, value) for d, value in zip(self.inverse, loss_values, strict=True)
+                ]
+            self.loss_values[:], self.metric_totals[:] = loss_values, sums[count:]
         # the sum has memory of its own, which a caller may write to
-        first, *further = map(torch.mul, self.parts, self.loss_coefficients)
+        first, *further = map(torch.mul, self.loss_values, self.loss_coefficients)
         return (sum(further, first),)
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
@@ -223,7 +225,7 @@ class ScalarObjective(LossObjective):
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (loss_upstream,) = upstream
         assert loss_upstream is not None
-        return Coefficients.of(self.coefficients_at_once(stats)).times(self.expected.factors(loss_upstream)[0])
+        return Coefficients.from_dict(self.coefficients_at_once(stats)).times(self.expected.factors(loss_upstream)[0])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -244,7 +246,7 @@ class TokenObjective(LossObjective):
         # by selection where the upstream gradient is 0: a loss may have an infinite slope there
         slopes = self.coefficients_at_once(stats)
         scaled = {name: value * over_columns(token_upstream, value) for name, value in slopes.items()}
-        return Coefficients.of(masked(scaled, token_upstream != 0))
+        return Coefficients.from_dict(masked(scaled, token_upstream != 0))
 
 
 def over_columns(values: Tensor, template: Tensor) -> Tensor:
@@ -267,7 +269,7 @@ class StatsObjective(Objective):
         counts, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
         values = []
         for name in self.names:
-            value = self.statistic(stats.named(), name)
+            value = self.statistic(stats.as_dict(), name)
             is_counted = over_columns(counts, value)
             if value.is_floating_point():
                 values.append(torch.where(is_counted, value + zero_or_nan, zero_or_nan))
@@ -295,10 +297,12 @@ class StatsObjective(Objective):
         }
         if "logprob" not in grads:  # the kernels always read alpha and beta
             grads["logprob"] = torch.zeros(len(self.targets), dtype=self.dtype, device=self.targets.device)
-        if (given := grads.pop("mean_logit", None)) is not None:
-            grads["weighted_sum"] = given / self.structure.vocab
-        if (given := grads.pop("log_sum_sq_probs", None)) is not None:
-            grads["lse" + SUFFIX[1]] = given
-            grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
+        if (slope := grads.pop("mean_logit", None)) is not None:
+            grads["weighted_sum"] = slope / self.structure.vocab
+        if (slope := grads.pop("log_sum_sq_probs", None)) is not None:
+            grads["lse" + SUFFIX[1]] = slope
+            grads["lse"] = grads["lse"] - 2 * slope if "lse" in grads else -2 * slope
         # by selection: where a token does not count statistics may be missing or nan
-        return Coefficients.of(masked(coefficients_of(self.structure, grads, stats.named()), self.targets >= 0))
+        return Coefficients.from_dict(
+            masked(coefficients_of(self.structure, grads, stats.as_dict()), self.targets >= 0)
+        )

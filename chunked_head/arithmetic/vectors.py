@@ -120,10 +120,10 @@ class VectorWriter(Writer):
         if i not in self.used:
             self.used.append(i)
         if i in self.numbers:
-            return self.named(f"tl.full((BLOCK,), in{i}, tl.float32)")
+            return self.assign(f"tl.full((BLOCK,), in{i}, tl.float32)")
         if self.token_dims[i] is None:
-            return self.named(f"tl.load(in{i}_ptr{offset})")
-        return self.named(f"tl.load(in{i}_ptr{offset} + first + row, mask=here, other=0)")
+            return self.assign(f"tl.load(in{i}_ptr{offset})")
+        return self.assign(f"tl.load(in{i}_ptr{offset} + first + row, mask=here, other=0)")
 
     def select(self, vector: fx.Node, dim: int, i: int) -> str:
         """Loads element ``i`` of an input [n] that has no dimension of tokens."""

@@ -91,7 +91,7 @@ def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[R
     assert work.backend.recording is not None
     with work.backend.recording(present_inputs) as recorder:
         stats, grads = sweep(work, hidden, head)
-    named_stats, scalar = stats.named(), isinstance(objective, ScalarObjective)
+    named_stats, scalar = stats.as_dict(), isinstance(objective, ScalarObjective)
     tables = [objective.table] if scalar else []
     gradients = [] if grads is None else [grad for grad in (grads.hidden, grads.weight) if grad is not None]
     if not scalar or objective.table is not None:
@@ -104,7 +104,7 @@ def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[R
 def results_of(work: Any, recording: RecordedSweep, results: list[Tensor]) -> tuple[RowStats, Gradients | None]:
     """Results of a recording as those of a sweep."""
     tensors = iter(results)
-    stats = RowStats.of({name: next(tensors) for name in recording.stats})
+    stats = RowStats.from_dict({name: next(tensors) for name in recording.stats})
     if isinstance(work.objective, ScalarObjective):
         table, rows = next(tensors), sum(work.objective.structure.widths)
         if table.shape[0] != rows:

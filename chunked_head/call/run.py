@@ -110,7 +110,7 @@ class Backward:
             if buffer is not None:
                 buffer.check_there()
             if grads is None:
-                stats = self.stats or RowStats.of(dict(zip(self.names, saved, strict=False)))
+                stats = self.stats or RowStats.from_dict(dict(zip(self.names, saved, strict=False)))
                 return work.with_teacher(saved[len(self.names) :]).late_gradients(operands, stats, upstream)
             assert expected is not None and loss_upstream is not None and work.plan is not None
             factors, one_or_nan = expected.factors(loss_upstream), expected.one_or_nan
@@ -133,7 +133,7 @@ class Pass:
         self.stats, self.grads = work.forward(*operands)  # gradients: None where backward makes them
         self.outputs = objective.outputs(self.stats)
         is_scalar, sizes = isinstance(objective, ScalarObjective), None if work.plan is None else work.plan.sizes
-        named_stats = {} if is_scalar else self.stats.named()
+        named_stats = {} if is_scalar else self.stats.as_dict()
         self.saved = [*named_stats.values()]  # tensors for autograd to save
         if objective.teacher is not None:
             self.saved += objective.teacher.tensors

@@ -86,7 +86,7 @@ class Streams(Generic[Result]):
             rank_sums = work.objective.inputs.rank_sums
             ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
-                parts = zip(work.objective.parts, losses.terms, strict=True)
+                parts = zip(work.objective.loss_values, losses.terms, strict=True)
                 first, *further = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
                 value = sum(further, first)
             outcomes.append(Outcome((value,), work.plan, tokens, work.objective, stream_stats))

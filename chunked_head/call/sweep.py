@@ -80,7 +80,7 @@ def sweep(
     is_closed = work.spans is not None and work.has_vocabulary_rows  # no other tokens belong to a span's segments
 
     def filled(chunk: slice) -> tuple[Rows, RowStats]:
-        rows, out = rows_of(chunk), stats.at(chunk)
+        rows, out = rows_of(chunk), stats.narrow(chunk)
         store.fill(rows, out)
         store.statistics(rows, out)
         if work.shard is not None:
@@ -100,7 +100,7 @@ def sweep(
                 rows, out = filled(chunk)
             coefficients = objective.visit(stats, span_rows, grads is not None, is_closed, not is_teacher_last)
         else:
-            rows, out, coefficients = rows_of(span_rows), stats.at(span_rows), all_coefficients.at(span_rows)
+            rows, out, coefficients = rows_of(span_rows), stats.narrow(span_rows), all_coefficients.narrow(span_rows)
         if grads is None:
             continue
         assert coefficients is not None
@@ -111,7 +111,7 @@ def sweep(
             continue
         for chunk in span:  # logits are made again: later chunks have overwritten them
             rows, out = filled(chunk)
-            of_chunk = coefficients.at(slice(chunk.start - span_rows.start, chunk.stop - span_rows.start))
+            of_chunk = coefficients.narrow(slice(chunk.start - span_rows.start, chunk.stop - span_rows.start))
             store.add_gradients(rows, out, of_chunk, grads)
     if grads is not None:
         store.finish(grads)
@@ -206,7 +206,7 @@ class LocalWork:
     def class_weights(self) -> Tensor | None:
         """[vocab] of this rank's columns, in the dtype of statistics."""
         weights = self.objective.class_weights
-        return weights if weights is None or self.shard is None else weights[self.shard.here].contiguous()
+        return weights if weights is None or self.shard is None else weights[self.shard.local_ids].contiguous()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -314,7 +314,7 @@ class HeadWork(LocalWork):
             """Rows of a chunk. ``Rows.hidden`` is memory in which the store puts clean rows of ``Rows.source``; a
             teacher's rows are clean."""
             count = chunk.stop - chunk.start
-            rows = every_row if count == tokens else every_row.at(chunk)
+            rows = every_row if count == tokens else every_row.narrow(chunk)
             source, order, teacher_rows = rows.hidden, rows.order, rows.teacher
             if gathered is not None:
                 source, order = gathered.chunk(chunk)  # rank after rank; clean rows stand in the call's order

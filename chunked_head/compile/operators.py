@@ -129,7 +129,7 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
         if not any(needs_grad):
             return values
         if has_late_gradients(work.call):
-            return [*values, *stats.named().values()]
+            return [*values, *stats.as_dict().values()]
         expected, ready = expected_gradients(work, stats, grads)
         return [*values, expected, *in_shape(ready, operands, needs_grad)]
 
@@ -145,7 +145,7 @@ def values_of(work: Work, stats: RowStats) -> list[Tensor]:
 
 def packed(call: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:
     """One vector: parts, then sums and count or the extremum of each metric, in the order of the call's arguments."""
-    numbers = [*objective.parts]
+    numbers = [*objective.loss_values]
     metrics = objective.metric_values(stats)
     for metric in call.metrics:
         value = metrics[metric.label]
@@ -211,7 +211,7 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
     if not any(needs_grad):
         return values
     if has_late_gradients(call):
-        return [*values, *RowStats.empty(tokens, spec.demand, dtype, first.device).named().values()]
+        return [*values, *RowStats.empty(tokens, spec.demand, dtype, first.device).as_dict().values()]
     dtypes = gradient_dtypes(call, spec)
     grads = [
         operand.new_empty(operand.shape, dtype=grad_dtype)
@@ -232,8 +232,8 @@ def backward(
     with torch.no_grad(), kernel_context(operands[0].device):
         work = work_of(key, operands, tensors, needs_grad)
         sweep, packing, demand = work.sweep, work.tokens.packing, work.spec.demand
-        names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).named()
-        stats = RowStats.of(dict(zip(names, statistics, strict=True)))
+        names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).as_dict()
+        stats = RowStats.from_dict(dict(zip(names, statistics, strict=True)))
         if isinstance(sweep, LogitsWork):
             return in_shape(sweep.late_gradients(work.operands, stats, upstream), operands, needs_grad)
         if packing is not None:

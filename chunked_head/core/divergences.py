@@ -83,8 +83,8 @@ class Sum(NamedTuple):
 
 # statistics that a loss or metric may need, by name
 DIVERGENCES = {
-    each.name: each
-    for each in (
+    function.name: function
+    for function in (
         SumFunction("forward_kl", forward_kl_terms, -1.0),
         SumFunction("reverse_kl", reverse_kl_terms, "value"),
         SumFunction("jsd", jsd_terms, "slopes", numbers=1),

@@ -17,13 +17,13 @@ Result = TypeVar("Result")
 @functools.cache
 def private(*names: str) -> tuple[Any, ...] | None:
     """Objects of torch by names such as ``"_C._current_graph_task_id"``; None where one of them is missing."""
-    found = []
+    objects = []
     for name in names:
         value: Any = torch
-        for part in name.split("."):
-            value = getattr(value, part, None)
-        found.append(value)
-    return None if None in found else tuple(found)
+        for attribute in name.split("."):
+            value = getattr(value, attribute, None)
+        objects.append(value)
+    return None if None in objects else tuple(objects)
 
 
 def under_hooks() -> bool:
@@ -45,10 +45,10 @@ def plain_saving() -> AbstractContextManager[Any]:
 def answering() -> Any:
     """A mode's class that answers anomaly mode, which is on in all threads and asks each gradient whether it has a nan.
     ``mask`` [rows]: rows that are looked at; None: none, as of a trace, whose tensors have no numbers."""
-    found = private("utils._python_dispatch.TorchDispatchMode")
-    if found is None:
+    modes = private("utils._python_dispatch.TorchDispatchMode")
+    if modes is None:
         return None
-    base: Any = found[0]
+    base: Any = modes[0]
 
     class Answer(base):
         def __init__(self, mask: Tensor | None):

@@ -46,7 +46,7 @@ class Stored(NamedTuple):
     bias: torch.Tensor | None = None
     transform: Transform = PLAIN
 
-    def at(self, rows: slice) -> "Stored":
+    def narrow(self, rows: slice) -> "Stored":
         """A slice of the rows, none of which has a scale of its own."""
         offset = None if self.offset is None else self.offset[:, rows]
         return self._replace(logits=self.logits[rows], offset=offset)

@@ -112,8 +112,8 @@ def statistics_anew(demand: Demand) -> dict[str, Form]:
     for view, statistics in enumerate(demand.statistics):
         add([name + SUFFIX[view] for name in ("start", "rest")])
         add([name + SUFFIX[view] for name in ("lse", "logprob")], local)
-        for each in statistics:
-            add_vectors(each, vectors_at(each, view))
+        for statistic in statistics:
+            add_vectors(statistic, vectors_at(statistic, view))
     if demand.columns:
         add(["column_logits"], Form(demand.columns))
     if demand.top_k:
@@ -121,8 +121,8 @@ def statistics_anew(demand: Demand) -> dict[str, Form]:
         add(["top_k_ids"], Form(demand.top_k, torch.int64))
     if pairing is not None:
         add(["teacher_start", "teacher_rest"])
-        for each in pairing.statistics:
-            add_vectors(each, [f"teacher_{name}" for name in each.vectors])
+        for statistic in pairing.statistics:
+            add_vectors(statistic, [f"teacher_{name}" for name in statistic.vectors])
     add(names_of_sums(demand), local)
     return forms
 
@@ -134,30 +134,30 @@ def sent(demand: Demand) -> tuple[str, ...]:
 
 def names_of_sums(demand: Demand) -> list[str]:
     """Names of the vectors that add up over pieces of the vocabulary once softmaxes are known."""
-    return [name for i, each in enumerate(demand.sums) for name in (f"sum{i}", f"sum{i}_total")[: 1 + each.has_total]]
+    return [name for i, s in enumerate(demand.sums) for name in (f"sum{i}", f"sum{i}_total")[: 1 + s.has_total]]
 
 
 class Vectors:
     """Vectors of numbers per token by name, None for those not made."""
 
     @classmethod
-    def of(cls, named: dict[str, Tensor]) -> Self:
+    def from_dict(cls, vectors: dict[str, Tensor]) -> Self:
         """Those that are there, by name; faster than a call with some thirty arguments."""
-        made = object.__new__(cls)
-        vars(made).update(named, _named=named)
-        return made
+        self = object.__new__(cls)
+        vars(self).update(vectors, _dict=vectors)
+        return self
 
-    def named(self) -> dict[str, Tensor]:
+    def as_dict(self) -> dict[str, Tensor]:
         """The vectors that are there; a shared dictionary, not to be changed."""
-        return self._named
+        return self._dict
 
     @functools.cached_property
-    def _named(self) -> dict[str, Tensor]:
+    def _dict(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def at(self, rows: slice) -> Self:
+    def narrow(self, rows: slice) -> Self:
         """The vectors of a slice of rows, sharing memory."""
-        return self.of({name: value[rows] for name, value in self.named().items()})
+        return self.from_dict({name: value[rows] for name, value in self.as_dict().items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,13 +189,13 @@ class RowStats(Vectors):
         for name, (numbers, ids, _) in statistics_of(demand).items():
             shape = (tokens,) if numbers is None else (tokens, numbers)
             vectors[name] = empty(*shape, dtype=ids or dtype, device=device)
-        return cls.of(vectors)
+        return cls.from_dict(vectors)
 
-    def at(self, rows: slice) -> Self:
-        return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().at(rows)
+    def narrow(self, rows: slice) -> Self:
+        return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().narrow(rows)
 
     def zero_(self) -> None:
-        for value in self.named().values():
+        for value in self.as_dict().values():
             value.zero_()
 
 
@@ -215,7 +215,7 @@ class Coefficients(Vectors):
 
     def times(self, factor: Tensor) -> "Coefficients":
         """The coefficients times ``factor`` []."""
-        return Coefficients.of({name: value * factor for name, value in self.named().items()})
+        return Coefficients.from_dict({name: value * factor for name, value in self.as_dict().items()})
 
 
 def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
@@ -223,8 +223,8 @@ def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
     if shift == 0:
         return values
     shifted = torch.full_like(values, fill)
-    kept = max(0, values.shape[dim] - shift)
-    shifted.narrow(dim, 0, kept).copy_(values.narrow(dim, values.shape[dim] - kept, kept))
+    count = max(0, values.shape[dim] - shift)
+    shifted.narrow(dim, 0, count).copy_(values.narrow(dim, values.shape[dim] - count, count))
     return shifted
 
 
@@ -236,8 +236,8 @@ def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
     if not shift:
         return values
     dim, missing = len(leading) - 1, min(shift, leading[-1])
-    behind = (0, 0) * (values.dim() - len(leading))
-    return torch.nn.functional.pad(values.narrow(dim, 0, leading[-1] - missing), (*behind, missing, 0))
+    further = (0, 0) * (values.dim() - len(leading))
+    return torch.nn.functional.pad(values.narrow(dim, 0, leading[-1] - missing), (*further, missing, 0))
 
 
 def all_at_targets(values: Sequence[Tensor], leading: Sequence[int], shift: int) -> tuple[Tensor, ...]:

@@ -52,11 +52,11 @@ def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tenso
     if answer is None:
         raise NoKernelError("this torch has other modes")
 
-    def answered(given: list[Tensor]) -> list[Tensor]:
+    def without_anomalies(operands: list[Tensor]) -> list[Tensor]:
         with answer(None):  # also where another thread switches anomaly mode on meanwhile
-            return function(given)
+            return function(operands)
 
-    return make_fx(answered, tracing_mode="fake")(samples)
+    return make_fx(without_anomalies, tracing_mode="fake")(samples)
 
 
 def name_of(node: fx.Node) -> str:
@@ -73,7 +73,7 @@ class Writer:
     """Lines that compute values of a trace, each once."""
 
     shape = "(BLOCK,)"  # of numbers
-    own: ClassVar[dict[str, str]] = {}  # operations in another way than the table's
+    overrides: ClassVar[dict[str, str]] = {}  # operations in another way than the table's
 
     def __init__(self, traced: fx.GraphModule):
         self.lines: list[str] = []
@@ -92,7 +92,7 @@ class Writer:
         """One number of an input."""
         raise NoKernelError(str(vector))
 
-    def named(self, expression: str) -> str:
+    def assign(self, expression: str) -> str:
         if expression not in self.names:
             self.names[expression] = f"v{len(self.names)}"
             self.lines.append(f"{self.names[expression]} = {expression}")
@@ -116,16 +116,16 @@ class Writer:
         if operation in FILLED_BY:
             return self.constant(node.args[FILLED_BY[operation]], dtype)
         if operation in ("where", "masked_fill"):
-            condition, *parts = node.args if operation == "where" else (node.args[1], node.args[2], node.args[0])
-            chosen = [self.cast(part, dtype) for part in parts]
-            return self.named(f"tl.where({self.cast(condition, torch.bool)}, {chosen[0]}, {chosen[1]})")
+            condition, *values = node.args if operation == "where" else (node.args[1], node.args[2], node.args[0])
+            branches = [self.cast(value, dtype) for value in values]
+            return self.assign(f"tl.where({self.cast(condition, torch.bool)}, {branches[0]}, {branches[1]})")
         if operation == "clamp":
             bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
             x = self.cast(node.args[0], dtype)
             for side, beyond in ("min", "<"), ("max", ">"):  # a nan is neither and stays, as in PyTorch
                 if bounds.get(side) is not None:
                     bound = self.cast(bounds[side], dtype)
-                    x = self.named(f"tl.where({x} {beyond} {bound}, {bound}, {x})")
+                    x = self.assign(f"tl.where({x} {beyond} {bound}, {bound}, {x})")
             return x
         if operation == "pow" and node.args[1] in POWERS:
             return self.computed(POWERS[node.args[1]], node.args[:1], dtype)  # type: ignore[index]
@@ -133,9 +133,9 @@ class Writer:
             raise NoKernelError(str(node))
         if operation in ("sign", "sgn") and dtype == torch.float32:
             x = self.cast(node.args[0], dtype)
-            return self.named(f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))")
+            return self.assign(f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))")
         if operation in ARITHMETIC:
-            return self.computed((ARITHMETIC | self.own)[operation], node.args, dtype)
+            return self.computed((ARITHMETIC | self.overrides)[operation], node.args, dtype)
         if operation in COMPARED:
             floats = any(isinstance(arg, float) for arg in node.args)
             floats = floats or any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors)
@@ -145,21 +145,21 @@ class Writer:
         raise NoKernelError(str(operation))
 
     def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
-        return self.named(template.format(*[self.cast(arg, dtype) for arg in args]))
+        return self.assign(template.format(*[self.cast(arg, dtype) for arg in args]))
 
     def constant(self, number: Any, dtype: torch.dtype) -> str:
         if isinstance(number, fx.Node):
             return self.cast(number, dtype)
         number = float(number) if dtype.is_floating_point else int(number)
         text = repr(number) if math.isfinite(number) else f'float("{number}")'
-        return self.named(f"tl.full({self.shape}, {text}, {NAMES[dtype]})")
+        return self.assign(f"tl.full({self.shape}, {text}, {NAMES[dtype]})")
 
     def cast(self, value: Any, dtype: torch.dtype) -> str:
         """An operand in a dtype."""
         if not isinstance(value, fx.Node):
             return self.constant(value, dtype)
-        own = value.meta["val"].dtype
-        if own not in NAMES or value.meta["val"].dim() > 1:
+        source_dtype = value.meta["val"].dtype
+        if source_dtype not in NAMES or value.meta["val"].dim() > 1:
             raise NoKernelError(str(value))
         if value in self.inputs:
             name = self.read(value)
@@ -167,6 +167,6 @@ class Writer:
             if value not in self.values:  # values read for their shape only may be any
                 self.values[value] = self.value(value)
             name = self.values[value]
-        if own == dtype:
+        if source_dtype == dtype:
             return name
-        return self.named(f"{name} != 0" if dtype == torch.bool else f"{name}.to({NAMES[dtype]})")
+        return self.assign(f"{name} != 0" if dtype == torch.bool else f"{name}.to({NAMES[dtype]})")

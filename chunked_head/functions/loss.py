@@ -191,7 +191,7 @@ def loss_output(outcome: Outcome) -> LossOutput:
         return LossOutput(value, {}, {}, plan)
     with torch.no_grad():
         values_by_label = dict(
-            zip([s.label for _, s in outcome.tokens.call.losses.terms], objective.parts, strict=True)
+            zip([s.label for _, s in outcome.tokens.call.losses.terms], objective.loss_values, strict=True)
         )
         values = objective.metric_values(outcome.stats)
     return LossOutput(

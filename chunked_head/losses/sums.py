@@ -95,7 +95,7 @@ class SumWriter(Writer):
 
     shape = "log_p.shape"
     # as exact as p itself, in two thirds of the registers
-    own: ClassVar = {
+    overrides: ClassVar = {
         "exp": "tl.exp2({0} * log2_e)", "log": "tl.log2({0}) * ln_2", "logaddexp": "log_of_sum({0}, {1})",
         "div": "{0} / {1}", "reciprocal": "1.0 / {0}",
     }  # fmt: skip

@@ -22,27 +22,27 @@ class GatheredStats(NamedTuple):
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
     """Numbers per row of each of the statistics."""
-    return [1 if value.dim() == 1 else value.shape[1] for value in (stats.named()[name] for name in names)]
+    return [1 if value.dim() == 1 else value.shape[1] for value in (stats.as_dict()[name] for name in names)]
 
 
 def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
     """[numbers + 1, rows]: statistics of a piece in one message, and last a check of its ``tokens`` [rows]; ids fit the
     floats that they travel as."""
-    parts = []
+    lines = []
     for name in names:
-        value = stats.named()[name].to(stats.lse.dtype)
-        parts.append(value.unsqueeze(0) if value.dim() == 1 else value.t())
-    return torch.cat([*parts, tokens.unsqueeze(0)])
+        value = stats.as_dict()[name].to(stats.lse.dtype)
+        lines.append(value.unsqueeze(0) if value.dim() == 1 else value.t())
+    return torch.cat([*lines, tokens.unsqueeze(0)])
 
 
 def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, Tensor]:
     """The pieces' statistics [pieces, rows] or [pieces, rows, K] of ``packed`` [pieces, numbers, rows]."""
-    found, at = {}, 0
+    vectors, first = {}, 0
     for name, width in zip(names, widths(stats, names), strict=True):
-        part = packed[:, at : at + width]
-        found[name] = part.squeeze(1) if stats.named()[name].dim() == 1 else part.transpose(1, 2)
-        at += width
-    return found
+        lines = packed[:, first : first + width]
+        vectors[name] = lines.squeeze(1) if stats.as_dict()[name].dim() == 1 else lines.transpose(1, 2)
+        first += width
+    return vectors
 
 
 def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
@@ -53,9 +53,9 @@ def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
     if "top_k_logits" in pieces:
         assert out.top_k_logits is not None and out.top_k_ids is not None
         logits, ids = (pieces[name].transpose(0, 1).flatten(1) for name in ("top_k_logits", "top_k_ids"))
-        largest, at = logits.topk(out.top_k_logits.shape[1])
+        largest, places = logits.topk(out.top_k_logits.shape[1])
         out.top_k_logits.copy_(largest)
-        out.top_k_ids.copy_(ids.gather(1, at))
+        out.top_k_ids.copy_(ids.gather(1, places))
 
 
 class SummedRows:
@@ -65,13 +65,13 @@ class SummedRows:
         self.group = group
         self.works: list[Any] = []
 
-    def rows(self, hidden: Tensor, at: slice) -> Tensor:
-        """The memory that products of rows ``at`` are written to."""
-        return hidden[at]
+    def buffer_of(self, hidden: Tensor, rows: slice) -> Tensor:
+        """The memory that products of ``rows`` are written to."""
+        return hidden[rows]
 
-    def done(self, hidden: Tensor, at: slice) -> None:
-        """Starts the sum over ranks of rows ``at``."""
-        self.works.append(all_reduce(hidden[at], self.group, async_op=True))
+    def reduce(self, hidden: Tensor, rows: slice) -> None:
+        """Starts the sum over ranks of ``rows``."""
+        self.works.append(all_reduce(hidden[rows], self.group, async_op=True))
 
     def wait(self) -> None:
         for work in self.works:
@@ -88,18 +88,18 @@ class ScatteredRows:
         self.buffer: Tensor | None = None
         self.last: tuple[Any, Tensor] | None = None
 
-    def rows(self, hidden: Tensor, at: slice) -> Tensor:
-        count = at.stop - at.start
+    def buffer_of(self, hidden: Tensor, rows: slice) -> Tensor:
+        count = rows.stop - rows.start
         if self.buffer is None:
             # the first chunk is the largest
             self.buffer = hidden.new_empty(count, hidden.shape[1])
         return self.buffer[:count]
 
-    def done(self, hidden: Tensor, at: slice) -> None:
+    def reduce(self, hidden: Tensor, rows: slice) -> None:
         assert self.buffer is not None
         self.wait()
-        local = hidden[at.start // self.ranks : at.stop // self.ranks]
-        by_rank = self.buffer[: at.stop - at.start].view(len(local), self.ranks, -1).transpose(0, 1)
+        local = hidden[rows.start // self.ranks : rows.stop // self.ranks]
+        by_rank = self.buffer[: rows.stop - rows.start].view(len(local), self.ranks, -1).transpose(0, 1)
         # a copy even where the layout is right already: the next products write to the buffer meanwhile
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)
         self.last = reduce_scatter(local, by_rank.view(-1, hidden.shape[1]), self.group), by_rank
@@ -128,10 +128,10 @@ class GatheredRows:
         self.hidden, self.group, self.ranks = hidden, group, distributed.get_world_size(group)
         self.buffer = hidden.new_empty(rows, hidden.shape[1])
 
-    def chunk(self, at: slice) -> tuple[Tensor, Tensor]:
-        """Rows ``at`` of the call as they came, and where in them each of the call's is."""
-        local = self.hidden[at.start // self.ranks : at.stop // self.ranks]
-        gathered = self.buffer[: at.stop - at.start]
+    def chunk(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """``rows`` of the call as they came, and where in them each of the call's is."""
+        local = self.hidden[rows.start // self.ranks : rows.stop // self.ranks]
+        gathered = self.buffer[: rows.stop - rows.start]
         all_gather(gathered, local.contiguous(), self.group)
         order = torch.arange(len(gathered), device=local.device).view(self.ranks, len(local)).t().reshape(-1)
         return gathered, order

@@ -33,7 +33,7 @@ class Shard:
         return self.parallel.group
 
     @functools.cached_property
-    def here(self) -> slice:
+    def local_ids(self) -> slice:
         """Ids of this rank."""
         rank = self.parallel.rank
         first = sum(self.rows[:rank])
@@ -42,7 +42,7 @@ class Shard:
     @property
     def columns(self) -> int:
         """Number of ids on this rank."""
-        return self.here.stop - self.here.start
+        return self.local_ids.stop - self.local_ids.start
 
     @property
     def traits(self) -> dict[str, int]:
@@ -53,13 +53,13 @@ class Shard:
 
     def local_targets(self, target: Tensor) -> Tensor:
         """This rank's columns for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
-        column, last = target - self.here.start, self.columns - 1
+        column, last = target - self.local_ids.start, self.columns - 1
         return column.masked_fill_(column.clamp(0, last) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
         """Columns of this rank's for ids that a row names [tokens, K]; -1 for other ranks' too."""
-        inside = (ids >= self.here.start) & (ids < self.here.stop)
-        return torch.where(inside, ids - self.here.start, -1)
+        is_local = (ids >= self.local_ids.start) & (ids < self.local_ids.stop)
+        return torch.where(is_local, ids - self.local_ids.start, -1)
 
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
         """This part, in a call that all ranks agree on; raises where the host sees that ``fields`` differ."""
@@ -93,7 +93,7 @@ class Shard:
         """
         for name, form in statistics_of(demand).items():
             if form.ids is not None:
-                stats.named()[name].add_(self.here.start)
+                stats.as_dict()[name].add_(self.local_ids.start)
         if stats.column_logits is not None:
             assert columns is not None
             stats.column_logits.masked_fill_(columns < 0, 0.0)
@@ -113,7 +113,7 @@ class Shard:
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
         """Sums over the vocabulary, of all ranks' columns: one message for the chunk."""
-        sums = [stats.named()[name] for name in names_of_sums(demand)]
+        sums = [stats.as_dict()[name] for name in names_of_sums(demand)]
         packed = torch.stack(sums)
         all_reduce(packed, self.group)
         for value, total in zip(sums, packed, strict=True):
@@ -139,8 +139,8 @@ class Shard:
         """Upstream gradients of values per token, each rank's those of its own tokens and 0 elsewhere."""
         if not self.parallel.sequence_sharded:
             return upstream
-        summed = [None if given is None else given.clone() for given in upstream]
-        for given in summed:
-            if given is not None:
-                all_reduce(given, self.group)
+        summed = [None if gradient is None else gradient.clone() for gradient in upstream]
+        for gradient in summed:
+            if gradient is not None:
+                all_reduce(gradient, self.group)
         return tuple(summed)

@@ -218,7 +218,7 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
         return
     pairs, wide = (
         sizes.demand.pairing is not None or bool(sizes.demand.sums),
-        len(sizes.demand.views) > 1 or any(each.of_softmax for each in sizes.demand.statistics[0]),
+        len(sizes.demand.views) > 1 or any(statistic.of_softmax for statistic in sizes.demand.statistics[0]),
     )
     cast = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
     block = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
@@ -287,7 +287,7 @@ def merged_bytes(sizes: Sizes) -> int:
     if sizes.ranks == 1:
         return 0
     demand = sizes.demand
-    numbers = 1 + sum(each.numbers or 1 for each in statistics_of(demand).values() if each.sent)
+    numbers = 1 + sum(form.numbers or 1 for form in statistics_of(demand).values() if form.sent)
     largest = 8 * 2 * demand.top_k + 8 * demand.columns
     return sizes.ranks * (12 * numbers + 48 + largest) + 8 * numbers
 

@@ -104,7 +104,7 @@ class Backend:
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
-        (message, demand, target, known_targets, zero_or_nan), named = gathered, out.named()
+        (message, demand, target, known_targets, zero_or_nan), named = gathered, out.as_dict()
         names = sent(demand)
         place_of = dict(zip(names, itertools.accumulate(widths(out, names), initial=0), strict=False))
         softmaxes = [(softmax_names(demand, view), ratio) for view, (ratio, _) in enumerate(demand.views)]

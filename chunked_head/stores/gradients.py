@@ -135,14 +135,14 @@ class Gradients:
         """The memory [rows, hidden] that the gradient of rows ``at`` of the call is made in."""
         assert self.hidden is not None
         if self.over_ranks is not None:
-            return self.over_ranks.rows(self.hidden, at)
+            return self.over_ranks.buffer_of(self.hidden, at)
         # where one chunk is all there is, nothing is sliced
         return self.hidden if at.stop - at.start == self.hidden.shape[0] else self.hidden[at]
 
     def hidden_done(self, at: slice) -> None:
         """Starts the sum over ranks of rows ``at``, which have this rank's share."""
         if self.over_ranks is not None and self.hidden is not None:
-            self.over_ranks.done(self.hidden, at)
+            self.over_ranks.reduce(self.hidden, at)
 
     def without_weight(self) -> None:
         """Lets go of the weight's gradient, which is finished elsewhere."""

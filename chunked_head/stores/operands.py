@@ -132,7 +132,7 @@ class Rows(NamedTuple):
         """These rows within the call."""
         return slice(self.first, self.first + self.target.shape[0])
 
-    def at(self, rows: slice) -> "Rows":
+    def narrow(self, rows: slice) -> "Rows":
         """A slice of the rows, sharing memory; all of them as they are."""
         if rows.start == 0 and rows.stop == self.target.shape[0]:
             return self

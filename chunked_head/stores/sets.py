@@ -66,7 +66,7 @@ class SetStore(Store):
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.kept.everywhere
             for i, view in enumerate(self.demand.views):
-                outputs = outputs_of(out.named(), softmax_names(self.demand, i))
+                outputs = outputs_of(out.as_dict(), softmax_names(self.demand, i))
                 self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
             return
         out.zero_()
@@ -132,11 +132,11 @@ class WithSets(Store):
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         # softmaxes of rows that keep a set have probabilities of 0 here, and coefficients
-        has, named = self.sets.kept.has[rows.tokens], stats.named()
+        has, named = self.sets.kept.has[rows.tokens], stats.as_dict()
         nowhere = {name: named[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in named}
-        factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()}
+        factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.as_dict().items()}
         over_ranks, grads.over_ranks = grads.over_ranks, None  # their sums begin where rows are complete
-        self.store.add_gradients(rows, RowStats.of(named | nowhere), Coefficients.of(factors), grads)
+        self.store.add_gradients(rows, RowStats.from_dict(named | nowhere), Coefficients.from_dict(factors), grads)
         grads.over_ranks = over_ranks
         self.sets.add_gradients(rows, stats, coefficients, grads)
 

@@ -72,7 +72,7 @@ def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
 
 
 def teacher_outputs(out: RowStats, pairing: Pairing) -> Outputs:
-    return outputs_of(out.named(), teacher_names(pairing))
+    return outputs_of(out.as_dict(), teacher_names(pairing))
 
 
 def ratio_of(ratio: float) -> float | None:
@@ -83,7 +83,7 @@ def terms_of(
     demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int = 0, columns: int | None = None
 ) -> Terms:
     """Operands of the gradient of so many columns from ``first`` on; None: of columns in any order."""
-    vectors, factors, softmaxes = stats.named(), c.named(), []
+    vectors, factors, softmaxes = stats.as_dict(), c.as_dict(), []
     for (ratio, width), (start, rest, alpha, eta) in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
             width = None if columns is None else min(max(width - first, 0), columns)
@@ -96,7 +96,7 @@ def sum_terms(
     sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, parts: Sequence[Tensor]
 ) -> list[SumTerm]:
     """Terms of sums over the vocabulary; those with a teacher where it has columns."""
-    vectors, coefficients, terms = stats.named(), c.named(), []
+    vectors, coefficients, terms = stats.as_dict(), c.as_dict(), []
     for i, (function, numbers, view, _) in enumerate(sums):
         coefficient, part = coefficients.get(f"sum{i}"), parts[i] if parts else None
         if (has_teacher or not function.is_paired) and not (coefficient is None and part is None):
@@ -236,7 +236,7 @@ class MatmulStore(Store):
         their logarithms. The gain is 1 where a gradient is nan or infinite, which stays one token's."""
         if self.sizes.in_blocks or self.sizes.dtype != torch.float16:
             return coefficients, None
-        values = coefficients.named().values()
+        values = coefficients.as_dict().values()
         sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
         sizes = sizes * abs(self.head.logit_scale)
         largest = (sizes if rows.scale is None else sizes * rows.scale).amax()
@@ -245,7 +245,7 @@ class MatmulStore(Store):
         return coefficients.times(1.0 / gain), gain
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
-        pairing, views, named = self.demand.pairing, self.demand.views, out.named()
+        pairing, views, named = self.demand.pairing, self.demand.views, out.as_dict()
         groups: dict[tuple[int, bool], list[SumOutputs]] = {}  # by softmax, and whether the teacher is read
         for i, each in enumerate(self.demand.sums):
             made = SumOutputs(each.function, each.numbers, named[f"sum{i}"], named.get(f"sum{i}_total"))
@@ -347,7 +347,7 @@ class LogitsStore(MatmulStore):
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         head, logits, row_stats = self.head, self.stored.logits, self.backend.row_stats
-        named = out.named()
+        named = out.as_dict()
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
             row_stats(outputs_of(named, softmax_names(self.demand, i)), self.stored, *softmax)

@@ -141,7 +141,7 @@ class RelativeStore(HalfStore):
         """Statistics of rows from those of their strips."""
         targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
-            outputs, limit = outputs_of(out.named(), softmax_names(self.demand, i)), columns or self.vocab
+            outputs, limit = outputs_of(out.as_dict(), softmax_names(self.demand, i)), columns or self.vocab
             statistics.merge_strips(outputs, self.level, self.stored_strips, *targets, limit, ratio_of(ratio), i)
         if self.demand.pairing is not None and not self.plan.teacher_last:
             outputs = teacher_outputs(out, self.demand.pairing)
@@ -176,26 +176,26 @@ class RelativeStore(HalfStore):
             return self.differentiate_(dlogits, stored, head, 0, rows, stats, coefficients, teacher, counted)
         # a teacher's logits and statistics are made here, some rows at a time, and the divergence with them
         for at in slices(len(dlogits), self.teacher_rows):
-            some, out = rows.at(at), stats.at(at)
+            some, out = rows.narrow(at), stats.narrow(at)
             assert self.demand.pairing is not None
             outputs = teacher_outputs(out, self.demand.pairing)
             self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), outputs)
             assert self.parts is not None
             self.differentiate_(
                 dlogits[at],
-                stored.at(at),
+                stored.narrow(at),
                 head,
                 0,
                 some,
                 out,
-                coefficients.at(at),
+                coefficients.narrow(at),
                 self.teacher_stored,
                 self.differentiated(some),
                 self.parts[:, :, at].unbind(),
             )
         if self.parts is not None:
             for i, part in enumerate(self.parts.unbind()):
-                torch.sum(part[:, : len(dlogits)], 0, out=stats.named()[f"sum{i}"])
+                torch.sum(part[:, : len(dlogits)], 0, out=stats.as_dict()[f"sum{i}"])
         return dlogits
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
