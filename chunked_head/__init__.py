@@ -1,6 +1,7 @@
 """chunked_head: the head of a language model, from hidden states to loss and gradients without the logits."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
 
@@ -14,6 +15,7 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and _one_of_them.i
 # ruff: noqa: E402  (after the path is set)
 from . import losses, metrics
 from .call.options import Execution
+from .core.checks import hints_of
 from .functions.cross_entropy import ChunkedHead, CrossEntropyLoss, linear_cross_entropy
 from .functions.divergence import linear_divergence
 from .functions.gathered_topk import gathered_topk_kl
@@ -22,15 +24,29 @@ from .functions.loss import LossOutput, linear_loss, logits_loss
 from .functions.plan import plan
 from .functions.quantise import quantise
 from .integrations.huggingface.explain import explain_model
-from .integrations.huggingface.patch import patch_model, unpatch_model
+from .integrations.huggingface.patch import log_metrics, patch_model, unpatch_model
 from .integrations.pytorch import override_torch
+from .integrations.trl import patch_trl
 from .losses import weights
-from .parallel import TokenParallel, VocabParallel
+from .parallel import TokenParallel, VocabParallel, shift_targets
 from .plan.plans import Plan
 
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel",
     "explain_model", "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
-    "logits_logprobs", "logits_loss", "losses", "metrics", "override_torch", "patch_model", "plan", "quantise",
-    "unpatch_model", "weights",
+    "log_metrics", "logits_logprobs", "logits_loss", "losses", "metrics", "override_torch", "patch_model", "patch_trl",
+    "plan", "quantise", "shift_targets", "unpatch_model", "weights",
 ]  # fmt: skip
+
+quantize = quantise  # the American name
+LIGER = "that is chunked_head.integrations.liger.LigerFusedLinearCrossEntropyLoss"
+CROSS_ENTROPY = "that is linear_cross_entropy, as a module ChunkedHead; CrossEntropyLoss is of logits"
+if not TYPE_CHECKING:  # a type checker would take every name of a module with ``__getattr__``
+    __getattr__ = hints_of(__name__, __all__, {
+        "ligerfusedlinearcrossentropyloss": LIGER, "linearcrossentropy": CROSS_ENTROPY,
+        "linearcrossentropyloss": CROSS_ENTROPY, "fusedlinearcrossentropy": CROSS_ENTROPY,
+        "fusedlinearcrossentropyloss": CROSS_ENTROPY, "crossentropy": CROSS_ENTROPY,
+        "logprobs": "that is linear_logprobs", "selectivelogsoftmax": "that is linear_logprobs",
+        "metric": "that is metrics.Metric", "loss": "that is linear_loss", "patch": "that is patch_model",
+        "unpatchtrl": "that is chunked_head.integrations.trl.unpatch_trl",
+    })  # fmt: skip

@@ -17,6 +17,7 @@ from .options import Call
 TEMPERATURE = "temperature of each token"  # an argument of the call, moved like a field
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
 SEGMENT_IDS = ("segments", "documents")
+TAKE_BATCH = ("linear_loss", "logits_loss")  # functions whose fields are a mapping, in which others have arguments
 SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}
 FIELDS_OF_UNIT = {
     "token": (),
@@ -135,7 +136,7 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
     """Raises for a field of a wrong type, device, dtype or shape."""
     batch: Any = call.batch
     where, value, leading, segments = f"batch[{field!r}]", batch[field], call.leading, call.num_segments
-    if field == TEMPERATURE or (field == "token_weights" and call.function == "linear_cross_entropy"):
+    if field == TEMPERATURE or (field in ("mask", "token_weights") and call.function not in TAKE_BATCH):
         where = field.partition(" ")[0]  # the user's name of the argument
     check_tensor(where, value, optional=False)
     check_device(where, value, call.device, "the target's rows")

@@ -312,6 +312,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {name: row.metadata["check"] for name,
     "z_loss": number("z_loss", 0.0),
     "class_weights": lambda x: checks.check_tensor("class_weights", x, optional=True),
     "token_weights": lambda x: checks.check_tensor("token_weights", x, optional=True),
+    "mask": lambda x: checks.check_tensor("mask", x, optional=True),
 }
 # defaults of the keywords of ``Head``
 DEFAULTS = {row.name: row.default for row in fields(Call) if row.name in Head.__annotations__}

@@ -4,8 +4,8 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -286,7 +286,7 @@ def nearest(name: Any, names: Iterable[str]) -> str:
 
 # by an option that others' functions have: an option of the functions that the remedy is for, and the remedy
 INSTEAD = {
-    "mask": ("ignore_index", "give targets that do not count the id ignore_index, -100"),
+    "cu_seqlens": ("segment_lengths", "pass segment_lengths=cu_seqlens.cpu(), which may be cumulated"),
     "num_items_in_batch": ("normalizer", "pass normalizer=num_items_in_batch"),
     "temperature": ("label_smoothing", "linear_loss takes it: linear_loss(..., losses.cross_entropy(), temperature=T)"),
     "label_smoothing": ("loss", "pass the loss losses.cross_entropy(label_smoothing=...)"),
@@ -294,6 +294,18 @@ INSTEAD = {
     "z_loss": ("normalizer", "add it to the loss: + z_loss * losses.z_loss()"),
     "beta": ("rollout", "add the KL to the loss: + beta * losses.kl_to_reference()"),
 }
+
+
+def hints_of(module: str, names: Collection[str], hints: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """A module's ``__getattr__``: its error says what stands for a name of other libraries, or which name is like it.
+    ``hints``: remedies by names in small letters without ``_``."""
+
+    def missing(name: str) -> NoReturn:
+        remedy = hints.get(name.lower().replace("_", ""))
+        hint = "" if name.startswith("__") else f"; {remedy}" if remedy else nearest(name, names)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+    return missing
 
 
 def remedy_for(unknown: Any, options: Collection[str]) -> str:

@@ -16,6 +16,7 @@ from ..core.checks import flag, nearest
 from ..core.memory import Cache
 from ..losses.base import Losses
 from ..parallel.groups import TokenParallel, VocabParallel
+from .fields import with_fields
 
 
 @operation
@@ -28,6 +29,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     token_weights: Tensor | None = None,  # [...], target's shape
+    mask: Tensor | None = None,  # [...] bool
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     upstream: float | Tensor | None = None,
@@ -45,7 +47,8 @@ def linear_cross_entropy(
         l = cross_entropy(x, target, class_weights, label_smoothing) + z_loss * x.logsumexp(-1) ** 2
         loss = sum(token_weights * l over tokens that count) / D
 
-    A token counts where its target is not ``ignore_index``; whatever stands in the others (nan too) changes nothing.
+    A token counts where its target is not ``ignore_index`` and ``mask``, if given, is True; whatever stands in the
+    others (nan too) changes nothing.
 
     Args:
         hidden: hidden states [..., hidden], any leading dimensions; float32, bfloat16, float16, on the CPU float64.
@@ -62,11 +65,12 @@ def linear_cross_entropy(
             micro-batches and ranks. None: the number of tokens that count (with class weights, the sum of their
             targets' weights). 0 gives loss 0 and zero gradients.
         token_weights: [...] of target's shape; factors of the tokens' losses, no part of D.
+        mask: [...] bool of target's shape: tokens that count, besides ``ignore_index``.
         label_smoothing: in [0, 1], uniform over the vocabulary as in ``F.cross_entropy``.
         z_loss: coefficient of ``lse ** 2`` (PaLM, Chowdhery et al. 2022), at least 0.
         softcap: cap of the logits, as in Gemma 2; positive or None.
         logit_scale: factor of the logits before the cap.
-        shift: pairs the hidden state at position t with the target (and token weight) at t + shift along the last
+        shift: pairs the hidden state at position t with the target (mask, token weight) at t + shift along the last
             leading dimension, without a copy of the hidden states. Per-token values stand at their target's place.
             Sequences no longer than ``shift`` predict nothing: loss 0, zero gradients, per-token values 0.
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
@@ -93,8 +97,8 @@ def linear_cross_entropy(
         "linear_cross_entropy", hidden, weight, target, options, losses=plain_loss(label_smoothing, z_loss),
         reduction=reduction, normalizer=normalizer, upstream=upstream, shares_denominator=True, result=first_output,
     )  # fmt: skip
-    if token_weights is not None:
-        call.batch = {"token_weights": token_weights}
+    if token_weights is not None or mask is not None:
+        call.batch = with_fields(None, mask, token_weights)
     return call if class_weights is None else with_class_weights(call, label_smoothing, z_loss, class_weights)
 
 

@@ -1,7 +1,9 @@
-"""Arguments that become fields of the batch: candidates in the place of the vocabulary, and lengths of segments."""
+"""Arguments that become fields of the batch: mask and weights, candidates in the place of the vocabulary, and lengths
+of segments."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,18 @@ from ..call.options import Call
 from ..core import checks
 from ..core.checks import flag
 from ..plan.segments import Segments
+
+
+def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -> Any:
+    """The batch with the fields that are arguments too. ValueError for one that stands in both places."""
+    if mask is None and token_weights is None:
+        return batch
+    arguments = {"mask": mask, "token_weights": token_weights}
+    for name, value in arguments.items():
+        if value is not None and isinstance(batch, Mapping) and batch.get(name) is not None:
+            raise ValueError(f"{name} stands in batch and in an argument of its own; pass one of them")
+    fields = {name: value for name, value in arguments.items() if value is not None}
+    return fields if batch is None else {**batch, **fields} if isinstance(batch, Mapping) else batch
 
 
 def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: Tensor | None) -> Call[Any]:
@@ -48,8 +62,8 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
     """The call with the field ``segments``, their number, and their lengths and pairs on the host (``Segments``)."""
     batch: Any = call.batch
     lengths, tokens = numbers(segment_lengths), math.prod(call.leading)
-    if call.num_segments is not None or "segments" in (batch or {}):
-        raise ValueError("segment_lengths say which tokens are a segment: leave out num_segments and batch['segments']")
+    if "segments" in (batch or {}):
+        raise ValueError("segment_lengths say which tokens are a segment: leave out batch['segments']")
     if call.token_parallel is not None or call.sequence_sharded:
         raise ValueError(
             "segment_lengths are of all tokens of the batch, and with TokenParallel or sequence_sharded=True each rank "
@@ -60,12 +74,16 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
             "segment_lengths are other numbers at every step, and a CUDA graph would keep these: pass "
             "batch['segments'] and num_segments"
         )
+    lengths = differences(lengths, tokens, call.num_segments)
     if not lengths or min(lengths) < 0 or sum(lengths) != tokens:
         raise ValueError(
             f"segment_lengths must be of one segment or more and add up to the tokens, {tokens}, padding and prompts "
-            f"among them, got {len(lengths)} that add up to {sum(lengths)}, the least {min(lengths, default=0)}; give "
-            "tokens that belong to none a segment of their own"
+            f"among them, or grow from 0 to {tokens} as cu_seqlens do, got {len(lengths)} that add up to "
+            f"{sum(lengths)}, the least {min(lengths, default=0)}; give tokens that belong to none a segment of their "
+            "own"
         )
+    if call.num_segments not in (None, len(lengths)):
+        raise ValueError(f"num_segments is {call.num_segments}, segment_lengths are of {len(lengths)}; leave it out")
     fields, pairs_on_host = dict(batch or {}), tuple[tuple[int, int], ...]()
     pairs = fields.get("pairs")
     if isinstance(pairs, Tensor) and pairs.shape[1:] == (2,):  # others fail in the call's checks
@@ -80,6 +98,20 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
     ids = torch.arange(len(lengths), device=call.device)
     fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(call.leading)
     return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, pairs_on_host))
+
+
+def differences(lengths: tuple[int, ...], tokens: int, num_segments: int | None) -> tuple[int, ...]:
+    """Lengths of segments: those that are passed, or the differences of numbers that grow from 0 to ``tokens``, as
+    attention kernels take them (cu_seqlens). ValueError for numbers that are both, unless ``num_segments`` decides."""
+    steps = tuple([end - begin for begin, end in itertools.pairwise(lengths)])
+    if not steps or lengths[0] != 0 or lengths[-1] != tokens or min(steps) < 0:
+        return lengths
+    if sum(lengths) == tokens and num_segments not in (len(lengths), len(steps)):
+        raise ValueError(
+            f"segment_lengths {list(lengths)} are lengths of {len(lengths)} segments, the last of all tokens, and "
+            f"cu_seqlens of {len(steps)}; pass num_segments={len(lengths)} or {len(steps)}"
+        )
+    return lengths if sum(lengths) == tokens and num_segments == len(lengths) else steps
 
 
 def numbers(lengths: Any) -> tuple[int, ...]:

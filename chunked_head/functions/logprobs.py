@@ -3,7 +3,7 @@
 import itertools
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
@@ -16,6 +16,49 @@ from .fields import with_candidates
 FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # results that are returned on demand, in order
 
 
+class PerTokenOptions(Head, total=False):
+    """Keywords of ``linear_logprobs`` but those that name its results."""
+
+    temperature: float | Tensor
+    mask: Tensor | None
+    kept_ids: Tensor | None
+    kept_offsets: Tensor | None
+    kept_everywhere: bool
+    candidates: Tensor | None
+    candidate_bias: Tensor | None
+
+
+if TYPE_CHECKING:
+
+    class LogProbs(tuple[Tensor, ...]):
+        """Named tuple of the results that a call returns."""
+
+        logprobs: Tensor
+        entropy: Tensor
+        lse: Tensor
+        mean_logit: Tensor
+        log_sum_sq_probs: Tensor
+        argmax: Tensor
+        top_k_logprobs: Tensor
+        top_k_ids: Tensor
+
+
+@overload
+def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[PerTokenOptions]) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    top_k: int | None = None,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    **options: Unpack[PerTokenOptions],
+) -> "LogProbs": ...
 @operation
 def linear_logprobs(
     hidden: Tensor,  # [..., hidden]
@@ -36,7 +79,7 @@ def linear_logprobs(
     candidates: Tensor | None = None,  # [K] int64, or [..., K]
     candidate_bias: Tensor | None = None,  # of their shape
     **options: Unpack[Head],
-) -> Call[Any]:
+) -> Call[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature

@@ -13,12 +13,13 @@ from ..call.run import Outcome
 from ..call.streams import Streams
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..compile.recipes import TASKS
+from ..core.checks import name as name_of
 from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric, MetricValue
-from ..metrics.values import as_metrics
+from ..metrics.values import as_metrics, short
 from ..plan.plans import Plan
-from .fields import with_candidates, with_segments
+from .fields import with_candidates, with_fields, with_segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,16 @@ class LossOutput:
     plan: Plan | None
     streams: "tuple[LossOutput, ...]" = ()
 
+    def __repr__(self) -> str:
+        """Every result in a line; numbers are read from the device."""
+        loss = short(self.loss) if self.loss.dim() == 0 else f"tensor{list(self.loss.shape)}"
+        lines = [f"loss={loss}, {name_of(self.loss.dtype)} on {self.loss.device}"]
+        lines += [f"parts[{name!r}]={short(value)}" for name, value in self.parts.items()]
+        lines += [f"metrics[{name!r}]={value!r}" for name, value in self.metrics.items()]
+        lines += [f"plan={self.plan!r}"] * (self.plan is not None)
+        lines += [f"streams[{i}].loss={short(stream.loss)}" for i, stream in enumerate(self.streams)]
+        return "LossOutput(\n    " + "\n    ".join(lines) + "\n)"
+
 
 @operation
 def linear_loss(
@@ -50,6 +61,8 @@ def linear_loss(
     *,
     stream_weights: Sequence[float | Tensor] | None = None,
     batch: Mapping[str, Any] | None = None,  # of tensors
+    mask: Tensor | None = None,  # [...] bool
+    token_weights: Tensor | None = None,  # [...]
     num_segments: int | None = None,
     segment_lengths: Sequence[int] | Tensor | None = None,
     kept_everywhere: bool = False,
@@ -69,7 +82,7 @@ def linear_loss(
         part = [(m * w * l(stats, batch)).sum() / D for l in losses]          # the values of each loss, unreduced
         loss = sum(c * p for c, p in zip(coefficients, part))
 
-    without the logits. A token counts (m = 1) where its target is not ``ignore_index`` and ``batch["mask"]``, if given,
+    without the logits. A token counts (m = 1) where its target is not ``ignore_index`` and ``mask``, if given,
     is True; what stands elsewhere, in any tensor, changes nothing. w are token weights, D is below.
 
         out = linear_loss(hidden, weight, target, losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy(),
@@ -89,6 +102,7 @@ def linear_loss(
             states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids that tokens' softmaxes are
             over, for all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a
             gradient. ``losses.FIELDS`` lists all.
+        mask, token_weights: the fields of these names, as arguments; each stands in one place.
         kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
             is done over the vocabulary. A broken promise raises on the CPU, and gives nan elsewhere.
         candidates: ids [K] that all tokens share, or [..., K] for each target (-1 for none, and at least one id where a
@@ -98,8 +112,10 @@ def linear_loss(
             softmax (Jean et al. 2015); 0 for a target that is no candidate. It takes no gradient, and excludes softcap.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
         segment_lengths: instead of both, the lengths of segments that lie one after the other in the flattened tokens:
-            a list or an int tensor on the CPU that adds up to their number, prompts and padding included.
-            ``batch["pairs"]`` is on the CPU then. Not with ``TokenParallel`` or ``sequence_sharded``.
+            a list or an int tensor on the CPU that adds up to their number, prompts and padding included. Numbers that
+            grow from 0 to it are taken as attention's cu_seqlens. Of [0, tokens], which is both, ``num_segments`` has
+            to say which: 1 for cu_seqlens. ``batch["pairs"]`` is on the CPU then. Not with ``TokenParallel`` or
+            ``sequence_sharded``.
         metrics: ``chunked_head.metrics``, of names that differ.
         reduction: of summands without one of their own: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and
             without metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
@@ -123,8 +139,9 @@ def linear_loss(
 
     with one accumulation of the weight's gradient, in float32 at least, and each stream's own denominator.
     ``stream_weights``: numbers or 0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``,
-    ``normalizer``, ``candidates`` and each tensor of ``batch`` are one for all streams or a list of one each;
-    everything else is the same for all. ``out.streams[i]`` has each stream's loss, parts, metrics and plan.
+    ``normalizer``, ``mask``, ``token_weights``, ``candidates`` and each tensor of ``batch`` are one for all streams or
+    a list of one each; everything else is the same for all. ``out.streams[i]`` has each stream's loss, parts, metrics
+    and plan.
     ``memory_budget`` holds one accumulator and one chunk of one stream.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
@@ -142,7 +159,8 @@ def linear_loss(
     """
     if isinstance(hidden, list | tuple):
         arguments = {
-            "batch": batch, "num_segments": num_segments, "segment_lengths": segment_lengths,
+            "batch": batch, "mask": mask, "token_weights": token_weights, "num_segments": num_segments,
+            "segment_lengths": segment_lengths,
             "kept_everywhere": kept_everywhere, "candidates": candidates, "candidate_bias": candidate_bias,
             "metrics": metrics, "reduction": reduction, "normalizer": normalizer, "temperature": temperature,
             "upstream": upstream, **options,
@@ -153,9 +171,9 @@ def linear_loss(
     hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
     call = call_of(
         "linear_loss", hidden, weight, target, options, temperature=temperature,
-        losses=loss if isinstance(loss, Losses) else as_losses(loss), metrics=as_metrics(metrics), batch=batch,
-        num_segments=num_segments, kept_everywhere=kept_everywhere, reduction=reduction, normalizer=normalizer,
-        upstream=upstream, result=loss_output,
+        losses=loss if isinstance(loss, Losses) else as_losses(loss), metrics=as_metrics(metrics),
+        batch=with_fields(batch, mask, token_weights), num_segments=num_segments, kept_everywhere=kept_everywhere,
+        reduction=reduction, normalizer=normalizer, upstream=upstream, result=loss_output,
     )  # fmt: skip
     if candidates is not None or candidate_bias is not None:
         call = with_candidates(call, candidates, candidate_bias)
@@ -206,6 +224,8 @@ def logits_loss(
     loss: Losses | Function,
     *,
     batch: Mapping[str, Tensor] | None = None,
+    mask: Tensor | None = None,  # [...] bool
+    token_weights: Tensor | None = None,  # [...]
     num_segments: int | None = None,
     kept_everywhere: bool = False,
     metrics: Sequence[Metric] = (),
@@ -230,8 +250,9 @@ def logits_loss(
         logits: [..., vocab], any leading dimensions; float32, bfloat16, float16, on the torch backend float64. They are
             copied where columns are not contiguous, or no one stride reaches all rows, as in ``logits[:, :-1]``: pass
             all of them, with ``shift=1``.
-        target, loss, batch, num_segments, metrics, reduction, normalizer, ignore_index, shift: as in ``linear_loss``;
-            of dense teachers ``teacher_logits``. What stands in the logits of tokens that do not count changes nothing.
+        target, loss, batch, mask, token_weights, num_segments, metrics, reduction, normalizer, ignore_index, shift: as
+            in ``linear_loss``; of dense teachers ``teacher_logits``. What stands in the logits of tokens that do not
+            count changes nothing.
         softcap, logit_scale, temperature: as above.
         inplace: writes the gradient over the logits. ``backward`` then leaves gradients in ``logits``, runs once, and
             makes autograd raise in whatever else saved the logits for its own backward. Logits must be computed from
@@ -261,8 +282,8 @@ def logits_loss(
         )
     return logits_call_of(
         "logits_loss", logits, target, options, inplace, losses=as_losses(loss), metrics=as_metrics(metrics),
-        batch=batch, num_segments=num_segments, kept_everywhere=kept_everywhere, reduction=reduction,
-        normalizer=normalizer, temperature=temperature, result=loss_output,
+        batch=with_fields(batch, mask, token_weights), num_segments=num_segments, kept_everywhere=kept_everywhere,
+        reduction=reduction, normalizer=normalizer, temperature=temperature, result=loss_output,
     )  # fmt: skip
 
 
@@ -272,7 +293,7 @@ IN_GRAPH["logits_loss"] = in_graph_loss
 # ---- several streams of hidden states: the arguments of each, and its results
 
 # arguments that take a list of one value for each stream; for others a list is one value for all
-PER_STREAM = ("temperature", "normalizer", "candidates", "candidate_bias", "shift")
+PER_STREAM = ("mask", "token_weights", "temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 
 def streams_of(

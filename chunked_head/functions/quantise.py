@@ -27,8 +27,9 @@ def quantise(
             linear_cross_entropy(hidden, model.lm_head.weight, target, precision="fp8", fp8_weight=head).backward()
         optimizer.step()
 
-    It takes a byte for each number of the weight, and has one scale. ``vocab_size`` and ``parallel`` are those of the
-    calls, where they have some: rows that stand for no id are not looked at. Of a DTensor it is this rank's part.
+    ``quantize`` is the same. It takes a byte for each number of the weight, and has one scale. ``vocab_size`` and
+    ``parallel`` are those of the calls, where they have some: rows that stand for no id are not looked at. Of a DTensor
+    it is this rank's part.
 
     A call on a weight that has been written to since raises, and any call after an optimizer's step. Writes that no
     version counter shows (``weight.data``, memory that the weight is a view of, collectives, replayed CUDA graphs) are

@@ -6,6 +6,7 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -108,7 +109,7 @@ def is_library(function: Any) -> bool:
     return plain and str(function.__globals__.get("__name__")).startswith(LIBRARY)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Measure:
     """A loss or a metric of a call: ``function(stats, batch, **options, **tensors)`` gives values, one per unit."""
 
@@ -130,6 +131,15 @@ class Measure:
     @property
     def label(self) -> str:
         return self.name or self.kind
+
+    @property
+    def text(self) -> str:
+        """The call of the factory that made the measure, such as "grpo(clip_high=0.28)"; its label where none did."""
+        factory, args, options = vars(self).get("origin", (None, (), {}))
+        return self.label if factory is None else text_of_call(factory, args, options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.text})"
 
     @property
     def width(self) -> int:
@@ -173,7 +183,7 @@ class Measure:
         return self.function(stats, batch, **self.options, **(tensors or {}))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Summand(Measure):
     """One loss; its values are unreduced."""
 
@@ -213,7 +223,7 @@ class Summand(Measure):
         return self.key, self.reads, self.reduction, weights, normalizer, how
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Losses:
     """A sum of losses with coefficients: numbers, or 0-d tensors on the device that may change from step to step."""
 
@@ -249,7 +259,27 @@ class Losses:
         return self * (1.0 / divisor)
 
     def __repr__(self) -> str:
-        return "Losses(" + " + ".join(f"{coefficient} * {summand.label}" for coefficient, summand in self.terms) + ")"
+        terms = []
+        for coefficient, summand in self.terms:
+            sign = "- " if not isinstance(coefficient, Tensor) and coefficient < 0 else "+ "
+            size = text_of(coefficient if isinstance(coefficient, Tensor) else abs(coefficient))
+            terms.append(sign + ("" if size == "1" else f"{size} * ") + summand.text)
+        return f"Losses({' '.join(terms).removeprefix('+ ')})"
+
+
+def text_of(value: Any) -> str:
+    """A value of an option in a few characters: a tensor by its shape, a function by its name."""
+    if isinstance(value, Tensor):
+        return f"tensor{list(value.shape)}"
+    return f"{value:.6g}" if type(value) is float else getattr(value, "__name__", repr(value))
+
+
+def text_of_call(factory: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+    """A call with the arguments that are not the defaults, such as "dpo(0.05, variant='ipo')"."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
+    unusual = {k: v for k, v in options.items() if isinstance(v, Tensor) or k not in defaults or v != defaults[k]}
+    arguments = [*map(text_of, args), *[f"{name}={text_of(value)}" for name, value in unusual.items()]]
+    return f"{factory.__name__}({', '.join(arguments)})"
 
 
 # makes a loss of a plain function; ``user.py`` appends ``custom``, since it imports this file
@@ -281,11 +311,19 @@ def once(factory: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Wraps a factory of losses or metrics: equal numbers, flags and strings give the same object, checked once.
     With any other argument, such as a tensor, each call makes a new object."""
 
+    def noted(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        result: Result = factory(*args, **options)
+        measure = result.terms[0][1] if isinstance(result, Losses) else result
+        vars(measure)["origin"] = factory, args, options  # no field: a copy with other options is of no factory
+        return result
+
     @functools.wraps(factory)
     def cached_factory(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not shared.PLAIN.issuperset(map(type, (*args, *options.values()))):
+        if torch.compiler.is_compiling():
             return factory(*args, **options)
-        result: Result = FACTORY_RESULTS.made((factory, repr((args, options))), lambda: factory(*args, **options))
+        if not shared.PLAIN.issuperset(map(type, (*args, *options.values()))):
+            return noted(*args, **options)
+        result: Result = FACTORY_RESULTS.made((factory, repr((args, options))), lambda: noted(*args, **options))
         return result
 
     return cached_factory

@@ -56,6 +56,9 @@ class Stats:
         self.read.add(name)
         return values[name]
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.values]
+
 
 class Batch(Mapping[str, Tensor]):
     """Fields of some tokens [n, ...]; segment, pair and constant fields complete.

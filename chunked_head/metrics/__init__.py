@@ -1,5 +1,8 @@
 """Metrics from the statistics that losses are made of: no softmax pass of their own, nothing read from the device."""
 
+from typing import TYPE_CHECKING
+
+from ..core.checks import hints_of
 from .functions import (
     AGAINST,
     acceptance,
@@ -28,3 +31,12 @@ __all__ = [
     "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "margin", "mean_logit", "merge",
     "perplexity", "ratio", "top_probability", "vocabulary_sum",
 ]  # fmt: skip
+
+KL = "metrics.kl_old() is to the old policy, metrics.kl_reference() to a reference"
+if not TYPE_CHECKING:  # a type checker would take every name of a module with ``__getattr__``
+    __getattr__ = hints_of(__name__, __all__, {
+        "kl": KL, "approxkl": KL, "ppl": "that is metrics.perplexity()", "acc": "that is metrics.accuracy()",
+        "clipfrac": "that is metrics.clip_fraction()", "clipratio": "that is metrics.clip_fraction()",
+        "ess": "that is metrics.effective_sample_size()", "logprobs": "that is metrics.logprob()",
+        "loss": "out.loss and out.parts have losses", "reduce": "that is metrics.all_reduce()",
+    })  # fmt: skip

@@ -38,7 +38,7 @@ class MetricOptions(TypedDict, total=False):
     name: str | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Metric(Measure):
     """``function(stats, batch, **options)`` gives values per unit, [n]. ``fields`` as in ``losses.custom``.
 
@@ -157,6 +157,23 @@ class MetricValue:
             return self.extremum
         assert self.sum is not None and self.count is not None
         return FINISH[self.finish](self.sum, self.count)
+
+    def __float__(self) -> float:
+        """``value`` read from the device."""
+        return float(self.value)
+
+    def __repr__(self) -> str:
+        if self.reduce != "mean":
+            return f"MetricValue({short(self.value)}, {self.reduce})"
+        return f"MetricValue({short(self.value)}, sum={short(self.sum)}, count={short(self.count)})"
+
+
+def short(value: Tensor | None) -> str:
+    """Numbers of a tensor as text, six digits each; its shape where they are on no device."""
+    if value is None or value.device.type == "meta":
+        return "None" if value is None else f"tensor{list(value.shape)}"
+    numbers = [f"{number:.6g}" for number in value.detach().flatten().tolist()]
+    return numbers[0] if value.dim() == 0 else f"[{', '.join(numbers)}]"
 
 
 def _mean(total: Tensor, count: Tensor) -> Tensor:

@@ -118,6 +118,12 @@ class Plan:
     def __str__(self) -> str:
         return as_text(sections(self))
 
+    def __repr__(self) -> str:
+        s, memory = self.sizes, f"{self.extra_bytes / MiB:,.0f} of {self.budget / MiB:,.0f} MiB beside the gradients"
+        shape = f"{s.tokens} x {s.hidden} x {s.vocab} {name(s.dtype)}"
+        count = f"{self.chunks} chunk{'s' * (self.chunks != 1)}"
+        return f"Plan({shape}: {self.schedule}, {count} of {self.chunk_tokens} tokens, {memory})"
+
 
 def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
     """Fields of a dataclass or NamedTuple as text by name; those of nested records under ``outer.inner``."""

@@ -163,8 +163,13 @@ def test_four_matmuls_where_three_would_be_wrong(name: str, options: dict[str, A
         ([], {}, {}, "of one segment or more"),
         ([30.0, 30.0], {}, {}, "must be a list of ints"),
         (torch.ones(60), {}, {}, "one-dimensional int tensor on the CPU"),
-        ([60], {}, {"num_segments": 1}, "leave out num_segments"),
-        ([60], {"segments": torch.zeros(2, 30, dtype=torch.int64)}, {}, "leave out num_segments"),
+        ([60], {}, {"num_segments": 2}, "num_segments is 2, and segment_lengths are of 1; leave it out"),
+        ([0, 20, 60], {}, {"num_segments": 3}, "num_segments is 3, and segment_lengths are of 2"),
+        ([0, 60], {}, {}, r"\[0, 60\] are lengths of 2 segments, .* cu_seqlens of 1; pass num_segments=2 or 1"),
+        ([0, 0, 60], {}, {"num_segments": 1}, "pass num_segments=3 or 2"),
+        ([0, 30, 20, 60], {}, {}, "or grow from 0 to 60 as cu_seqlens do, got 4 that add up to 110"),
+        ([10, 30, 60], {}, {}, "as cu_seqlens do"),
+        ([60], {"segments": torch.zeros(2, 30, dtype=torch.int64)}, {}, r"leave out batch\['segments'\]"),
         ([60], {"pairs": torch.zeros(1, 2, dtype=torch.int64, device="meta")}, {}, "on the CPU"),
         ([30, 30], {"pairs": torch.tensor([[0, 2]])}, {}, r"must be in \[0, 2\)"),
     ],
@@ -175,6 +180,29 @@ def test_errors(lengths: Any, fields: dict[str, Tensor], options: dict[str, Any]
     loss = losses.dpo() if "pairs" in fields else losses.gspo()
     with pytest.raises((ValueError, TypeError, IndexError), match=says):
         linear_loss(hidden, weight, target, loss, batch=own | fields, segment_lengths=lengths, **options)
+
+
+@pytest.mark.parametrize(
+    ("cumulated", "lengths", "options"),
+    [
+        (torch.tensor([0, 10, 19, 60], dtype=torch.int32), [10, 9, 41], {}), ([0, 20, 20, 60, 60], [20, 0, 40, 0], {}),
+        ([0, 60], [60], {"num_segments": 1}), ([60], [60], {"num_segments": 1}),
+        ([0, 60], [0, 60], {"num_segments": 2}),
+    ],
+)  # fmt: skip
+def test_cumulated_lengths(cumulated: Any, lengths: list[int], options: dict[str, int]) -> None:
+    """As attention kernels take them."""
+    hidden, weight, target, batch = made("lines", torch.float32, "cpu")
+    fields = {name: batch[name] for name in ("old_logprobs", "advantages")}
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    outs = [
+        linear_loss(*leaves, target, losses.gspo(), batch=fields, segment_lengths=cumulated, **options),
+        linear_loss(
+            *leaves, target, losses.gspo(), batch=fields, segment_lengths=[*lengths], num_segments=len(lengths)
+        ),
+    ]
+    ours, right = [(out.loss, *torch.autograd.grad(out.loss, leaves)) for out in outs]
+    torch.testing.assert_close(ours, right, rtol=0, atol=0)
 
 
 HALF_SUMS = {"chunk_tokens": 64, "accumulate_dtype": torch.bfloat16}

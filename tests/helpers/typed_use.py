@@ -43,12 +43,15 @@ measured = [metrics.accuracy(), metrics.entropy(reduce="max")]
 out = linear_loss(hidden, weight, target, mix, batch={"advantages": torch.randn(4)}, metrics=measured)
 assert_type(out, LossOutput)
 torch.autograd.backward(out.loss)
-print(out.parts["z_loss"].item(), out.metrics["accuracy"].value.item(), out.metrics["accuracy"].sum)
+print(out.parts["z_loss"].item(), float(out.metrics["accuracy"]), out.metrics["accuracy"].sum)
 if out.plan is not None:
     print(out.plan.schedule)
 
 # a tensor, or a named tuple of those that were asked for
-print(linear_logprobs(hidden, weight, target).shape, linear_logprobs(hidden, weight, target, top_k=3).top_k_ids)
+assert_type(linear_logprobs(hidden, weight, target, temperature=0.5, softcap=30.0), Tensor)
+assert_type(linear_logprobs(hidden, weight, target, top_k=3).top_k_ids, Tensor)
+logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
+assert_type(entropy, Tensor)
 alone = linear_divergence(hidden, weight, teacher_logits=logits.detach())
 assert isinstance(alone, Tensor)  # without entropy=True
 pair = linear_divergence(hidden, weight, teacher_logits=logits.detach(), entropy=True)
