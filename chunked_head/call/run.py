@@ -81,7 +81,7 @@ def prepared(
         request=spec.request,
         packing=tokens.packing,
         recordings=spec.recordings if can_record and is_recordable(plan, objective) else None,
-        fp8_weight=None if call.fp8_weight is None else call.fp8_weight.of(call.weight, call.local_width),
+        fp8_weight=None if call.fp8_weight is None else call.fp8_weight.checked(call.weight, call.local_width),
     )
     return tokens, on_hidden, (hidden, call.weight, call.bias)
 

@@ -99,7 +99,7 @@ def check_every_call(call: Call[Any], spec: Spec) -> None:
         checks.check_factor("normalizer", call.normalizer, call.device)
         checks.check_factor("upstream", call.upstream, call.device)
     if call.fp8_weight is not None and call.weight is not None:
-        call.fp8_weight.of(call.weight, call.local_width)
+        call.fp8_weight.checked(call.weight, call.local_width)
     if call.token_parallel is not None:
         for measure in measures_of(call):
             role = "loss" if isinstance(measure, Summand) else "metric"

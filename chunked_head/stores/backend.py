@@ -45,10 +45,10 @@ class Backend:
     merge_softmax = staticmethod(functions.merge_softmax)
     quantise_ = staticmethod(quantise_)
 
-    def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
-        """ValueError where it cannot compute there, or not with ``what``, which has this dtype."""
+    def check(self, device: torch.device, dtype: torch.dtype, label: str) -> None:
+        """ValueError where it cannot compute there, or not with the tensor called ``label``, which has this dtype."""
 
-    def store(self, *given: Any) -> type[Store]:
+    def store(self, *arguments: Any) -> type[Store]:
         """The store of a call's chunks, where the softmax of some token is over the vocabulary."""
         return LogitsStore
 
@@ -56,12 +56,13 @@ class Backend:
         """Fields of ``Sizes`` that the backend and the device decide."""
         return {"in_blocks": True}
 
-    def store_of(self, head: Head, plan: Plan, every: Rows, known: bool) -> Store:
-        """The store of a plan's chunks, or of its blocks with ``known`` statistics. ``every``: the call's rows."""
+    def store_of(self, head: Head, plan: Plan, all_rows: Rows, tiled: bool) -> Store:
+        """The store of a plan's chunks, or if ``tiled`` of its blocks, whose statistics are known.
+        ``all_rows``: the call's."""
         store: type[MatmulStore] = plan.sizes.store
-        if known:
+        if tiled:
             store = self.grad_store if plan.sizes.grads_in_matmul else LogitsStore
-        return store(self, head, plan, every, known)
+        return store(self, head, plan, all_rows, tiled)
 
     def quantised(
         self, weight: Tensor, mean: Tensor | None = None, dots: Tensor | None = None, prints: Tensor | None = None
@@ -81,30 +82,31 @@ class Backend:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        kept: QuantisedWeight | None,
+        quantised_weight: QuantisedWeight | None,
         hidden: Tensor,
         target: Tensor,
         order: Tensor | None,
         fixed: bool,
     ) -> RoundedHead:
-        """A head for these hidden states and targets (of rows in ``order``), or if ``fixed`` for any. ``kept``: the
-        caller's e4m3 weight; logits of rows that it is no longer a copy of are nan."""
+        """A head for these hidden states and targets (of rows in ``order``), or if ``fixed`` for any.
+        ``quantised_weight``: the caller's in e4m3; logits of rows that it is no longer a copy of are nan."""
         mean, dots = mean_of(hidden, target, order), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         blocks = frequent_blocks(target, len(weight))
         if fixed:  # a token's logits do not depend on other tokens
             mean, blocks = torch.zeros_like(mean), blocks[:0]
-        if kept is None:
+        if quantised_weight is None:
             matrix = self.quantised(weight, mean, dots)
         else:
-            if weight.dtype not in kept.prints:  # 16 bits that autocast casts to others: from the first call on
-                kept.prints[weight.dtype] = self.fingerprints(weight)
-            matrix = kept.matrix
-            self.quantise_(None, weight, mean, dots, expected=kept.prints[weight.dtype])
+            # 16 bits that autocast casts to others: from the first call on
+            if weight.dtype not in quantised_weight.prints:
+                quantised_weight.prints[weight.dtype] = self.fingerprints(weight)
+            matrix = quantised_weight.matrix
+            self.quantise_(None, weight, mean, dots, expected=quantised_weight.prints[weight.dtype])
         return RoundedHead(matrix, mean, dots if bias is None else dots.add_(bias), blocks)
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
-        (message, demand, target, known_targets, zero_or_nan), named = gathered, out.as_dict()
+        (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.as_dict()
         names = sent(demand)
         place_of = dict(zip(names, itertools.accumulate(widths(out, names), initial=0), strict=False))
         softmaxes = [(softmax_names(demand, view), ratio) for view, (ratio, _) in enumerate(demand.views)]
@@ -113,7 +115,7 @@ class Backend:
         for softmax, ratio in softmaxes:
             vectors = tuple([place_of[name] for _, names in softmax.statistics for name in names])
             places = Places(place_of[softmax.start], place_of[softmax.rest], place_of["target_logit"], vectors)
-            outputs = outputs_of(named, softmax)
+            outputs = outputs_of(stats, softmax)
             self.merge_softmax(outputs, message, zero_or_nan, target, ratio, places, known_targets)
         if out.column_logits is not None or out.top_k_logits is not None:
             merge_lists(unpack(message.double(), out, names), out)
@@ -127,10 +129,10 @@ class Backend:
 
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Multiplies tensors by the factors in place."""
-        there = [source for source in sources if source.numel()]
+        filled = [source for source in sources if source.numel()]
         one_or_nan = factors[1] if factors[1:] else None
-        for i in range(0, len(there), 2):
-            self.factored(there[i], there[i], factors[0], one_or_nan, *there[i + 1 : i + 2])
+        for i in range(0, len(filled), 2):
+            self.factored(filled[i], filled[i], factors[0], one_or_nan, *filled[i + 1 : i + 2])
 
 
 TORCH = Backend()

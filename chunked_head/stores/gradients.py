@@ -131,18 +131,18 @@ class Gradients:
             bias = make(rows, dtype=torch.promote_types(sizes.dtype, torch.float32), device=device)
         return cls(hidden, weight, bias, gradient_buffer, sizes.padding)
 
-    def hidden_rows(self, at: slice) -> Tensor:
-        """The memory [rows, hidden] that the gradient of rows ``at`` of the call is made in."""
+    def hidden_rows(self, tokens: slice) -> Tensor:
+        """The memory [rows, hidden] that the gradient of rows ``tokens`` of the call is made in."""
         assert self.hidden is not None
         if self.over_ranks is not None:
-            return self.over_ranks.buffer_of(self.hidden, at)
+            return self.over_ranks.buffer_of(self.hidden, tokens)
         # where one chunk is all there is, nothing is sliced
-        return self.hidden if at.stop - at.start == self.hidden.shape[0] else self.hidden[at]
+        return self.hidden if tokens.stop - tokens.start == self.hidden.shape[0] else self.hidden[tokens]
 
-    def hidden_done(self, at: slice) -> None:
-        """Starts the sum over ranks of rows ``at``, which have this rank's share."""
+    def hidden_done(self, tokens: slice) -> None:
+        """Starts the sum over ranks of rows ``tokens``, which have this rank's share."""
         if self.over_ranks is not None and self.hidden is not None:
-            self.over_ranks.reduce(self.hidden, at)
+            self.over_ranks.reduce(self.hidden, tokens)
 
     def without_weight(self) -> None:
         """Lets go of the weight's gradient, which is finished elsewhere."""
@@ -174,7 +174,7 @@ class Gradients:
 
 
 def gradient_buffer_of(
-    accumulate_into: Tensor | str | GradientBuffer | None, weight: Tensor, others: dict[str, Tensor | None]
+    accumulate_into: Tensor | str | GradientBuffer | None, weight: Tensor, operands: dict[str, Tensor | None]
 ) -> GradientBuffer | None:
     """The buffer that this call adds the weight's gradient to, or None; ValueError, TypeError for one that cannot be.
 
@@ -207,7 +207,7 @@ def gradient_buffer_of(
         label, attribute = "accumulate_into", ""
         if needs_gradient:
             attribute = next((a for a in ("grad", "main_grad") if getattr(weight, a, None) is buffer), "")
-    check_buffer(label, buffer, weight, others)
+    check_buffer(label, buffer, weight, operands)
     if not needs_gradient:
         return None
     if attribute == "main_grad" and getattr(weight, "overwrite_main_grad", False):
@@ -233,7 +233,7 @@ def sum_dtype(weight_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(weight_dtype, torch.float32)
 
 
-def check_buffer(label: str, buffer: Tensor, weight: Tensor, others: dict[str, Tensor | None]) -> None:
+def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str, Tensor | None]) -> None:
     checks.check_tensor(label, buffer, optional=False)
     checks.check_shape(label, buffer, buffer.shape == weight.shape, f"{tuple(weight.shape)}, that of weight", "")
     if buffer.dtype != sum_dtype(weight.dtype):
@@ -251,7 +251,7 @@ def check_buffer(label: str, buffer: Tensor, weight: Tensor, others: dict[str, T
         f"{label} must not require a gradient, got requires_grad=True; pass {label}.detach()": buffer.requires_grad,
     })  # fmt: skip
     first, last = bytes_of(buffer)
-    for argument, tensor in {**others, "weight": weight}.items():
+    for argument, tensor in {**operands, "weight": weight}.items():
         if tensor is None or not tensor.numel():
             continue
         start, end = bytes_of(tensor)

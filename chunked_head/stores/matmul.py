@@ -39,16 +39,16 @@ def project(
             added = out.new_zeros(len(weight))
     step = rows if hidden.is_cuda and rows else max(1, len(hidden))
     for first in range(0, len(hidden), step):
-        some, into = hidden[first : first + step], out[first : first + step]
-        missing = least - len(some)
+        block, into = hidden[first : first + step], out[first : first + step]
+        missing = least - len(block)
         if missing <= 0:
-            product_of(some, weight, added, into)
+            product_of(block, weight, added, into)
             continue
-        some = torch.nn.functional.pad(some, (0, 0, 0, missing))
+        block = torch.nn.functional.pad(block, (0, 0, 0, missing))
         columns = max(min(cast_rows(weight.shape[1]), FEW_ELEMENTS // least), FEW_COLUMNS * torch.get_num_threads())
         for tile in equal_tiles(len(weight), GPU_COLUMNS if hidden.is_cuda else columns):
             product = out.new_empty(least, tile.stop - tile.start)
-            product_of(some, weight[tile], None if added is None else added[tile], product)
+            product_of(block, weight[tile], None if added is None else added[tile], product)
             into[:, tile] = product[: len(into)]
     return bias if fused is None else None
 
@@ -90,7 +90,7 @@ def add_dhidden(
         multiply(dlogits[:, tile].float(), weight[tile].float(), total, store)
         store = False
     if total is not out:
-        put(out, total, first)
+        accumulate(out, total, first)
 
 
 def add_dweight(
@@ -107,7 +107,7 @@ def add_dweight(
     wide = hidden if sums_halves(hidden.device) and hidden.dtype == dlogits.dtype else hidden.float()
     for tile in slices(len(out), cast_rows(out.shape[1])):
         # no name for a tile's product: it would still be there when the next is made
-        put(out[tile], dweight_tile(dlogits[:, tile], wide), first, gain)
+        accumulate(out[tile], dweight_tile(dlogits[:, tile], wide), first, gain)
 
 
 def dweight_tile(dlogits: Tensor, hidden: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
         listening.called(multiply, a, b, out, first, written=out)
 
 
-def put(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:
+def accumulate(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:
     """``out (+)= gain * value``, stored rather than added to zeros the first time."""
     if gain is None:
         out.copy_(value) if first else out.add_(value)

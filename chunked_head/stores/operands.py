@@ -73,8 +73,8 @@ class TeacherHead:
 
     def rows(self, rows: slice | Tensor) -> "TeacherHead":
         """The teacher of a slice of rows, or of rows by their numbers."""
-        given: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
-        return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
+        tensors: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
+        return replace(self, **{name: value[rows] for name, value in tensors.items() if value is not None})
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -82,8 +82,8 @@ class TeacherHead:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "TeacherHead":
         names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
-        given: dict[str, Any] = dict(zip(names, tensors, strict=False))
-        return replace(self, **given)
+        fields: dict[str, Any] = dict(zip(names, tensors, strict=False))
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +103,10 @@ class Kept:
     @classmethod
     def columns_of(cls, columns: Tensor) -> "Kept":
         """Sets of each row's columns [tokens, K], as they stand: no softmax is over them."""
-        tokens, each = columns.shape
-        starts = torch.arange(0, tokens * each, each, device=columns.device)
-        rows = torch.arange(tokens, device=columns.device).repeat_interleave(each, output_size=tokens * each)
-        return cls(starts, starts + each, rows, columns.reshape(-1).int(), True)
+        tokens, count = columns.shape
+        starts = torch.arange(0, tokens * count, count, device=columns.device)
+        rows = torch.arange(tokens, device=columns.device).repeat_interleave(count, output_size=tokens * count)
+        return cls(starts, starts + count, rows, columns.reshape(-1).int(), True)
 
     @functools.cached_property
     def has(self) -> Tensor:
@@ -136,7 +136,7 @@ class Rows(NamedTuple):
         """A slice of the rows, sharing memory; all of them as they are."""
         if rows.start == 0 and rows.stop == self.target.shape[0]:
             return self
-        columns, scale = (None if of is None else of[rows] for of in (self.columns, self.scale))
+        columns, scale = (None if values is None else values[rows] for values in (self.columns, self.scale))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
         first, hidden, order = self.first + rows.start, self.hidden, self.order
         if order is None:
@@ -159,6 +159,6 @@ def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead
         project(rows.hidden, head.weight[ids], out[:, ids])
         out[:, ids] += bias[ids]
     column = rows.target - first
-    (here,) = torch.where((rows.target >= 0) & (column >= 0) & (column < out.shape[1]))
-    column = column[here]
-    out[here, column] = (rows.hidden[here].float() * head.weight[column].float()).sum(1) + bias[column]
+    (in_tile,) = torch.where((rows.target >= 0) & (column >= 0) & (column < out.shape[1]))
+    column = column[in_tile]
+    out[in_tile, column] = (rows.hidden[in_tile].float() * head.weight[column].float()).sum(1) + bias[column]

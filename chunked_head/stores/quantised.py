@@ -44,7 +44,7 @@ class QuantisedWeight:
         watch_optimizers()
         CURRENT.add(self)
 
-    def of(self, weight: Tensor, rows: int) -> Self:
+    def checked(self, weight: Tensor, rows: int) -> Self:
         """The copy, for a call whose weight has so many ``rows`` that stand for ids; ValueError if it is another's or
         the weight has changed."""
         quantised_rows = len(self.matrix.values)
@@ -154,25 +154,25 @@ def quantise_(
     each_row = out is None or out.scale.dim() == 1
     divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
     squares = torch.zeros(2, len(matrix), dtype=torch.float32, device=matrix.device)
-    for part in slices(len(matrix), cast_rows(matrix.shape[1])):
-        exact = matrix[part].float()
+    for block in slices(len(matrix), cast_rows(matrix.shape[1])):
+        exact = matrix[block].float()
         if mean is not None and dots is not None:
-            torch.mv(exact, mean, out=dots[part])
+            torch.mv(exact, mean, out=dots[block])
             if expected is not None:
-                dots[part].masked_fill_(fingerprints(matrix[part]) != expected[part], torch.nan)
+                dots[block].masked_fill_(fingerprints(matrix[block]) != expected[block], torch.nan)
         elif mean is not None:
             exact = exact - mean
         if prints is not None:
-            prints[part] = fingerprints(matrix[part])
+            prints[block] = fingerprints(matrix[block])
         if out is None:
             continue
         if each_row:
             largest = exact.abs().amax(1)
-            out.scale[part] = divisor = (largest / LARGEST_E4M3).clamp(min=LEAST_SCALE) + largest * 0.0
+            out.scale[block] = divisor = (largest / LARGEST_E4M3).clamp(min=LEAST_SCALE) + largest * 0.0
         exact = exact * torch.reciprocal(divisor).unsqueeze(-1)
-        out.values[part] = exact.to(torch.float8_e4m3fn)
-        squares[0, part] = exact.square_().sum(1)
-        squares[1, part] = exact.copy_(out.values[part]).square_().sum(1)
+        out.values[block] = exact.to(torch.float8_e4m3fn)
+        squares[0, block] = exact.square_().sum(1)
+        squares[1, block] = exact.copy_(out.values[block]).square_().sum(1)
     if out is not None:
         exact_squares, rounded_squares = (squares if each_row else squares.sum(1)) + 1.0  # of zeros
         torch.mul(out.scale if each_row else divisor, (exact_squares / rounded_squares).sqrt_(), out=out.scale)

@@ -33,87 +33,98 @@ class SetStore(Store):
         self,
         backend: Any,
         head: Head,
-        kept: Kept,
+        column_sets: Kept,
         rows: Rows,
         demand: Demand,
         exist: bool = False,
         gradient: Tensor | None = None,
     ):
         """``rows``: of the call, as given; hidden states, or logits that ``exist``, whose ``gradient`` is stored."""
-        self.backend, self.head, self.kept, self.rows = backend, head, kept, rows
+        self.backend, self.head, self.column_sets, self.rows = backend, head, column_sets, rows
         self.demand, self.gradient = demand, gradient
         self.transform, wide = transform(head, rows.scale), torch.promote_types(head.weight.dtype, torch.float32)
         # each in memory of its own: kernels are compiled for where it begins
-        self.logits = torch.empty(len(kept.columns), dtype=wide, device=head.weight.device)
+        self.logits = torch.empty(len(column_sets.columns), dtype=wide, device=head.weight.device)
         self.dlogits = torch.empty_like(self.logits)
         if exist:
-            self.at = kept.rows.clamp(min=0), kept.columns.clamp(min=0).long()
-            x = rows.hidden[self.at].to(wide).unsqueeze(1)
-            made = transformed(x, None, of_rows(self.transform, kept.rows)).squeeze(1)
-            self.logits.copy_(made.masked_fill(kept.columns < 0, -torch.inf))
+            self.entry_index = column_sets.rows.clamp(min=0), column_sets.columns.clamp(min=0).long()
+            x = rows.hidden[self.entry_index].to(wide).unsqueeze(1)
+            logits = transformed(x, None, of_rows(self.transform, column_sets.rows)).squeeze(1)
+            self.logits.copy_(logits.masked_fill(column_sets.columns < 0, -torch.inf))
         else:
-            of_entries = kept.columns, head.bias, self.transform, kept.rows, -math.inf
+            of_entries = column_sets.columns, head.bias, self.transform, column_sets.rows, -math.inf
             self.backend.dot_columns(self.logits, rows.hidden, head.weight, *of_entries)
-        if kept.bias is not None:
-            self.logits += kept.bias if rows.scale is None else kept.bias * rows.scale[kept.rows]
+        if column_sets.bias is not None:
+            self.logits += column_sets.bias if rows.scale is None else column_sets.bias * rows.scale[column_sets.rows]
 
-    def entries(self, at: slice) -> KeptEntries:
-        """The sets of rows ``at``."""
-        return KeptEntries(self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at])
+    def entries(self, tokens: slice) -> KeptEntries:
+        """The sets of the rows ``tokens``."""
+        return KeptEntries(
+            self.column_sets.columns,
+            self.column_sets.starts[tokens],
+            self.column_sets.ends[tokens],
+            self.rows.target[tokens],
+        )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics over the sets' columns; 0 for other rows where every row that counts keeps a set."""
         if not self.demand.columns_only:
-            entries, everywhere = self.entries(rows.tokens), self.kept.everywhere
+            entries, everywhere = self.entries(rows.tokens), self.column_sets.everywhere
             for i, view in enumerate(self.demand.views):
                 outputs = outputs_of(out.as_dict(), softmax_names(self.demand, i))
                 self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
             return
         out.zero_()
         if out.column_logits is not None:
-            x = self.logits.masked_fill(self.kept.columns < 0, 0.0).view(-1, self.demand.columns)
+            x = self.logits.masked_fill(self.column_sets.columns < 0, 0.0).view(-1, self.demand.columns)
             out.column_logits.copy_(x[rows.tokens])
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         """Gradients of hidden states, or of logits that exist, 0 in other rows where every row that counts keeps a
         set; the weight's wait for ``finish``."""
-        at, kept = rows.tokens, self.kept
+        tokens, column_sets = rows.tokens, self.column_sets
         if not self.demand.columns_only:
-            entries, made = self.entries(at), of_rows(self.transform, at)
+            entries, row_transform = self.entries(tokens), of_rows(self.transform, tokens)
             terms = terms_of(self.demand, entries.target, stats, coefficients)
-            self.backend.set_grad(self.dlogits, self.logits, entries, terms, made)
+            self.backend.set_grad(self.dlogits, self.logits, entries, terms, row_transform)
         elif coefficients.columns is not None:
-            own = slice(at.start * self.demand.columns, at.stop * self.demand.columns)
-            made = of_rows(self.transform, kept.rows[own])
-            grad = coefficients.columns.view(-1, 1) * slope(self.logits[own, None], made)
-            self.dlogits[own] = grad.squeeze(1).masked_fill(kept.columns[own] < 0, 0.0)
+            block = slice(tokens.start * self.demand.columns, tokens.stop * self.demand.columns)
+            row_transform = of_rows(self.transform, column_sets.rows[block])
+            grad = coefficients.columns.view(-1, 1) * slope(self.logits[block, None], row_transform)
+            self.dlogits[block] = grad.squeeze(1).masked_fill(column_sets.columns[block] < 0, 0.0)
         if grads.hidden is None:
             return
         if self.gradient is not None:
-            if kept.everywhere:
+            if column_sets.everywhere:
                 self.gradient.zero_()
-            values = torch.where(kept.columns < 0, 0.0, self.dlogits).to(self.gradient.dtype)
-            self.gradient.index_put_(self.at, values, accumulate=True)
+            values = torch.where(column_sets.columns < 0, 0.0, self.dlogits).to(self.gradient.dtype)
+            self.gradient.index_put_(self.entry_index, values, accumulate=True)
         else:
-            out = grads.hidden_rows(at)
-            if kept.everywhere:
+            out = grads.hidden_rows(tokens)
+            if column_sets.everywhere:
                 out.zero_()
-            places = torch.where((kept.rows >= at.start) & (kept.rows < at.stop), kept.rows - at.start, -1)
-            self.backend.add_rows(out, self.head.weight, places.int(), self.dlogits, kept.columns, together=True)
-        grads.hidden_done(at)
+            places = torch.where(
+                (column_sets.rows >= tokens.start) & (column_sets.rows < tokens.stop),
+                column_sets.rows - tokens.start,
+                -1,
+            )
+            self.backend.add_rows(out, self.head.weight, places.int(), self.dlogits, column_sets.columns, together=True)
+        grads.hidden_done(tokens)
 
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""
-        kept = self.kept
+        column_sets = self.column_sets
         if grads.weight is not None:
-            if kept.everywhere and grads.fresh:
+            if column_sets.everywhere and grads.fresh:
                 grads.weight.zero_()
-            self.backend.add_rows(grads.weight, self.rows.hidden, kept.columns, self.dlogits, kept.rows)
+            self.backend.add_rows(grads.weight, self.rows.hidden, column_sets.columns, self.dlogits, column_sets.rows)
         if grads.bias is not None:
-            if kept.everywhere:
+            if column_sets.everywhere:
                 grads.bias.zero_()
-            ones = self.dlogits.new_ones(len(self.rows.hidden), 1)
-            self.backend.add_rows(grads.bias.unsqueeze(1), ones, kept.columns, self.dlogits, kept.rows)
+            unit_column = self.dlogits.new_ones(len(self.rows.hidden), 1)
+            self.backend.add_rows(
+                grads.bias.unsqueeze(1), unit_column, column_sets.columns, self.dlogits, column_sets.rows
+            )
 
 
 class WithSets(Store):
@@ -132,11 +143,11 @@ class WithSets(Store):
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         # softmaxes of rows that keep a set have probabilities of 0 here, and coefficients
-        has, named = self.sets.kept.has[rows.tokens], stats.as_dict()
-        nowhere = {name: named[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in named}
+        has, vectors = self.sets.column_sets.has[rows.tokens], stats.as_dict()
+        nowhere = {name: vectors[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in vectors}
         factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.as_dict().items()}
         over_ranks, grads.over_ranks = grads.over_ranks, None  # their sums begin where rows are complete
-        self.store.add_gradients(rows, RowStats.from_dict(named | nowhere), Coefficients.from_dict(factors), grads)
+        self.store.add_gradients(rows, RowStats.from_dict(vectors | nowhere), Coefficients.from_dict(factors), grads)
         grads.over_ranks = over_ranks
         self.sets.add_gradients(rows, stats, coefficients, grads)
 

@@ -25,7 +25,7 @@ from ..core.stats import SUFFIX, Coefficients, Demand, Pairing, RowStats, Vocabu
 from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
-from .matmul import add_dhidden, add_dweight, project, put
+from .matmul import accumulate, add_dhidden, add_dweight, project
 from .operands import Head, Rows, TeacherHead, fp8_logits
 from .torch_functions import transform_, transformed
 
@@ -54,21 +54,21 @@ class Names(NamedTuple):
 
 
 def softmax_names(demand: Demand, view: int) -> Names:
-    statistics = tuple([(each, vectors_at(each, view)) for each in demand.statistics[view]])
-    lse, start, rest, logprob, target_logit = (name + SUFFIX[view] for name in Names._fields[:-1])
-    return Names(lse, start, rest, logprob, target_logit, statistics)
+    statistics = tuple([(s, vectors_at(s, view)) for s in demand.statistics[view]])
+    lse, start, log_scale, logprob, target_logit = (name + SUFFIX[view] for name in Names._fields[:-1])
+    return Names(lse, start, log_scale, logprob, target_logit, statistics)
 
 
 def teacher_names(pairing: Pairing) -> Names:
     """For log-probabilities of a teacher's logits, and for its statistics."""
-    statistics = [(each, tuple([f"teacher_{name}" for name in each.vectors])) for each in pairing.statistics]
+    statistics = [(s, tuple([f"teacher_{name}" for name in s.vectors])) for s in pairing.statistics]
     return Names("", "teacher_start", "teacher_rest", "", "", tuple(statistics))
 
 
 def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
     """Outputs of a softmax's statistics, by their names."""
-    vectors = [StatisticOutputs(each, tuple([stats[name] for name in of_each])) for each, of_each in names.statistics]
-    return Outputs._make([*map(stats.get, names[:-1]), tuple(vectors)])
+    statistics = [StatisticOutputs(s, tuple([stats[name] for name in vectors])) for s, vectors in names.statistics]
+    return Outputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
 
 
 def teacher_outputs(out: RowStats, pairing: Pairing) -> Outputs:
@@ -84,25 +84,27 @@ def terms_of(
 ) -> Terms:
     """Operands of the gradient of so many columns from ``first`` on; None: of columns in any order."""
     vectors, factors, softmaxes = stats.as_dict(), c.as_dict(), []
-    for (ratio, width), (start, rest, alpha, eta) in zip(demand.views, SOFTMAX, strict=False):
+    for (ratio, width), names in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
             width = None if columns is None else min(max(width - first, 0), columns)
-        terms = factors.get(alpha), factors.get(eta)
-        softmaxes.append(Softmax(vectors[start], vectors[rest], *terms, ratio_of(ratio), width))
+        start, log_scale, alpha, eta = names
+        softmaxes.append(
+            Softmax(vectors[start], vectors[log_scale], factors.get(alpha), factors.get(eta), ratio_of(ratio), width)
+        )
     return Terms(target, stats.target_logit, c.beta, c.kappa, tuple(softmaxes))
 
 
 def sum_terms(
-    sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, parts: Sequence[Tensor]
+    sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, partial_sums: Sequence[Tensor]
 ) -> list[SumTerm]:
     """Terms of sums over the vocabulary; those with a teacher where it has columns."""
     vectors, coefficients, terms = stats.as_dict(), c.as_dict(), []
     for i, (function, numbers, view, _) in enumerate(sums):
-        coefficient, part = coefficients.get(f"sum{i}"), parts[i] if parts else None
-        if (has_teacher or not function.is_paired) and not (coefficient is None and part is None):
+        coefficient, partial = coefficients.get(f"sum{i}"), partial_sums[i] if partial_sums else None
+        if (has_teacher or not function.is_paired) and not (coefficient is None and partial is None):
             is_read = function.total == "gradient" and coefficient is not None
             total = vectors[f"sum{i}_total"] if is_read else None
-            terms.append(SumTerm(function, numbers, view, coefficient, total, part))
+            terms.append(SumTerm(function, numbers, view, coefficient, total, partial))
     return terms
 
 
@@ -189,9 +191,9 @@ class MatmulStore(Store):
         columns += min(columns, sizes.teacher_columns) * sizes.teacher_made
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
-        """``backend``: the functions that compute. ``every``: the call's rows as given."""
-        self.backend, self.head, self.plan, self.every, self.tiled = backend, head, plan, every, tiled
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+        """``backend``: the functions that compute. ``all_rows``: the call's rows as given."""
+        self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
         self.tie = TIE if self.sizes.half else None
         self.tiles = slices(self.vocab, plan.tile_columns if tiled else max(1, self.vocab))
@@ -201,8 +203,8 @@ class MatmulStore(Store):
             self.rows, self.columns = plan.block_tokens, plan.tile_columns
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        at, first = rows.tokens, rows.first == 0
-        sums = dhidden = None if grads.hidden is None else grads.hidden_rows(at)
+        tokens, first = rows.tokens, rows.first == 0
+        sums = dhidden = None if grads.hidden is None else grads.hidden_rows(tokens)
         if self.tiled:
             assert rows.source is not None
             self.backend.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
@@ -213,7 +215,7 @@ class MatmulStore(Store):
             weight, dweight, dbias = self.head.weight, grads.weight, grads.bias
             if tile.stop - tile.start < self.vocab:
                 weight = weight[tile]
-                dweight, dbias = (None if one is None else one[tile] for one in (dweight, dbias))
+                dweight, dbias = (None if buffer is None else buffer[tile] for buffer in (dweight, dbias))
             dlogits = self.gradient(rows, tile, stats, coefficients)
             if dhidden is not None and sums is not None:
                 self.add_dhidden(dlogits, rows, weight, sums, tile.start == 0)
@@ -222,11 +224,11 @@ class MatmulStore(Store):
                         sums.mul_(gain)
                     if sums is not dhidden:
                         dhidden.copy_(sums)
-                    grads.hidden_done(at)
+                    grads.hidden_done(tokens)
             if dweight is not None:
                 self.add_dweight(dlogits, rows, dweight, first and grads.fresh, gain)
             if dbias is not None:
-                put(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
+                accumulate(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
             del dlogits  # gone before the next tile's are made
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
@@ -245,11 +247,11 @@ class MatmulStore(Store):
         return coefficients.times(1.0 / gain), gain
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
-        pairing, views, named = self.demand.pairing, self.demand.views, out.as_dict()
+        pairing, views, vectors = self.demand.pairing, self.demand.views, out.as_dict()
         groups: dict[tuple[int, bool], list[SumOutputs]] = {}  # by softmax, and whether the teacher is read
-        for i, each in enumerate(self.demand.sums):
-            made = SumOutputs(each.function, each.numbers, named[f"sum{i}"], named.get(f"sum{i}_total"))
-            groups.setdefault((each.view, each.function.is_paired), []).append(made)
+        for i, (function, numbers, view, _) in enumerate(self.demand.sums):
+            outputs = SumOutputs(function, numbers, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"))
+            groups.setdefault((view, function.is_paired), []).append(outputs)
         for (view, is_paired), sums in groups.items():
             suffix, teacher, columns = SUFFIX[view], None, views[view].columns or self.vocab
             if is_paired:
@@ -257,7 +259,7 @@ class MatmulStore(Store):
                 assert out.teacher_start is not None and out.teacher_rest is not None
                 columns = pairing.columns
                 teacher = TeacherSoftmax(self.teacher_stored, out.teacher_start, out.teacher_rest, columns)
-            softmax = named["start" + suffix], named["rest" + suffix]
+            softmax = vectors["start" + suffix], vectors["rest" + suffix]
             self.backend.sums(sums, self.stored, softmax, ratio_of(views[view].ratio), teacher, columns, self.tie)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
@@ -283,22 +285,23 @@ class MatmulStore(Store):
         c: Coefficients,
         teacher: Stored | None,
         counted: Counted = ALL_ROWS,
-        parts: Sequence[Tensor] = (),
+        partial_sums: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The gradient of raw logits, of ``head``'s columns, which begin at ``first``. ``parts``: of each sum over the
-        vocabulary [programs, rows], where these are made on the way."""
+        """The gradient of raw logits, of ``head``'s columns, which begin at ``first``. ``partial_sums``: of each sum
+        over the vocabulary [programs, rows], where these are made on the way."""
         pairing, columns, softmax = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None
             columns_of_both = min(max(pairing.columns - first, 0), columns)
             softmax = TeacherSoftmax(teacher, stats.teacher_start, stats.teacher_rest, columns_of_both)
-        sums = sum_terms(self.demand.sums, stats, c, softmax is not None, parts)
+        sums = sum_terms(self.demand.sums, stats, c, softmax is not None, partial_sums)
         common = terms_of(self.demand, rows.target, stats, c, first, columns)
-        made, own = transform(head, rows.scale), own_columns(rows, stats, c)
+        logit_transform, column_terms = transform(head, rows.scale), own_columns(rows, stats, c)
         if not any(term.function.is_paired for term in sums):
             softmax = None
         of_sums = softmax, sums, self.tie
-        self.backend.row_grad(dlogits, stored, head.class_weights, common, *of_sums, first, made, counted, own)
+        of_rows = logit_transform, counted, column_terms
+        self.backend.row_grad(dlogits, stored, head.class_weights, common, *of_sums, first, *of_rows)
         return dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
@@ -314,8 +317,8 @@ class LogitsStore(MatmulStore):
     """fp32 logits (fp64 for fp64 operands) that BLAS makes; the gradient overwrites them, by kernels 16-bit wide for
     16-bit operands."""
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
-        super().__init__(backend, head, plan, every, tiled)
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+        super().__init__(backend, head, plan, all_rows, tiled)
         self.buffer = head.weight.new_empty(self.rows * self.columns, dtype=self.sizes.wide)
         if self.sizes.teacher_made:
             elements = self.rows * min(self.columns, self.sizes.teacher_columns)
@@ -330,15 +333,15 @@ class LogitsStore(MatmulStore):
             hidden, buffer = head.hidden, self.teacher_buffer
         assert head.weight is not None
         count, columns = hidden.shape[0], head.weight.shape[0]
-        logits, left = buffer[: count * columns].view(count, columns), None
+        logits, late_bias = buffer[: count * columns].view(count, columns), None
         if isinstance(head, Head) and head.fp8 is not None:
             fp8_logits(logits, rows, first, head, head.fp8)
         else:
             at_once = self.plan.chunk_tokens if columns == self.vocab else None  # as the forward pass has made them
-            left = project(hidden, head.weight, logits, head.bias, at_once)
-        made = Stored(logits, None, left, transform(head, rows.scale))
-        plain = left is None and made.transform == PLAIN
-        return made if plain or not self.sizes.in_blocks else transform_(made)
+            late_bias = project(hidden, head.weight, logits, head.bias, at_once)
+        stored = Stored(logits, None, late_bias, transform(head, rows.scale))
+        plain = late_bias is None and stored.transform == PLAIN
+        return stored if plain or not self.sizes.in_blocks else transform_(stored)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         assert rows.source is not None
@@ -347,10 +350,10 @@ class LogitsStore(MatmulStore):
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         head, logits, row_stats = self.head, self.stored.logits, self.backend.row_stats
-        named = out.as_dict()
+        vectors = out.as_dict()
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
-            row_stats(outputs_of(named, softmax_names(self.demand, i)), self.stored, *softmax)
+            row_stats(outputs_of(vectors, softmax_names(self.demand, i)), self.stored, *softmax)
         if out.column_logits is not None:
             assert rows.columns is not None
             self.pick_columns(out.column_logits, rows.columns)
@@ -358,9 +361,9 @@ class LogitsStore(MatmulStore):
             assert out.top_k_logits is not None
             if self.stored.bias is not None:
                 self.stored = self.stored._replace(logits=logits.add_(self.stored.bias), bias=None)
-            found = torch.empty_like(out.top_k_logits), out.top_k_ids
+            largest = torch.empty_like(out.top_k_logits), out.top_k_ids
             factor = self.stored.transform.logit_scale
-            torch.topk(logits, out.top_k_ids.shape[1], largest=factor is None or factor > 0, out=found)
+            torch.topk(logits, out.top_k_ids.shape[1], largest=factor is None or factor > 0, out=largest)
             self.pick_columns(out.top_k_logits, out.top_k_ids)
         if self.demand.pairing is not None:
             columns_of_both, outputs = slice(0, self.demand.pairing.columns), teacher_outputs(out, self.demand.pairing)
@@ -368,9 +371,9 @@ class LogitsStore(MatmulStore):
 
     def pick_columns(self, out: Tensor, ids: Tensor) -> None:
         """Logits of the columns ``ids`` [rows, count] of each row, 0 where one is -1."""
-        at, bias = ids.clamp(min=0), self.stored.bias
-        x = self.stored.logits.gather(1, at).to(out.dtype)
-        x = transformed(x, None if bias is None else bias[at], self.stored.transform)
+        columns, bias = ids.clamp(min=0), self.stored.bias
+        x = self.stored.logits.gather(1, columns).to(out.dtype)
+        x = transformed(x, None if bias is None else bias[columns], self.stored.transform)
         out.copy_(x.masked_fill(ids < 0, 0.0))
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
@@ -411,12 +414,12 @@ def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
     if not sizes.teacher_made:
         return
     # where they come last, the buffer is for some rows of a chunk that makes gradients
-    some, columns = sizes.teacher_rows(rows) if last == LOOP else rows, sizes.teacher_columns
+    buffer_rows, columns = sizes.teacher_rows(rows) if last == LOOP else rows, sizes.teacher_columns
     if not sizes.own_matmul:
-        yield Buffer("teacher's logits", (some, columns), sizes.wide, SWEEP, last)
+        yield Buffer("teacher's logits", (buffer_rows, columns), sizes.wide, SWEEP, last)
         return
     assert sizes.gpu is not None
-    yield Buffer("teacher's logits", (some, padded_columns(columns)), sizes.dtype, SWEEP, last)
+    yield Buffer("teacher's logits", (buffer_rows, padded_columns(columns)), sizes.dtype, SWEEP, last)
     # for all rows of a chunk: their strips lie as far apart as the student's
     strips = sizes.gpu.strips_of(columns, relative=True)
     yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, SWEEP, last)

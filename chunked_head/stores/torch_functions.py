@@ -40,10 +40,10 @@ def read_targets(
     counts = paired != ignore_index
     if mask is not None:
         counts &= shift_left(mask, shift, 0).reshape(-1)
-    inside = (paired >= 0) & (paired < vocab)
+    in_range = (paired >= 0) & (paired < vocab)
     one_or_nan = torch.ones((), dtype=dtype, device=target.device)
-    one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
-    counts &= inside
+    one_or_nan.masked_fill_((counts & ~in_range).any(), torch.nan)
+    counts &= in_range
     counted = counts.sum().to(dtype)
     return torch.where(counts, paired, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0)
 
@@ -68,22 +68,22 @@ def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None
 def sum_rows(
     table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    parts = len(coefficients)
-    sums = torch.stack([row * (inverse if i < parts else one_or_nan) for i, row in enumerate(table.sum(1))])
-    first, *others = [total * c for total, c in zip(sums[:parts], coefficients, strict=True)]
-    return sum(others, first), sums
+    count = len(coefficients)
+    sums = torch.stack([row * (inverse if i < count else one_or_nan) for i, row in enumerate(table.sum(1))])
+    first, *further = [total * c for total, c in zip(sums[:count], coefficients, strict=True)]
+    return sum(further, first), sums
 
 
 def scale(
-    out: Tensor, source: Tensor, factor: Tensor, one_or_nan: Tensor | None = None, more: Tensor | None = None
+    out: Tensor, source: Tensor, factor: Tensor, one_or_nan: Tensor | None = None, second: Tensor | None = None
 ) -> None:
     factor = factor if one_or_nan is None else factor * one_or_nan
     # only on a CPU: reading a factor of a GPU waits for it
     if out is source and factor.device.type == "cpu" and factor == 1:
         return
-    for into, of in [(out, source)] if more is None else [(out, source), (more, more)]:
-        for part in slices(of.numel(), TILE_ELEMENTS):
-            torch.mul(of.view(-1)[part], factor, out=into.view(-1)[part])
+    for into, x in [(out, source)] if second is None else [(out, source), (second, second)]:
+        for block in slices(x.numel(), TILE_ELEMENTS):
+            torch.mul(x.view(-1)[block], factor, out=into.view(-1)[block])
 
 
 def row_stats(
@@ -96,32 +96,34 @@ def row_stats(
     ids: Tensor | None = None,  # [rows, columns] of the columns
 ) -> None:
     ratio = 1.0 if ratio is None else ratio
-    for at in row_blocks(stored.logits):
-        x = logits_of(stored, at, columns)
-        top, first = x.amax(1), None if ids is None else ids[at]
+    for rows in row_blocks(stored.logits):
+        x = logits_of(stored, rows, columns)
+        top, first = x.amax(1), None if ids is None else ids[rows]
         start = torch.where(top == -torch.inf, 0.0, top)
         z = (x - start[:, None]).mul_(ratio)
         e = z.exp()
         total = e.sum(1)
         log_sum = total.log()
-        found = {"lse": start * ratio + log_sum, "start": start * ratio, "rest": -log_sum}
+        softmax_values = {"lse": start * ratio + log_sum, "start": start * ratio, "rest": -log_sum}
         if target is not None:
-            column = target[at]
-            here = column < columns  # False for columns on other ranks
-            picked = x.gather(1, torch.where(here, column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
-            found["target_logit"] = torch.where(here, picked, 0.0)
+            column = target[rows]
+            is_local = column < columns  # False for columns on other ranks
+            picked = x.gather(1, torch.where(is_local, column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
+            softmax_values["target_logit"] = torch.where(is_local, picked, 0.0)
             # not target_logit - lse, which has lost what lies below an ulp of the logits
-            found["logprob"] = torch.where(column >= 0, (found["target_logit"] - start) * ratio - log_sum, 0.0)
-        write(out, at, found)
+            softmax_values["logprob"] = torch.where(
+                column >= 0, (softmax_values["target_logit"] - start) * ratio - log_sum, 0.0
+            )
+        write(out, rows, softmax_values)
         block = RowBlock(x, top, z, e, total, first, class_weights)
         for statistic, vectors in out.statistics:
             for into, value in zip(vectors, statistic.row(block), strict=True):
-                into[at] = value
+                into[rows] = value
 
 
-def write(out: Outputs, rows: slice, found: dict[str, Tensor]) -> None:
+def write(out: Outputs, rows: slice, softmax_values: dict[str, Tensor]) -> None:
     """Writes those numbers of a softmax that there is room for."""
-    for name, value in found.items():
+    for name, value in softmax_values.items():
         into = getattr(out, name)
         if into is not None:
             into[rows] = value
@@ -136,15 +138,14 @@ def sums(
     columns: int,
     tie: float | None,
 ) -> None:
-    for at in row_blocks(student.logits):
-        x = logits_of(student, at, columns)
-        log_p = logprobs(x if ratio is None else x * ratio, *(each[at] for each in softmax))
-        log_q = log_p if teacher is None else teacher_logprobs(teacher, at, columns)
+    for rows in row_blocks(student.logits):
+        x = logits_of(student, rows, columns)
+        log_p = logprobs(x if ratio is None else x * ratio, *(vector[rows] for vector in softmax))
+        log_q = log_p if teacher is None else teacher_logprobs(teacher, rows, columns)
         for function, numbers, value, total in outputs:
-            found = function.terms(log_p, log_q, *numbers)
-            for into, terms in zip((value, total), found, strict=True):
+            for into, terms in zip((value, total), function.terms(log_p, log_q, *numbers), strict=True):
                 if into is not None:
-                    into[at] = terms.sum(1)
+                    into[rows] = terms.sum(1)
 
 
 def merge_softmax(
@@ -167,12 +168,12 @@ def merge_softmax(
     share = log_share.exp()
     log_sum = share.sum(0).log()
     start, rest = first_start[0], first_rest[0] - log_sum
-    found = {"start": start + zero_or_nan, "rest": rest, "lse": start - rest + zero_or_nan}
+    softmax_values = {"start": start + zero_or_nan, "rest": rest, "lse": start - rest + zero_or_nan}
     if out.logprob is not None:
         logit = (targets[0] if known_targets else targets.sum(0)).to(out.logprob.dtype)
         logprob = torch.where(target >= 0, (logit.double() * ratio - start) + rest, 0.0)
-        found |= {"target_logit": logit, "logprob": logprob + zero_or_nan}
-    write(out, slice(None), found)
+        softmax_values |= {"target_logit": logit, "logprob": logprob + zero_or_nan}
+    write(out, slice(None), softmax_values)
     shares, numbers = Shares(share, log_share, log_sum), iter(pieces)
     for statistic, vectors in out.statistics:
         merged = statistic.merge([next(numbers) for _ in vectors], shares)
@@ -191,42 +192,42 @@ def row_grad(
     first_column: int,
     transform: Transform,
     counted: Any = None,
-    own: tuple[Tensor, Tensor, Tensor] | None = None,
+    own_columns: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     width = dlogits.shape[1]
-    for at in row_blocks(dlogits):
-        x, here, made = logits_of(stored, at, width), of_rows(terms, at), of_rows(transform, at)
+    for rows in row_blocks(dlogits):
+        x, row_terms, row_transform = logits_of(stored, rows, width), of_rows(terms, rows), of_rows(transform, rows)
         grad, log_p = torch.zeros_like(x), []
-        counts = (here.target >= 0).unsqueeze(1)
-        for softmax in here.softmaxes:
+        counts = (row_terms.target >= 0).unsqueeze(1)
+        for softmax in row_terms.softmaxes:
             logs = logprobs(x if softmax.ratio is None else x * softmax.ratio, softmax.start, softmax.rest)
             if softmax.columns is not None:
                 logs[:, softmax.columns :] = -torch.inf
             log_p.append(logs)
             if softmax.alpha is not None:
                 grad += softmax_term(logs, softmax)
-        if here.kappa is not None:
-            grad -= here.kappa[:, None] * (1.0 if class_weights is None else class_weights)
-        log_q = None if teacher is None else teacher_logprobs(teacher, at, teacher.columns)
-        for each in sums:
-            logs = log_p[each.view]
-            if each.function.is_paired and log_q is not None:
+        if row_terms.kappa is not None:
+            grad -= row_terms.kappa[:, None] * (1.0 if class_weights is None else class_weights)
+        log_q = None if teacher is None else teacher_logprobs(teacher, rows, teacher.columns)
+        for term in sums:
+            logs = log_p[term.view]
+            if term.function.is_paired and log_q is not None:
                 count = log_q.shape[1]
-                grad[:, :count] += sum_term(logs[:, :count], log_q, each, at)
+                grad[:, :count] += sum_term(logs[:, :count], log_q, term, rows)
             else:
-                grad += sum_term(logs, logs, each, at)
-        grad.mul_(slope(x, made))
+                grad += sum_term(logs, logs, term, rows)
+        grad.mul_(slope(x, row_transform))
         # the target's column, and the columns of each row, from their exact logits: a tile rounds
-        single = [] if here.beta is None else [(here.target, -here.beta, here.target_logit)]
-        if own is not None:
-            single.append(of_rows(own, at))
+        single = [] if row_terms.beta is None else [(row_terms.target, -row_terms.beta, row_terms.target_logit)]
+        if own_columns is not None:
+            single.append(of_rows(own_columns, rows))
         for ids, values, exact in single:
-            ids, values, exact = (each.view(len(x), -1) for each in (ids - first_column, values, exact))
-            inside = (ids >= 0) & (ids < width) & counts
-            added = torch.where(inside, values * slope(exact, made), 0.0)
+            ids, values, exact = (vector.view(len(x), -1) for vector in (ids - first_column, values, exact))
+            is_local = (ids >= 0) & (ids < width) & counts
+            added = torch.where(is_local, values * slope(exact, row_transform), 0.0)
             grad.scatter_add_(1, ids.clamp(0, width - 1), added)
         # selection: where a row does not count its logits, or a teacher's, may be nan
-        dlogits[at] = grad.masked_fill_(~counts, 0.0)
+        dlogits[rows] = grad.masked_fill_(~counts, 0.0)
 
 
 def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
@@ -234,36 +235,39 @@ def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tenso
     where the target is: a row's first entry, if its column is here."""
     counts = sets.ends - sets.begins
     most = max(1, int(counts.max()))
-    place, every = torch.arange(most, device=counts.device), behind(sets.columns, -1)
-    for at in slices(len(counts), max(1, TILE_ELEMENTS // most)):
-        entries = torch.where(place < counts[at, None], sets.begins[at, None] + place, len(sets.columns))
-        columns = every[entries].long()
-        yield at, entries, columns, torch.where(columns[:, 0] == sets.target[at], 0, ELSEWHERE)
+    place, entry_columns = torch.arange(most, device=counts.device), appended(sets.columns, -1)
+    for rows in slices(len(counts), max(1, TILE_ELEMENTS // most)):
+        entries = torch.where(place < counts[rows, None], sets.begins[rows, None] + place, len(sets.columns))
+        columns = entry_columns[entries].long()
+        yield rows, entries, columns, torch.where(columns[:, 0] == sets.target[rows], 0, ELSEWHERE)
 
 
 def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fill: bool) -> None:
-    for at, entries, columns, target in set_blocks(sets):
-        x, has = behind(logit, -torch.inf)[entries], sets.ends[at] > sets.begins[at]
-        room = [None if into is None else torch.empty_like(into[at]) for into in out[:-1]]
-        vectors = [(each, tuple([torch.empty_like(into[at]) for into in of_each])) for each, of_each in out.statistics]
-        found = Outputs._make([*room, tuple([StatisticOutputs(*each) for each in vectors])])
-        row_stats(found, Stored(x, None), x.shape[1], target, None, ratio, columns)
-        for into, value in zip((*out[:-1], *out.vectors), (*found[:-1], *found.vectors), strict=True):
+    for rows, entries, columns, target in set_blocks(sets):
+        x, has = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
+        room = [None if into is None else torch.empty_like(into[rows]) for into in out[:-1]]
+        vectors = [
+            StatisticOutputs(statistic, tuple([torch.empty_like(into[rows]) for into in outputs]))
+            for statistic, outputs in out.statistics
+        ]
+        block = Outputs._make([*room, tuple(vectors)])
+        row_stats(block, Stored(x, None), x.shape[1], target, None, ratio, columns)
+        for into, value in zip((*out[:-1], *out.vectors), (*block[:-1], *block.vectors), strict=True):
             if into is not None and value is not None:
-                into[at] = torch.where(has, value, torch.zeros_like(value) if fill else into[at])
+                into[rows] = torch.where(has, value, torch.zeros_like(value) if fill else into[rows])
 
 
 def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, transform: Transform) -> None:
-    for at, entries, _, target in set_blocks(sets):
-        x, here = behind(logit, -torch.inf)[entries], of_rows(terms, at)
-        here = here._replace(target=target)
-        made, real = torch.empty_like(x), entries < len(logit)
-        row_grad(made, Stored(x, None), None, here, None, (), None, 0, of_rows(transform, at))
-        dlogits[entries[real]] = made[real]
+    for rows, entries, _, target in set_blocks(sets):
+        x, row_terms = appended(logit, -torch.inf)[entries], of_rows(terms, rows)
+        row_terms = row_terms._replace(target=target)
+        grad, real = torch.empty_like(x), entries < len(logit)
+        row_grad(grad, Stored(x, None), None, row_terms, None, (), None, 0, of_rows(transform, rows))
+        dlogits[entries[real]] = grad[real]
 
 
-def behind(values: Tensor, last: float) -> Tensor:
-    """Values [n] and one behind them."""
+def appended(values: Tensor, last: float) -> Tensor:
+    """Values [n] and ``last`` behind them."""
     return torch.nn.functional.pad(values, (0, 1), value=last)
 
 
@@ -277,23 +281,23 @@ def dot_columns(
     rows: Tensor,
     nothing: float = 0.0,
 ) -> None:
-    for at in slices(len(columns), max(1, GATHERED // max(1, weight.shape[1]))):
-        ids = columns[at].clamp(min=0)
-        h, w = hidden[rows[at]].to(weight.dtype), weight[ids]
+    for block in slices(len(columns), max(1, GATHERED // max(1, weight.shape[1]))):
+        ids = columns[block].clamp(min=0)
+        h, w = hidden[rows[block]].to(weight.dtype), weight[ids]
         x = (h.to(logit.dtype) * w.to(logit.dtype)).sum(1, keepdim=True)
-        x = transformed(x, None if bias is None else bias[ids, None], of_rows(transform, rows[at]))
-        logit[at] = x.squeeze(1).masked_fill(columns[at] < 0, nothing)
+        x = transformed(x, None if bias is None else bias[ids, None], of_rows(transform, rows[block]))
+        logit[block] = x.squeeze(1).masked_fill(columns[block] < 0, nothing)
 
 
 def add_rows(out: Tensor, table: Tensor, places: Tensor, factors: Tensor, row: Tensor, together: bool = False) -> None:
     real = (places >= 0) & (row >= 0)
     places, order = places[real].sort(stable=True)
     row, factors = row[real][order], factors[real][order]
-    for at in slices(len(places), max(1, GATHERED // max(1, table.shape[1]))):
+    for block in slices(len(places), max(1, GATHERED // max(1, table.shape[1]))):
         # each block of entries adds one row for each of its places
-        place, each = places[at].unique_consecutive(return_inverse=True)
-        terms = table[row[at]].to(factors.dtype) * factors[at, None]
-        out.index_add_(0, place, terms.new_zeros(len(place), terms.shape[1]).index_add_(0, each, terms).to(out.dtype))
+        place, group = places[block].unique_consecutive(return_inverse=True)
+        terms = table[row[block]].to(factors.dtype) * factors[block, None]
+        out.index_add_(0, place, terms.new_zeros(len(place), terms.shape[1]).index_add_(0, group, terms).to(out.dtype))
 
 
 def kept_sets(
@@ -315,34 +319,35 @@ def kept_sets(
 ) -> None:
     for entries in (rows, columns):
         entries.fill_(-1)
-    token, at = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
+    token, position = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
     if offsets is None:
         offsets = torch.cat([token, token[-1:] + 1]) * (len(ids) // len(target))
     wrong = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
-    wrong = wrong | ((at >= offsets[-1]) & (ids != BEHIND)).any()
+    wrong = wrong | ((position >= offsets[-1]) & (ids != BEHIND)).any()
     offsets = torch.where(wrong, 0, offsets)
     within = token % length
     # tokens that no row predicts go with rows that predict none
     row = token - within + (within - shift) % length
     counts = (within >= shift) & (target[row] >= 0)
-    of = (torch.searchsorted(offsets, at, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
-    real, known = (at < offsets[of + 1]) & counts[of] & (ids != -1), (ids >= 0) & (ids < vocab)
-    has = torch.zeros_like(token).index_add_(0, of, real.long()) > 0
+    token_of = (torch.searchsorted(offsets, position, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
+    real = (position < offsets[token_of + 1]) & counts[token_of] & (ids != -1)
+    in_vocabulary = (ids >= 0) & (ids < vocab)
+    has = torch.zeros_like(token).index_add_(0, token_of, real.long()) > 0
     # the first of equals stays, and the target has another entry
-    keys = torch.where(real, of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
-    again, is_target = torch.zeros_like(real), ids == target[row][of]
-    again[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
+    keys = torch.where(real, token_of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
+    is_repeated, is_target = torch.zeros_like(real), ids == target[row][token_of]
+    is_repeated[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
     first = offsets[:-1] + token
     if bias is not None and entry_bias is not None:
-        named = torch.where(real & is_target & ~again, first[of], len(entry_bias))
-        entry_bias.copy_(behind(entry_bias, 0.0).scatter_(0, named, bias)[:-1])
-        entry_bias[at + of + 1] = bias
-    again = again | is_target
+        slots = torch.where(real & is_target & ~is_repeated, first[token_of], len(entry_bias))
+        entry_bias.copy_(appended(entry_bias, 0.0).scatter_(0, slots, bias)[:-1])
+        entry_bias[position + token_of + 1] = bias
+    is_repeated = is_repeated | is_target
     begins[row], ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
     rows[first], columns[first] = row, torch.where(has, target[row], -1).int()
-    rows[at + of + 1] = row[of]
-    columns[at + of + 1] = torch.where(real & known & ~again, ids, -1).int()
-    wrong = wrong | (real & ~known).any()
+    rows[position + token_of + 1] = row[token_of]
+    columns[position + token_of + 1] = torch.where(real & in_vocabulary & ~is_repeated, ids, -1).int()
+    wrong = wrong | (real & ~in_vocabulary).any()
     wrong = wrong | (counts & ~has).any() if everywhere else wrong
     for number in (one_or_nan, inverse):
         number.masked_fill_(wrong, torch.nan)
@@ -376,11 +381,11 @@ def transformed(x: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
 
 def slope(x: Tensor, transform: Transform) -> Tensor | float:
     """d x / d raw logit, from the transformed logit [rows, columns]."""
-    each = 1.0 if transform.row_scale is None else transform.row_scale[:, None]
-    factor = each if transform.logit_scale is None else each * transform.logit_scale
+    row_scale = 1.0 if transform.row_scale is None else transform.row_scale[:, None]
+    factor = row_scale if transform.logit_scale is None else row_scale * transform.logit_scale
     if transform.softcap is None:
         return factor
-    return (x / (transform.softcap * each)).square_().neg_().add_(1.0).mul_(factor)
+    return (x / (transform.softcap * row_scale)).square_().neg_().add_(1.0).mul_(factor)
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
@@ -391,11 +396,8 @@ def row_blocks(logits: Tensor) -> list[slice]:
 
 def of_rows(record: Any, rows: slice | Tensor) -> Any:
     """A tuple of vectors, and of such tuples, at some rows."""
-    found = [
-        one[rows] if isinstance(one, Tensor) else of_rows(one, rows) if isinstance(one, tuple) else one
-        for one in record
-    ]
-    return type(record)(*found) if hasattr(record, "_fields") else found
+    values = [x[rows] if isinstance(x, Tensor) else of_rows(x, rows) if isinstance(x, tuple) else x for x in record]
+    return type(record)(*values) if hasattr(record, "_fields") else values
 
 
 def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:

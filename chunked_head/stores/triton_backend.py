@@ -63,14 +63,14 @@ class TritonBackend(Backend):
     merge_softmax = staticmethod(statistics.merge_softmax)
     quantise_ = staticmethod(statistics.quantise)
 
-    def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
+    def check(self, device: torch.device, dtype: torch.dtype, label: str) -> None:
         if device.type != "cuda" and not INTERPRETED:
             raise ValueError(
                 "backend='triton' needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on "
                 f"{device}: use backend='torch'"
             )
         if dtype == torch.float64:
-            raise ValueError(f"backend='triton' computes in fp32 at most, {what} is float64: use backend='torch'")
+            raise ValueError(f"backend='triton' computes in fp32 at most, {label} is float64: use backend='torch'")
 
     def store(
         self,

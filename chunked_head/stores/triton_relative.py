@@ -30,7 +30,7 @@ class RelativeStore(HalfStore):
 
     name = "relative"
     description = "logits relative to strips of columns"
-    parts: Tensor | None = None  # of each sum over the vocabulary that comes with the gradient
+    partial_sums: Tensor | None = None  # of each sum over the vocabulary that comes with the gradient
     arrived: Tensor | None = None
     level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
     frequent: FrequentRows | None = None
@@ -45,20 +45,22 @@ class RelativeStore(HalfStore):
         relative = stored and cls.name == "relative"
         strips = gpu.strips_of(sizes.vocab, relative)
         # offsets, and for each softmax a sum of exponentials and what statistics are made of
-        numbers = 1 + sum(1 + sum(len(each.vectors) for each in statistics) for statistics in demand.statistics)
+        numbers = 1 + sum(
+            1 + sum(len(statistic.vectors) for statistic in statistics) for statistics in demand.statistics
+        )
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
         if last < LOOP:
             return
         yield from FrequentRows.buffers(sizes, rows)
-        parts = part_sums(sizes, rows) // 4
-        if parts > (numbers - 1) * strips * strip_rows(rows):  # else in the place of the strips' sums
-            yield Buffer("gradient of hidden, parts", (parts,), torch.float32, LOOP, LOOP)
+        partial_elements = part_sums(sizes, rows) // 4
+        if partial_elements > (numbers - 1) * strips * strip_rows(rows):  # else in the place of the strips' sums
+            yield Buffer("gradient of hidden, parts", (partial_elements,), torch.float32, LOOP, LOOP)
         if sizes.teacher_last and pairing is not None:
             shape = rows, len(demand.sums), cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
             yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
-        super().__init__(backend, head, plan, every, tiled)
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+        super().__init__(backend, head, plan, all_rows, tiled)
         sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or sizes.keeps_sweep
@@ -76,9 +78,11 @@ class RelativeStore(HalfStore):
             demand.statistics,
         )
         if self.arrived is not None:
-            parts, place = part_sums(sizes, rows) // 4, self.strips.all_sums()
-            fits = parts <= len(place)
-            self.part_sums = place[:parts] if fits else empty(parts, dtype=torch.float32, device=device)
+            partial_elements, place = part_sums(sizes, rows) // 4, self.strips.all_sums()
+            fits = partial_elements <= len(place)
+            self.part_sums = (
+                place[:partial_elements] if fits else empty(partial_elements, dtype=torch.float32, device=device)
+            )
         self.softmaxes = [ratio_of(ratio) for ratio, _ in demand.views], [columns for _, columns in demand.views]
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
         if sizes.teacher_made:
@@ -90,13 +94,13 @@ class RelativeStore(HalfStore):
             self.teacher_strips = Strips.empty(rows, strip_count, device, (demand.pairing.statistics,))
         if plan.teacher_last:
             programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
-            self.parts = empty(len(demand.sums), programs, stride, dtype=torch.float32, device=device)
+            self.partial_sums = empty(len(demand.sums), programs, stride, dtype=torch.float32, device=device)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         """Logits relative to their strips' maxima, or exponentials relative to the target's logit; only strips'
         sums where there is no buffer."""
         head, count, stored = self.head, rows.target.shape[0], None
-        made = transform(head, rows.scale)
+        logit_transform = transform(head, rows.scale)
         tile_logit = None if head.fp8 is not None else self.tile_logit[:count]
         assert rows.source is not None
         statistics.clean_rows(
@@ -107,7 +111,7 @@ class RelativeStore(HalfStore):
             out.target_logit,
             head.weight,
             head.bias,
-            made,
+            logit_transform,
             self.arrived,
             tile_logit,
         )
@@ -116,7 +120,9 @@ class RelativeStore(HalfStore):
         self.stored_strips = strips = self.strips.of_rows(count)
         if out.column_logits is not None:
             assert rows.columns is not None
-            statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, made)
+            statistics.dot_columns(
+                out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, logit_transform
+            )
         if self.buffer is not None:
             stored = self.buffer[:count, : self.vocab]
             if self.level is not None:
@@ -129,7 +135,7 @@ class RelativeStore(HalfStore):
                 *operands,
                 head.class_weights,
                 None if self.level is None else out.target_logit,
-                made,
+                logit_transform,
                 self.tile,
                 *self.softmaxes,
                 counted_of(rows),
@@ -151,7 +157,7 @@ class RelativeStore(HalfStore):
         teacher, count = rows.teacher, rows.target.shape[0]
         if teacher is None or teacher.hidden is None or teacher.weight is None or normalize is None:
             return super().teacher_logits(rows, columns, normalize)
-        buffer, made = self.teacher_buffer[:count, columns], transform(teacher, rows.scale)
+        buffer, logit_transform = self.teacher_buffer[:count, columns], transform(teacher, rows.scale)
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer,
@@ -161,7 +167,7 @@ class RelativeStore(HalfStore):
             teacher.bias,
             None,
             None,
-            made,
+            logit_transform,
             self.teacher_tile,
             counted=counted_of(rows),
         )
@@ -175,27 +181,27 @@ class RelativeStore(HalfStore):
             counted = self.differentiated(rows)
             return self.differentiate_(dlogits, stored, head, 0, rows, stats, coefficients, teacher, counted)
         # a teacher's logits and statistics are made here, some rows at a time, and the divergence with them
-        for at in slices(len(dlogits), self.teacher_rows):
-            some, out = rows.narrow(at), stats.narrow(at)
+        for tokens in slices(len(dlogits), self.teacher_rows):
+            block, out = rows.narrow(tokens), stats.narrow(tokens)
             assert self.demand.pairing is not None
             outputs = teacher_outputs(out, self.demand.pairing)
-            self.teacher_stored = self.teacher_logits(some, slice(self.sizes.teacher_columns), outputs)
-            assert self.parts is not None
+            self.teacher_stored = self.teacher_logits(block, slice(self.sizes.teacher_columns), outputs)
+            assert self.partial_sums is not None
             self.differentiate_(
-                dlogits[at],
-                stored.narrow(at),
+                dlogits[tokens],
+                stored.narrow(tokens),
                 head,
                 0,
-                some,
+                block,
                 out,
-                coefficients.narrow(at),
+                coefficients.narrow(tokens),
                 self.teacher_stored,
-                self.differentiated(some),
-                self.parts[:, :, at].unbind(),
+                self.differentiated(block),
+                self.partial_sums[:, :, tokens].unbind(),
             )
-        if self.parts is not None:
-            for i, part in enumerate(self.parts.unbind()):
-                torch.sum(part[:, : len(dlogits)], 0, out=stats.as_dict()[f"sum{i}"])
+        if self.partial_sums is not None:
+            for i, partial in enumerate(self.partial_sums.unbind()):
+                torch.sum(partial[:, : len(dlogits)], 0, out=stats.as_dict()[f"sum{i}"])
         return dlogits
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
@@ -203,16 +209,16 @@ class RelativeStore(HalfStore):
         if sums_frequent(self.sizes, self.rows, out.dtype):
             if self.frequent is None:
                 self.frequent = FrequentRows(self.every_target_sorted.columns, self.sizes, self.rows)
-            self.frequent.add(dlogits, rows, first)
+            self.frequent.add_chunk(dlogits, rows, first)
 
     def finish(self, grads: Gradients) -> None:
         if self.frequent is not None and grads.weight is not None:
-            self.frequent.put(grads.weight)
+            self.frequent.replace(grads.weight)
 
     @functools.cached_property
     def every_target_sorted(self) -> products.SortedColumns:
         """Targets of all tokens of the call."""
-        return self.sorted_targets(self.every.target)
+        return self.sorted_targets(self.all_rows.target)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
         if self.head.add_targets is not None:
@@ -291,8 +297,8 @@ class FastStore(RelativeStore):
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 28,), BYTE, SWEEP, LOOP)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
-        super().__init__(backend, head, plan, every, tiled)
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+        super().__init__(backend, head, plan, all_rows, tiled)
         if self.buffer is None:
             return
         device = head.weight.device
@@ -303,21 +309,21 @@ class FastStore(RelativeStore):
         self.factors = empty(3, strip_rows(self.sizes.tokens), dtype=torch.float32, device=device)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        at, exp = rows.tokens, self.stored.logits
+        tokens, exp = rows.tokens, self.stored.logits
         assert self.level is not None
-        made, ordered, occurrences = self.factors[:, at.start :], None, None
+        row_factors, ordered, occurrences = self.factors[:, tokens.start :], None, None
         # hidden states of all ranks' tokens, which are here for this chunk only
-        gathered = rows.source if rows.order is not None and self.every.order is None else None
+        gathered = rows.source if rows.order is not None and self.all_rows.order is None else None
         if grads.weight is not None:
             ordered = self.every_target_sorted if gathered is None else self.sorted_targets(rows.target)
             occurrences = ordered.occurrences
             if occurrences is not None and gathered is None:
-                occurrences = occurrences[at]
+                occurrences = occurrences[tokens]
         terms = terms_of(self.demand, rows.target, stats, coefficients)
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
             exp,
-            made,
+            row_factors,
             None if grads.weight is None else rows.hidden,
             self.stored_strips,
             self.gpu.strip_width(relative=False),
@@ -329,9 +335,9 @@ class FastStore(RelativeStore):
             occurrences,
         )
         if grads.hidden is not None:
-            factors = products.Factors(rows.target, *made[:2])
-            self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(at), True, factors)
-            grads.hidden_done(at)
+            factors = products.Factors(rows.target, *row_factors[:2])
+            self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
+            grads.hidden_done(tokens)
         if grads.weight is not None and ordered is not None:
             self.add_dweight(exp, rows, grads.weight, rows.first == 0 and grads.fresh)
             if gathered is not None:
@@ -341,7 +347,7 @@ class FastStore(RelativeStore):
     def finish(self, grads: Gradients) -> None:
         super().finish(grads)
         if grads.weight is not None and not self.gathered:
-            self.add_target_rows(self.every.hidden, self.every_target_sorted, 0, grads.weight, self.every.order)
+            self.add_target_rows(self.all_rows.hidden, self.every_target_sorted, 0, grads.weight, self.all_rows.order)
 
     def add_target_rows(
         self, hidden: Tensor, targets: products.SortedColumns, first: int, d_weight: Tensor, order: Tensor | None

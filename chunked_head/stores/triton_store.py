@@ -49,13 +49,13 @@ class FrequentRows:
         self.sums = empty(count, sizes.hidden, dtype=torch.float32, device=device)
         self.picked = empty(rows, count, dtype=sizes.dtype, device=device)
 
-    def add(self, dlogits: Tensor, rows: Rows, first: bool) -> None:
+    def add_chunk(self, dlogits: Tensor, rows: Rows, first: bool) -> None:
         """Adds a chunk's products, or stores them where it is the ``first``."""
         picked = self.picked[: len(dlogits)]
         products.pick_columns(picked, dlogits, self.targets, self.step, counted_of(rows))
         add_dweight(picked, rows.hidden, self.sums, first)
 
-    def put(self, out: Tensor) -> None:
+    def replace(self, out: Tensor) -> None:
         """Puts the sums in the place of their rows."""
         products.put_rows(out, self.sums, self.targets, self.step)
 
@@ -89,8 +89,8 @@ class HalfStore(MatmulStore):
         else:
             yield from super().tile_buffers(sizes, rows, columns)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
-        super().__init__(backend, head, plan, every, tiled)
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+        super().__init__(backend, head, plan, all_rows, tiled)
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
         if self.sizes.fp8:
@@ -123,8 +123,8 @@ class HalfStore(MatmulStore):
 class GradStore(HalfStore):
     """Gradients of logits whose statistics are known: the matmul stores them in place of the logits."""
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, every: Rows, tiled: bool):
-        super().__init__(backend, head, plan, every, tiled)
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+        super().__init__(backend, head, plan, all_rows, tiled)
         elements = self.rows * padded_columns(self.columns)
         self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
 
@@ -134,7 +134,7 @@ class GradStore(HalfStore):
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
         common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns)
-        made = transform(head, rows.scale)
+        logit_transform = transform(head, rows.scale)
         for operands, blocks in self.operands(rows, head, tile.start == 0):
             gradients.grad_logits(
                 dlogits,
@@ -142,7 +142,7 @@ class GradStore(HalfStore):
                 head.class_weights,
                 common,
                 tile.start,
-                made,
+                logit_transform,
                 self.gpu.logits,
                 counted_of(rows),
                 blocks,
@@ -160,7 +160,7 @@ class GradStore(HalfStore):
                     (),
                     None,
                     tile.start,
-                    made,
+                    logit_transform,
                     entries=(ids, added, None, None),
                 )
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits

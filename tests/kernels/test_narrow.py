@@ -121,7 +121,7 @@ def test_the_last_factor_of_many_numbers(numbers: int, inplace: bool) -> None:
     assert bool((out == 0.5).all())
     if inplace:
         few = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
-        scale(few, few, torch.tensor(0.5, device="cuda"), more=out)
+        scale(few, few, torch.tensor(0.5, device="cuda"), second=out)
         assert bool((out == 0.25).all() & (few == 0.5).all())
 
 
