@@ -26,6 +26,8 @@ if not HAS_GPU:
         quick_interpreter.install()
 importlib.import_module("torch._decomp.decompositions_for_jvp")  # scripts functions, which call torch's own
 importlib.import_module("torch._dynamo")  # lists torch's functions when it is imported: not those of uninitialised.py
+# lists them again once torch.distributed has been imported; 2.9 to 2.15 have this name
+LIST_FUNCTIONS = getattr(importlib.import_module("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", bool)
 
 # no examples remembered from earlier runs; test_properties.py pins its draw
 settings.register_profile("repeatable", database=None)
@@ -133,6 +135,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def memory_shows(request: pytest.FixtureRequest) -> Iterator[None]:
     """Numbers that nobody has written, and writes beyond a tensor."""
+    LIST_FUNCTIONS()
     with uninitialised.shown(gpu=request.config.option.guards):
         yield
 
