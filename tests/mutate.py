@@ -59,12 +59,12 @@ MUTATIONS = [Mutation(*row) for row in (
     ("key: a Spec without what is returned", "chunked_head/call/spec.py", "options = call.function, call.outputs, static,", "options = call.function, static,", KEYS + " -k specs"),
     ("key: a Spec without its metrics", "chunked_head/call/spec.py", "tuple([metric.signature for metric in metrics])", "len(metrics)", KEYS + " -k specs"),
     ("key: a plan without its tokens", "chunked_head/call/planning.py", "        len(tokens.targets),\n        makes_grads,", "        0,\n        makes_grads,", KEYS + " -k one_spec"),
-    ("key: a plan without the request", "chunked_head/plan/planner.py", "PLANS.made((sizes, request), ", "PLANS.made((sizes, Request()), ", KEYS + " -k of_requests"),
+    ("key: a plan without the request", "chunked_head/plan/planner.py", "PLANS.get_or_make((sizes, request), ", "PLANS.get_or_make((sizes, Request()), ", KEYS + " -k of_requests"),
     ("key: a recording without strides", "chunked_head/call/recording.py", "(x.dtype, x.shape, x.stride(), x", "(x.dtype, x.shape, x", KEYS + " -k one_spec"),
     ("key: a recipe without autocast", "chunked_head/compile/recipes.py", "text_of((FORMAT, arguments, autocast))", "text_of((FORMAT, arguments))", KEYS + " -k recipes"),
-    ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "RESULTS.made((key, about, ", "RESULTS.made((key, ", KEYS + " -k found_out"),
+    ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "RESULTS.get_or_make((key, about, ", "RESULTS.get_or_make((key, ", KEYS + " -k found_out"),
     ("key: a factory without its options", "chunked_head/losses/base.py", "repr((args, options))", "repr(args)", KEYS + " -k by_their_numbers"),
-    ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSSES.made(coefficients, ", "LOSSES.made(coefficients[:1], ", KEYS + " -k by_their_numbers"),
+    ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSSES.get_or_make(coefficients, ", "LOSSES.get_or_make(coefficients[:1], ", KEYS + " -k by_their_numbers"),
     # PyTorch's operations
     ("sign: the target's term", TORCH, "(row_terms.target, -row_terms.beta, row_terms.target_logit)", "(row_terms.target, row_terms.beta, row_terms.target_logit)", CROSS),
     ("sign: label smoothing's term", TORCH, "grad -= row_terms.kappa[:, None]", "grad += row_terms.kappa[:, None]", CROSS),
@@ -83,7 +83,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("mask: a mask that is not read", TORCH, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", "tests/functions/test_targets.py"),
     # e4m3 operands
     ("scale: lengths of e4m3 rows", "kernels/statistics/quantise.py", "of_row * tl.sqrt_rn(", "of_row * 1.0 * (", "tests/kernels/test_quantised.py"),
-    ("scale: a weight whose numbers do not fit e4m3 is rounded again", "kernels/statistics/launch.py", "for divisor in (None, again):", "for divisor in (None,):", "tests/kernels/test_quantised.py -k unlike"),
+    ("scale: a weight whose numbers do not fit e4m3 is rounded again", "kernels/statistics/launch.py", "for divisor in (None, second_divisor):", "for divisor in (None,):", "tests/kernels/test_quantised.py -k unlike"),
     ("scale: rows of e4m3 hidden states", "kernels/common/blocks.py", "other=0.0) * tl.load(scale_ptr)", "other=0.0) * 1.0", "tests/kernels/test_quantised.py"),
     ("scale: what e4m3 hidden states have in common", "kernels/statistics/quantise.py", "            x -= mean\n", "            x -= mean * 0.5\n", "tests/functions/test_fp8.py -k blocks"),
     ("offset: blocks of exact logits in a tile", "kernels/gradients/grad_logits.py", "BLOCK_N) * BLOCK_N - first_column", "BLOCK_N) * BLOCK_N", "tests/functions/test_fp8.py -k blocks"),
@@ -113,7 +113,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("offset: sums of a target in several pieces", "kernels/products/dweight.py", "range(end, stop, AT_ONCE)", "range(end, stop, 2 * AT_ONCE)", KERNELS + " -k add_rows"),
     ("sign: offsets of strips", "kernels/common/transform.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
-    ("mask: targets among kept columns", "kernels/statistics/row_stats.py", "inside & (column == target)", "inside", "tests/functions/test_kept.py"),
+    ("mask: targets among kept columns", "kernels/statistics/row_stats.py", "in_row & (column == target)", "in_row", "tests/functions/test_kept.py"),
     ("sign: entropy over ranks, in kernels", "kernels/statistics/entropy.py", "share * (numbers[0] - log_share)", "share * (numbers[0] + log_share)", RANKS + " -k kernels"),
     ("mask: rows that no kernel wrote in a bias's gradient", "chunked_head/stores/triton_relative.py", "return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)", "return counted_of(rows)", "tests/functions/test_skip_ignored.py -k trained_bias"),
     # from statistics to coefficients
@@ -180,7 +180,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("ranks: counts of all ranks' tokens", "chunked_head/call/objectives.py", "counted=counted, one_or_nan", "counted=tokens.counted, one_or_nan", RANKS + " -k cross-entropy"),
     # plans
     ("plan: the bias's gradient", "chunked_head/plan/plans.py", "if sizes.bias_grad:", "if False:", PLANS + " " + MEMORY),
-    ("plan: vectors of tokens", "chunked_head/plan/plans.py", "(tokens, demand.numbers)", "(0, 5)", LOSS_MEMORY),
+    ("plan: vectors of tokens", "chunked_head/plan/plans.py", "(tokens, demand.numbers_per_token)", "(0, 5)", LOSS_MEMORY),
     ("plan: logits of a chunk", "chunked_head/stores/store.py", 'Buffer("logits", (rows, sizes.vocab)', 'Buffer("logits", (0, sizes.vocab)', MEMORY + " -k test_prediction"),
     ("plan: a tile of logits", "chunked_head/stores/store.py", 'yield Buffer("logits of a tile", (rows, columns)', 'yield Buffer("logits of a tile", (0, columns)', MEMORY + " -k test_prediction"),
     ("plan: a teacher's logits", "chunked_head/stores/store.py", 'Buffer("teacher\'s logits", (buffer_rows, columns)', 'Buffer("teacher\'s logits", (0, columns)', LOSS_MEMORY + " -k test_prediction"),

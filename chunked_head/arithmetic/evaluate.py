@@ -199,7 +199,7 @@ def arithmetic_of(
     code, numbers = structure.split
     key = code, tuple(leaves), tuple(inputs.fields), inputs.token_fields, tuple(inputs.metric_weights), kinds
     arguments: list[Tensor | float] = [*tensors, *numbers]
-    return KERNELS.made(key, lambda: make_arithmetic(structure, leaves, inputs, arguments)), arguments
+    return KERNELS.get_or_make(key, lambda: make_arithmetic(structure, leaves, inputs, arguments)), arguments
 
 
 def make_arithmetic(
@@ -292,24 +292,24 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
     """
     total: Named = {}
 
-    def add(name: str, value: Tensor) -> None:
+    def add_coefficient(name: str, value: Tensor) -> None:
         total[name] = total[name] + value if name in total else value
 
     for i, (r, _) in enumerate(structure.views):
         suffix = SUFFIX[i]
         if "lse" + suffix in grads:
-            add("alpha" + suffix, r * grads["lse" + suffix])
+            add_coefficient("alpha" + suffix, r * grads["lse" + suffix])
         if "logprob" + suffix in grads:
             g = r * grads["logprob" + suffix]
-            add("alpha" + suffix, -g)
-            add("beta", -g)
+            add_coefficient("alpha" + suffix, -g)
+            add_coefficient("beta", -g)
         for statistic in statistics_at(i):
             name = vectors_at(statistic, i)[0]
             if statistic.slopes is not None and name in grads:
                 for factor, value in statistic.slopes(grads[name], leaves[name], r).items():
-                    add(factor + suffix, value)
+                    add_coefficient(factor + suffix, value)
     if "column_logits" in grads:
-        add("columns", grads["column_logits"].contiguous())  # as kernels read it
+        add_coefficient("columns", grads["column_logits"].contiguous())  # as kernels read it
     for i, vocabulary_sum in enumerate(structure.sums):
         if (name := f"sum{i}") not in grads:
             continue
@@ -319,6 +319,6 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
             slopes: Any = sums.get(vocabulary_sum.function.total, vocabulary_sum.function.total)
             # a user's slopes may be infinite where the loss takes none of them
             share = torch.where(g == 0, 0.0, g * slopes) if vocabulary_sum.function.source else g * slopes
-            add("alpha" + SUFFIX[vocabulary_sum.view], -share)
-        add(name, g)
+            add_coefficient("alpha" + SUFFIX[vocabulary_sum.view], -share)
+        add_coefficient(name, g)
     return total

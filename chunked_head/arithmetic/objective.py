@@ -225,7 +225,7 @@ class ScalarObjective(LossObjective):
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (loss_upstream,) = upstream
         assert loss_upstream is not None
-        return Coefficients.from_dict(self.coefficients_at_once(stats)).times(self.expected.factors(loss_upstream)[0])
+        return Coefficients.from_dict(self.coefficients_at_once(stats)) * self.expected.factors(loss_upstream)[0]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -284,8 +284,8 @@ class StatsObjective(Objective):
             return stats["weighted_sum"] / self.structure.vocab
         if name == "log_sum_sq_probs":
             # not the difference of both lse, which has lost what lies below an ulp of the logits
-            start, rest = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("start", "rest"))
-            return start - rest
+            differences = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("start", "rest"))
+            return torch.sub(*differences)
         value = stats[LEAF.get(name, name)]
         return value if value.is_floating_point() else value.long()
 

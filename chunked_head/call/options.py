@@ -130,7 +130,7 @@ class Execution(TypedDict, total=False):
     parallel: VocabParallel | TokenParallel | None
 
 
-class Head(Execution, total=False):
+class HeadOptions(Execution, total=False):
     """Keywords of every function of a head, as ``linear_cross_entropy`` documents them."""
 
     bias: Tensor | None
@@ -140,7 +140,7 @@ class Head(Execution, total=False):
     shift: int
 
 
-class LogitsHead(TypedDict, total=False):
+class LogitsOptions(TypedDict, total=False):
     """Keywords of every function of logits that exist already, as ``logits_loss`` documents them."""
 
     ignore_index: int
@@ -314,14 +314,14 @@ CHECKS: dict[str, Callable[[Any], Any]] = {name: row.metadata["check"] for name,
     "token_weights": lambda x: checks.check_tensor("token_weights", x, optional=True),
     "mask": lambda x: checks.check_tensor("mask", x, optional=True),
 }
-# defaults of the keywords of ``Head``
-DEFAULTS = {row.name: row.default for row in fields(Call) if row.name in Head.__annotations__}
+# defaults of the keywords of ``HeadOptions``
+DEFAULTS = {row.name: row.default for row in fields(Call) if row.name in HeadOptions.__annotations__}
 
 
 def call_of(
-    function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: Head, **call_fields: Any
+    function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: HeadOptions, **call_fields: Any
 ) -> Call[Any]:
-    """A call on hidden states; a TypeError for keywords that are none of ``Head``'s. ``call_fields``: further
+    """A call on hidden states; a TypeError for keywords that are none of ``HeadOptions``'s. ``call_fields``: further
     fields."""
     if options.keys() - DEFAULTS.keys():
         refuse_names(function, options.keys() - DEFAULTS.keys())
@@ -336,12 +336,17 @@ def call_of(
 
 
 def logits_call_of(
-    function: str, logits: Tensor, target: Tensor | None, options: LogitsHead, inplace: bool = False, **call_fields: Any
+    function: str,
+    logits: Tensor,
+    target: Tensor | None,
+    options: LogitsOptions,
+    inplace: bool = False,
+    **call_fields: Any,
 ) -> Call[Any]:
     """A call on logits that exist already. ``call_fields`` as in ``call_of``; TypeError for keywords that
-    ``LogitsHead`` lacks."""
-    if options.keys() - LogitsHead.__annotations__.keys():
-        refuse_names(function, options.keys() - LogitsHead.__annotations__.keys())
+    ``LogitsOptions`` lacks."""
+    if options.keys() - LogitsOptions.__annotations__.keys():
+        refuse_names(function, options.keys() - LogitsOptions.__annotations__.keys())
     for argument, tensor in (("logits", logits), ("target", target)):
         checks.check_tensor(argument, tensor, optional=argument == "target")
     logits, target = local_part(logits), local_part(target)

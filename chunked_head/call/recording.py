@@ -85,7 +85,7 @@ def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[R
     if recording.steps is not NOT_YET:
         if buffer is not None:
             buffer.written = plan.schedule == "forward"
-        results = None if recording.steps is None else recording.steps.run(present_inputs)
+        results = None if recording.steps is None else recording.steps.replay(present_inputs)
         return sweep(work, hidden, head) if results is None else results_of(work, recording, results)
     recording.steps = None
     assert work.backend.recording is not None

@@ -270,7 +270,7 @@ def structure_at(
         # the square of a probability is one at half the temperature
         views = (*demand.views, View(2.0)) if squares else demand.views
         statistics = needed([(name, view) for name in call.outputs], len(views))
-        sloped = any(each.slopes is not None for of_view in statistics for each in of_view)
+        sloped = any(s.slopes is not None for of_view in statistics for s in of_view)
         rank_one = not (demand.sums or sloped or squares)
         demand = demand._replace(views=views, statistics=statistics, top_k=call.top_k or 0, rank_one=rank_one)
     if call.weight is None or call.sequence_sharded:
@@ -335,7 +335,7 @@ def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> N
         return
     of_all = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
     checks.refuse({
-        **{of_all.format(each.of_all): each.of_all for each in demand.statistics[0]},
+        **{of_all.format(s.of_all): s.of_all for s in demand.statistics[0]},
         of_all.format("logits of a teacher's ids"): demand.columns,
         of_all.format("top_k"): demand.top_k,
         of_all.format("a dense teacher"): demand.pairing is not None,

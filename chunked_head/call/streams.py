@@ -86,8 +86,8 @@ class Streams(Generic[Result]):
             rank_sums = work.objective.inputs.rank_sums
             ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
-                parts = zip(work.objective.loss_values, losses.terms, strict=True)
-                first, *further = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
+                terms = zip(work.objective.loss_values, losses.terms, strict=True)
+                first, *further = [loss_value * (coefficient * ranks) for loss_value, (coefficient, _) in terms]
                 value = sum(further, first)
             outcomes.append(Outcome((value,), work.plan, tokens, work.objective, stream_stats))
         return self.result(total, outcomes)

@@ -37,7 +37,7 @@ from .tokens import Packing
 #                                                 |                   buffer that is used for every chunk
 #                       store.statistics -------> lse, logprob, ... [n] s each         of this rank's columns
 #                                                 |
-#                       shard.merge ------------> lse, logprob, ... [n] s each         of the vocabulary: one message
+#                       shard.merge_stats ------> lse, logprob, ... [n] s each         of the vocabulary: one message
 #                                                 |                                    of all ranks' statistics
 #   batch fields [n] -- objective.visit --------> values of losses and metrics, summed up
 #                       (arithmetic)              |
@@ -86,7 +86,7 @@ def sweep(
         if work.shard is not None:
             local_targets = rows.target if work.column_sets is None else work.local_targets[rows.tokens]
             inputs = rows.hidden, local_targets, rows.columns, work.token_checks[rows.tokens]
-            work.shard.merge(work.backend.merge_ranks, *inputs, out, objective.demand, store.known_targets)
+            work.shard.merge_stats(work.backend.merge_ranks, *inputs, out, objective.demand, store.known_targets)
         if has_sums and not is_teacher_last:
             store.sum_statistics(rows, out)
             if work.shard is not None:
@@ -299,7 +299,7 @@ class HeadWork(LocalWork):
             sets = SetStore(backend, head, self.column_sets, set_rows, self.objective.demand)
             if not self.has_vocabulary_rows:
                 return sets, lambda chunk: set_rows, [(set_rows.tokens,)]
-        teacher = None if teacher is None else teacher.cast()  # once, as the weight
+        teacher = None if teacher is None else teacher.cast_head()  # once, as the weight
         targets, columns, scale = self.softmax_targets, self.local_columns, self.objective.scale
         order, count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
         every_row = Rows(hidden, targets, columns, scale, teacher, count, order=order)

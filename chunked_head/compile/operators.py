@@ -125,7 +125,7 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
     with torch.no_grad(), kernel_context(operands[0].device):
         work = work_of(key, operands, tensors, needs_grad)
         stats, grads = work.sweep.forward(*work.operands)
-        values = values_of(work, stats)
+        values = returned_values(work, stats)
         if not any(needs_grad):
             return values
         if has_late_gradients(work.call):
@@ -134,7 +134,7 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
         return [*values, expected, *in_shape(ready, operands, needs_grad)]
 
 
-def values_of(work: Work, stats: RowStats) -> list[Tensor]:
+def returned_values(work: Work, stats: RowStats) -> list[Tensor]:
     """The operator's first outputs: values per token in the call's order, or the loss and its packed parts."""
     objective, packing = work.sweep.objective, work.tokens.packing
     outputs = objective.outputs(stats)

@@ -151,7 +151,7 @@ def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> in
 class DhiddenSplit(NamedTuple):
     """Number of parts over the vocabulary of each tile in dhidden's last turn, and of places for their sums."""
 
-    parts: int = 1
+    pieces: int = 1
     units: int = 0
 
 
@@ -171,16 +171,16 @@ def dhidden_split(
     """
     most_units = 4 * multiprocessors if most_units is None else most_units
     key = tile, rows, hidden, vocab, multiprocessors, most_units
-    return SPLITS.made(key, lambda: fewest_turns(*key))
+    return SPLITS.get_or_make(key, lambda: fewest_turns(*key))
 
 
 def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int) -> DhiddenSplit:
-    left = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
+    last_turn = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
     best, fewest = UNCUT, float("inf")
-    for parts in range(1, MOST_PARTS + 1):
-        if parts > 1 and (left * parts > most_units or parts * LEAST_STEPS * tile.block_k > vocab):
+    for pieces in range(1, MOST_PARTS + 1):
+        if pieces > 1 and (last_turn * pieces > most_units or pieces * LEAST_STEPS * tile.block_k > vocab):
             break
-        turns = cdiv(left * parts, multiprocessors) / parts + 0.005 * parts
+        turns = cdiv(last_turn * pieces, multiprocessors) / pieces + 0.005 * pieces
         if turns < fewest:
-            best, fewest = DhiddenSplit(parts, left * parts if parts > 1 else 0), turns
+            best, fewest = DhiddenSplit(pieces, last_turn * pieces if pieces > 1 else 0), turns
     return best

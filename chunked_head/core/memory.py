@@ -34,7 +34,7 @@ class Cache(Generic[Key, Value]):
         value: Value = entry[0]
         return value
 
-    def made(self, key: Key, make: Callable[[], Value]) -> Value:
+    def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
         """The value, made where there is none, outside of the lock: ``make`` may take seconds and ask this cache too.
         Where two threads make one at once, both get that of the first to be done."""
         entry = self._entries.get(key)
@@ -58,9 +58,9 @@ class Cache(Generic[Key, Value]):
                 entry[0] = value
             entry[1] = next(self._clock)
             if len(entries) > self.most:
-                oldest = [each for each, _ in sorted(entries.items(), key=lambda item: item[1][1])]
+                oldest = [key for key, _ in sorted(entries.items(), key=lambda item: item[1][1])]
                 # a few more at a time, since to find them takes a look at all
-                gone += [entries.pop(each) for each in oldest[: len(entries) - self.most + self.most // 64]]
+                gone += [entries.pop(key) for key in oldest[: len(entries) - self.most + self.most // 64]]
         return entry
 
     def clear(self) -> None:
@@ -88,7 +88,7 @@ def recorder() -> Any:
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``torch.empty`` of stores, statistics and gradients."""
-    made = torch.empty(*shape, dtype=dtype, device=device)
+    tensor = torch.empty(*shape, dtype=dtype, device=device)
     if RECORDERS and (listening := recorder()) is not None:
-        listening.made(made)
-    return made
+        listening.add_memory(tensor)
+    return tensor

@@ -206,7 +206,7 @@ class SumTerm(NamedTuple):
     view: int  # of the softmax p among those of the gradient
     coefficient: torch.Tensor | None  # [rows] fp32; None for no term
     total: torch.Tensor | None  # [rows] fp32 of the slopes, where the term reads it
-    part: torch.Tensor | None = None  # [row_programs, rows] fp32: the sum itself, each program's part; None if known
+    partial: torch.Tensor | None = None  # [row_programs, rows] fp32: the sum itself, each program's part; None if known
 
 
 class TeacherSoftmax(NamedTuple):

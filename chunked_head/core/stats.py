@@ -71,7 +71,7 @@ class Demand(NamedTuple):
         return self._replace(views=views, pairing=pairing)
 
     @property
-    def numbers(self) -> int:
+    def numbers_per_token(self) -> int:
         """Numbers of four bytes per token that all statistics are."""
         forms = statistics_of(self).values()
         return sum((form.numbers or 1) * (2 if form.ids == torch.int64 else 1) for form in forms)
@@ -95,35 +95,35 @@ def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
 
 def statistics_of(demand: Demand) -> dict[str, Form]:
     """The statistics of a demand by name, in the order of ranks' messages."""
-    return OF_DEMAND.made(demand, lambda: statistics_anew(demand))
+    return OF_DEMAND.get_or_make(demand, lambda: statistics_anew(demand))
 
 
 def statistics_anew(demand: Demand) -> dict[str, Form]:
     number, local, pairing, forms = Form(), Form(sent=False), demand.pairing, dict[str, Form]()
 
-    def add(names: Iterable[str], form: Form = number) -> None:
+    def add_forms(names: Iterable[str], form: Form = number) -> None:
         forms.update(dict.fromkeys(names, form))
 
     def add_vectors(statistic: Statistic, names: Sequence[str]) -> None:
         for name, vector in zip(names, statistic.vectors, strict=True):
-            add([name], Form(ids=torch.int32 if vector in statistic.ids else None))
+            add_forms([name], Form(ids=torch.int32 if vector in statistic.ids else None))
 
-    add(["target_logit"])
+    add_forms(["target_logit"])
     for view, statistics in enumerate(demand.statistics):
-        add([name + SUFFIX[view] for name in ("start", "rest")])
-        add([name + SUFFIX[view] for name in ("lse", "logprob")], local)
+        add_forms([name + SUFFIX[view] for name in ("start", "rest")])
+        add_forms([name + SUFFIX[view] for name in ("lse", "logprob")], local)
         for statistic in statistics:
             add_vectors(statistic, vectors_at(statistic, view))
     if demand.columns:
-        add(["column_logits"], Form(demand.columns))
+        add_forms(["column_logits"], Form(demand.columns))
     if demand.top_k:
-        add(["top_k_logits"], Form(demand.top_k))
-        add(["top_k_ids"], Form(demand.top_k, torch.int64))
+        add_forms(["top_k_logits"], Form(demand.top_k))
+        add_forms(["top_k_ids"], Form(demand.top_k, torch.int64))
     if pairing is not None:
-        add(["teacher_start", "teacher_rest"])
+        add_forms(["teacher_start", "teacher_rest"])
         for statistic in pairing.statistics:
             add_vectors(statistic, [f"teacher_{name}" for name in statistic.vectors])
-    add(names_of_sums(demand), local)
+    add_forms(names_of_sums(demand), local)
     return forms
 
 
@@ -213,7 +213,7 @@ class Coefficients(Vectors):
     kappa: Tensor | None = None
     columns: Tensor | None = None
 
-    def times(self, factor: Tensor) -> "Coefficients":
+    def __mul__(self, factor: Tensor) -> "Coefficients":
         """The coefficients times ``factor`` []."""
         return Coefficients.from_dict({name: value * factor for name, value in self.as_dict().items()})
 

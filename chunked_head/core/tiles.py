@@ -64,7 +64,7 @@ class Tile(NamedTuple):
     def elements(self) -> int:
         return self.block_m * self.block_n
 
-    def of(self, matrix: Matrix) -> "Tile":
+    def for_operand(self, matrix: Matrix) -> "Tile":
         """The tile for operands like this one: as many bytes of hidden states at a time."""
         if not isinstance(matrix, Quantised):
             return self

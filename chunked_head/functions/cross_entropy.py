@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import losses
-from ..call.options import NO_LOSSES, Call, Head, LogitsHead, OptionsModule, call_of, check_options, logits_call_of
+from ..call.options import (
+    NO_LOSSES,
+    Call,
+    HeadOptions,
+    LogitsOptions,
+    OptionsModule,
+    call_of,
+    check_options,
+    logits_call_of,
+)
 from ..call.run import Outcome
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..core import checks
@@ -33,7 +42,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     upstream: float | Tensor | None = None,
-    **options: Unpack[Head],
+    **options: Unpack[HeadOptions],
 ) -> Call[Tensor]:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
 
@@ -110,7 +119,7 @@ def plain_loss(label_smoothing: float, z_loss: float) -> Losses:
         check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
         coefficients = float(label_smoothing), float(z_loss)
         smoothing, z = coefficients
-        loss = LOSSES.made(coefficients, lambda: losses.cross_entropy(label_smoothing=smoothing) + z_term(z))
+        loss = LOSSES.get_or_make(coefficients, lambda: losses.cross_entropy(label_smoothing=smoothing) + z_term(z))
     return loss
 
 
@@ -292,7 +301,7 @@ def logits_cross_entropy(
     label_smoothing: float,
     z_loss: float,
     inplace: bool,
-    **options: Unpack[LogitsHead],
+    **options: Unpack[LogitsOptions],
 ) -> Call[Tensor]:
     """The cross-entropy of logits [..., C], as ``CrossEntropyLoss.forward`` calls it."""
     call = logits_call_of(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from .. import losses
-from ..call.options import Call, Head, call_of
+from ..call.options import Call, HeadOptions, call_of
 from ..compile.operation import IN_GRAPH, operation
 from ..core.checks import choice, flag, number
 from ..core.stats import all_at_targets
@@ -40,7 +40,7 @@ def linear_divergence(
     entropy: bool = False,
     temperature: float | Tensor = 1.0,  # or [...]
     mask: Tensor | None = None,  # [...] bool
-    **options: Unpack[Head],
+    **options: Unpack[HeadOptions],
 ) -> Call[Tensor | Divergence]:
     """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
     gradients as, for ``divergence="forward_kl"``,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
-from ..call.options import Call, Head, LogitsHead, call_of, logits_call_of
+from ..call.options import Call, HeadOptions, LogitsOptions, call_of, logits_call_of
 from ..compile.operation import IN_GRAPH, operation
 from ..core.checks import flag
 from ..core.stats import all_at_targets
@@ -78,7 +78,7 @@ def linear_logprobs(
     kept_everywhere: bool = False,
     candidates: Tensor | None = None,  # [K] int64, or [..., K]
     candidate_bias: Tensor | None = None,  # of their shape
-    **options: Unpack[Head],
+    **options: Unpack[HeadOptions],
 ) -> Call[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
@@ -196,7 +196,7 @@ def logits_logprobs(
     kept_ids: Tensor | None = None,  # [n] int64, or [..., K]
     kept_offsets: Tensor | None = None,  # [tokens + 1] int64
     kept_everywhere: bool = False,
-    **options: Unpack[LogitsHead],
+    **options: Unpack[LogitsOptions],
 ) -> Call[Any]:
     """The results of ``linear_logprobs``, from logits that exist already: for a loss of one's own, or per-token values
     of any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the

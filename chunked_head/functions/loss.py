@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.options import Call, Head, LogitsHead, call_of, logits_call_of
+from ..call.options import Call, HeadOptions, LogitsOptions, call_of, logits_call_of
 from ..call.run import Outcome
 from ..call.streams import Streams
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
@@ -73,7 +73,7 @@ def linear_loss(
     normalizer: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,  # or [...]
     upstream: float | Tensor | None = None,
-    **options: Unpack[Head],
+    **options: Unpack[HeadOptions],
 ) -> Call[LossOutput] | Streams[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
 
@@ -233,7 +233,7 @@ def logits_loss(
     normalizer: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,  # or [...]
     inplace: bool = False,
-    **options: Unpack[LogitsHead],
+    **options: Unpack[LogitsOptions],
 ) -> Call[LossOutput]:
     """``linear_loss`` on logits that exist already: any sum of losses, with metrics, from one pass over the logits, and
     their gradient from one more in ``backward``. Same values and gradients as there, with

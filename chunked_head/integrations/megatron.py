@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..call.options import CHECKS, Head
+from ..call.options import CHECKS, HeadOptions
 from ..core.checks import choice, flag, refuse
 from ..functions.cross_entropy import linear_cross_entropy
 from ..functions.logprobs import linear_logprobs
@@ -63,9 +63,9 @@ class OutputProcessor:
         entropy: bool = False,
         temperature: float | Tensor = 1.0,
         reduction: str = "none",
-        **options: Unpack[Head],
+        **options: Unpack[HeadOptions],
     ):
-        check_named(options, Head.__annotations__.keys() - set(REFUSED))
+        check_named(options, HeadOptions.__annotations__.keys() - set(REFUSED))
         choice("OutputProcessor", "reduction", reduction, ("none", "sum"))
         flag("logprobs", logprobs)
         flag("entropy", entropy)

@@ -323,7 +323,7 @@ def once(factory: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             return factory(*args, **options)
         if not shared.PLAIN.issuperset(map(type, (*args, *options.values()))):
             return noted(*args, **options)
-        result: Result = FACTORY_RESULTS.made((factory, repr((args, options))), lambda: noted(*args, **options))
+        result: Result = FACTORY_RESULTS.get_or_make((factory, repr((args, options))), lambda: noted(*args, **options))
         return result
 
     return cached_factory

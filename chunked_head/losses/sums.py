@@ -45,7 +45,7 @@ def sum_of(where: str, function: Elementwise, options: Mapping[str, Any] | None,
     if is_paired is None:
         is_paired = parameters_of(where, function) - bool(names) == 2
     key = key_of(function), names, is_paired
-    return Sum(FUNCTIONS.made(key, lambda: trace(where, function, names, is_paired)), numbers)
+    return Sum(FUNCTIONS.get_or_make(key, lambda: trace(where, function, names, is_paired)), numbers)
 
 
 def parameters_of(where: str, function: Elementwise) -> int:
@@ -152,7 +152,7 @@ def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: 
     graph.eliminate_dead_code()
     source = SumWriter(graphs[0], is_paired, len(names)).source(name)
     sum_function = SumFunction(name, InBlocks(graph), "slopes", None, len(names), is_paired, source)
-    return TRACED.made(name, lambda: sum_function)
+    return TRACED.get_or_make(name, lambda: sum_function)
 
 
 class InBlocks:

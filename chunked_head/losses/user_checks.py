@@ -145,14 +145,14 @@ def result_once(
     tensors = measure.tensors if isinstance(measure, Summand) else {}
     key = contents((measure.function, measure.options, tensors))
 
-    def compute() -> Result:
+    def find_apart() -> Result:
         device = device_of(key)
         devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
         forked = torch.random.fork_rng(devices, device_type=kind)
         with torch.inference_mode(False), torch.enable_grad(), forked, device:
             return find(Synthetic(tensors, extra, measure.sums, device))
 
-    result: Result = RESULTS.made((key, about, tuple(measure.sums), tuple(sorted(extra.items()))), compute)
+    result: Result = RESULTS.get_or_make((key, about, tuple(measure.sums), tuple(sorted(extra.items()))), find_apart)
     return result
 
 

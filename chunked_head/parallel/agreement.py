@@ -146,7 +146,7 @@ def agree(fields: dict[str, str], group: Any, device: torch.device, layout: str)
         ranks = ranks_by_device[device] = Ranks(device)
     if not captured:
         ranks.look()
-    agreement = ranks.agreements.made(words, lambda: agreement_of(fields, device))
+    agreement = ranks.agreements.get_or_make(words, lambda: agreement_of(fields, device))
     message = agreement.message if captured else agreement.sent_from(stream)
     agreements = message.new_empty(distributed.get_world_size(group), len(message))
     distributed.all_gather_into_tensor(agreements.view(-1), message, group=group)

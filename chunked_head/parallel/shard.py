@@ -75,7 +75,7 @@ class Shard:
         """Every row's target logit, in place, from 0 where the target is elsewhere."""
         all_reduce(target_logit, self.group)
 
-    def merge(
+    def merge_stats(
         self,
         merge_ranks: Callable[[GatheredStats, RowStats], None],
         hidden: Tensor,  # [rows, hidden]

@@ -65,7 +65,7 @@ def make_plan(sizes: Sizes, request: Request) -> Plan:
 
 def find_plan(sizes: Sizes, request: Request) -> Plan | str:
     """The plan for a call of these sizes, or the reason why there is none."""
-    return PLANS.made((sizes, request), lambda: plan_anew(sizes, request))
+    return PLANS.get_or_make((sizes, request), lambda: plan_anew(sizes, request))
 
 
 def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:

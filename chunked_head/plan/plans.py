@@ -259,7 +259,7 @@ def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
     yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
     yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
-    yield Buffer("statistics", (tokens, demand.numbers), wide, SWEEP, WEIGHT)
+    yield Buffer("statistics", (tokens, demand.numbers_per_token), wide, SWEEP, WEIGHT)
     values = 1 if sizes.late_upstream else demand.values  # one: a loss of each token
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
     if sizes.any_grad:

@@ -59,7 +59,7 @@ class TeacherHead:
     def casts(self) -> bool:
         return self.weight is not None and self.dtype not in (None, self.weight.dtype)
 
-    def cast(self) -> "TeacherHead":
+    def cast_head(self) -> "TeacherHead":
         """The teacher with its head in the dtype of the matmul."""
         if self.dtype is None or self.weight is None:
             return self

@@ -55,8 +55,8 @@ class Names(NamedTuple):
 
 def softmax_names(demand: Demand, view: int) -> Names:
     statistics = tuple([(s, vectors_at(s, view)) for s in demand.statistics[view]])
-    lse, start, log_scale, logprob, target_logit = (name + SUFFIX[view] for name in Names._fields[:-1])
-    return Names(lse, start, log_scale, logprob, target_logit, statistics)
+    lse, start, neg_log_sum, logprob, target_logit = (name + SUFFIX[view] for name in Names._fields[:-1])
+    return Names(lse, start, neg_log_sum, logprob, target_logit, statistics)
 
 
 def teacher_names(pairing: Pairing) -> Names:
@@ -87,9 +87,9 @@ def terms_of(
     for (ratio, width), names in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
             width = None if columns is None else min(max(width - first, 0), columns)
-        start, log_scale, alpha, eta = names
+        start, neg_log_sum, alpha, eta = names
         softmaxes.append(
-            Softmax(vectors[start], vectors[log_scale], factors.get(alpha), factors.get(eta), ratio_of(ratio), width)
+            Softmax(vectors[start], vectors[neg_log_sum], factors.get(alpha), factors.get(eta), ratio_of(ratio), width)
         )
     return Terms(target, stats.target_logit, c.beta, c.kappa, tuple(softmaxes))
 
@@ -244,7 +244,7 @@ class MatmulStore(Store):
         largest = (sizes if rows.scale is None else sizes * rows.scale).amax()
         gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
         gain = torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
-        return coefficients.times(1.0 / gain), gain
+        return coefficients * (1.0 / gain), gain
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
         pairing, views, vectors = self.demand.pairing, self.demand.views, out.as_dict()

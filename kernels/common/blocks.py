@@ -34,10 +34,10 @@ def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EX
         return desc.load([row, column])
     else:
         offs_row, offs_col = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        at = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
+        offsets = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
         if not EXACT:
             columns = multiple_of_8(columns)
-        return tl.load(ptr + at, mask=(offs_row < rows)[:, None] & (offs_col < columns)[None, :], other=0.0)
+        return tl.load(ptr + offsets, mask=(offs_row < rows)[:, None] & (offs_col < columns)[None, :], other=0.0)
 
 
 @triton.jit
@@ -49,11 +49,11 @@ def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EV
         return desc.load([row, column])
     else:
         offs_row, offs_col = tl.minimum(row + tl.arange(0, ROWS), rows - 1), column + tl.arange(0, COLUMNS)
-        at = ptr + offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + tl.arange(0, COLUMNS)[None, :]
+        pointers = ptr + offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + tl.arange(0, COLUMNS)[None, :]
         if EVEN:
-            return tl.load(at + column)
+            return tl.load(pointers + column)
         else:
-            return tl.load(at + column, mask=(offs_col < multiple_of_8(columns))[None, :], other=0.0)
+            return tl.load(pointers + column, mask=(offs_col < multiple_of_8(columns))[None, :], other=0.0)
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def dot(a, b, total):
 
 
 @triton.jit
-def scaled(product, row_scale_ptr, scale_ptr, offs_row, rows):
+def descaled(product, row_scale_ptr, scale_ptr, offs_row, rows):
     """A product of e4m3 operands times the scales [rows] of the first and [] of the second; of others as it is."""
     if row_scale_ptr is not None:
         scale = tl.load(row_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(scale_ptr)
@@ -91,9 +91,9 @@ def store_tile(matrix, row, column, value):
         desc.store([row, column], value)
     else:
         offs_row, offs_col = row + tl.arange(0, value.shape[0]), column + tl.arange(0, value.shape[1])
-        at = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
-        inside = (offs_row < rows)[:, None] & (offs_col < multiple_of_8(columns))[None, :]
-        tl.store(ptr + at, value, mask=inside)
+        offsets = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
+        mask = (offs_row < rows)[:, None] & (offs_col < multiple_of_8(columns))[None, :]
+        tl.store(ptr + offsets, value, mask=mask)
 
 
 @triton.jit

@@ -63,5 +63,5 @@ def sigmoid(x):
 def logaddexp(x, y):
     largest = tl.where((x > y) | (x != x), x, y)
     # of equal infinities the difference is nan
-    apart = tl.where(x == y, 0.0, -tl.abs(x - y))
-    return largest + log1p(exp(apart))
+    neg_distance = tl.where(x == y, 0.0, -tl.abs(x - y))
+    return largest + log1p(exp(neg_distance))

@@ -84,9 +84,9 @@ def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
     if RECORDERS and (listening := recorder()) is not None:
         listening.launched(launcher, grid, ({arguments},), compiled, given)
     if compiled.in_a_row:
-        compiled.run(x, y, z, stream(device), *compiled.before, *given)
+        compiled.run(x, y, z, stream(device), *compiled.prefix, *given)
     else:
-        compiled.run(x, y, z, stream(device), *compiled.before, given)
+        compiled.run(x, y, z, stream(device), *compiled.prefix, given)
 """
 
 
@@ -95,38 +95,38 @@ class Fields:
 
     ``wrapped``: Triton's function around a function that returns its arguments; None where Triton's is called."""
 
-    def __init__(self, wrapped: Callable[..., Sequence[Any]] | None, before: int, in_a_row: bool):
-        self.wrapped, self.before, self.in_a_row = wrapped, (None,) * before, in_a_row
+    def __init__(self, wrapped: Callable[..., Sequence[Any]] | None, prefix: int, in_a_row: bool):
+        self.wrapped, self.prefix, self.in_a_row = wrapped, (None,) * prefix, in_a_row
 
     def __call__(self, descriptor: Any) -> tuple:
         if self.wrapped is None:
             fields: tuple = (descriptor,)
         elif self.in_a_row:
-            fields = tuple(self.wrapped(*self.before, descriptor)[len(self.before) :])
+            fields = tuple(self.wrapped(*self.prefix, descriptor)[len(self.prefix) :])
         else:
-            fields = tuple(self.wrapped(*self.before, (descriptor,))[-1])
+            fields = tuple(self.wrapped(*self.prefix, (descriptor,))[-1])
         descriptor.fields[self] = fields
         return fields
 
 
 class Compiled:
-    """A compiled kernel and its launch: ``run(x, y, z, stream, *before, *arguments)``, the arguments ``in_a_row`` or
+    """A compiled kernel and its launch: ``run(x, y, z, stream, *prefix, *arguments)``, the arguments ``in_a_row`` or
     as one tuple."""
 
     def __init__(self, kernel: Any, arguments: int, descriptors: Sequence[int]):
         """``arguments``: their number. ``descriptors``: which of them may be descriptors."""
         self.kernel, self.in_a_row, self.run = kernel, True, kernel.run
-        self.before: tuple = kernel.function, kernel.packed_metadata, None, None, None  # no hooks
+        self.prefix: tuple = kernel.function, kernel.packed_metadata, None, None, None  # no hooks
         function, wrapped = c_function(kernel, arguments), dict[int, Callable[..., Any]]()
         if function is not None:
-            self.run, self.before, self.in_a_row = function
+            self.run, self.prefix, self.in_a_row = function
             kinds = [*kernel.src.signature.values()]
             indices = [i for i in descriptors if kinds[i].startswith("tensordesc")]
             metadata = getattr(kernel.metadata, "tensordesc_meta", None) or [None] * len(indices)
             wrap = sys.modules[type(kernel.run).__module__].wrap_handle_tensordesc
             for i, description in zip(indices, metadata, strict=True):
                 wrapped[i] = wrap(lambda *arguments: arguments, {0: kinds[i]}, [description])
-        self.fields = [Fields(wrapped.get(i), 4 + len(self.before), self.in_a_row) for i in descriptors]
+        self.fields = [Fields(wrapped.get(i), 4 + len(self.prefix), self.in_a_row) for i in descriptors]
 
 
 def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple, bool] | None:
@@ -233,8 +233,8 @@ class Launcher:
 
 # sizes that follow the number of tokens, as kernels name them
 PER_CALL = (
-    "each", "entries", "first_row", "length", "more_numel", "more_steps", "most_parts", "numel", "picked",
-    "pieces", "programs", "rows", "steps", "tokens", "units", *[f"place{i}" for i in range(32)],
+    "entries", "first_row", "ids_per_token", "length", "more_steps", "most_parts", "numel", "picked",
+    "pieces", "programs", "rows", "second_numel", "step", "steps", "tokens", "units", *[f"place{i}" for i in range(32)],
 )  # fmt: skip
 # pointers to one number, or to one or a few per row: they start at any row, and no thread reads several rows at a time
 PER_ROW = (

@@ -44,7 +44,7 @@ class Strips(NamedTuple):
         cls, rows: int, strips: int, device: torch.device, statistics: Sequence[Sequence[Statistic]] = ((),)
     ) -> "Strips":
         """Memory for as many softmaxes as there are lists of ``statistics``."""
-        count = 1 + sum(1 + sum(len(each.vectors) for each in of_softmax) for of_softmax in statistics)
+        count = 1 + sum(1 + sum(len(statistic.vectors) for statistic in of_softmax) for of_softmax in statistics)
         tensors = iter(empty(count, strips, strip_rows(rows), dtype=torch.float32, device=device).unbind())
 
         def vectors_of(statistic: Statistic) -> StatisticOutputs:
@@ -57,16 +57,21 @@ class Strips(NamedTuple):
 
     def all_sums(self) -> torch.Tensor:
         """Memory [n] of all but the offsets, free once rows have their statistics."""
-        vectors = sum(len(each.vectors) for of_softmax in self.statistics for each in of_softmax)
-        behind, first = len(self.sums) + vectors, self.sums[0]
-        return first.as_strided((behind * first.shape[0] * first.stride(0),), (1,))
+        vectors = sum(len(statistic.vectors) for of_softmax in self.statistics for statistic in of_softmax)
+        vector_count, first = len(self.sums) + vectors, self.sums[0]
+        return first.as_strided((vector_count * first.shape[0] * first.stride(0),), (1,))
 
     def of_rows(self, rows: int) -> "Strips":
         """The strips of a chunk of ``rows`` rows, sharing memory."""
         if rows == self.offset.shape[1]:
             return self
         statistics = [
-            tuple([StatisticOutputs(each, tuple([t[:, :rows] for t in vectors])) for each, vectors in of_softmax])
+            tuple(
+                [
+                    StatisticOutputs(statistic, tuple([t[:, :rows] for t in vectors]))
+                    for statistic, vectors in of_softmax
+                ]
+            )
             for of_softmax in self.statistics
         ]
         return Strips(self.offset[:, :rows], tuple([t[:, :rows] for t in self.sums]), tuple(statistics))

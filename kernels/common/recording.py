@@ -40,7 +40,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def at(self, slot: int, offset: int) -> "Place":
+    def moved(self, slot: int, offset: int) -> "Place":
         return self._replace(slot=slot, offset=offset)
 
     def view(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Encoded(NamedTuple):
     count: int  # of fields
     fields_by_address: dict[int, tuple]
 
-    def at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
+    def fields_at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
         descriptor = described(self.place.view(tensors), *self.block)
         if self.fields_of is None:
             return (descriptor,)
@@ -97,23 +97,23 @@ class Recorder:
         self.kernels: list[tuple[Launcher, Compiled]] = []
         self.refused = False
         for tensor in inputs:
-            self.add(tensor)
+            self.add_tensor(tensor)
         self.inputs = len(self.tensors)
         ranges = sorted(span for span in self.ranges if span[0] < span[1])
         self.refused |= any(lower[1] > higher[0] for lower, higher in itertools.pairwise(ranges))
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add_tensor(self, tensor: torch.Tensor) -> None:
         begin = tensor.data_ptr()
         self.tensors.append(tensor)
         self.ranges.append((begin, begin + extent(tensor.shape, tensor.stride(), tensor.element_size())))
         self.refused |= tensor.is_inference()  # which has no version
         self.versions.append(0 if self.refused else tensor._version)
 
-    def made(self, tensor: torch.Tensor) -> None:
-        self.add(tensor)
+    def add_memory(self, tensor: torch.Tensor) -> None:
+        self.add_tensor(tensor)
         self.refused |= not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED > 0
 
-    def place(self, address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Place:
+    def place_at(self, address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Place:
         end = address + extent(shape, stride, dtype.itemsize)
         for slot, (begin, range_end) in enumerate(self.ranges):
             if begin <= address < range_end and end <= range_end:
@@ -126,9 +126,9 @@ class Recorder:
             slot = next((slot for slot, recorded in enumerate(self.tensors) if recorded is tensor), None)
             self.refused |= slot is None
             return Place(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
-        return self.place(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        return self.place_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
-    def constant(self, value: Any) -> Argument:
+    def add_constant(self, value: Any) -> Argument:
         self.constants.append(value)
         return "constants", len(self.constants) - 1, 0
 
@@ -144,7 +144,7 @@ class Recorder:
 
     def descriptor(self, descriptor: Any, fields_of: Callable[[Any], tuple] | None) -> list[Argument]:
         count = 1 if fields_of is None else len(descriptor.fields.get(fields_of) or fields_of(descriptor))
-        place = self.place(descriptor.base.data_ptr(), descriptor.base.dtype, descriptor.shape, descriptor.strides)
+        place = self.place_at(descriptor.base.data_ptr(), descriptor.base.dtype, descriptor.shape, descriptor.strides)
         self.descriptors.append(Encoded(place, tuple(descriptor.block_shape), fields_of, count, {}))
         return [("descriptors", len(self.descriptors) - 1, field) for field in range(count)]
 
@@ -166,9 +166,9 @@ class Recorder:
             elif isinstance(argument, torch.Tensor):
                 recorded.append(self.pointer(argument))
             else:
-                recorded.append(self.constant(c_arguments[len(recorded)]))
+                recorded.append(self.add_constant(c_arguments[len(recorded)]))
         self.refused |= len(recorded) != len(c_arguments)
-        leading = [*map(self.constant, grid), ("constants", 0, 0), *map(self.constant, compiled.before)]
+        leading = [*map(self.add_constant, grid), ("constants", 0, 0), *map(self.add_constant, compiled.prefix)]
         run = compiled.run if compiled.in_a_row else functools.partial(at_once, compiled.run, len(leading))
         self.kernels.append((launcher, compiled))
         self.steps.append((run, leading + recorded))
@@ -182,7 +182,7 @@ class Recorder:
             elif hasattr(argument, "block_shape"):
                 recorded += self.descriptor(argument, None)
             else:
-                recorded.append(self.constant(argument))
+                recorded.append(self.add_constant(argument))
         if written is not None:
             self.versions[self.place_of(written).slot] += 1
         self.steps.append((function, recorded))
@@ -240,9 +240,9 @@ class Recording:
 
         self.constants, self.results = recorder.constants, [places[slot][0] for slot in results]
         self.pointers = [moved(*pointer) for pointer in recorder.pointers]
-        self.views = [place.at(*moved(*place[:2])) for place in recorder.views]
+        self.views = [place.moved(*moved(*place[:2])) for place in recorder.views]
         self.descriptors = [
-            encoded._replace(place=encoded.place.at(*moved(*encoded.place[:2]))) for encoded in recorder.descriptors
+            encoded._replace(place=encoded.place.moved(*moved(*encoded.place[:2]))) for encoded in recorder.descriptors
         ]
         self.kernels = recorder.kernels  # which are unloaded where nothing holds them
         self.launchers = list(dict.fromkeys([launcher for launcher, _ in recorder.kernels]))
@@ -265,7 +265,7 @@ class Recording:
         unusual = RUNTIME or COMPILATION or AROUND[0] or AROUND[1] or any(self.hooks)
         return not unusual or all(launcher.direct() for launcher in self.launchers)
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The sweep's results on other inputs of equal kinds; None, with nothing run, where it cannot run so."""
         if not self.usable():
             return None
@@ -283,7 +283,7 @@ class Recording:
             pool += [place.view(tensors) for place in self.views]
         for encoded in self.descriptors:
             address = addresses[encoded.place.slot] + encoded.place.offset
-            pool += encoded.fields_by_address.get(address) or encoded.at(address, tensors)
+            pool += encoded.fields_by_address.get(address) or encoded.fields_at(address, tensors)
         for run, arguments in self.steps:
             run(*arguments(pool))
         return [tensors[slot] for slot in self.results]

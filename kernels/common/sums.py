@@ -205,8 +205,8 @@ def logarithms(kinds: Sequence[Kind], is_floored: bool) -> list[str]:
     names = [f"p{view}" for view in views] + ["q"] * any(kind.function.is_paired for kind in kinds)
     lines = [f"log_p{view} = logs[{view}]" for view in views]
     lines += [f"{name} = tl.exp2(log_{name} * log2_e)" for name in names]
-    wanted = is_floored or any(kind.function.source for kind in kinds)
-    return lines + [f"low_{name} = floored(log_{name})" for name in names if wanted]
+    reads_floored = is_floored or any(kind.function.source for kind in kinds)
+    return lines + [f"low_{name} = floored(log_{name})" for name in names if reads_floored]
 
 
 def calls(kinds: Sequence[Kind], is_floored: bool) -> Iterable[str]:
@@ -227,14 +227,14 @@ def user_functions(kinds: Sequence[Kind]) -> list[str]:
 
 
 def code_of_sums(kinds: Sequence[Kind]) -> Code:
-    made = sum(kind.has_value + kind.has_total for kind in kinds)
-    counts = {"outputs": made, "scalars": sum(kind.function.numbers for kind in kinds)}
-    return Code([*user_functions(kinds), add_sums(kinds)], {"ADD_SUMS": "add_sums", "SUMS": made}, counts, {})
+    count = sum(kind.has_value + kind.has_total for kind in kinds)
+    counts = {"outputs": count, "scalars": sum(kind.function.numbers for kind in kinds)}
+    return Code([*user_functions(kinds), add_sums(kinds)], {"ADD_SUMS": "add_sums", "SUMS": count}, counts, {})
 
 
 def kernel_of(body: Any, name: str, kinds: Hashable, code: Callable[[Any], Code] = code_of_sums) -> Launcher:
     """The kernel of a jit function for these kinds: its tuples are flat arguments, ``output0_ptr`` and so on."""
-    return KERNELS.made((name, kinds), lambda: generate(body, name, code(kinds)))
+    return KERNELS.get_or_make((name, kinds), lambda: generate(body, name, code(kinds)))
 
 
 def generate(body: Any, name: str, code: Code) -> Launcher:
@@ -258,6 +258,6 @@ def generate(body: Any, name: str, code: Code) -> Launcher:
 
 def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[Kind, ...], list[Any], list[float]]:
     """Kinds of sums, their outputs and their numbers, in the order of a generated kernel's arguments."""
-    kinds = [Kind(each.function, has_value=True, has_total=each.total is not None) for each in sums]
-    tensors = [tensor for each in sums for tensor in (each.value, each.total) if tensor is not None]
-    return tuple(kinds), tensors, [number for each in sums for number in each.numbers]
+    kinds = [Kind(output.function, has_value=True, has_total=output.total is not None) for output in sums]
+    tensors = [tensor for output in sums for tensor in (output.value, output.total) if tensor is not None]
+    return tuple(kinds), tensors, [number for output in sums for number in output.numbers]

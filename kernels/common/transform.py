@@ -138,7 +138,7 @@ def load_block(
     row_rest=None,
 ):
     """A block of rows and columns, as the softmax sees it; outside -inf where logits are relative, else anything."""
-    at = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
+    pointers = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     if strip_offset_ptr is not None:
         if start is None:
@@ -149,9 +149,9 @@ def load_block(
             offset = tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
         if row_start is not None:
             offset = (offset - row_start) + row_rest
-        return tl.load(at, mask=mask, other=float("-inf")).to(tl.float32) * ln_2 + offset
+        return tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32) * ln_2 + offset
     else:
-        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             x += tl.load(bias_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         return transform_logits(x, logit_scale, softcap, row_scale)

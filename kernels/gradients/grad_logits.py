@@ -11,9 +11,9 @@ import triton.language as tl
 from ..common.blocks import (
     column_halves,
     counted_rows,
+    descaled,
     dot,
     load_rows,
-    scaled,
     store_tile,
     tile_of_block,
     tile_place,
@@ -46,7 +46,7 @@ def grad_logits(
     first_row,  # of these within the call
     rows,
     columns,
-    made,  # of them
+    made_columns,  # of them
     hidden,
     first_column,  # of these columns in the vocabulary
     widths,  # of these in each softmax; None for all
@@ -67,7 +67,7 @@ def grad_logits(
 ):
     """``dlogits = g(hidden @ weight.T)``, g the gradient of ``identity.py``."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
-    tiles_n = tl.cdiv(made, BLOCK_N)
+    tiles_n = tl.cdiv(made_columns, BLOCK_N)
     dlogits = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, columns, hidden
@@ -88,7 +88,7 @@ def grad_logits(
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
-        acc = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
+        acc = descaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
         counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
         row_scale = load_column(row_scale_ptr, offs_row, in_rows)
         row_starts = load_columns(starts, offs_row, in_rows, SOFTMAXES)

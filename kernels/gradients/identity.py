@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common.sums import HEADER, Code, Kind, add_sums, calls, logarithms, user_functions
-from ..common.transform import log2_e
+from ..common.transform import log2_e, times
 
 
 @triton.jit
@@ -30,22 +30,17 @@ def entropy_term(log_p, alpha, eta):
 
 
 @triton.jit
-def fused_softmax_term(x, offs, start, rest, ratio, width, alpha):
+def fused_softmax_term(x, offs, start, neg_log_sum, ratio, width, alpha):
     """``p alpha`` with one multiply-add: off by 1e-7 |start| of p, which 16 bits do not show."""
     z = times(x, ratio)
-    shift = tl.broadcast_to((rest - start) * log2_e, z.shape)
+    shift = tl.broadcast_to((neg_log_sum - start) * log2_e, z.shape)
     return cut(alpha * tl.exp2(tl.fma(z, tl.full(z.shape, log2_e, tl.float32), shift)), offs, width, 0.0)
 
 
 @triton.jit
-def log_probability(x, offs, start, rest, ratio, width):
+def log_probability(x, offs, start, neg_log_sum, ratio, width):
     """``log p`` of a softmax, -inf behind its columns."""
-    return cut((times(x, ratio) - start) + rest, offs, width, float("-inf"))
-
-
-@triton.jit
-def times(x, ratio):
-    return x if ratio is None else x * ratio
+    return cut((times(x, ratio) - start) + neg_log_sum, offs, width, float("-inf"))
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def term_arguments(
     factors = [*itertools.chain(*zip(alphas, etas, strict=True)), None if is_fused else terms.beta, terms.kappa]
     has_factors = tuple([factor is not None for factor in factors])
     kinds = [
-        Kind(term.function, term.view, term.part is not None, term.total is not None, term.coefficient is not None)
+        Kind(term.function, term.view, term.partial is not None, term.total is not None, term.coefficient is not None)
         for term in sums
     ]
     gradient = Gradient(len(starts), has_factors, tuple(kinds), has_entries, is_fused)
@@ -71,7 +71,7 @@ def row_grad(
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may be left unwritten
     # own columns of each row, [rows, count] each: ids (-1 for none), what is added there, exact logits
-    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    own_columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     # columns, what each adds to the gradient, begins and ends of rows' sets; None for all columns
     entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
@@ -96,22 +96,23 @@ def row_grad(
         of_teacher = *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
         stride = strip_stride(stored, teacher.stored)
     if count is not None:
-        sums = [term._replace(part=None) for term in sums]
-    flat, parts = term_arguments(terms, sums, count is not None), [term.part for term in sums if term.part is not None]
+        sums = [term._replace(partial=None) for term in sums]
+    flat = term_arguments(terms, sums, count is not None)
+    partial_sums = [term.partial for term in sums if term.partial is not None]
     kernel = kernel_of(kernels.row_grad, "row_grad_kernel", flat.kinds, code_of_gradient)
     kernel[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, *parts, stored.logits, stored.offset, stored.bias, *(() if count is None else (*entries, count)),
-        None if terms.kappa is None else class_weights, terms.target, terms.target_logit, *flat.starts, *flat.rests,
-        *of_teacher, *flat.vectors,
-        rows, columns, first_column, *flat.widths, stored.logits.stride(0), dlogits.stride(0),
-        stride, parts[0].stride(0) if parts else None, *counted, *transform, *flat.ratios,
+        dlogits, *partial_sums, stored.logits, stored.offset, stored.bias,
+        *(() if count is None else (*entries, count)), None if terms.kappa is None else class_weights, terms.target,
+        terms.target_logit, *flat.starts, *flat.rests, *of_teacher, *flat.vectors, rows, columns, first_column,
+        *flat.widths, stored.logits.stride(0), dlogits.stride(0), stride,
+        partial_sums[0].stride(0) if partial_sums else None, *counted, *transform, *flat.ratios,
         *[number for term in sums for number in term.numbers], tie if sums else None,
         COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    if own is not None:
-        ids, added, exact = own
-        given = class_weights, terms, teacher, sums, tie, first_column, transform
-        row_grad(dlogits, Stored(exact, None), *given, entries=(ids, added, None, None))
+    if own_columns is not None:
+        ids, added, exact = own_columns
+        operands = class_weights, terms, teacher, sums, tie, first_column, transform
+        row_grad(dlogits, Stored(exact, None), *operands, entries=(ids, added, None, None))
 
 
 def set_grad(
@@ -140,11 +141,11 @@ def grad_logits(
     blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids, only these; None for all columns
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits, but for the targets' terms."""
-    tile = tile.of(weight)
+    tile = tile.for_operand(weight)
     hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
     rows, columns, width = *dlogits.shape, hidden.shape[1]
-    made = columns if blocks is None else len(blocks) * EXACT_BLOCK
-    programs = programs_of(tile, rows, made, hidden.device)
+    made_columns = columns if blocks is None else len(blocks) * EXACT_BLOCK
+    programs = programs_of(tile, rows, made_columns, hidden.device)
     flat = term_arguments(terms, is_fused=True)
     widths = [None if limit is None or limit >= columns else limit for limit in flat.widths]
     kernel_of(matmul.grad_logits, "grad_logits_kernel", flat.kinds, code_of_gradient)[(programs,)](
@@ -152,7 +153,7 @@ def grad_logits(
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, None if terms.kappa is None else class_weights, hidden_scale, weight_scale, blocks, terms.target,
-        *flat.starts, *flat.rests, *flat.vectors, *counted, rows, columns, made, width, first_column, *widths,
+        *flat.starts, *flat.rests, *flat.vectors, *counted, rows, columns, made_columns, width, first_column, *widths,
         row_stride(dlogits, tile), *transform, *flat.ratios,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages,
@@ -191,15 +192,15 @@ def scale(
     source: torch.Tensor,
     factor: torch.Tensor,  # []
     one_or_nan: torch.Tensor | None = None,  # []
-    more: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
 ) -> None:
     """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``, and
-    ``more``, contiguous, is then scaled in place as well."""
+    ``second``, contiguous, is then scaled in place as well."""
     block, most = 4096, 8 * multiprocessors_of(source.device)
-    numel, more_numel = source.numel(), 0 if more is None else more.numel()
+    numel, second_numel = source.numel(), 0 if second is None else second.numel()
     programs = min(most, cdiv(numel, block))
-    scale_kernel[(programs + min(most, cdiv(more_numel, block)),)](
-        out, more, source, factor, one_or_nan, numel, more_numel, programs,
-        BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
+    scale_kernel[(programs + min(most, cdiv(second_numel, block)),)](
+        out, second, source, factor, one_or_nan, numel, second_numel, programs,
+        BLOCK=block, EVEN=source.shape[-1] % 16 == 0, SECOND_EVEN=second is not None and second.shape[-1] % 16 == 0,
         IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
     )  # fmt: skip

@@ -101,8 +101,8 @@ def row_grad(
             first, last = tl.load(begin_ptr + tl.program_id(0)), tl.load(end_ptr + tl.program_id(0))
     if count_ptr is not None:
         # products read as many rows as a tile has
-        behind = tl.cdiv(counted_rows(count_ptr, first_row, rows), PRODUCT_ROWS) * PRODUCT_ROWS
-        last = tl.where((tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS < behind, columns, 0)
+        read_rows = tl.cdiv(counted_rows(count_ptr, first_row, rows), PRODUCT_ROWS) * PRODUCT_ROWS
+        last = tl.where((tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS < read_rows, columns, 0)
     wide_row, written = offs_row.to(tl.int64)[:, None], in_rows
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
     counts = target >= 0
@@ -152,14 +152,14 @@ def row_grad(
             offs = column - first_column
             in_columns = (column >= 0) & (offs >= 0) & (offs < columns)
             if sparse_ptr is not None:
-                for other in range(first, last):
-                    same = column == tl.load(column_ptr + other)
-                    zero += tl.where(same, tl.load(sparse_ptr + other), 0.0)[None, :]
-                    in_columns &= (same & (entry > other)) == 0
+                for compared in range(first, last):
+                    same = column == tl.load(column_ptr + compared)
+                    zero += tl.where(same, tl.load(sparse_ptr + compared), 0.0)[None, :]
+                    in_columns &= (same & (entry > compared)) == 0
         omega = 1.0
         if class_weights_ptr is not None:
             omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        log_q, inside = None, None
+        log_q, in_both = None, None
         if IS_PAIRED:
             in_teacher, with_teacher, of_strip = offs < teacher_columns, in_rows, start
             if not HAS_ENTRIES:
@@ -177,12 +177,12 @@ def row_grad(
             if teacher_offset_ptr is None:
                 log_q = (log_q - teacher_start) + teacher_rest
                 log_q = tl.where(in_rows[:, None] & in_teacher[None, :], log_q, float("-inf"))
-            inside = with_teacher[:, None] & in_teacher[None, :]
+            in_both = with_teacher[:, None] & in_teacher[None, :]
         logs = (x,)
         if SUMS > 0:
             if not LOGARITHMS:
                 logs = log_probabilities(x, offs[None, :], softmaxes, SOFTMAXES)
-            sums = ADD_SUMS(sums, logs, log_q, inside, scalars, tie)
+            sums = ADD_SUMS(sums, logs, log_q, in_both, scalars, tie)
         # the target's column from its exact logit: p - 1 of a rounded p loses everything as p nears 1
         is_target = offs[None, :] == target
         x = tl.where(is_target, target_logit, x)
@@ -190,7 +190,7 @@ def row_grad(
         if not LOGARITHMS:
             logs = log_probabilities(x, offs[None, :], softmaxes, SOFTMAXES)
         grad = ADD_TERMS(
-            zero, x, logs, log_q, offs[None, :], is_target, omega, inside, softmaxes, coefficients, scalars, tie,
+            zero, x, logs, log_q, offs[None, :], is_target, omega, in_both, softmaxes, coefficients, scalars, tie,
         )  # fmt: skip
         grad *= transform_derivative(x, logit_scale, softcap, row_scale)
         if not LOGARITHMS:
@@ -198,11 +198,11 @@ def row_grad(
             grad = tl.where(counts[:, None], grad, 0.0)
         # a narrower dlogits[j] lands on the bytes of logits[j / 2]: all of the block must have been read
         tl.debug_barrier()
-        at, mask = dlogits_ptr + wide_row * dlogits_stride + offs[None, :], written[:, None] & in_columns[None, :]
+        pointers, mask = dlogits_ptr + wide_row * dlogits_stride + offs[None, :], written[:, None] & in_columns[None, :]
         if begin_ptr is not None:  # entries that are none get 0
             grad = tl.where(mask, grad, 0.0)
-            at, mask = (dlogits_ptr + entry)[None, :], (entry < last)[None, :]
-        tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
+            pointers, mask = (dlogits_ptr + entry)[None, :], (entry < last)[None, :]
+        tl.store(pointers, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
     if SUMS > 0:
         for i in tl.static_range(SUMS):
             part_at = outputs[i] + column_program * parts_stride + offs_row
@@ -262,9 +262,9 @@ def level_rows_kernel(
             row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)
             alpha, beta = alpha * row_scale, beta * row_scale
         start = tl.load(start_ptr + offs_row, mask=in_rows, other=0.0)
-        rest = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)
+        neg_log_sum = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)
         logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)
-        softmax = tl.exp2(((level - start) + rest) * log2_e)
+        softmax = tl.exp2(((level - start) + neg_log_sum) * log2_e)
         # one program of a row's writes its factors; the interpreter takes no mask that is one number
         first = in_rows & (offs_row * 0 + tl.program_id(1) == 0)
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
@@ -272,14 +272,14 @@ def level_rows_kernel(
         factor, at_target = alpha * softmax, alpha * tl.exp2(logprob * log2_e) - beta
         # 0 where 16 bits would lose the factor beside hidden states; rows that are levelled below have 0, or less than
         # e^-60 of the largest
-        inside = first & counts & (target < vocab)
-        fits = inside & (level == target_logit) & (tl.abs(factor) > LEAST_FACTOR)
+        in_vocab = first & counts & (target < vocab)
+        fits = in_vocab & (level == target_logit) & (tl.abs(factor) > LEAST_FACTOR)
         if occurrences_ptr is not None:
             fits &= tl.load(occurrences_ptr + offs_row, mask=in_rows, other=0) > MOST_APART
         ratio = at_target / tl.where(fits, factor, 1.0)
         fits &= tl.abs(ratio) < 1.0 / LEAST_FACTOR
         rounded = tl.where(fits, ratio, 0.0).to(exp_ptr.dtype.element_ty)
-        tl.store(exp_ptr + offs_row.to(tl.int64) * stride + target, rounded, mask=inside)
+        tl.store(exp_ptr + offs_row.to(tl.int64) * stride + target, rounded, mask=in_vocab)
         ratio = rounded.to(tl.float32)
         tl.store(softmax_factor_ptr + offs_row, factor, mask=first)
         tl.store(target_factor_ptr + offs_row, at_target - factor * ratio, mask=first)
@@ -287,20 +287,22 @@ def level_rows_kernel(
         if hidden_ptr is not None:
             for block in range(tl.program_id(1), tl.cdiv(hidden, BLOCK), SPLITS):
                 offs_hidden = block * BLOCK + tl.arange(0, BLOCK)
-                at = hidden_ptr + offs_row.to(tl.int64)[:, None] * hidden + offs_hidden[None, :]
+                pointers = hidden_ptr + offs_row.to(tl.int64)[:, None] * hidden + offs_hidden[None, :]
                 mask = counts[:, None] & (offs_hidden < hidden)[None, :]
-                h = tl.load(at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
-                tl.store(at, h.to(hidden_ptr.dtype.element_ty), mask=mask)
+                h = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
+                tl.store(pointers, h.to(hidden_ptr.dtype.element_ty), mask=mask)
     if tl.max(uneven.to(tl.int32), 0) > 0:
         for strip in range(tl.program_id(1), strips, SPLITS):
             offs_col = strip * STRIP + tl.arange(0, STRIP)
             stats_at = tl.cast(strip, tl.int64) * strip_stride + offs_row
-            own = tl.load(strip_sum_ptr + stats_at, mask=uneven, other=0.0) < 0.0
-            offset = tl.where(own, tl.load(strip_offset_ptr + stats_at, mask=own, other=0.0), target_logit)
-            at = exp_ptr + offs_row.to(tl.int64)[:, None] * stride + offs_col[None, :]
+            has_offset = tl.load(strip_sum_ptr + stats_at, mask=uneven, other=0.0) < 0.0
+            offset = tl.where(
+                has_offset, tl.load(strip_offset_ptr + stats_at, mask=has_offset, other=0.0), target_logit
+            )
+            pointers = exp_ptr + offs_row.to(tl.int64)[:, None] * stride + offs_col[None, :]
             mask = uneven[:, None] & (offs_col < vocab)[None, :]
-            e = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2((offset - level) * log2_e)[:, None]
-            tl.store(at, e.to(exp_ptr.dtype.element_ty), mask=mask)
+            e = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * tl.exp2((offset - level) * log2_e)[:, None]
+            tl.store(pointers, e.to(exp_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -319,18 +321,18 @@ def scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK: tl.cons
 def scale_kernel(
     # outputs
     out_ptr,  # [numel], may be the input itself
-    more_ptr,  # [more_numel] to be scaled in place as well, or None
+    second_ptr,  # [second_numel] to be scaled in place as well, or None
     # inputs
     in_ptr,  # [numel]
     factor_ptr,  # [] on the device
     one_or_nan_ptr,  # [] a second factor, or None
     # sizes
     numel,
-    more_numel,
+    second_numel,
     programs,  # that scale the first
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,  # numel is a multiple of 16
-    MORE_EVEN: tl.constexpr,
+    SECOND_EVEN: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):
     """``out = in * factor * one_or_nan``"""
@@ -340,10 +342,12 @@ def scale_kernel(
     # in place there is nothing to do for a factor of 1, which is what nearly every step asks for
     if (not IN_PLACE) or factor != 1.0:
         program, all_programs = tl.program_id(0), tl.num_programs(0)
-        if more_ptr is None:
+        if second_ptr is None:
             scale_part(out_ptr, in_ptr, factor, numel, program, all_programs, BLOCK, EVEN)
         elif program < programs:
             scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK, EVEN)
         else:
-            more, of_more = program - programs, all_programs - programs
-            scale_part(more_ptr, more_ptr, factor, more_numel, more, of_more, BLOCK, MORE_EVEN)
+            second_program, second_programs = program - programs, all_programs - programs
+            scale_part(
+                second_ptr, second_ptr, factor, second_numel, second_program, second_programs, BLOCK, SECOND_EVEN
+            )

@@ -33,17 +33,17 @@ def store_dhidden(
     if softmax_factor_ptr is not None:
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = target >= 0
-        here = counts & (target < ELSEWHERE)
+        is_local = counts & (target < ELSEWHERE)
         at_target = weight_ptr + target[:, None] * hidden + offs_col[None, :]
-        w = tl.load(at_target, mask=mask & here[:, None], other=0.0).to(tl.float32)
+        w = tl.load(at_target, mask=mask & is_local[:, None], other=0.0).to(tl.float32)
         softmax_factor = tl.load(softmax_factor_ptr + offs_row, mask=in_rows, other=0.0)
         target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)
         grad = softmax_factor[:, None] * grad + target_factor[:, None] * w
         grad = tl.where(counts[:, None], grad, 0.0)
-    at = offs_row.to(tl.int64)[:, None] * hidden + offs_col[None, :]
+    offsets = offs_row.to(tl.int64)[:, None] * hidden + offs_col[None, :]
     if ADD:
-        grad += tl.load(dhidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dhidden_ptr + at, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
+        grad += tl.load(dhidden_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dhidden_ptr + offsets, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def cut_tiles(tiles, most_parts, units, programs):
     Programs make tiles in turns. If the last turn has fewer tiles than there are programs, each is cut into parts over
     the vocabulary. ``units``: places for the parts' sums, a bound also where fewer rows count than expected.
     """
-    left = tiles % programs
-    parts = tl.maximum(tl.minimum(units // tl.maximum(left, 1), most_parts), 1)
-    return tl.where(parts > 1, tiles - left, tiles), parts
+    last_turn = tiles % programs
+    pieces = tl.maximum(tl.minimum(units // tl.maximum(last_turn, 1), most_parts), 1)
+    return tl.where(pieces > 1, tiles - last_turn, tiles), pieces
 
 
 @kernel
@@ -94,27 +94,27 @@ def dhidden_kernel(
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
     tiles = tiles_m * tiles_n
-    uncut, parts = tiles, 1
+    uncut, pieces = tiles, 1
     if part_ptr is not None:
-        uncut, parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
-    left = tl.maximum(tiles - uncut, 1)
-    part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
+        uncut, pieces = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
+    cut_count = tl.maximum(tiles - uncut, 1)
+    part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), pieces) * BLOCK_K
     HALF: tl.constexpr = BLOCK_N // 2
     g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
     out = dhidden_ptr, hidden
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
     for unit in tl.range(
-        tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0), flatten=grad_desc is not None
+        tl.program_id(0), uncut + (tiles - uncut) * pieces, tl.num_programs(0), flatten=grad_desc is not None
     ):
         # bounds that are the same for all units would make the compiler unfold the loop, with spills
         tile, first, last = unit, unit // tiles, vocab
         if part_ptr is not None:
-            rest = tl.maximum(unit - uncut, 0)
-            cut = unit >= uncut
-            tile = tl.where(cut, uncut + rest % left, unit)
-            first = tl.where(cut, rest // left * part_columns, 0)
-            last = tl.where(cut, min(first + part_columns, vocab), vocab)
+            cut_unit = tl.maximum(unit - uncut, 0)
+            is_cut = unit >= uncut
+            tile = tl.where(is_cut, uncut + cut_unit % cut_count, unit)
+            first = tl.where(is_cut, cut_unit // cut_count * part_columns, 0)
+            last = tl.where(is_cut, min(first + part_columns, vocab), vocab)
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -127,24 +127,24 @@ def dhidden_kernel(
             for half in tl.static_range(2):
                 store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)
         elif unit >= uncut:
-            at = part_ptr + (unit - uncut) * (BLOCK_M * BLOCK_N)
+            unit_pointers = part_ptr + (unit - uncut) * (BLOCK_M * BLOCK_N)
             offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, HALF)[None, :]
             for half in tl.static_range(2):
-                tl.store(at + half * HALF + offs, halves[half])
+                tl.store(unit_pointers + half * HALF + offs, halves[half])
         else:
             for half in tl.static_range(2):
                 store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)
     if part_ptr is not None:
         tl.debug_barrier()  # all threads' parts are stored before one thread announces them
-        for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * parts, tl.num_programs(0)):
-            at = (unit - uncut) % left
-            if tl.atomic_add(arrived_ptr + at, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                tile_m, tile_n = tile_place(uncut + at, tiles_m, tiles_n, GROUP_M)
+        for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * pieces, tl.num_programs(0)):
+            cut_tile = (unit - uncut) % cut_count
+            if tl.atomic_add(arrived_ptr + cut_tile, 1, sem="acq_rel", scope="gpu") == pieces - 1:
+                tile_m, tile_n = tile_place(uncut + cut_tile, tiles_m, tiles_n, GROUP_M)
                 for row in range(0, BLOCK_M, ROWS):
                     offs = (row + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-                    for part in range(0, parts):
-                        part_at = part_ptr + (part * left + at) * (BLOCK_M * BLOCK_N)
+                    for piece in range(0, pieces):
+                        part_at = part_ptr + (piece * cut_count + cut_tile) * (BLOCK_M * BLOCK_N)
                         total += tl.load(part_at + offs, cache_modifier=".cg")
                     store_dhidden(out, factors, total, tile_m * BLOCK_M + row, tile_n * BLOCK_N, counted, ADD)
 

@@ -96,17 +96,17 @@ def sort_columns_kernel(
     """A stable sort in one launch: a column's place is the number of those before it."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(column_ptr + entry, mask=entry < entries, other=0).to(tl.int32)
-    before = tl.zeros((BLOCK, AT_ONCE), dtype=tl.int32)
-    equal = before
+    smaller = tl.zeros((BLOCK, AT_ONCE), dtype=tl.int32)
+    equal = smaller
     for start in range(0, entries, AT_ONCE):
-        other_entry = start + tl.arange(0, AT_ONCE)
-        other = tl.load(column_ptr + other_entry, mask=other_entry < entries, other=2147483647).to(tl.int32)
+        compared_entry = start + tl.arange(0, AT_ONCE)
+        compared = tl.load(column_ptr + compared_entry, mask=compared_entry < entries, other=2147483647).to(tl.int32)
         # of equals the first in place
-        bound = column[:, None] + (other_entry[None, :] < entry[:, None]).to(tl.int32)
-        before += (other[None, :] < bound).to(tl.int32)
+        bound = column[:, None] + (compared_entry[None, :] < entry[:, None]).to(tl.int32)
+        smaller += (compared[None, :] < bound).to(tl.int32)
         if occurrences_ptr is not None:
-            equal += (other[None, :] == column[:, None]).to(tl.int32)
-    place = tl.sum(before, 1)
+            equal += (compared[None, :] == column[:, None]).to(tl.int32)
+    place = tl.sum(smaller, 1)
     tl.store(sorted_ptr + place, column, mask=entry < entries)
     tl.store(order_ptr + place, entry.to(tl.int64), mask=entry < entries)
     if occurrences_ptr is not None:
@@ -125,7 +125,7 @@ def pick_columns_kernel(
     first_row,  # of the chunk within the call
     rows,
     picked,
-    each,  # one of so many columns is picked
+    step,  # one of so many columns is picked
     stride,  # from row to row
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -133,10 +133,10 @@ def pick_columns_kernel(
     """``out[:, i] = grad[:, sorted[each * i]]``, 0 where there is none and behind the rows that count."""
     offs_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    column = tl.load(sorted_ptr + offs.to(tl.int64) * each, mask=offs < picked, other=-1)
+    column = tl.load(sorted_ptr + offs.to(tl.int64) * step, mask=offs < picked, other=-1)
     counts = offs_row < counted_rows(count_ptr, first_row, rows)
-    at = grad_ptr + offs_row[:, None] * stride + column[None, :]
-    value = tl.load(at, mask=counts[:, None] & (column >= 0)[None, :], other=0.0)
+    grad_pointers = grad_ptr + offs_row[:, None] * stride + column[None, :]
+    value = tl.load(grad_pointers, mask=counts[:, None] & (column >= 0)[None, :], other=0.0)
     mask = (offs_row < rows)[:, None] & (offs < picked)[None, :]
     tl.store(out_ptr + offs_row[:, None] * picked + offs[None, :], value, mask=mask)
 
@@ -149,31 +149,31 @@ def put_rows_kernel(
     rows_ptr,  # [picked, width] fp32
     sorted_ptr,  # [tokens] int32: places in ascending order, -1 for none
     # sizes
-    each,  # one of so many places has a row
+    step,  # one of so many places has a row
     width,
     BLOCK: tl.constexpr,
 ):
     """``out[sorted[each * i]] = rows[i]``, of equal places the first."""
     entry = tl.program_id(0).to(tl.int64)
-    place = tl.load(sorted_ptr + entry * each)
-    before = tl.load(sorted_ptr + (entry - 1) * each, mask=entry > 0, other=-1)
-    if (place >= 0) & (place != before):
+    place = tl.load(sorted_ptr + entry * step)
+    previous = tl.load(sorted_ptr + (entry - 1) * step, mask=entry > 0, other=-1)
+    if (place >= 0) & (place != previous):
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(rows_ptr + entry * width + cols, mask=cols < width)
-        at = out_ptr + place.to(tl.int64) * width + cols
-        tl.store(at, row.to(out_ptr.dtype.element_ty), mask=cols < width)
+        out_pointers = out_ptr + place.to(tl.int64) * width + cols
+        tl.store(out_pointers, row.to(out_ptr.dtype.element_ty), mask=cols < width)
 
 
 @triton.jit
-def entry_and_row(given, at, here):
-    """The entries ``at`` in their order, and their rows, -1 where not ``here`` or there is none."""
-    row_ptr, order_ptr = given
-    entry = tl.where(here, at, -1).to(tl.int64)
+def entry_and_row(entry_pointers, position, mask):
+    """The entries ``position`` in their order, and their rows, -1 where not ``mask`` or there is none."""
+    row_ptr, order_ptr = entry_pointers
+    entry = tl.where(mask, position, -1).to(tl.int64)
     if order_ptr is not None:
-        entry = tl.load(order_ptr + at, mask=here, other=-1)
+        entry = tl.load(order_ptr + position, mask=mask, other=-1)
     row = entry
     if row_ptr is not None:
-        row = tl.load(row_ptr + entry, mask=here, other=-1).to(tl.int64)
+        row = tl.load(row_ptr + entry, mask=mask, other=-1).to(tl.int64)
     return entry, row
 
 
@@ -181,15 +181,15 @@ def entry_and_row(given, at, here):
 def load_terms(rows_ptr, factors, entry, row, cols, width, stride):
     """Terms of entries, 0 where a row is -1."""
     factor_ptr, softmax_factor_ptr, ratio_ptr = factors
-    here = row >= 0
-    at = rows_ptr + row[:, None] * stride + cols[None, :]
-    values = tl.load(at, mask=here[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
-    terms = tl.load(factor_ptr + entry, mask=here, other=0.0)[:, None] * values
+    has_row = row >= 0
+    row_pointers = rows_ptr + row[:, None] * stride + cols[None, :]
+    values = tl.load(row_pointers, mask=has_row[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
+    terms = tl.load(factor_ptr + entry, mask=has_row, other=0.0)[:, None] * values
     if ratio_ptr is not None:
-        softmax_factor = tl.load(softmax_factor_ptr + entry, mask=here, other=0.0)[:, None]
+        softmax_factor = tl.load(softmax_factor_ptr + entry, mask=has_row, other=0.0)[:, None]
         multiplied = (softmax_factor * values.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
         lost = softmax_factor * values - multiplied
-        terms += tl.load(ratio_ptr + entry, mask=here, other=0.0)[:, None] * lost
+        terms += tl.load(ratio_ptr + entry, mask=has_row, other=0.0)[:, None] * lost
     return terms
 
 
@@ -221,40 +221,40 @@ def add_rows_kernel(
     the order of every sum is fixed, and it is rounded once.
     """
     end = (tl.program_id(0) + 1) * PIECE
-    at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    position = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    given, factors = (row_ptr, order_ptr), (factor_ptr, softmax_factor_ptr, ratio_ptr)
-    place = tl.load(sorted_ptr + at, mask=at < entries, other=-1)
-    before = tl.load(sorted_ptr + at - 1, mask=(at > 0) & (at < entries), other=-2)
+    entry_pointers, factors = (row_ptr, order_ptr), (factor_ptr, softmax_factor_ptr, ratio_ptr)
+    place = tl.load(sorted_ptr + position, mask=position < entries, other=-1)
+    previous = tl.load(sorted_ptr + position - 1, mask=(position > 0) & (position < entries), other=-2)
     last = tl.load(sorted_ptr + end - 1, mask=end < entries, other=-1)
-    after = tl.load(sorted_ptr + end, mask=end < entries, other=-2)
+    following_place = tl.load(sorted_ptr + end, mask=end < entries, other=-2)
     # a row for each place, where it stands first, gathers all of the piece
-    first = (place >= 0) & (before != place)
+    first = (place >= 0) & (previous != place)
     # all that is read stands before the sum, so that it is waited for once
-    entry, row = entry_and_row(given, at, place >= 0)
+    entry, row = entry_and_row(entry_pointers, position, place >= 0)
     terms = load_terms(rows_ptr, factors, entry, row, cols, width, stride)
-    at_out = out_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
+    out_pointers = out_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
     mask = first[:, None] & (cols < width)[None, :]
-    sum_so_far = tl.load(at_out, mask=mask, other=0.0)
+    sum_so_far = tl.load(out_pointers, mask=mask, other=0.0)
     gather = tl.where(first[:, None] & (place[:, None] == place[None, :]), 1.0, 0.0)
     total = tl.dot(gather, terms, input_precision=PRECISION)  # ones are exact, and this splits the rest
     reaches = first & (place == last)
-    more = tl.where(last == after, tl.max(reaches.to(tl.int32), 0), 0)
+    unread = tl.where(last == following_place, tl.max(reaches.to(tl.int32), 0), 0)
     # Triton 3.5 and 3.6 compile no while loop that carries a tensor
     stop = end
-    while more > 0:
-        there = stop + tl.arange(0, SCAN)
-        same = tl.load(sorted_ptr + there, mask=there < entries, other=-2) == last
-        found = tl.sum(same.to(tl.int32), 0)
-        stop, more = stop + found, found // SCAN
+    while unread > 0:
+        ahead = stop + tl.arange(0, SCAN)
+        same = tl.load(sorted_ptr + ahead, mask=ahead < entries, other=-2) == last
+        matches = tl.sum(same.to(tl.int32), 0)
+        stop, unread = stop + matches, matches // SCAN
     following = tl.zeros((BLOCK,), dtype=tl.float32)
-    there = end + tl.arange(0, AT_ONCE)
-    entry, row = entry_and_row(given, there, there < stop)
+    ahead = end + tl.arange(0, AT_ONCE)
+    entry, row = entry_and_row(entry_pointers, ahead, ahead < stop)
     for _ in range(end, stop, AT_ONCE):
         # the next ones' rows are asked for while these come
-        there += AT_ONCE
-        next_entry, next_row = entry_and_row(given, there, there < stop)
+        ahead += AT_ONCE
+        next_entry, next_row = entry_and_row(entry_pointers, ahead, ahead < stop)
         following += tl.sum(load_terms(rows_ptr, factors, entry, row, cols, width, stride), 0)
         entry, row = next_entry, next_row
     total += tl.where(reaches[:, None], following[None, :], 0.0)
-    tl.store(at_out, (sum_so_far.to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_pointers, (sum_so_far.to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=mask)

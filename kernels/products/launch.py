@@ -41,7 +41,7 @@ def dhidden(
 ) -> None:
     """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
-    cut = split.parts > 1
+    cut = split.pieces > 1
     # full turns are of all multiprocessors
     programs = multiprocessors_of(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
     dhidden_kernel[(programs,)](
@@ -122,13 +122,13 @@ def pick_columns(
     out: torch.Tensor,  # [rows, picked] contiguous
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     columns: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
-    each: int,
+    step: int,
     counted: Counted = ALL_ROWS,
 ) -> None:
     """``out[:, i] = grad[:, columns[each * i]]``, 0 where there is none and behind the rows that count."""
     rows, picked = out.shape
     pick_columns_kernel[cdiv(rows, 32), cdiv(picked, 32)](
-        out, grad, columns, *counted, rows, picked, each, grad.stride(0), ROWS=32, COLUMNS=32, num_warps=4
+        out, grad, columns, *counted, rows, picked, step, grad.stride(0), ROWS=32, COLUMNS=32, num_warps=4
     )
 
 
@@ -136,12 +136,12 @@ def put_rows(
     out: torch.Tensor,  # [places, width] contiguous
     rows: torch.Tensor,  # [picked, width] fp32
     places: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
-    each: int,
+    step: int,
 ) -> None:
     """``out[places[each * i]] = rows[i]``, of equal places the first."""
     picked, width = rows.shape
     block = min(power_of_2(width), 1024)
-    put_rows_kernel[picked, cdiv(width, block)](out, rows, places, each, width, BLOCK=block, num_warps=4)
+    put_rows_kernel[picked, cdiv(width, block)](out, rows, places, step, width, BLOCK=block, num_warps=4)
 
 
 def add_rows(

@@ -51,8 +51,8 @@ def clean_rows_kernel(
     source_row = row
     if order_ptr is not None:
         source_row = tl.load(order_ptr + row, mask=in_rows, other=0)
-    here = counts & (target < ELSEWHERE)
-    column = tl.where(here, target, 0)
+    is_local = counts & (target < ELSEWHERE)
+    column = tl.where(is_local, target, 0)
     if zeros_ptr is not None:
         for start in range(0, tl.where(tl.program_id(0) == 0, zeros, 0), BLOCK):
             offs = start + tl.arange(0, BLOCK)
@@ -62,12 +62,12 @@ def clean_rows_kernel(
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_hidden = (offs < hidden)[None, :]
-        at = source_ptr + source_row[:, None] * row_stride + offs.to(tl.int64)[None, :] * column_stride
-        value = tl.load(at, mask=counts[:, None] & in_hidden, other=0.0).to(out_ptr.dtype.element_ty)
+        pointers = source_ptr + source_row[:, None] * row_stride + offs.to(tl.int64)[None, :] * column_stride
+        value = tl.load(pointers, mask=counts[:, None] & in_hidden, other=0.0).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row[:, None] * hidden + offs[None, :], value, mask=in_rows[:, None] & in_hidden)
         if logit_ptr is not None:
-            at = weight_ptr + column[:, None] * hidden + offs[None, :]
-            w = tl.load(at, mask=here[:, None] & in_hidden, other=0.0)
+            pointers = weight_ptr + column[:, None] * hidden + offs[None, :]
+            w = tl.load(pointers, mask=is_local[:, None] & in_hidden, other=0.0)
             lanes += value.to(tl.float32) * w.to(tl.float32)
             if tile_logit_ptr is not None:
                 # each row with all targets: tensor cores sum an element alike in any tile
@@ -75,15 +75,15 @@ def clean_rows_kernel(
     if logit_ptr is not None:
         bias = 0.0
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + column, mask=is_local, other=0.0).to(tl.float32)
         row_scale = None
         if row_scale_ptr is not None:
             row_scale = tl.load(row_scale_ptr + row, mask=in_rows, other=1.0)
-        x = tl.where(here, transform_logits(tl.sum(lanes, 1) + bias, logit_scale, softcap, row_scale), 0.0)
+        x = tl.where(is_local, transform_logits(tl.sum(lanes, 1) + bias, logit_scale, softcap, row_scale), 0.0)
         tl.store(logit_ptr + row, x, mask=in_rows)
         if tile_logit_ptr is not None:
-            own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
-            x = tl.sum(tl.where(own, products, 0.0), 1) + bias
+            is_diagonal = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
+            x = tl.sum(tl.where(is_diagonal, products, 0.0), 1) + bias
             tl.store(tile_logit_ptr + row, transform_logits(x, logit_scale, softcap, row_scale), mask=in_rows)
 
 
@@ -115,25 +115,25 @@ def dot_columns_kernel(
 ):
     """Gathered rows of the weight times gathered rows of hidden states, in fp32."""
     entry = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    asked = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
-    named = asked >= 0
-    column = tl.where(named & (asked < ELSEWHERE), asked, 0)
+    column_id = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
+    has_column = column_id >= 0
+    column = tl.where(has_column & (column_id < ELSEWHERE), column_id, 0)
     row = entry // count
     if row_ptr is not None:
-        row = tl.load(row_ptr + entry, mask=named, other=0)
+        row = tl.load(row_ptr + entry, mask=has_column, other=0)
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK).to(tl.int64)
-        mask = named[:, None] & (offs < hidden)[None, :]
-        at = hidden_ptr + row[:, None] * hidden_row_stride + offs[None, :] * hidden_column_stride
-        h = tl.load(at, mask=mask, other=0.0).to(weight_ptr.dtype.element_ty).to(tl.float32)
-        at = weight_ptr + column[:, None] * weight_row_stride + offs[None, :] * weight_column_stride
-        lanes += h * tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        mask = has_column[:, None] & (offs < hidden)[None, :]
+        pointers = hidden_ptr + row[:, None] * hidden_row_stride + offs[None, :] * hidden_column_stride
+        h = tl.load(pointers, mask=mask, other=0.0).to(weight_ptr.dtype.element_ty).to(tl.float32)
+        pointers = weight_ptr + column[:, None] * weight_row_stride + offs[None, :] * weight_column_stride
+        lanes += h * tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     x = tl.sum(lanes, 1)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, mask=named, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + column, mask=has_column, other=0.0).to(tl.float32)
     row_scale = None
     if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row, mask=named, other=1.0)
-    x = tl.where(asked < ELSEWHERE, transform_logits(x, logit_scale, softcap, row_scale), 0.0)
-    tl.store(logit_ptr + entry, tl.where(named, x, nothing), mask=entry < entries)
+        row_scale = tl.load(row_scale_ptr + row, mask=has_column, other=1.0)
+    x = tl.where(column_id < ELSEWHERE, transform_logits(x, logit_scale, softcap, row_scale), 0.0)
+    tl.store(logit_ptr + entry, tl.where(has_column, x, nothing), mask=entry < entries)

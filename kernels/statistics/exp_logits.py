@@ -26,9 +26,9 @@ import triton.language as tl
 from ..common.blocks import (
     column_halves,
     counted_rows,
+    descaled,
     dot,
     load_rows,
-    scaled,
     store_tile,
     tile_of_block,
     tile_place,
@@ -93,8 +93,8 @@ def finish_tile(
         if END == HALF:
             top = row_offset
             for half in tl.static_range(2 // STRIPS):
-                part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
-                largest = tl.where(strip * STRIP + half * HALF < vocab, tl.max(part, 1), float("-inf"))
+                half_tile = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
+                largest = tl.where(strip * STRIP + half * HALF < vocab, tl.max(half_tile, 1), float("-inf"))
                 top = largest if half == 0 else tl.maximum(top, largest)
         else:
             top = tl.max(x, 1)
@@ -105,11 +105,11 @@ def finish_tile(
         shift = tl.where(offset < LEAST_OFFSET, LEAST_OFFSET, offset)  # exponentials below it are 0, as those of -inf
         totals = (top,)  # until the first half's are there
         for half in tl.static_range(2 // STRIPS):
-            part = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
+            half_tile = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
             first = strip * STRIP + half * HALF
             # one fused multiply-add; the rounding of its constant, one per row, is taken out of the sums
-            moved = tl.broadcast_to((shift * -log2_e)[:, None], part.shape)
-            z = tl.math.fma(part, tl.full(part.shape, log2_e, tl.float32), moved)
+            moved = tl.broadcast_to((shift * -log2_e)[:, None], half_tile.shape)
+            z = tl.math.fma(half_tile, tl.full(half_tile.shape, log2_e, tl.float32), moved)
             e = tl.exp2(z)
             totals = ADD_HALF(totals, z, e, ratios, first, ends, half == 0, END == HALF, INFINITE)
             if STORED:
@@ -117,11 +117,11 @@ def finish_tile(
         # what the fused multiply-add's constant was rounded by; exponents are of base 2
         rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
         scale = tl.exp2(-rounded)
-        total, own = totals[0] * scale, in_rows
+        total, stores_offset = totals[0] * scale, in_rows
         if row_offset is not None:
-            own = in_rows & (offset != row_offset)
+            stores_offset = in_rows & (offset != row_offset)
             total = tl.where(offset != row_offset, -total, total)
-        tl.store(offset_ptr + stats_at, offset, mask=own)
+        tl.store(offset_ptr + stats_at, offset, mask=stores_offset)
         STORE_SUMS(totals, sums, strips, stats_at, in_rows, rounded, ratios)
         tl.store(sums[0] + stats_at, total, mask=in_rows)
 
@@ -155,7 +155,7 @@ def exp_logits(
     strip_stride,  # from strip to strip of the statistics, a multiple of 16
     out_stride,  # from row to row
     vocab,
-    made,  # columns
+    made_columns,  # columns
     hidden,
     widths,  # a tuple, of each softmax a multiple of STRIP; None for all
     # scalars
@@ -178,7 +178,7 @@ def exp_logits(
 ):
     """``x = hidden @ weight.T``; stores ``exp(x - offset)`` or ``x - offset``, and sums of both for each strip."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
-    tiles_n = tl.cdiv(made, BLOCK_N)
+    tiles_n = tl.cdiv(made_columns, BLOCK_N)
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
@@ -195,7 +195,7 @@ def exp_logits(
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
-        x = scaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
+        x = descaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
         row_scale = None
         if row_scale_ptr is not None:
             row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)[:, None]

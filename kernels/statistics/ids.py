@@ -36,15 +36,15 @@ def read_targets_kernel(
     wrong = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        there = (row < tokens) & (row % length + shift < length)
-        target = tl.load(target_ptr + row + shift, mask=there, other=-1)
-        counts = there & (target != ignore_index)
+        has_target = (row < tokens) & (row % length + shift < length)
+        target = tl.load(target_ptr + row + shift, mask=has_target, other=-1)
+        counts = has_target & (target != ignore_index)
         if mask_ptr is not None:
-            counts &= tl.load(mask_ptr + row + shift, mask=there, other=0) != 0
-        inside = (target >= 0) & (target < vocab)
-        tl.store(paired_ptr + row, tl.where(counts & inside, target, -1), mask=row < tokens)
-        counted += (counts & inside).to(tl.int32)
-        wrong += (counts & (inside == 0)).to(tl.int32)
+            counts &= tl.load(mask_ptr + row + shift, mask=has_target, other=0) != 0
+        in_vocab = (target >= 0) & (target < vocab)
+        tl.store(paired_ptr + row, tl.where(counts & in_vocab, target, -1), mask=row < tokens)
+        counted += (counts & in_vocab).to(tl.int32)
+        wrong += (counts & (in_vocab == 0)).to(tl.int32)
     number = tl.sum(counted, 0).to(tl.float32)
     one_or_nan = tl.where(tl.sum(wrong, 0) > 0, float("nan"), 1.0)
     tl.store(counted_ptr, number)
@@ -75,11 +75,11 @@ def read_fields_kernel(
     """Shifts fields to the rows that predict them, 0 where a row does not count."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(target_ptr + row, mask=row < tokens, other=-1) >= 0
-    given = first_ptr, second_ptr, third_ptr, fourth_ptr
+    field_pointers = first_ptr, second_ptr, third_ptr, fourth_ptr
     most = first_most, second_most, third_most, fourth_most
     for i in tl.static_range(4):
-        if given[i] is not None:
-            value = tl.load(given[i] + row + shift, mask=counts, other=0.0)
+        if field_pointers[i] is not None:
+            value = tl.load(field_pointers[i] + row + shift, mask=counts, other=0.0)
             value = tl.where(value > most[i], float("nan"), value).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + i * tokens + row, value, mask=row < tokens)
 
@@ -97,9 +97,9 @@ def predicting_row(token, target_ptr, length, shift):
 @triton.jit
 def make_nan(one_or_nan_ptr, inverse_ptr, wrong):
     # a branch would be on what is loaded
-    one = tl.arange(0, 1)
-    tl.store(one_or_nan_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
-    tl.store(inverse_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
+    lane = tl.arange(0, 1)
+    tl.store(one_or_nan_ptr + lane, float("nan"), mask=lane < wrong.to(tl.int32))
+    tl.store(inverse_ptr + lane, float("nan"), mask=lane < wrong.to(tl.int32))
 
 
 @kernel
@@ -115,7 +115,7 @@ def kept_rows_kernel(
     target_ptr,  # [tokens] int64, of rows, -1: does not count
     # sizes
     entries,
-    each,
+    ids_per_token,
     tokens,
     length,
     # scalars
@@ -126,18 +126,18 @@ def kept_rows_kernel(
     """Begins and ends of the entries of each row, its target before the others."""
     token = tl.program_id(0).to(tl.int64)
     row, counts, _ = predicting_row(token, target_ptr, length, shift)
-    begin, end = token * each, (token + 1) * each
+    begin, end = token * ids_per_token, (token + 1) * ids_per_token
     wrong = token < 0
     if offset_ptr is not None:
         begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
         wrong = (begin < 0) | (end < begin) | (end > entries) | ((token == 0) & (begin != 0))
-        behind = tl.load(ids_ptr + end, mask=(token == tokens - 1) & (wrong == 0) & (end < entries), other=BEHIND)
-        wrong = wrong | (behind != BEHIND)
+        next_id = tl.load(ids_ptr + end, mask=(token == tokens - 1) & (wrong == 0) & (end < entries), other=BEHIND)
+        wrong = wrong | (next_id != BEHIND)
         begin, end = tl.where(wrong, 0, begin), tl.where(wrong, 0, end)
     lanes = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(begin, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        lanes |= (tl.load(ids_ptr + at, mask=at < end, other=-1) != -1).to(tl.int32)
+        offs = first + tl.arange(0, BLOCK)
+        lanes |= (tl.load(ids_ptr + offs, mask=offs < end, other=-1) != -1).to(tl.int32)
     has = counts & (tl.max(lanes, 0) > 0)
     if EVERYWHERE:
         wrong = wrong | (counts & (has == 0))
@@ -164,7 +164,7 @@ def kept_entries_kernel(
     target_ptr,  # [tokens] int64, of rows, -1: does not count
     # sizes
     entries,
-    each,
+    ids_per_token,
     tokens,
     length,
     vocab,
@@ -176,10 +176,10 @@ def kept_entries_kernel(
 ):
     """Writes each entry's row and column, BLOCK entries to a program, whatever the offsets are."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < tl.cast(entries, tl.int64) + tokens
+    in_entries = entry < tl.cast(entries, tl.int64) + tokens
     if offset_ptr is None:
-        token = tl.where(inside, entry // (each + 1), 0)
-        begin, end = token * each, (token + 1) * each
+        token = tl.where(in_entries, entry // (ids_per_token + 1), 0)
+        begin, end = token * ids_per_token, (token + 1) * ids_per_token
     else:
         token, high = tl.zeros((BLOCK,), dtype=tl.int64), tl.zeros((BLOCK,), dtype=tl.int64) + tokens
         for _ in range(steps):
@@ -188,29 +188,34 @@ def kept_entries_kernel(
             token, high = tl.where(below, middle, token), tl.where(below, high, middle)
         token = tl.minimum(token, tokens - 1)
         begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
-    at = entry - token - 1
-    of_target, of_id = inside & (at == begin - 1), inside & (begin >= 0) & (at >= begin) & (at < end) & (at < entries)
+    id_place = entry - token - 1
+    of_target, of_id = (
+        in_entries & (id_place == begin - 1),
+        in_entries & (begin >= 0) & (id_place >= begin) & (id_place < end) & (id_place < entries),
+    )
     row, counts, target = predicting_row(token, target_ptr, length, shift)
-    id = tl.load(ids_ptr + at, mask=of_id, other=-1).to(tl.int64)
+    id = tl.load(ids_ptr + id_place, mask=of_id, other=-1).to(tl.int64)
     real = counts & (id != -1)
-    known = (id >= 0) & (id < vocab)
-    wrong = tl.max((real & (known == 0)).to(tl.int32), 0) > 0
+    in_vocab = (id >= 0) & (id < vocab)
+    wrong = tl.max((real & (in_vocab == 0)).to(tl.int32), 0) > 0
     # the first of equals stays, and the target has an entry of its own
-    again = tl.zeros((BLOCK,), dtype=tl.int32)
+    is_repeated = tl.zeros((BLOCK,), dtype=tl.int32)
     least = tl.maximum(tl.min(tl.where(of_id, begin, entries), 0), 0)
-    small_id, small_at, small_begin = id.to(tl.int32), (at - least).to(tl.int32), (begin - least).to(tl.int32)
+    small_id, small_at, small_begin = id.to(tl.int32), (id_place - least).to(tl.int32), (begin - least).to(tl.int32)
     for first in range(0, tl.max(tl.where(of_id, small_at, -1), 0) + 1, AT_ONCE):
-        other_at = first + tl.arange(0, AT_ONCE)
-        other = tl.load(ids_ptr + least + other_at, mask=least + other_at < entries, other=-1).to(tl.int32)
-        earlier = (other_at[None, :] >= small_begin[:, None]) & (other_at[None, :] < small_at[:, None])
-        again |= tl.max((earlier & (other[None, :] == small_id[:, None])).to(tl.int32), 1)
+        compared_place = first + tl.arange(0, AT_ONCE)
+        compared = tl.load(ids_ptr + least + compared_place, mask=least + compared_place < entries, other=-1).to(
+            tl.int32
+        )
+        earlier = (compared_place[None, :] >= small_begin[:, None]) & (compared_place[None, :] < small_at[:, None])
+        is_repeated |= tl.max((earlier & (compared[None, :] == small_id[:, None])).to(tl.int32), 1)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + at, mask=of_id, other=0.0)
+        bias = tl.load(bias_ptr + id_place, mask=of_id, other=0.0)
         tl.store(entry_bias_ptr + entry, bias, mask=of_id)
-        tl.store(entry_bias_ptr + begin + token, bias, mask=of_id & real & (again == 0) & (id == target))
+        tl.store(entry_bias_ptr + begin + token, bias, mask=of_id & real & (is_repeated == 0) & (id == target))
     has = tl.load(end_ptr + row) > tl.load(begin_ptr + row)
-    column = tl.where(real & known & (again == 0) & (id != target), id, -1)
+    column = tl.where(real & in_vocab & (is_repeated == 0) & (id != target), id, -1)
     column = tl.where(of_target & has, target, column)
-    tl.store(row_ptr + entry, tl.where(of_target | of_id, row, -1), mask=inside)
-    tl.store(column_ptr + entry, column, mask=inside)
+    tl.store(row_ptr + entry, tl.where(of_target | of_id, row, -1), mask=in_entries)
+    tl.store(column_ptr + entry, column, mask=in_entries)
     make_nan(one_or_nan_ptr, inverse_ptr, wrong)

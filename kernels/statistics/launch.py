@@ -66,10 +66,10 @@ def read_fields(
     tokens, block = len(target), 1024
     outs = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
     for first in range(0, len(values) if tokens else 0, 4):
-        given = [value.contiguous() for value in values[first : first + 4]]
-        others = 4 - len(given)
+        fields = [value.contiguous() for value in values[first : first + 4]]
+        missing = 4 - len(fields)
         read_fields_kernel[(cdiv(tokens, block),)](
-            outs[first], *given, *[None] * others, target, tokens, shift, *most[first : first + 4], *[0.0] * others,
+            outs[first], *fields, *[None] * missing, target, tokens, shift, *most[first : first + 4], *[0.0] * missing,
             BLOCK=block, num_warps=4,
         )  # fmt: skip
     return outs.unbind()
@@ -107,13 +107,13 @@ def sum_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of losses times their coefficients [] in memory of its own, and sums over tokens [rows], of losses times
     ``inverse``, of others times ``one_or_nan``."""
-    parts = len(coefficients)
+    loss_count = len(coefficients)
     total, sums = table.new_empty(()), table.new_empty(table.shape[0])
     first = (*coefficients, *[0.0] * MOST_PARTS)[:MOST_PARTS]
     sum_rows_kernel[(table.shape[0],)](
-        total, sums, table, inverse, one_or_nan, table.shape[1], parts, *first, BLOCK=4096, num_warps=8
+        total, sums, table, inverse, one_or_nan, table.shape[1], loss_count, *first, BLOCK=4096, num_warps=8
     )
-    if parts > MOST_PARTS:
+    if loss_count > MOST_PARTS:
         total = torch.stack([c * value for c, value in zip(coefficients, sums, strict=False)]).sum()
     return total, sums
 
@@ -136,19 +136,19 @@ def quantise(
     at_once = 1 if each_row else cdiv(2048 * warps, block)  # 64 numbers a thread
     programs = cdiv(rows, at_once) if each_row else min(cdiv(rows, at_once), 6 * multiprocessors_of(matrix.device))
 
-    def launch(scale: torch.Tensor | None, parts: torch.Tensor | None, divisor: torch.Tensor | None) -> None:
+    def launch(scale: torch.Tensor | None, sums: torch.Tensor | None, divisor: torch.Tensor | None) -> None:
         quantise_kernel[(programs,)](
-            values, scale, parts, dots, prints, matrix, divisor, mean, expected, rows, columns,
+            values, scale, sums, dots, prints, matrix, divisor, mean, expected, rows, columns,
             ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 
     if scale is None or each_row:
         launch(scale, None, None)
         return
-    parts, again = matrix.new_empty(4, programs, dtype=torch.float32), torch.empty_like(scale)
-    for divisor in (None, again):
-        launch(None, parts, divisor)
-        sum_parts_kernel[(1,)](scale, again, parts, programs, BLOCK=power_of_2(programs), num_warps=4)
+    sums, second_divisor = matrix.new_empty(4, programs, dtype=torch.float32), torch.empty_like(scale)
+    for divisor in (None, second_divisor):
+        launch(None, sums, divisor)
+        sum_parts_kernel[(1,)](scale, second_divisor, sums, programs, BLOCK=power_of_2(programs), num_warps=4)
 
 
 def exp_logits(
@@ -168,28 +168,27 @@ def exp_logits(
     target_logit: torch.Tensor | None = None,  # [rows] fp32, in the place of the product's
     blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids, only these; None for all
 ) -> None:
-    tile = tile.of(weight)
+    tile = tile.for_operand(weight)
     hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
     rows, vocab = hidden.shape[0], weight.shape[0]
     tiles = cdiv(vocab, tile.block_n)
     strip = tile.block_n // (strips.offset.shape[0] // tiles)
     assert not any((width or 0) % strip for width in widths)
-    end = next(each for each in (tile.block_n, tile.block_n // 2, 1) if vocab % each == 0)
-    made = tiles * tile.block_n if blocks is None else len(blocks) * EXACT_BLOCK
-    programs = programs_of(tile, rows, made, hidden.device)
-    kinds = tuple([tuple([each.statistic for each in of_softmax]) for of_softmax in strips.statistics])
-    vectors = [vector for of_softmax in strips.statistics for each in of_softmax for vector in each.vectors]
+    end = next(width for width in (tile.block_n, tile.block_n // 2, 1) if vocab % width == 0)
+    made_columns = tiles * tile.block_n if blocks is None else len(blocks) * EXACT_BLOCK
+    programs = programs_of(tile, rows, made_columns, hidden.device)
+    kinds = tuple([tuple([s.statistic for s in of_softmax]) for of_softmax in strips.statistics])
+    vectors = [vector for of_softmax in strips.statistics for s in of_softmax for vector in s.vectors]
     kernel_of(body_of_tiles, "exp_logits_kernel", kinds, code_of_tile)[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
         strips.offset, *strips.sums, *vectors,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, blocks, *counted, rows,
-        strips.offset.stride(0), row_stride(out, tile), vocab, made, hidden.shape[1], *widths, *transform, *ratios,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STRIP=strip,
-        GROUP_M=tile.group_m, END=end, EVEN_HIDDEN=even(hidden.shape[1], tile),
-        num_warps=tile.warps, num_stages=tile.stages,
+        strips.offset.stride(0), row_stride(out, tile), vocab, made_columns, hidden.shape[1], *widths, *transform,
+        *ratios, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STRIP=strip,
+        GROUP_M=tile.group_m, END=end, EVEN_HIDDEN=even(hidden.shape[1], tile), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -206,7 +205,7 @@ def merge_strips(
 ) -> None:
     """Statistics of a softmax over ``columns``."""
     count, rows = strips.offset.shape
-    vectors = [vector for each in strips.statistics[view] for vector in each.vectors]
+    vectors = [vector for s in strips.statistics[view] for vector in s.vectors]
     kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
         out.lse, out.start, out.rest, out.logprob, level if view == 0 else None, *out.vectors,
         strips.offset, strips.sums[view], *vectors, target_logit, tile_logit, target,
@@ -257,12 +256,12 @@ def sums(
     """Sums over the vocabulary."""
     rows, stored = student.logits.shape[0], NOT_STORED if teacher is None else teacher.stored
     kinds, tensors, numbers = flat_outputs(outputs)
-    both = (student,) if teacher is None else (student, stored)
+    sides = (student,) if teacher is None else (student, stored)
     stride = 0 if teacher is None else stored.logits.stride(0)
     kernel_of(row_sums, "sums_kernel", kinds)[(rows,)](
         *tensors, student.logits, student.offset, student.bias, *softmax,
         *stored[:3], *((None, None) if teacher is None else teacher[1:3]),
-        strip_stride(*both), columns, student.logits.stride(0), stride,
+        strip_stride(*sides), columns, student.logits.stride(0), stride,
         *student.transform, ratio, *stored.transform, *numbers, tie,
         BLOCK=min(row_block(columns)[0], 2048), num_warps=4,
     )  # fmt: skip

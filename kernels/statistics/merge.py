@@ -66,25 +66,25 @@ def merge_strips(
         states = ZERO(BLOCK_ROWS, tl.float32)
     largest_offset = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     if target_ptr is not None:
-        asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+        exact_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = (target >= 0) & (target < columns)
         if ratio is not None:
             # selected, so that it is rounded as the strips' offsets are: no product of a fused multiply-add
-            asked = tl.where(counts, asked * ratio, 0.0)
-        run_max = tl.where(counts, asked, run_max)
+            exact_logit = tl.where(counts, exact_logit * ratio, 0.0)
+        run_max = tl.where(counts, exact_logit, run_max)
     for start in range(0, strip_count, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
-        at = offs_strip[:, None].to(tl.int64) * strip_stride + offs_row[None, :]
+        offsets = offs_strip[:, None].to(tl.int64) * strip_stride + offs_row[None, :]
         mask = tl.broadcast_to(offs_strip[:, None] < strip_count, (BLOCK_STRIPS, BLOCK_ROWS))
-        s = tl.load(strip_sum_ptr + at, mask=mask, other=0.0)
+        s = tl.load(strip_sum_ptr + offsets, mask=mask, other=0.0)
         if level_ptr is not None:
-            own = s < 0.0
-            m = tl.load(strip_offset_ptr + at, mask=mask & own, other=float("-inf"))
-            m = tl.where(own, m, asked[None, :])
+            has_offset = s < 0.0
+            m = tl.load(strip_offset_ptr + offsets, mask=mask & has_offset, other=float("-inf"))
+            m = tl.where(has_offset, m, exact_logit[None, :])
             s = tl.abs(s)
         else:
-            m = tl.load(strip_offset_ptr + at, mask=mask, other=float("-inf"))
+            m = tl.load(strip_offset_ptr + offsets, mask=mask, other=float("-inf"))
         m = times(m, ratio)
         if not IS_FIRST:
             m = tl.where(s > 0.0, m, float("-inf"))
@@ -96,22 +96,24 @@ def merge_strips(
         distance = m - offset[None, :]
         weight = tl.exp2(distance * log2_e)
         if VECTORS > 0:
-            states = ADD_EXPONENTIALS(states, strips, at, mask, run_max, run_sum, offset, rescale, s, distance, weight)
+            states = ADD_EXPONENTIALS(
+                states, strips, offsets, mask, run_max, run_sum, offset, rescale, s, distance, weight
+            )
         run_sum = run_sum * rescale + tl.sum(s * weight, 0)
         run_max = new_max
         if VECTORS > 0:
-            states = ADD_STRIPS(states, strips, at, mask)
+            states = ADD_STRIPS(states, strips, offsets, mask)
     if tile_logit_ptr is not None:
         tile_logit = tl.load(tile_logit_ptr + offs_row, mask=in_rows, other=0.0)
         if ratio is not None:
             tile_logit = tl.where(counts, tile_logit * ratio, 0.0)
         offset = tl.where(run_max == float("-inf"), 0.0, run_max)
         removed = tl.where(counts, tl.exp2((tile_logit - offset) * log2_e), 0.0)
-        added = tl.where(counts, tl.exp2((asked - offset) * log2_e), 0.0)
-        others = run_sum - removed
-        run_sum = tl.where(others < 0.0, 0.0, others) + added
+        added = tl.where(counts, tl.exp2((exact_logit - offset) * log2_e), 0.0)
+        without_target = run_sum - removed
+        run_sum = tl.where(without_target < 0.0, 0.0, without_target) + added
         if VECTORS > 0:
-            states = EXCHANGE_TARGET(states, removed, tile_logit - offset, added, asked - offset)
+            states = EXCHANGE_TARGET(states, removed, tile_logit - offset, added, exact_logit - offset)
     if target_ptr is not None:
         least = times(LEAST_OFFSET + 0.0, ratio)
         # strips have no sums so far below: where there is nothing above, the row shows it
@@ -122,13 +124,13 @@ def merge_strips(
         tl.store(lse_ptr + offs_row, lse, mask=in_rows)
     tl.store(start_ptr + offs_row, run_max, mask=in_rows)
     tl.store(rest_ptr + offs_row, -log_sum, mask=in_rows)
-    # not asked - lse, which has lost what lies below an ulp of the logits
+    # not exact_logit - lse, which has lost what lies below an ulp of the logits
     if logprob_ptr is not None:
-        logprob = (asked - run_max) - log_sum
+        logprob = (exact_logit - run_max) - log_sum
         logprob = tl.where(counts, tl.where(logprob > 0.0, 0.0, logprob), 0.0)
         tl.store(logprob_ptr + offs_row, logprob, mask=in_rows)
     if level_ptr is not None:
-        tl.store(level_ptr + offs_row, tl.where(largest_offset > asked, lse, asked), mask=in_rows)
+        tl.store(level_ptr + offs_row, tl.where(largest_offset > exact_logit, lse, exact_logit), mask=in_rows)
     if VECTORS > 0:
         vectors = MERGE_STRIPS(states, run_sum, log_sum)
         for i in tl.static_range(VECTORS):
@@ -176,9 +178,9 @@ def merge_ranks(
     first_start = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
     first_rest = tl.zeros((BLOCK,), dtype=tl.float64)
     for rank in range(0, ranks):
-        own = gathered_ptr + rank * piece + row
-        start = tl.load(own + START * stride, mask=mask, other=0.0).to(tl.float64)
-        rest = tl.load(own + REST * stride, mask=mask, other=0.0).to(tl.float64)
+        piece_pointers = gathered_ptr + rank * piece + row
+        start = tl.load(piece_pointers + START * stride, mask=mask, other=0.0).to(tl.float64)
+        rest = tl.load(piece_pointers + REST * stride, mask=mask, other=0.0).to(tl.float64)
         better = (start - rest > best) | (rank == 0)
         best = tl.where(better, start - rest, best)
         first_start, first_rest = tl.where(better, start, first_start), tl.where(better, rest, first_rest)
@@ -187,22 +189,22 @@ def merge_ranks(
     if VECTORS > 0:
         states = ZERO(BLOCK, tl.float64)
     for rank in range(0, ranks):
-        own = gathered_ptr + rank * piece + row
-        start = tl.load(own + START * stride, mask=mask, other=0.0).to(tl.float64)
-        rest = tl.load(own + REST * stride, mask=mask, other=0.0).to(tl.float64)
+        piece_pointers = gathered_ptr + rank * piece + row
+        start = tl.load(piece_pointers + START * stride, mask=mask, other=0.0).to(tl.float64)
+        rest = tl.load(piece_pointers + REST * stride, mask=mask, other=0.0).to(tl.float64)
         log_share = (start - first_start) - (rest - first_rest)
         share = tl.exp(log_share)
         total += share
         if logprob_ptr is not None:
-            asked = tl.load(own + TARGET * stride, mask=mask, other=0.0).to(tl.float64)
+            piece_logit = tl.load(piece_pointers + TARGET * stride, mask=mask, other=0.0).to(tl.float64)
             if KNOWN_TARGETS:
-                target_logit = tl.where(rank == 0, asked, target_logit)
+                target_logit = tl.where(rank == 0, piece_logit, target_logit)
             else:
-                target_logit += asked
+                target_logit += piece_logit
         if VECTORS > 0:
-            values = (tl.load(own + places[0] * stride, mask=mask, other=0.0).to(tl.float64),)
+            values = (tl.load(piece_pointers + places[0] * stride, mask=mask, other=0.0).to(tl.float64),)
             for i in tl.static_range(1, VECTORS):
-                values = values + (tl.load(own + places[i] * stride, mask=mask, other=0.0).to(tl.float64),)
+                values = values + (tl.load(piece_pointers + places[i] * stride, mask=mask, other=0.0).to(tl.float64),)
             states = ADD_PIECE(states, values, share, log_share, rank == 0)
     log_sum = tl.log(total)
     merged_rest = first_rest - log_sum
@@ -228,15 +230,15 @@ def merge_ranks(
 @kernel
 def sum_rows_kernel(
     # outputs
-    total_ptr,  # [] the first ``parts`` sums times their coefficients
+    total_ptr,  # [] the first ``loss_rows`` sums times their coefficients
     out_ptr,  # [rows]
     # inputs
     table_ptr,  # [rows, tokens] contiguous
-    inverse_ptr,  # [] factor of the first ``parts`` rows
+    inverse_ptr,  # [] factor of the first ``loss_rows`` rows
     one_or_nan_ptr,  # [] factor of the others
     # sizes
     tokens,
-    parts,
+    loss_rows,
     # scalars
     coefficient0,
     coefficient1,
@@ -246,14 +248,14 @@ def sum_rows_kernel(
 ):
     """``out[r] = factor[r] * sum_i table[r, i]``"""
     row = tl.program_id(0)
-    factor = tl.load(inverse_ptr) if row < parts else tl.load(one_or_nan_ptr)
+    factor = tl.load(inverse_ptr) if row < loss_rows else tl.load(one_or_nan_ptr)
     value = row_sum(table_ptr, row, tokens, BLOCK) * factor
     tl.store(out_ptr + row, value)
     if row == 0:
         total = value * coefficient0
-        for other in range(1, parts):
-            coefficient = tl.where(other == 1, coefficient1, tl.where(other == 2, coefficient2, coefficient3))
-            total += row_sum(table_ptr, other, tokens, BLOCK) * factor * coefficient
+        for loss_row in range(1, loss_rows):
+            coefficient = tl.where(loss_row == 1, coefficient1, tl.where(loss_row == 2, coefficient2, coefficient3))
+            total += row_sum(table_ptr, loss_row, tokens, BLOCK) * factor * coefficient
         tl.store(total_ptr, total)
 
 
@@ -261,6 +263,6 @@ def sum_rows_kernel(
 def row_sum(table_ptr, row, tokens, BLOCK: tl.constexpr):
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, tokens, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        sums += tl.load(table_ptr + tl.cast(row, tl.int64) * tokens + at, mask=at < tokens, other=0.0)
+        token = start + tl.arange(0, BLOCK)
+        sums += tl.load(table_ptr + tl.cast(row, tl.int64) * tokens + token, mask=token < tokens, other=0.0)
     return tl.sum(sums, 0)

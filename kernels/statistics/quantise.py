@@ -49,7 +49,7 @@ def quantise_kernel(
     # outputs
     out_ptr,  # [rows, columns] e4m3 contiguous; None where only ``dots`` are wanted
     scale_ptr,  # [rows] fp32, each row's; or None
-    parts_ptr,  # [4, programs] fp32: s, largest number and both sums of squares of matrix / s; or None
+    sums_ptr,  # [4, programs] fp32: s, largest number and both sums of squares of matrix / s; or None
     dots_ptr,  # [rows] fp32: each row times ``mean``; or None, and the mean is taken out of the rows
     print_ptr,  # [rows] int32: fingerprints of rows; or None
     # inputs
@@ -67,7 +67,7 @@ def quantise_kernel(
     program = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     in_columns, end = offs < columns, rows
-    if parts_ptr is not None:
+    if sums_ptr is not None:
         if divisor_ptr is not None:
             divisor = tl.load(divisor_ptr)
             end = tl.where(divisor == 0.0, 0, rows)
@@ -75,22 +75,22 @@ def quantise_kernel(
             square = LEAST + 0.0
             for i in tl.static_range(SAMPLED_ROWS):
                 row = matrix_ptr + tl.cast(rows, tl.int64) * i // SAMPLED_ROWS * columns
-                one = tl.load(row + offs, mask=in_columns, other=0.0).to(tl.float32)
-                square = tl.maximum(square, tl.sum(one * one, 0) / columns)
+                sample = tl.load(row + offs, mask=in_columns, other=0.0).to(tl.float32)
+                square = tl.maximum(square, tl.sum(sample * sample, 0) / columns)
             divisor = tl.exp2(tl.floor(0.5 * tl.log2(square)) - 1.0)
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + offs, mask=in_columns, other=0.0)[None, :]
     if print_ptr is not None or expected_ptr is not None:
         factor = factors_of(offs)[None, :]
     largest = tl.zeros((ROWS,), dtype=tl.float32)
-    before = tl.zeros((ROWS,), dtype=tl.float32)
-    after = tl.zeros((ROWS,), dtype=tl.float32)
+    exact_squares = tl.zeros((ROWS,), dtype=tl.float32)
+    rounded_squares = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(program * ROWS, end, tl.num_programs(0) * ROWS):
         offs_row = start + tl.arange(0, ROWS)
         in_rows = offs_row < rows
         mask = in_rows[:, None] & in_columns[None, :]
-        at = offs_row.to(tl.int64)[:, None] * columns + offs[None, :]
-        loaded = tl.load(matrix_ptr + at, mask=mask, other=0.0)
+        offsets = offs_row.to(tl.int64)[:, None] * columns + offs[None, :]
+        loaded = tl.load(matrix_ptr + offsets, mask=mask, other=0.0)
         x = loaded.to(tl.float32)
         if print_ptr is not None or expected_ptr is not None:
             bits = loaded.to(tl.int16, bitcast=True).to(tl.int32).to(tl.uint32, bitcast=True)
@@ -114,21 +114,21 @@ def quantise_kernel(
                 x *= tl.div_rn(1.0, divisor)
                 largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
             e4m3 = to_e4m3(x)
-            tl.store(out_ptr + at, e4m3, mask=mask)
+            tl.store(out_ptr + offsets, e4m3, mask=mask)
             rounded = e4m3.to(tl.float32)
-            squares, kept = tl.sum(x * x, 1), tl.sum(rounded * rounded, 1)
+            squares, row_squares = tl.sum(x * x, 1), tl.sum(rounded * rounded, 1)
             if scale_ptr is not None:
-                scale = of_row * tl.sqrt_rn(tl.div_rn(squares + 1.0, kept + 1.0))
+                scale = of_row * tl.sqrt_rn(tl.div_rn(squares + 1.0, row_squares + 1.0))
                 tl.store(scale_ptr + offs_row, scale, mask=in_rows)
             else:
-                before += squares
-                after += kept
-    if parts_ptr is not None:
-        part, programs = parts_ptr + program, tl.num_programs(0)
-        tl.store(part, divisor, mask=end > 0)
-        tl.store(part + programs, tl.max(largest, 0), mask=end > 0)
-        tl.store(part + 2 * programs, tl.sum(before, 0), mask=end > 0)
-        tl.store(part + 3 * programs, tl.sum(after, 0), mask=end > 0)
+                exact_squares += squares
+                rounded_squares += row_squares
+    if sums_ptr is not None:
+        program_pointer, programs = sums_ptr + program, tl.num_programs(0)
+        tl.store(program_pointer, divisor, mask=end > 0)
+        tl.store(program_pointer + programs, tl.max(largest, 0), mask=end > 0)
+        tl.store(program_pointer + 2 * programs, tl.sum(exact_squares, 0), mask=end > 0)
+        tl.store(program_pointer + 3 * programs, tl.sum(rounded_squares, 0), mask=end > 0)
 
 
 @kernel
@@ -137,19 +137,19 @@ def sum_parts_kernel(
     scale_ptr,  # [] fp32
     divisor_ptr,  # [] fp32: one that makes room for all numbers, 0 where they had it
     # inputs
-    parts_ptr,  # [4, programs] fp32
+    sums_ptr,  # [4, programs] fp32
     # sizes
     programs,
     BLOCK: tl.constexpr,  # all programs
 ):
     """The scale of a matrix that programs have rounded."""
     offs = tl.arange(0, BLOCK)
-    at, mask = parts_ptr + offs, offs < programs
-    divisor = tl.load(parts_ptr)
-    largest = tl.max(tl.load(at + programs, mask=mask, other=0.0), 0)
-    before = tl.sum(tl.load(at + 2 * programs, mask=mask, other=0.0), 0)
-    after = tl.sum(tl.load(at + 3 * programs, mask=mask, other=0.0), 0)
-    scale = divisor * tl.sqrt_rn(tl.div_rn(before + 1.0, after + 1.0)) + before * 0.0
+    program_pointers, mask = sums_ptr + offs, offs < programs
+    divisor = tl.load(sums_ptr)
+    largest = tl.max(tl.load(program_pointers + programs, mask=mask, other=0.0), 0)
+    exact_squares = tl.sum(tl.load(program_pointers + 2 * programs, mask=mask, other=0.0), 0)
+    rounded_squares = tl.sum(tl.load(program_pointers + 3 * programs, mask=mask, other=0.0), 0)
+    scale = divisor * tl.sqrt_rn(tl.div_rn(exact_squares + 1.0, rounded_squares + 1.0)) + exact_squares * 0.0
     tl.store(scale_ptr, scale)
     room = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest / LARGEST, 1.0))))
     tl.store(divisor_ptr, tl.where(largest > LARGEST, divisor * room, 0.0))

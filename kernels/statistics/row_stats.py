@@ -74,16 +74,16 @@ def row_stats(
         states = ZERO_LANES(BLOCK, tl.float32)
     for start in range(begin, end, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        inside = offs < end
+        in_row = offs < end
         if SETS:
-            column = tl.load(column_ptr + offs, mask=inside, other=-1)
-            inside = column >= 0
-            x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf"))
-            lane_target += tl.where(inside & (column == target), x, 0.0)
+            column = tl.load(column_ptr + offs, mask=in_row, other=-1)
+            in_row = column >= 0
+            x = tl.load(logits_ptr + offs, mask=in_row, other=float("-inf"))
+            lane_target += tl.where(in_row & (column == target), x, 0.0)
         else:
             column = offs
-            x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, row_scale)
-        x = tl.where(inside, x, float("-inf"))  # the cap turns the padding's -inf into a number
+            x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, in_row, logit_scale, softcap, row_scale)
+        x = tl.where(in_row, x, float("-inf"))  # the cap turns the padding's -inf into a number
         scaled = times(x, ratio)
         new_max = tl.maximum(lane_max, scaled)
         offset = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -91,7 +91,7 @@ def row_stats(
         z = scaled - offset
         e = tl.exp2(z * log2_e)
         if VECTORS > 0:
-            states = ADD_LANES(states, x, column, inside, class_weights_ptr, lane_max, lane_sum, offset, rescale, z, e)
+            states = ADD_LANES(states, x, column, in_row, class_weights_ptr, lane_max, lane_sum, offset, rescale, z, e)
         lane_max, lane_sum = new_max, lane_sum * rescale + e
     row_max = tl.max(lane_max, 0)
     distance = lane_max - tl.where(row_max == float("-inf"), 0.0, row_max)
@@ -100,26 +100,26 @@ def row_stats(
     log_sum = tl.log2(row_sum) * ln_2
     if VECTORS > 0:
         vectors = MERGE_LANES(states, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum)
-    at = row + tl.arange(0, 1)
-    here = at >= row
+    place = row + tl.arange(0, 1)
+    mask = place >= row
     if SETS:
         target_logit = tl.sum(lane_target, 0)
         # a branch would be on what is loaded
-        here = at < tl.where((end > begin) | FILL, row + 1, row)
+        mask = place < tl.where((end > begin) | FILL, row + 1, row)
         row_max = tl.where(end > begin, row_max, 0.0)
         log_sum = tl.where(end > begin, log_sum, 0.0)
     if lse_ptr is not None:
-        tl.store(lse_ptr + at, row_max + log_sum, mask=here)
-    tl.store(start_ptr + at, row_max, mask=here)
-    tl.store(rest_ptr + at, -log_sum, mask=here)
+        tl.store(lse_ptr + place, row_max + log_sum, mask=mask)
+    tl.store(start_ptr + place, row_max, mask=mask)
+    tl.store(rest_ptr + place, -log_sum, mask=mask)
     if target_logit_ptr is not None:
-        tl.store(target_logit_ptr + at, target_logit, mask=here)
+        tl.store(target_logit_ptr + place, target_logit, mask=mask)
     if logprob_ptr is not None:
         target_logit = times(target_logit, ratio)
         # not target_logit - lse, which has lost what lies below an ulp of the logits
-        tl.store(logprob_ptr + at, tl.where(counts, (target_logit - row_max) - log_sum, 0.0), mask=here)
+        tl.store(logprob_ptr + place, tl.where(counts, (target_logit - row_max) - log_sum, 0.0), mask=mask)
     for i in tl.static_range(VECTORS):
         value = vectors[i]
         if SETS:
             value = tl.where(end > begin, value, 0)
-        tl.store(outputs[i] + at, value, mask=here)
+        tl.store(outputs[i] + place, value, mask=mask)

@@ -57,20 +57,21 @@ def row_sums(
         sums = sums + (tl.zeros((BLOCK,), dtype=tl.float32),)
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        inside = offs < columns
+        in_columns = offs < columns
         x = load_row(
-            logits_ptr, strip_offset_ptr, bias_ptr, row, strip_stride, offs, inside, logit_scale, softcap, row_scale,
+            logits_ptr, strip_offset_ptr, bias_ptr, row, strip_stride, offs, in_columns, logit_scale, softcap,
+            row_scale,
         )  # fmt: skip
         if ratio is not None:
             x = x * ratio
-        log_p = tl.where(inside, (x - start_p) + rest_p, float("-inf"))
+        log_p = tl.where(in_columns, (x - start_p) + rest_p, float("-inf"))
         log_q = log_p
         if teacher_ptr is not None:
             y = load_row(
-                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, inside, teacher_scale,
+                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, in_columns, teacher_scale,
                 teacher_softcap, teacher_row_scale,
             )  # fmt: skip
-            log_q = tl.where(inside, (y - start_q) + rest_q, float("-inf"))
-        sums = ADD_SUMS(sums, (log_p,), log_q, inside, scalars, tie)
+            log_q = tl.where(in_columns, (y - start_q) + rest_q, float("-inf"))
+        sums = ADD_SUMS(sums, (log_p,), log_q, in_columns, scalars, tie)
     for i in tl.static_range(SUMS):
         tl.store(outputs[i] + row, tl.sum(sums[i], 0))

@@ -58,8 +58,8 @@ def runner_up_zero(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def joined(state, largest, second):
     """The two largest of two pairs, each in descending order."""
-    others = tl.maximum(tl.minimum(state[0], largest), tl.maximum(state[1], second))
-    return tl.maximum(state[0], largest), others
+    smaller = tl.maximum(tl.minimum(state[0], largest), tl.maximum(state[1], second))
+    return tl.maximum(state[0], largest), smaller
 
 
 @triton.jit

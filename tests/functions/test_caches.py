@@ -147,11 +147,11 @@ def test_the_least_recently_used_goes_first() -> None:
     cache: Cache[int, str] = Cache(3)
     for i in range(3):
         cache[i] = str(i)
-    assert cache.get(0) == "0" and cache.made(1, list) == "1"
+    assert cache.get(0) == "0" and cache.get_or_make(1, list) == "1"
     cache[3] = "3"
     assert len(cache) == 3 and 1 in cache and cache.get(2) is None
     cache[0] = "another"
-    assert cache.made(4, lambda: "4") == "4" and 3 in cache and cache.get(0) == "another"
+    assert cache.get_or_make(4, lambda: "4") == "4" and 3 in cache and cache.get(0) == "another"
     assert 1 not in cache and len(cache) == 3
     cache.clear()
     assert len(cache) == 0
@@ -177,7 +177,7 @@ def test_threads_that_make_one_value_get_the_same() -> None:
         return object()
 
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: cache.made("key", make), range(2))
+        one, other = pool.map(lambda _: cache.get_or_make("key", make), range(2))
     assert one is other is cache.get("key")
 
 

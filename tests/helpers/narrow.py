@@ -22,14 +22,14 @@ SIZES: dict[str, int] = {
     # tokens of a call: each has 40 bytes of targets and statistics, and its hidden states
     **dict.fromkeys(("rows", "tokens", "first_row", "first", "length", "shift"), 2**30),
     # ids and columns: each has a row of the head
-    **dict.fromkeys(("vocab", "columns", "columns0", "columns1", "made", "first_column"), 2**30),
+    **dict.fromkeys(("vocab", "columns", "columns0", "columns1", "made_columns", "first_column"), 2**30),
     **dict.fromkeys(("hidden", "width"), 2**24),
     "entries": 2**31 - 2**13,  # of sets: so many would take 40 bytes each, 80 GiB, beside hidden states
-    "each": 2**24,  # ids that a token keeps
+    "ids_per_token": 2**24,  # ids that a token keeps
     **dict.fromkeys(("strips", "strip_count"), 2**23),  # of 128 columns at least
     "zeros": 2**20,  # counters, one for some tiles
     "programs": 2**20,  # of scale_kernel: eight for each multiprocessor
-    "parts": 2**10,  # of dhidden's sums, fewer than multiprocessors
+    "loss_rows": 2**10,  # losses of a call
 }
 LEAST = {"length": 1}  # of others 0
 PROGRAMS = 2**20  # as many as multiprocessors, times a few; or one for a block, which begins at a row of those above
