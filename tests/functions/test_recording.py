@@ -315,7 +315,7 @@ def test_a_list_of_steps(place: Place) -> None:
     made = listening.finish(found)
     assert made is not None
     others = [torch.randn(70, device=place.device)[4:68], torch.tensor(-2.0, device=place.device)]
-    (out,) = made.run(others)
+    (out,) = made.replay(others)
     torch.testing.assert_close(out, others[0][16:48] * 4)
 
 

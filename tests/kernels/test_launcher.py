@@ -229,7 +229,7 @@ def test_calls_the_function_in_c(device: SimpleNamespace, monkeypatch: pytest.Mo
     given[0], given[3:5] = "map of " + str(others[0].data_ptr()), [others[1].data_ptr() + 64, others[2].data_ptr()]
     for _ in range(2):
         del calls[:]
-        made_of_it.run(others)
+        made_of_it.replay(others)
         before = recorded[:7]
         assert calls == [(*before, tuple(given)) if isinstance(recorded[-1], tuple) else (*before, *given)]
 
