@@ -115,7 +115,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
     ("mask: targets among kept columns", "kernels/statistics/row_stats.py", "in_row & (column == target)", "in_row", "tests/functions/test_kept.py"),
     ("sign: entropy over ranks, in kernels", "kernels/statistics/entropy.py", "share * (numbers[0] - log_share)", "share * (numbers[0] + log_share)", RANKS + " -k kernels"),
-    ("mask: rows that no kernel wrote in a bias's gradient", "chunked_head/stores/triton_relative.py", "return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)", "return counted_of(rows)", "tests/functions/test_skip_ignored.py -k trained_bias"),
+    ("mask: rows that no kernel wrote in a bias's gradient", "chunked_head/stores/triton/relative.py", "return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)", "return counted_of(rows)", "tests/functions/test_skip_ignored.py -k trained_bias"),
     # from statistics to coefficients
     ("sign: entropy's coefficient", "chunked_head/core/statistics.py", '"alpha": -g * entropy', '"alpha": g * entropy', LINEAR + " -k 'test_loss and entropy'"),
     ("scale: slope of a second temperature", EVALUATE, 'g = r * grads["logprob" + suffix]', 'g = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),

@@ -1,5 +1,5 @@
 """The two ways to compute: torch operations, for the CPU and any device that has no Triton, and Triton kernels
-(``triton_backend.py``)."""
+(``triton/backend.py``)."""
 
 import importlib
 import importlib.util
@@ -149,7 +149,7 @@ def backend_of(name: str | None, device: torch.device) -> Backend:
         return TORCH
     if not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
-    return importlib.import_module(".triton_backend", __package__).TRITON  # it imports this file, and Triton
+    return importlib.import_module(".triton.backend", __package__).TRITON  # it imports this file, and Triton
 
 
 def has_triton() -> bool:

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 import chunked_head.stores.store
 from benchmarks import turns_worker
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses
-from chunked_head.stores import triton_store
+from chunked_head.stores.triton import store as triton_store
 
 SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

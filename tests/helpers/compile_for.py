@@ -29,7 +29,7 @@ from chunked_head.core.gpus import GPUS
 from chunked_head.core.statistics import STATISTICS
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats
-from chunked_head.stores.triton_backend import TRITON, TritonBackend
+from chunked_head.stores.triton.backend import TRITON, TritonBackend
 
 MATMULS = "exp_logits_kernel", "grad_logits_kernel", "dhidden_kernel", "dweight_kernel"
 INSTRUCTIONS = (

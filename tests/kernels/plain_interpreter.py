@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from chunked_head import kernels, linear_cross_entropy
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats
-from chunked_head.stores.triton_backend import TRITON
+from chunked_head.stores.triton.backend import TRITON
 
 launched: set[str] = set()
 launch = Launcher.__getitem__

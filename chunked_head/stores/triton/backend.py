@@ -19,19 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
-from ..core.stats import Demand
-from ..core.tiles import INTERPRETED
-from ..kernels.common.recording import recording
-from ..kernels.gradients import launch as gradients
-from ..kernels.products import launch as products
-from ..kernels.statistics import launch as statistics
-from .backend import Backend
-from .matmul import sums_halves
-from .operands import TeacherHead
-from .store import LogitsStore, Store
-from .triton_relative import FastStore, RelativeStore
-from .triton_store import TMA_BYTES, GradStore
+from ...core.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
+from ...core.stats import Demand
+from ...core.tiles import INTERPRETED
+from ...kernels.common.recording import recording
+from ...kernels.gradients import launch as gradients
+from ...kernels.products import launch as products
+from ...kernels.statistics import launch as statistics
+from ..backend import Backend
+from ..matmul import sums_halves
+from ..operands import TeacherHead
+from ..store import LogitsStore, Store
+from .fast import FastStore
+from .relative import RelativeStore
+from .store import TMA_BYTES, GradStore
 
 
 def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:

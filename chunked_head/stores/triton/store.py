@@ -6,19 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.memory import empty
-from ..core.records import Counted, Stored
-from ..core.stats import Coefficients, RowStats
-from ..core.tiles import Matrix, Quantised, cdiv
-from ..kernels.gradients import launch as gradients
-from ..kernels.products import launch as products
-from ..kernels.statistics import launch as statistics
-from ..plan.plans import Plan, own_dweight
-from ..plan.sizes import LOOP, SWEEP, Buffer, Sizes, padded_columns
-from .matmul import add_dweight
-from .operands import Head, Rows
-from .quantised import empty_quantised
-from .store import MatmulStore, own_columns, terms_of, transform
+from ...core.memory import empty
+from ...core.records import Counted, Stored
+from ...core.stats import Coefficients, RowStats
+from ...core.tiles import Matrix, Quantised, cdiv
+from ...kernels.gradients import launch as gradients
+from ...kernels.products import launch as products
+from ...kernels.statistics import launch as statistics
+from ...plan.plans import Plan, own_dweight
+from ...plan.sizes import LOOP, SWEEP, Buffer, Sizes, padded_columns
+from ..matmul import add_dweight
+from ..operands import Head, Rows
+from ..quantised import empty_quantised
+from ..store import MatmulStore, own_columns, terms_of, transform
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 FREQUENT, MOST_FREQUENT = 32, 512  # tokens of an id that is frequent, or more where there would be more such ids

@@ -1,0 +1,1 @@
+"""The backend of Triton kernels, and the stores of what they write."""

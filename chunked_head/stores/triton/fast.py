@@ -1,0 +1,101 @@
+"""The store of bf16 exponentials relative to the target's logit, which our logits matmul writes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.memory import empty
+from ...core.stats import Coefficients, RowStats
+from ...kernels.common.operands import strip_rows
+from ...kernels.gradients import launch as gradients
+from ...kernels.products import launch as products
+from ...plan.plans import Plan
+from ...plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes
+from ..gradients import Gradients
+from ..operands import Head, Rows
+from ..store import terms_of, transform
+from .relative import RelativeStore
+from .store import counted_of
+
+
+class FastStore(RelativeStore):
+    """bf16 exponentials E relative to one level per row; ``kernels/gradients/row_grad.py`` defines their factors.
+
+    dhidden is ``E @ weight`` times a factor plus a row of the weight; dweight is ``E.T @ (factor * hidden)`` plus rows
+    of hidden states at their targets. Those, and what 16 bits rounded away of targets' terms, are added at the end,
+    for all tokens sorted by target.
+    """
+
+    name = "fast"
+    description = "exponentials relative to the target"
+    adds_by_chunk = False  # rows of all ranks: targets' terms are added chunk by chunk
+
+    @classmethod
+    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        yield from super().buffers(sizes, rows, last, stored)
+        if last < LOOP or not sizes.weight_grad:
+            return
+        # tokens sorted by target, chunk by chunk where hidden states come so
+        at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
+        yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 28,), BYTE, SWEEP, LOOP)
+
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+        super().__init__(backend, head, plan, all_rows, tiled)
+        if self.buffer is None:
+            return
+        device = head.weight.device
+        # exponentials of the gradient are relative to them on every rank
+        self.known_targets = True
+        self.level = empty(self.rows, dtype=torch.float32, device=device)
+        # as level_rows makes them, each aligned like the others whatever the number of tokens
+        self.factors = empty(3, strip_rows(self.sizes.tokens), dtype=torch.float32, device=device)
+
+    def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
+        tokens, exp = rows.tokens, self.stored.logits
+        assert self.level is not None
+        row_factors, ordered, occurrences = self.factors[:, tokens.start :], None, None
+        # hidden states of all ranks' tokens, which are here for this chunk only
+        chunk_hidden = rows.source if rows.order is not None and self.all_rows.order is None else None
+        if grads.weight is not None:
+            ordered = self.every_target_sorted if chunk_hidden is None else self.sorted_targets(rows.target)
+            occurrences = ordered.occurrences
+            if occurrences is not None and chunk_hidden is None:
+                occurrences = occurrences[tokens]
+        terms = terms_of(self.demand, rows.target, stats, coefficients)
+        # after this only the weight's gradient reads the chunk's hidden states
+        gradients.level_rows(
+            exp,
+            row_factors,
+            None if grads.weight is None else rows.hidden,
+            self.stored_strips,
+            self.gpu.strip_width(relative=False),
+            self.level,
+            stats.logprob,
+            terms,
+            transform(self.head, rows.scale),
+            counted_of(rows),
+            occurrences,
+        )
+        if grads.hidden is not None:
+            factors = products.Factors(rows.target, *row_factors[:2])
+            self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
+            grads.hidden_done(tokens)
+        if grads.weight is not None and ordered is not None:
+            self.add_dweight(exp, rows, grads.weight, rows.first == 0 and grads.fresh)
+            if chunk_hidden is not None:
+                self.add_target_rows(chunk_hidden, ordered, rows.first, grads.weight, rows.order)
+                self.adds_by_chunk = True
+
+    def finish(self, grads: Gradients) -> None:
+        super().finish(grads)
+        if grads.weight is not None and not self.adds_by_chunk:
+            self.add_target_rows(self.all_rows.hidden, self.every_target_sorted, 0, grads.weight, self.all_rows.order)
+
+    def add_target_rows(
+        self, hidden: Tensor, targets: products.SortedColumns, first: int, d_weight: Tensor, order: Tensor | None
+    ) -> None:
+        """The targets' terms of the weight's gradient, after the products with the chunk's exponentials."""
+        softmax, at_target, ratio = self.factors[:, first:]
+        products.add_rows(d_weight, hidden, targets, at_target, order, products=(softmax, ratio))
