@@ -111,14 +111,16 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         # again by selection: a loss may have had an infinite slope where a token does not count
         slopes = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
         coefficients = coefficients_of(structure, slopes, leaves)
-    metric_stats: dict[Any, Stats] = {}
+    metric_stats, masks = dict[Any, Stats](), dict[str, Tensor]()
     for metric, view in structure.metrics:
         key = view, metric.reads_target, *structure.vectors_of(metric, view).items()
         if key not in metric_stats:
             metric_stats[key] = stats_at(structure, metric, view, leaves)
-        mask = share_mask(metric.unit, batch)
+        if metric.unit not in masks:
+            masks[metric.unit] = share_mask(metric.unit, batch)
+        mask = masks[metric.unit]
         value = values_by(metric, metric_stats[key], batch, mask)
-        columns = [value, value.square()] if metric.components == 2 else [value]
+        columns = value if isinstance(value, tuple) else (value, value.square()) if metric.components == 2 else (value,)
         if metric.unit == "token":
             weights = inputs.metric_weights.get(metric.weighting)
             rows += [selected(metric, column, mask, weights) for column in columns]

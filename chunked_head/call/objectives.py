@@ -181,10 +181,12 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
     """Weights of tokens [n] by weighting, without "token", and the divisor [] of each metric."""
     weights: dict[str, Tensor] = {}
     groups: dict[str, Tensor] = {}  # by weighting: number of segments or documents with a token
-    counts = []
+    counts, units = [], {"token": tokens.counted}
     for metric in metrics:
-        if metric.unit == "segment" or metric.weighting == "token":
-            counts.append(tokens.counted if metric.unit == "token" else count_units(metric.unit, tokens))
+        if metric.unit != "token" or metric.weighting == "token":
+            if metric.unit not in units:
+                units[metric.unit] = count_units(metric.unit, tokens)
+            counts.append(units[metric.unit])
             continue
         if metric.weighting not in weights:
             batch, dtype = tokens.batch, tokens.one_or_nan.dtype

@@ -1,7 +1,7 @@
 """Arguments of losses and metrics: statistics of tokens, fields of the batch; functions of numbers per token."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,7 @@ class Batch(Mapping[str, Tensor]):
     ):
         self.withheld, self.read = withheld, set[str]()  # names of the fields that were read
         self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
+        self.memo = dict[Hashable, Tensor]()  # what metrics of a call share
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 

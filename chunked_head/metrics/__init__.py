@@ -23,13 +23,14 @@ from .functions import (
     top_probability,
     vocabulary_sum,
 )
+from .preference import preference, reward
 from .values import Finish, Metric, MetricOptions, MetricValue, Reduce, Weighting, all_reduce, combine, merge
 
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",
     "accuracy", "advantage", "agreement", "all_reduce", "clip_fraction", "combine",
     "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "margin", "mean_logit", "merge",
-    "perplexity", "ratio", "top_probability", "vocabulary_sum",
+    "perplexity", "preference", "ratio", "reward", "top_probability", "vocabulary_sum",
 ]  # fmt: skip
 
 KL = "metrics.kl_old() is to the old policy, metrics.kl_reference() to a reference"
@@ -39,4 +40,5 @@ if not TYPE_CHECKING:  # a type checker would take every name of a module with `
         "clipfrac": "that is metrics.clip_fraction()", "clipratio": "that is metrics.clip_fraction()",
         "ess": "that is metrics.effective_sample_size()", "logprobs": "that is metrics.logprob()",
         "loss": "out.loss and out.parts have losses", "reduce": "that is metrics.all_reduce()",
+        "rewards": "metrics.preference(loss) has what trainers log", "dpo": "that is metrics.preference(losses.dpo())",
     })  # fmt: skip

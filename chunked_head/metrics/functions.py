@@ -38,10 +38,10 @@ def make(
     if common:
         refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
     if level != "token":
-        choice(f"metrics.{kind}", "level", level, ("token", "segment"))
-        metric_fields |= {"scope": "segment", "unit": "segment"}
+        choice(f"metrics.{kind}", "level", level, ("token", "segment", "pair"))
+        metric_fields |= {"scope": "segment", "unit": level}
         fields = (*fields, "segments")
-    unusual = suffix, "" if level == "token" else level, "" if reduce == "mean" else str(reduce)
+    unusual = suffix, level if level == "segment" else "", "" if reduce == "mean" else str(reduce)
     metric_fields |= {"name": "_".join([name or kind, *filter(None, unusual)]), "reduce": reduce, "fields": fields}
     chosen_options = {option: value for option, value in common.items() if value is not None}
     return Metric(kind, function, needs=frozenset(needs), check=False, **(metric_fields | chosen_options))

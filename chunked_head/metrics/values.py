@@ -21,7 +21,8 @@ from ..losses.user_checks import check_metric
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
 OF_NOTHING = {"mean": 0.0, "max": -INFINITY, "min": INFINITY}  # the sum, or the extremum, of no values
-Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction"]
+Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction", "share", "difference"]
+COMPONENTS = {"effective_sample_size": 2, "effective_sample_fraction": 2, "share": 2, "difference": 4}  # where not 1
 
 
 class MetricOptions(TypedDict, total=False):
@@ -47,7 +48,7 @@ class Metric(Measure):
     that out.
     """
 
-    unit: Literal["token", "segment"] = "token"
+    unit: Literal["token", "segment", "pair"] = "token"
     reduce: Reduce = "mean"
     weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
     finish: Finish = "mean"  # from sums and count to .value
@@ -61,8 +62,10 @@ class Metric(Measure):
             object.__setattr__(self, "extra_fields", {**extra, **self.extra_fields})
         for option, allowed in CHOICES:
             choice(where, option, getattr(self, option), allowed)
-        if self.unit == "segment" and self.scope != "segment":
-            raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
+        if self.unit != "token" and self.scope != "segment":
+            raise ValueError(f'{where} has values per {self.unit}, which need all tokens: scope="segment"')
+        if self.finish in ("share", "difference") and not is_library(self.function):
+            raise ValueError(f"finish={self.finish!r} of {where} is of several numbers per unit; a function gives one")
         plain = self.unit == "token" and self.reduce == "mean" and self.components == 1
         if self.weighting != "token" and not plain:
             raise ValueError(
@@ -88,8 +91,9 @@ class Metric(Measure):
 
     @property
     def components(self) -> int:
-        """Numbers per unit: the value, and its square for an effective sample size."""
-        return 2 if self.finish in ("effective_sample_size", "effective_sample_fraction") else 1
+        """Numbers per unit: the value, and its square for an effective sample size; values and flags, of which means
+        are made, for shares of the units."""
+        return COMPONENTS.get(self.finish, 1)
 
     @property
     def width(self) -> int:
@@ -185,15 +189,25 @@ def _effective_sample_size(total: Tensor, count: Tensor) -> Tensor:
     return torch.where(squares > 0, weights.square() / torch.where(squares > 0, squares, 1.0), 0.0)
 
 
+def _share(total: Tensor, count: Tensor) -> Tensor:
+    return _mean(*total.unbind(-1))
+
+
+def _difference(total: Tensor, count: Tensor) -> Tensor:
+    return _share(total[..., :2], count) - _share(total[..., 2:], count)
+
+
 FINISH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": _mean,
     "perplexity": lambda total, count: _mean(total, count).exp(),
     "effective_sample_size": _effective_sample_size,
     "effective_sample_fraction": lambda total, count: _mean(_effective_sample_size(total, count), count),
+    "share": _share,
+    "difference": _difference,
 }
 CHOICES = (
     ("reduce", ("mean", "max", "min")), ("weighting", ("token", "segment", "document")),
-    ("unit", ("token", "segment")), ("scope", ("token", "segment")), ("finish", tuple(FINISH)),
+    ("unit", ("token", "segment", "pair")), ("scope", ("token", "segment")), ("finish", tuple(FINISH)),
 )  # fmt: skip
 
 

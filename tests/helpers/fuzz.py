@@ -418,6 +418,9 @@ class Call:
             common = given | self.head | self.options() | {
                 "batch": self.batch(names, self.dtype, ours=True), "num_segments": segments, "metrics": measured,
             }  # fmt: skip
+            if self.seed % 3 == 0:  # these fields are arguments, too
+                fields = common["batch"]
+                common |= {name: fields.pop(name) for name in ("mask", "token_weights") if name in fields}
             if each:
                 common["temperature"] = self.nonsense(given["temperature"], ~self.counts).to(self.device)
             target, loss = self.targets(ours=True), self.sum_of(terms)

@@ -1,12 +1,14 @@
 """Sequences of a rectangle, as other libraries' losses take them: chosen ones, then rejected ones, here segments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from chunked_head import linear_loss
+from chunked_head import LossOutput, linear_loss
 from chunked_head.losses import Losses
+from chunked_head.metrics import Metric
 
 ROWS, LENGTH, HIDDEN, VOCAB = 6, 7, 8, 13
 PAIRS = ROWS // 2
@@ -55,6 +57,9 @@ class Sequences:
         return self.sums(values) / self.mask.sum(-1)
 
     def step(self, loss: Losses) -> Tensor:
+        return self.run(loss).loss
+
+    def run(self, loss: Losses, metrics: Sequence[Metric] = ()) -> LossOutput:
         segments = torch.arange(ROWS)[:, None].expand(ROWS, LENGTH)
         batch = {
             "old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "segments": segments,
@@ -64,7 +69,7 @@ class Sequences:
             "teacher_hidden": self.other_hidden, "teacher_weight": self.other_weight,
             "nll_mask": self.mask & (segments < PAIRS),
         }  # fmt: skip
-        return linear_loss(self.hidden, self.weight, self.target, loss, batch=batch, num_segments=ROWS).loss
+        return linear_loss(self.hidden, self.weight, self.target, loss, batch=batch, num_segments=ROWS, metrics=metrics)
 
 
 def sequences(dtype: torch.dtype, is_paired: bool) -> Sequences:

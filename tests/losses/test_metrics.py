@@ -52,6 +52,9 @@ class Data:
             field[list(MASKED)] = math.nan
         self.teacher = torch.where(self.mask[:, None], self.q.log(), math.nan)
         self.fields |= {"segments": IDS, "documents": DOCUMENTS, "mask": self.mask}
+        # segment 0 is in two pairs; two pairs have a segment without a token that counts
+        self.fields |= {"pairs": torch.tensor([[0, 1], [2, 3], [3, 0], [4, 2], [1, 5]])}
+        self.fields |= {"segment_labels": torch.tensor([True, False, True, False, True, False])}
 
     def log_ratio(self, against: str = "old") -> Tensor:
         return self.logprob - self.fields[metrics.AGAINST[against]]
@@ -153,6 +156,57 @@ def test_effective_sample_size(against: str) -> None:
     torch.testing.assert_close(got.value, size)
     fraction = measure(metrics.effective_sample_size(against, normalized=True), data, 7)
     torch.testing.assert_close(fraction.value, size / len(ratios))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("options", METRICS["reward"].options, ids=str)
+def test_rewards(options: Options, chunk: int | None) -> None:
+    """Of micro-batches too; one of them without a pair, or without a segment, that counts."""
+    metric, found, expected = metrics.reward(**options), [], []
+    for seed in range(3):
+        data = Data(seed)
+        found.append(measure(metric, data, chunk))
+        expected.append(METRICS["reward"].formula(data, **options)[0])
+        torch.testing.assert_close(found[-1].value, expected[-1])
+    nothing = measure(metric, Data(counted=False), chunk)
+    assert nothing.value == 0 and nothing.count == 0
+    combined = combine([{"reward": value} for value in (*found, nothing)])["reward"]
+    torch.testing.assert_close(combined.value, torch.stack(expected).mean())  # each has as many pairs
+    assert len({float(value) for value in expected}) > 1 or options.get("quantity") == "accuracy"
+
+
+PREFERENCE = {
+    "dpo": losses.dpo(0.3), "ipo": losses.dpo(0.3, "ipo"), "ld": losses.dpo(ld_alpha=0.5, divergence="js"),
+    "free": losses.dpo(reference_free=True), "simpo": losses.simpo(2.0, alpha=0.2), "cpo": losses.cpo(variant="ipo"),
+    "orpo": losses.orpo() + losses.cross_entropy(), "kto": losses.kto(0.4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_metrics_of_a_preference_loss(name: str) -> None:
+    loss = PREFERENCE[name]
+    found, kept = metrics.preference(loss), loss.terms[0][1].options
+    quantities = ["chosen", "rejected", "margins"] + ["accuracies"] * (name != "kto")
+    assert [metric.label for metric in found] == [f"rewards/{each}" for each in quantities] + [
+        "logps/chosen", "logps/rejected"
+    ]  # fmt: skip
+    assert found[0].options["beta"] == kept["beta"] and found[-1].options["beta"] == 1.0
+    averages = name in ("simpo", "cpo", "orpo")
+    assert found[0].options["average"] == found[-1].options["average"] == averages
+    assert ("ref_logprobs" in found[0].fields) == (name in ("dpo", "ipo", "ld", "kto"))
+    assert found[0].options["power"] == (-0.2 if name == "simpo" else 0.0) and found[-1].options["power"] == 0.0
+    assert all(metric.options["ld_alpha"] == (0.5 if name == "ld" else None) for metric in found)
+
+
+def test_a_loss_without_preference() -> None:
+    with pytest.raises(ValueError, match=r"takes a sum with one of losses\.cpo, dpo, kto, orpo, simpo, got Losses"):
+        metrics.preference(losses.cross_entropy())
+    with pytest.raises(ValueError, match="is of pairs: leave paired=True"):
+        metrics.reward("accuracy", paired=False)
+    with pytest.raises(ValueError, match="weighs the tokens of pairs"):
+        metrics.reward("chosen", paired=False, ld_alpha=0.1)
+    with pytest.raises(ValueError, match=r"finish='share' of metrics\.mine is of several numbers per unit"):
+        Metric("mine", lambda stats, batch: stats.lse, finish="share")
 
 
 @pytest.mark.parametrize("name", means("level"))

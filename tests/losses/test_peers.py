@@ -17,7 +17,7 @@ from oracle.preference import DPO_VARIANTS
 from peer_sequences import BASELINE, LENGTH, LONGEST, PAIRS, ROWS, Sequences, sequences
 from torch import Tensor
 
-from chunked_head import losses, weights
+from chunked_head import losses, metrics, weights
 from chunked_head.losses import Losses
 
 # of float64 throughout; of what adds up, takes logarithms or has an option in float32; of verl's means, over n + 1e-8
@@ -221,6 +221,59 @@ def trl_paired(trainer: str, kind: str, **options: Any) -> Callable[[Sequences],
         return getattr(trl, trainer)._compute_loss(self, self.outputs, inputs, False)
 
     return call
+
+
+def trl_logged(trainer: str, kind: str, **options: Any) -> Callable[[Sequences], dict[str, float]]:
+    """What TRL's trainer logs of a batch, by its own code."""
+
+    def call(s: Sequences) -> dict[str, float]:
+        if trainer in ("DPOTrainer", "KTOTrainer"):
+            logged: dict[str, list[float]] = defaultdict(list)
+            trl_paired(trainer, kind, _metrics={"eval": logged}, **options)(s)
+            return {name: values[-1] for name, values in logged.items()}
+        from trl.experimental import cpo, orpo
+
+        theirs: Any = {"CPOTrainer": cpo, "ORPOTrainer": orpo}[trainer]
+        self = Trainer(s, kind, **options)
+        scores = (s.means if kind in ("ipo", "simpo", "orpo") else s.sums)(s.logprobs)
+        nothing = torch.zeros(1)
+        self.concatenated_forward = lambda *given: (scores[:PAIRS], scores[PAIRS:], nothing, nothing, nothing)
+        self.cpo_alpha = 0.0
+        for name in ("cpo_loss", "odds_ratio_loss"):
+            if hasattr(getattr(theirs, trainer), name):
+                self.__dict__[name] = getattr(getattr(theirs, trainer), name).__get__(self)
+        return getattr(theirs, trainer).get_batch_loss_metrics(self, None, {}, "train")[1]
+
+    return call
+
+
+# a loss, and what TRL logs beside it
+LOGGED: list[tuple[Losses, Callable[[Sequences], dict[str, float]]]] = [
+    (losses.dpo(0.3), trl_logged("DPOTrainer", "sigmoid", beta=0.3)),
+    (losses.dpo(0.3, "ipo"), trl_logged("DPOTrainer", "ipo", beta=0.3)),
+    (losses.dpo(0.3, "hinge", divergence="js"),
+     trl_logged("DPOTrainer", "hinge", beta=0.3, f_divergence_type="js_divergence")),
+    (losses.kto(0.3), trl_logged("KTOTrainer", "kto", beta=0.3)),
+    (losses.simpo(2.0), trl_logged("CPOTrainer", "simpo", beta=2.0)),
+    (losses.simpo(2.0, alpha=0.2), trl_logged("CPOTrainer", "simpo", beta=2.0, alpha=0.2)),
+    (losses.cpo(0.3), trl_logged("CPOTrainer", "sigmoid", beta=0.3)),
+    (losses.cpo(0.3, "ipo"), trl_logged("CPOTrainer", "ipo", beta=0.3)),
+    (losses.orpo(0.3), trl_logged("ORPOTrainer", "orpo", beta=0.3)),
+]  # fmt: skip
+
+
+@pytest.mark.exhaustive  # as the other rows of TRL
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="the numbers are TRL's, which is not installed")
+@pytest.mark.parametrize(("loss", "theirs"), LOGGED, ids=lambda value: repr(value) if isinstance(value, Losses) else "")
+def test_what_a_preference_trainer_logs(loss: Losses, theirs: Callable[[Sequences], dict[str, float]]) -> None:
+    s = sequences(torch.float64, True)
+    logged, found = theirs(s), s.run(loss, metrics.preference(loss)).metrics
+    shared = {name for name in logged if name.startswith(("rewards/", "logps/"))}
+    assert shared == set(found) and len(shared) >= 5
+    for name, value in found.items():
+        single = name == "rewards/accuracies" or "orpo" in repr(loss)  # theirs are computed in float32
+        assert float(value) == pytest.approx(logged[name], rel=1e-6 if single else 1e-9), name
+        assert float(value) != 0 or name == "rewards/accuracies"
 
 
 def trl_cpo(kind: str, **options: Any) -> Callable[[Sequences], Tensor]:

@@ -140,6 +140,46 @@ def clip_fraction(
     return (sides["low"] | sides["high"] if side == "signed" else sides[side]).double()
 
 
+@add_row(
+    *({"quantity": each} for each in ("chosen", "rejected", "accuracy")), {"beta": 0.7}, {"average": True},
+    {"reference_free": True}, {"alpha": 0.3, "average": True, "reference_free": True}, {"ld_alpha": 0.4},
+    *({"paired": False, "quantity": each} for each in ("chosen", "rejected", "margin")), is_mean=False,
+)  # fmt: skip
+def reward(
+    d: Any,
+    quantity: str = "margin",
+    beta: float = 0.1,
+    average: bool = False,
+    reference_free: bool = False,
+    alpha: float = 0.0,
+    ld_alpha: float | None = None,
+    paired: bool = True,
+) -> Tensor:
+    """[1] the mean over pairs of two segments with tokens, or of both labels' segments."""
+    values = d.logprob if reference_free else d.log_ratio("reference")
+    tokens = [values[d.mask & (d.fields["segments"] == segment)] for segment in range(len(d.fields["segment_labels"]))]
+    lengths, of_all = [len(own) for own in tokens], d.fields["pairs"].tolist()
+    pairs = [pair for pair in of_all if all(lengths[segment] for segment in pair)]
+
+    def score(segment: int) -> Tensor:
+        own = tokens[segment]
+        bound = min([lengths[segment], *(min(lengths[each] for each in pair) for pair in of_all if segment in pair)])
+        total = own.sum() if ld_alpha is None else own[:bound].sum() + ld_alpha * own[bound:].sum()
+        total = total / len(own) if average else total
+        return beta * ((1 - total.exp() ** -alpha) / alpha if alpha else total)
+
+    if paired:
+        chosen, rejected = (torch.stack([score(pair[side]) for pair in pairs]) for side in (0, 1))
+        of_pairs = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": chosen > rejected}
+        return of_pairs[quantity].double().mean()[None]
+    labels = d.fields["segment_labels"].tolist()
+    means = [
+        torch.stack([score(s) for s, own in enumerate(tokens) if len(own) and labels[s] == label]).mean()
+        for label in (True, False)
+    ]
+    return {"chosen": means[0], "rejected": means[1], "margin": means[0] - means[1]}[quantity][None]
+
+
 @add_row(has_teacher=True)
 def acceptance(d: Any) -> Tensor:
     return torch.minimum(d.p, d.q).sum(-1)

@@ -184,6 +184,8 @@ def measured(call: Call) -> list[Any]:
                 metrics.clip_fraction(side="signed", level="segment"),
                 metrics.ratio(level="segment", reduce="max"),
             ]
+    if any(summand.kind in ("dpo", "simpo", "cpo", "orpo", "kto") for _, summand in case.losses.terms):
+        found += metrics.preference(case.losses)
     if needs(call.loss) & set(DENSE):
         found += [metrics.acceptance(), metrics.agreement()]
     return found
