@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,8 @@ from torch import Tensor
 
 from benchmarks import measure, providers
 from benchmarks.command import Row, Watch
-from benchmarks.shapes import Operands, Shape, dtype_name, make_operands
+from benchmarks.shapes import Operands, Shape, dtype_name
 
-# What to draw for each kind of data: (operands, targets).
-KINDS = {"random": ("random", "random"), "zipf": ("random", "zipf"), "peaked": ("peaked", "random")}
 _ROWS = 2048
 
 
@@ -111,23 +109,22 @@ def errors(step: measure.Step, exact: Reference, read: providers.Late | None = N
     return found
 
 
-def errors_of(kind: str, shape: Shape, args: Any, watch: Watch) -> dict[tuple[str, float], Row]:
-    """Errors of each provider at each upstream gradient, for one shape and one kind of data, or its failure."""
-    data, targets = KINDS[kind]
-    watch.stage(f"{shape} {kind}: reference")
-    operands = make_operands(shape, args.dtype, args.device, data=data, targets=targets)
+def errors_of(
+    ready: Sequence[providers.Provider], shape: Shape, operands: Operands, args: Any, watch: Watch
+) -> dict[tuple[str, float], Row]:
+    """Errors of each provider at each upstream gradient, or its failure."""
+    watch.stage(f"{shape} {args.data}: reference")
     wide = reference_dtype(args.dtype, args.device)
-    ready, _ = providers.resolve(args.provider, args.device)
     bonuses = {provider.label: providers.BONUS if provider.read else 0.0 for provider in ready}
     exact = {bonus: reference(operands, wide, bonus) for bonus in set(bonuses.values())}
     measure.release(operands)
     rows: dict[tuple[str, float], Row] = {}
     for provider, upstream in ((provider, value) for value in args.upstream for provider in ready):
-        watch.stage(f"{shape} {kind}: {provider.label} upstream {upstream:g}")
+        watch.stage(f"{shape} {args.data}: errors of {provider.label} upstream {upstream:g}")
         step = measure.Step(provider.call, operands, upstream)
         measured = functools.partial(errors, step, exact[bonuses[provider.label]], provider.read)
         found, failure = measure.attempt(measured, operands)
-        of = {"errors_of": kind, "reference": dtype_name(wide)}
+        of = {"reference": dtype_name(wide)}
         named = {f"{key}_error": value for key, value in (found or {}).items()}
         rows[provider.label, upstream] = {"errors": failure.record()} if failure else of | named
     return rows

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import measure, providers, shapes
+from benchmarks import gauge, measure, providers, rounds, shapes
 
 if TYPE_CHECKING:  # frameworks' environments lack it, and their commands need none
     from rich.console import Console
@@ -207,13 +207,17 @@ def measured(
         if failure is None:
             steps[key] = made[0]
             rows[key] |= known(made[0])
-    watch.stage(f"{shape}: {args.rounds} rounds")
+    watch.stage(f"{shape}: settling")
     bare, failure = measure.attempt(make_floors, operands)
     rows = {
         name: {**described, **record} | (failure.record() if failure else {}) for name, record in floors.items()
     } | rows
     timed: dict[str, Callable[[], Any]] = {**(bare or {}), **steps}
-    for key, found in measure.records(timed, operands, args.device, args.rounds, watch.tick).items():
+
+    def say(text: str) -> None:
+        watch.stage(f"{shape}: {text}")
+
+    for key, found in rounds.records(timed, operands, args.device, args.rounds, watch.tick, say).items():
         rows[key] |= found
     del bare, timed  # the floors' buffers
     for row in rows.values():
@@ -295,17 +299,17 @@ def number(value: float | None, form: str = ".3f") -> str:
 
 
 def timed_cells(row: Row) -> list[str]:
-    """Cells of a row: milliseconds, ratio (`*` over what it must be), percentiles of rounds, peak, the plan's."""
+    """Cells of a row: milliseconds, ratio (`*` over what it must be), middle half of the rounds, peak, the plan's."""
     over = row.get("must") is not None and row.get("ratio", 0.0) > row["must"]
     return [
         number(row.get("ms")), number(row.get("ratio")) + " *" * over,
-        f"{number(row.get('ms_p20'))}-{number(row.get('ms_p80'))}",
+        f"{number(row.get('ms_p25'))}-{number(row.get('ms_p75'))}",
         row.get("memory_error", {}).get("status") or mebibytes(row.get("peak_bytes")),
         mebibytes(row.get("beside_gradients_bytes")), mebibytes((row.get("plan") or {}).get("peak_bytes")),
     ]  # fmt: skip
 
 
-TIMED = ("ms", "ratio", "p20-p80", "peak MiB", "beside grads", "plan's")
+TIMED = ("ms", "ratio", "middle half", "peak MiB", "beside grads", "plan's")
 
 
 def nothing_runs(skipped: Mapping[str, str]) -> int:
@@ -361,13 +365,13 @@ def _machine(device: torch.device) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     if device.type == "cuda":
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        driver, _, limit = _output(*gauge.query(device, "driver_version", "power.limit")).partition(", ")
         name = torch.cuda.get_device_name(device)
         total = torch.cuda.get_device_properties(device).total_memory
         # another's than the device's where one is forced
         gpu = importlib.import_module("chunked_head.core.gpus").gpu_of(device)
         return {
-            "device": name, "architecture": gpu and gpu.name, "memory": total, "driver": driver,
+            "device": name, "architecture": gpu and gpu.name, "memory": total, "driver": driver, "watts_limit": limit,
             "cuda": torch.version.cuda, "versions": versions,
         }  # fmt: skip
     name = platform.processor() or platform.machine()

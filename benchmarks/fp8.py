@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks import accuracy, command, measure
 from benchmarks.command import Row, Watch, number
+from benchmarks.rounds import time_with_products
 from benchmarks.shapes import Operands, Shape
 from chunked_head import linear_cross_entropy, linear_logprobs, quantise
 
@@ -75,7 +76,7 @@ def run_times(shape: Shape, args: Any, watch: Watch) -> list[Row]:
             steps[key] = measure.Step(loss, operands, backward=products[key] == 3)
             rows.append(command.describe(shape, args) | {"provider": f"ours, {key}", "way": way})
     watch.stage(f"{shape}: {args.rounds} rounds")
-    found = measure.time_with_products(products, steps, operands, args.device, args.rounds, watch.tick)
+    found = time_with_products(products, steps, operands, args.device, args.rounds, watch.tick)
     return [row | {"products": products[key]} | found[key] for row, key in zip(rows, steps, strict=True)]
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import command, measure
+from benchmarks.rounds import Times, Turns, time_rounds
 from chunked_head import linear_cross_entropy, patch_model
 
 PLAIN, OURS, LOSSES = "plain", "ours", "losses"
@@ -255,9 +256,9 @@ class Gradients:
 
 def timed(
     steps: dict[str, TrainerStep], device: torch.device, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, measure.Failure]]:
-    """``measure.time_rounds`` of models that hold gradients of their own."""
-    return measure.time_rounds(steps, Gradients(steps.values()), device, rounds)
+) -> tuple[dict[str, Times], dict[str, measure.Failure]]:
+    """``time_rounds`` of models that hold gradients of their own."""
+    return time_rounds(steps, Turns(Gradients(steps.values()), device), rounds)
 
 
 def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
@@ -281,8 +282,8 @@ def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
     for way, step in steps.items():
         row["ways"][way] = once(step, batch.device)
     times, failures = timed(steps, batch.device, rounds)
-    for way, values in times.items():
-        row["ways"][way]["ms"] = measure.quantile(values, 0.5) / (FITTED if name == "Lightning" else 1)
+    for way, found in times.items():
+        row["ways"][way]["ms"] = measure.quantile(found.rounds, 0.5) / (FITTED if name == "Lightning" else 1)
     for way, failure in failures.items():
         row["ways"][way] |= failure.record()
     return row

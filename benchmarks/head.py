@@ -1,11 +1,12 @@
 """Time, peak memory and errors of the head's providers, and bare matrix products: `python -m benchmarks head`.
 
 With `--late` the providers are functions of log-probabilities and entropy, whose gradients come in backward: four
-products, and one without gradients. `--errors` are against a wider type, by default of peaked logits (see shapes).
+products, and one without gradients. `--errors`, against a wider type, are of the data that is timed.
 """
 
 import functools
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,21 +14,20 @@ from rich.table import Table
 
 from benchmarks import accuracy, command, measure, providers
 from benchmarks.command import Row, Watch, number
-from benchmarks.shapes import DATA, TARGETS, Shape, make_operands
+from benchmarks.shapes import DATA, Shape, make_operands
 
 FLOOR, FOUR, ONE = "floor", "floor, 4 products", "floor, 1 product"
-_GPU_SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 2304, 256000))
+_GPU_SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 1024, 151936))
 _ERRORS = ("d_hidden_error", "d_weight_error", "logprob_error")
-_KEYS = ("shape", "provider", "upstream", "below", "status", "ms", "ratio", "peak_bytes", *_ERRORS)
+_KEYS = ("shape", "data", "provider", "upstream", "below", "status", "ms", "ratio", "peak_bytes", *_ERRORS)
 
 
 def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every provider at one shape: a row for each floor, and for each provider and upstream."""
-    found = accuracy.errors_of(args.errors, shape, args, watch) if args.errors else {}
-    measure.release()
     # Anew for each shape: compiled code is for one shape, see providers.
     ready, _ = providers.resolve(args.provider, args.device)
-    operands = make_operands(shape, args.dtype, args.device, data=args.data, targets=args.targets)
+    operands = make_operands(shape, args.dtype, args.device, data=args.data)
+    found = accuracy.errors_of(ready, shape, operands, args, watch) if args.errors else {}
     measure.release(operands)
     names, asked = {FOUR: 4, ONE: 1} if args.late else {FLOOR: 3}, dict[str, Any]()
     for provider in ready:
@@ -51,7 +51,7 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
 
 def _table(rows: Sequence[Row]) -> Table:
     first = rows[0]
-    title = f"{first['shape']} {first['dtype']}, data {first['data']}, targets {first['targets']}"
+    title = f"{first['shape']} {first['dtype']}, {first['data']} data"
     lines = []
     for row in rows:
         cells = [row["provider"], row.get("below", ""), number(row.get("upstream"), "g")]
@@ -67,12 +67,11 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command.arguments("head", __doc__, shape=True, rounds=20, upstream=[1.0], peers=True)
-    parser.add_argument("--targets", choices=TARGETS, default="random")
-    parser.add_argument("--data", choices=DATA, default="random")
+    parser = command.arguments("head", __doc__, shape=True, rounds=10, upstream=[1.0], peers=True)
+    words = f"one after the other ({' '.join(DATA)})"
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA), help=words)
     parser.add_argument("--late", action="store_true", help=f"by default {', '.join(providers.LATE)}")
-    words = "errors of gradients and log-probabilities as well, on such data (peaked)"
-    parser.add_argument("--errors", nargs="?", const="peaked", choices=tuple(accuracy.KINDS), help=words)
+    parser.add_argument("--errors", action="store_true", help="of gradients and log-probabilities as well")
     parser.add_argument("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, sys.argv[1:] if argv is None else argv)
     if args.errors and 0.0 in args.upstream:
@@ -80,10 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.provider = args.provider or (providers.LATE if args.late else providers.NAMES)
     sizes = command.sizes(args, _GPU_SHAPES)
     ready, skipped = providers.resolve(args.provider, args.device)
-    jobs = command.over(sizes, args, run_shape, provider="operands")
+    jobs = list[command.Job]()
+    for size in sizes:
+        for data in args.data:
+            jobs += command.over([size], Namespace(**vars(args) | {"data": data}), run_shape, provider="operands")
     if not ready:
         return command.nothing_runs(skipped)
-    return command.run("head", args, jobs, len(sizes) * args.rounds, _table, _KEYS, skipped=skipped)
+    return command.run("head", args, jobs, len(jobs) * args.rounds, _table, _KEYS, skipped=skipped)
 
 
 if __name__ == "__main__":

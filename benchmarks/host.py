@@ -18,8 +18,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import command, measure, shapes
+from benchmarks import command, shapes
 from benchmarks.command import Row, Watch, number
+from benchmarks.rounds import time_with_products
 from benchmarks.shapes import Operands, Shape
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 
@@ -112,7 +113,7 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
         for name, (_, step) in steps.items()
     ]
     watch.stage(f"{shape}: {args.rounds} rounds with the products")
-    compared = measure.time_with_products(
+    compared = time_with_products(
         {name: products for name, (products, _) in steps.items()}, {name: step for name, (_, step) in steps.items()},
         operands, args.device, args.rounds, watch.tick,
     )  # fmt: skip
@@ -130,9 +131,7 @@ def run_logprobs(shape: Shape, args: Any, watch: Watch) -> list[Row]:
             step()
         row = named(shape, f"log-probabilities of {tokens}")
         row["host_ms"] = host_time(step, operands, args.device, args.calls)
-        row |= measure.time_with_products({"step": 1}, {"step": step}, operands, args.device, args.rounds, watch.tick)[
-            "step"
-        ]
+        row |= time_with_products({"step": 1}, {"step": step}, operands, args.device, args.rounds, watch.tick)["step"]
         rows.append(row)
     return rows
 

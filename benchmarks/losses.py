@@ -199,7 +199,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status: 1 where a workload failed."""
-    parser = command.arguments("losses", __doc__, shape=True, rounds=20, upstream=[1.0])
+    parser = command.arguments("losses", __doc__, shape=True, rounds=10, upstream=[1.0])
     add = parser.add_argument
     add("--workload", action="append", choices=WORKLOADS, help="repeatable (all)")
     add("--memory-budget", type=command.size_in_bytes, help="such as 1GiB")

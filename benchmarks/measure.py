@@ -1,15 +1,14 @@
-"""Time and peak memory of one step of a head (loss and backward), and the record of the machine it ran on."""
+"""A step of a head (loss and backward) and its peak memory, bare products, and failures."""
 
 import contextlib
 import functools
 import gc
-import math
 import multiprocessing
 import multiprocessing.connection
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +21,6 @@ from benchmarks.providers import Loss
 from benchmarks.shapes import Operands
 
 OUT_OF_MEMORY = "out of memory"
-# before what is timed, and timed: at least so many runs, and for so long
-SETTLING_RUNS, SETTLING_MS, TIMED_MS = 2, 500.0, 100.0
 _CHILD_SECONDS, _EXIT_SECONDS = 900.0, 5.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
@@ -136,71 +133,6 @@ class Floor:
                 torch.addmm(self.d_weight, logits.T, hidden, out=self.d_weight)
 
 
-def time_rounds(
-    steps: Mapping[str, Callable[[], Any]],
-    operands: Holder,
-    device: torch.device,
-    rounds: int,
-    tick: Callable[[], Any] = lambda: None,
-    meet: Callable[[], Any] = lambda: None,
-    alike: Callable[[dict[str, float]], dict[str, float]] = lambda milliseconds: milliseconds,
-) -> tuple[dict[str, list[float]], dict[str, Failure]]:
-    """Milliseconds of each step in each round, the steps taking turns.
-
-    The order is reversed in every other round, so that a slow change of the clocks falls on all steps alike. On a GPU a
-    turn is runs for half a second, and then a tenth in which the mean run is timed: at its power limit a GPU's clocks
-    depend on what the last tenths of a second asked of it, and a step would be charged, or credited, for its neighbour.
-    A first round is not counted: in it the allocator settles on blocks for all the steps together, and turns are short.
-    A step that fails leaves the turn and is returned with its failure. Where several processes take the same turns,
-    ``meet`` makes them wait for each other, and ``alike`` makes the same of their times in the first round.
-    """
-    lengths = dict.fromkeys(steps, (SETTLING_RUNS if device.type == "cuda" else 0, 1))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    failures: dict[str, Failure] = {}
-    for number in range(-1, rounds):
-        pending: list[tuple[str, Callable[[], float]]] = []
-        for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
-            if name in failures:
-                continue
-            turn = functools.partial(_turn, steps[name], operands, device, meet, *lengths[name])
-            reading, failure = attempt(turn, operands)
-            if failure is not None:
-                failures[name] = failure
-            else:
-                pending.append((name, reading))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number < 0 and device.type == "cuda":
-            found = alike({name: reading() for name, reading in pending})
-            lengths |= {name: turn_runs(milliseconds) for name, milliseconds in found.items()}
-        if number >= 0:
-            for name, reading in pending:
-                times[name].append(reading())
-            tick()
-    operands.clear()
-    return {name: values for name, values in times.items() if name not in failures}, failures
-
-
-def records(
-    steps: Mapping[str, Callable[[], Any]],
-    operands: Holder,
-    device: torch.device,
-    rounds: int,
-    tick: Callable[[], Any] = lambda: None,
-) -> dict[str, dict[str, Any]]:
-    """Times of steps that take turns, as ``row_times`` has them, or the record of a step's failure."""
-    times, failures = time_rounds(steps, operands, device, rounds, tick)
-    return {
-        key: failures[key].record() if key in failures else {"status": "ok"} | row_times(times[key]) for key in steps
-    }
-
-
-def row_times(values: list[float]) -> dict[str, Any]:
-    """A row's milliseconds: the median of the rounds, their 20th and 80th percentiles, and each round's."""
-    found: dict[str, Any] = {name: quantile(values, at) for name, at in (("ms", 0.5), ("ms_p20", 0.2), ("ms_p80", 0.8))}
-    return found | {"ms_rounds": [round(value, 4) for value in values]}
-
-
 def floor_steps(operands: Operands, device: torch.device, products: Collection[int]) -> dict[str, Callable[[], Any]]:
     """Bare products by how many they are (`3 products`); all share their buffers."""
     release(operands)  # the floor sizes its buffers by the free memory
@@ -210,69 +142,6 @@ def floor_steps(operands: Operands, device: torch.device, products: Collection[i
 
 def products_name(count: int) -> str:
     return f"{count} product{'s' * (count > 1)}"
-
-
-def time_with_products(
-    products: Mapping[str, int],
-    steps: Mapping[str, Callable[[], Any]],
-    operands: Operands,
-    device: torch.device,
-    rounds: int,
-    tick: Callable[[], Any] = lambda: None,
-) -> dict[str, dict[str, Any]]:
-    """Each step's times, and their ratio to as many bare products as are named for it, all taking turns.
-
-    A step that failed has the record of its failure instead.
-    """
-    floors, _ = attempt(lambda: floor_steps(operands, device, set(products.values())), operands)
-    found = records({**(floors or {}), **steps}, operands, device, rounds, tick)
-    for key in steps:
-        below = found.get(products_name(products[key]), {}).get("ms")
-        if below and "ms" in found[key]:
-            found[key] |= {"floor_ms": below, "ratio": found[key]["ms"] / below}
-    return {key: found[key] for key in steps}
-
-
-def turn_runs(milliseconds: float) -> tuple[int, int]:
-    """Runs before what is timed, and timed runs, of a step that takes so long."""
-    if milliseconds <= 0:
-        return SETTLING_RUNS, 1
-    return max(SETTLING_RUNS, math.ceil(SETTLING_MS / milliseconds)), math.ceil(TIMED_MS / milliseconds)
-
-
-def _turn(
-    step: Callable[[], Any],
-    operands: Holder,
-    device: torch.device,
-    meet: Callable[[], Any],
-    settling: int,
-    timed: int,
-) -> Callable[[], float]:
-    """Runs that settle the clocks, and then the ones that are timed."""
-    meet()
-    for _ in range(settling):
-        operands.clear()
-        step()
-    operands.clear()
-    meet()
-    return _timed(step, operands, device, timed)
-
-
-def _timed(step: Callable[[], Any], operands: Holder, device: torch.device, runs: int) -> Callable[[], float]:
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for run in range(runs):
-            if run:
-                operands.clear()
-            step()
-        end.record()
-        # Read after the round: waiting here would put the host's launch time into every provider's figure.
-        return lambda: float(start.elapsed_time(end)) / runs
-    begin = time.perf_counter()
-    step()
-    milliseconds = (time.perf_counter() - begin) * 1e3
-    return lambda: milliseconds
 
 
 def quantile(values: list[float], fraction: float) -> float:

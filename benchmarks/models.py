@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import command, measure
 from benchmarks.command import Row, Watch, mebibytes, number
+from benchmarks.rounds import records
 from chunked_head import patch_model, unpatch_model
 
 # https://huggingface.co/meta-llama/Llama-3.2-1B, config.json
@@ -116,7 +117,7 @@ def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch
         if failure is None:
             steps[name] = step
     watch.stage(f"{length} tokens: {rounds} rounds")
-    for name, found in measure.records(steps, first, device, rounds, watch.tick).items():
+    for name, found in records(steps, first, device, rounds, watch.tick, watch.stage).items():
         rows[name] |= found
         if device.type == "cuda" and "ms" in found:
             rows[name] |= gpu_peak(steps[name])
@@ -196,11 +197,11 @@ def _table(rows: Sequence[Row]) -> Table:
     for row in rows:
         ratio = row["ms"] / plain if plain and "ms" in row else None
         cells = [
-            number(row.get("ms")), f"{number(row.get('ms_p20'))}-{number(row.get('ms_p80'))}", number(ratio),
+            number(row.get("ms")), f"{number(row.get('ms_p25'))}-{number(row.get('ms_p75'))}", number(ratio),
             mebibytes(row.get("peak_bytes")), number(row.get("loss"), ".5f"),
         ]  # fmt: skip
         lines.append([row["provider"], *(cells if row["status"] == "ok" else (row["status"],))])
-    columns = ("head", "ms", "p20-p80", "x plain", "peak MiB", "loss")
+    columns = ("head", "ms", "middle half", "x plain", "peak MiB", "loss")
     return command.table(f"a step of {rows[0]['tokens']} tokens", columns, lines)
 
 

@@ -5,7 +5,7 @@ import datetime
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import distributed
 from benchmarks import measure, shapes, traffic
 from benchmarks.command import WARM_UP, Watch
 from benchmarks.parallel_rows import ROWS, SHAPE, Bench
+from benchmarks.rounds import Turns, time_rounds
 from benchmarks.shapes import Shape
 
 ROWS_FILE, MEETING_FILE = "rows.json", "meeting"
@@ -145,28 +146,26 @@ class Ranks:
         """On a GPU a message that the device waits for and the host does not, so that launches can run ahead."""
         distributed.all_reduce(self.one)
 
-    def longest(self, milliseconds: dict[str, float]) -> dict[str, float]:
-        """Each step's time on the rank where it takes longest."""
-        records = self.gathered(milliseconds)
-        return {name: max(one.get(name, 0.0) for one in records) for name in milliseconds}
+    def longest(self, value: float) -> float:
+        """The largest of the ranks' numbers."""
+        return max(self.gathered(value))
 
     def time(self) -> None:
         """Every row's milliseconds in each round, the slowest rank's."""
         ready = {name: step for name, step in self.steps.items() if self.rows[name]["status"] == "ok"}
         self.steps = ready
         tick = self.watch.tick if self.watch is not None else nothing
-        times, failures = measure.time_rounds(
-            ready, self.bench, self.device, self.task.rounds, tick, self.meet, self.longest
-        )  # fmt: skip
+        turns = Turns(self.bench, self.device, self.meet, self.longest)
+        times, failures = time_rounds(ready, turns, self.task.rounds, tick)
         records = self.gathered((times, {name: failure.record() for name, failure in failures.items()}))
         for name in ready:
             failed = [failures[name] for _, failures in records if name in failures]
             if failed:
                 self.rows[name] |= failed[0]
                 continue
-            values = [max(each) for each in zip(*(times[name] for times, _ in records), strict=True)]
-            self.rows[name] |= measure.row_times(values)
-            means = [measure.quantile(times[name], 0.5) for times, _ in records]
+            slowest = [max(each) for each in zip(*(times[name].rounds for times, _ in records), strict=True)]
+            self.rows[name] |= replace(times[name], rounds=slowest).row()
+            means = [measure.quantile(times[name].rounds, 0.5) for times, _ in records]
             self.rows[name]["ms_of_ranks"] = means[:1] if ROWS[name].one_rank else means
 
     def examine(self, name: str) -> None:

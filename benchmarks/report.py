@@ -2,12 +2,14 @@
 
 A table stands in a Markdown file between `<!-- report: NAME -->` and `<!-- end report -->`, NAME being one of SECTIONS;
 plots are SVG files in docs/plots. `--check` writes nothing and fails where a file is not what would be made. To show a
-newer measurement, write it over the file that its question reads (FILES).
+newer measurement, write it over the file that its question reads (FILES). Figures of a commit that their page does not
+name are refused; those that are a hundred commits old are warned of.
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 # the newest result of each question; a test checks that there are no other files
 FILES = {
-    "head": "head-cuda.json", "late": "head-cuda-late.json",
+    "head": "head-cuda.json", "small": "head-small-cuda.json", "late": "head-cuda-late.json",
     "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json",
     "losses": "losses-cuda.json", "short": "losses-cuda-short.json",
     "trainers": "frameworks-cuda.json",
@@ -34,16 +36,21 @@ FILES = {
     "fp8": "fp8-cuda.json",
     "framework-steps": "framework_steps-cuda.json", "framework-axolotl": "framework_steps-axolotl-cuda.json",
 }  # fmt: skip
+HEADS = ("head", "small")  # of README's table
+SHOWN: set[str] = set()  # questions whose results were read since a page was begun
+OLD = 100  # commits; figures that are older are to be measured again
+DATA = {"trained": "trained-like data", "flat": "flat data", "random": "flat data; errors of peaked data"}
+ONE, ERRORS = "floor, 1 product", ("d_hidden", "d_weight", "logprob")
 NAMES = {
-    "floor": "three matmuls alone", "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
+    "floor": "three matmuls alone", "floor, 4 products": "four matmuls alone",
+    "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
     "torch": "`F.linear_cross_entropy`", "liger": "Liger-Kernel", "liger-16": "Liger-Kernel, `chunk_mem_const=16`",
     "liger-hopper": "Liger-Kernel, its Hopper kernels", "quack": "quack, scaled exponentials",
     "quack-base": "quack, plain", "cce": "Cut Cross-Entropy",
     "late-ours": "**chunked_head**", "late-eager": "plain PyTorch", "late-compile": "torch.compile",
     "late-trl": "TRL's `ChunkedLogProbFunction`", "late-liger": "Liger-Kernel's fused scaled cross-entropy",
     "default": "**chunked_head**", "plain": "plain PyTorch",
-    "ours:accumulate_dtype=float32": "**chunked_head**, fp32 sums",
-    "ours:memory_budget=64MiB": "**chunked_head** in 64 MiB", "half-skipped": "half of the tokens skipped",
+    "half-skipped": "half of the tokens skipped",
     "256MiB": 'memory_budget="256MiB"', "into": "with `accumulate_into`", "loss": "loss alone, of one matmul",
     "ce+entropy+accuracy": "cross-entropy; entropy and accuracy as metrics",
     "grpo": "GRPO and an entropy bonus; six metrics", "cross-entropy": "cross-entropy",
@@ -71,6 +78,7 @@ CARDS = {
 def read(question: str) -> dict[str, Any]:
     """The results of a question; ValueError where they are of a tree that is no commit."""
     found: dict[str, Any] = json.loads((RESULTS / FILES[question]).read_text())
+    SHOWN.add(question)
     if not re.fullmatch("[0-9a-f]{7,40}", found["commit"]):
         raise ValueError(f"{FILES[question]} is of {found['commit']}, not of a commit: measure it again at one")
     return found
@@ -82,25 +90,34 @@ def rows_of(question: str, upstream: float = 1.0, **equal: Any) -> list[dict[str
     return [row for row in rows if all(row[key] == value for key, value in equal.items())]
 
 
+def number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
 def mib(size: float | None) -> str:
     return "-" if size is None else f"{size / 2**20:,.0f}"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -> str:
     """A table in Markdown, and below it where its numbers come from."""
-    lines = [" | ".join(map(str, line)) for line in rows]
-    head = list(head)
-    made = ["| " + line + " |" for line in (" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)]), *lines)]
+    lines, head = [" | ".join(map(str, line)) for line in rows], list(head)
+    texts = (" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)]), *lines)
+    return "\n".join([f"| {line} |" for line in texts] + ([f"\n{source(*questions)}"] if questions else []))
+
+
+def source(*questions: str, command: bool = True) -> str:
+    """Machine, versions, date and commit of results, and the commands that made them; alike ones once."""
+    texts = []
     for question in questions:
         found = read(question)
         ran = {row.get("provider") for row in found.get("rows", ())}
         packages = providers.PACKAGES | providers.LATE_PACKAGES
         names = ["torch", "triton", *(package.name for name, package in packages.items() if name in ran)]
         versions = [f"{name} {found['versions'][name]}" for name in dict.fromkeys(names) if name in found["versions"]]
-        parts = [found["device"] or "CPU", *versions]
-        command = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
-        made += ["", f"{', '.join(parts)}, {found['date'][:10]}, commit {found['commit'][:7]}:", "", f"    {command}"]
-    return "\n".join(made)
+        machine = ", ".join([found["device"] or "CPU", *versions, found["date"][:10]])
+        words = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
+        texts.append(f"{machine}, commit {found['commit'][:7]}" + (f":\n\n    {words}" if command else "."))
+    return "\n\n".join(dict.fromkeys(texts))
 
 
 def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
@@ -114,34 +131,82 @@ def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[di
     return table([head, *(NAMES.get(c, c.replace("x", " x ")) for c in columns)], lines, question)
 
 
-def one_head() -> list[dict[str, Any]]:
-    rows = rows_of("head", shape="8192x4096x128256")
-    return [row for name in NAMES for row in rows if row["provider"] == name and name != "floor"]
+def measured(questions: Iterable[str]) -> list[str]:
+    """Those that there are results of."""
+    return [question for question in questions if (RESULTS / FILES[question]).is_file()]
 
 
-def heads(*names: str, source: tuple[str, ...] = (), question: str = "head", shape: str = "8192x4096x128256") -> str:
-    """One head in one run, a line for each way, or for these; those that did not run last, with the reason."""
-    found, late = read(question), question == "late"
-    of = {False: "three matmuls", True: "four matmuls"}[late]
-    rows = [row for row in found["rows"] if row.get("shape") == shape and row["provider"] in (names or NAMES)]
-    alone = {row["provider"]: row for row in rows if row.get("below") == "floor, 1 product" and row["status"] == "ok"}
-    rows = [row for row in rows if row.get("below") != "floor, 1 product" and not row["provider"].startswith("floor")]
-    absent, lines = dict(found["skipped"]), []
-    for row in sorted(rows, key=lambda row: list(NAMES).index(row["provider"])):
+def heads(*questions: str) -> str:
+    """Each head and kind of data, a line for each way; those that did not run last, with the reason."""
+    texts = []
+    for question in measured(questions):
+        found = read(question)
+        for shape, data in dict.fromkeys((row["shape"], row["data"]) for row in found["rows"]):
+            rows = [row for row in found["rows"] if (row["shape"], row["data"]) == (shape, data)]
+            texts.append(f"**{shape.replace('x', ' x ')}, {DATA[data]}**\n\n{of_one_head(rows, found)}")
+        texts.append(source(question))
+    return "\n\n".join(texts)
+
+
+def of_one_head(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:
+    late = any(row["provider"].startswith("late") for row in rows)
+    alone = {row["provider"]: row for row in rows if row.get("below") == ONE and row["status"] == "ok"}
+    lines, absent = [], dict(found["skipped"])
+    for row in sorted(rows, key=lambda row: list(NAMES).index(row["provider"]) if row["provider"] in NAMES else -1):
         if row["status"] != "ok":
             absent[row["provider"]] = f"{row['status']}, {row['error']}"
-            continue
-        cells = [f"{row['ms']:.1f} ms", f"{row['ratio']:.3f}", f"{row['peak_bytes'] / 2**30:.1f} GiB"]
-        if late:
-            cells.append(f"{alone[row['provider']]['ratio']:.3f}" if row["provider"] in alone else "-")
-        errors = [row[f"{key}_error"] for key in ("d_hidden", "d_weight", "logprob") if f"{key}_error" in row]
-        lines.append([NAMES[row["provider"]], *cells, *(f"{error:.1e}" for error in errors)])
-    wide = max(map(len, lines))
-    head = ["", "time", f"of {of}", "memory", *["without gradients, of one"] * late]
-    head += ["error of dhidden", "of dweight", "of the log-probability"][: wide - len(head)]
-    absent = {name: why.split("\n")[0][:160] for name, why in absent.items() if name in (names or NAMES)}
-    lines += [[NAMES[name], f"did not run: {why}", *["-"] * (wide - 2)] for name, why in absent.items()]
-    return table(head, lines, *source)
+        elif row.get("below") != ONE and row["provider"] in NAMES:
+            memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in row else "-"
+            cells = [span(row), number(row.get("ratio")), memory]
+            if late:
+                cells.append(number(alone.get(row["provider"], {}).get("ratio")))
+            lines.append([NAMES[row["provider"]], *cells, *(number(row.get(f"{key}_error"), ".1e") for key in ERRORS)])
+    columns = ["", "time", f"of {'four' if late else 'three'} matmuls", "memory", *["without gradients, of one"] * late]
+    columns += ["error of dhidden", "of dweight", "of the log-probability"]
+    lines += [[NAMES[name], f"did not run: {reason(why)}", *["-"] * (len(columns) - 2)] for name, why in absent.items()]
+    return table(columns, lines)
+
+
+def span(row: dict[str, Any]) -> str:
+    """A row's milliseconds, and the middle half of its rounds where the file has that."""
+    half = f" ({row['ms_p25']:.1f} to {row['ms_p75']:.1f})" if "ms_p25" in row else ""
+    return f"{row['ms']:.1f} ms{half}"
+
+
+def reason(why: str) -> str:
+    return why.split("\n")[0][:160]
+
+
+def two_heads() -> str:
+    """README's table: a line for each way, for each head its time, memory and the larger error of its gradients.
+
+    Where a head was measured on several kinds of data, a cell has a number of each.
+    """
+    questions = measured(HEADS)
+    runs = [read(question) for question in questions]
+    cells: dict[str, list[str]] = {name: [] for name in NAMES}
+    columns = []
+    for found in runs:
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
+        for row in found["rows"]:
+            if row["status"] == "ok" and row["provider"] in rows:
+                rows[row["provider"]].append(row)
+        shape = found["rows"][0]["shape"].replace("x", " x ")
+        kinds = dict.fromkeys(DATA[row["data"]].split()[0] for row in found["rows"])
+        which = f" ({', '.join(kinds)})" if len(kinds) > 1 else ""
+        columns += [f"{shape}: ms{which}", "GiB", f"error{which}"]
+        for name, of_name in rows.items():
+            worst = [max(row.get("d_hidden_error", 0.0), row.get("d_weight_error", 0.0)) for row in of_name]
+            peaks = [row["peak_bytes"] / 2**30 for row in of_name if "peak_bytes" in row]
+            cells[name] += [
+                ", ".join(f"{row['ms']:.1f}" for row in of_name) or "-",
+                f"{max(peaks):.1f}" if peaks else "-",
+                ", ".join(f"{value:.1e}" for value in worst if value) or "-",
+            ]
+    lines = [[NAMES[name], *texts] for name, texts in cells.items() if set(texts) != {"-"}]
+    for name, why in {name: why for found in runs for name, why in found["skipped"].items()}.items():
+        lines.append([NAMES[name], f"did not run: {reason(why)}", *["-"] * (len(columns) - 1)])
+    return f"{table(['', *columns], lines)}\n\n{source(*questions, command=False)}"
 
 
 def default() -> str:
@@ -149,7 +214,7 @@ def default() -> str:
 
     def cell(row: dict[str, Any]) -> str:
         ratio = row["ratios"][below[row["row"]]] if row["row"] in below else row["ratio"]
-        return f"{ratio:.3f}, {mib(row['peak_bytes'])} MiB"
+        return f"{ratio:.2f}, {mib(row['peak_bytes'])} MiB"
 
     return matrix("speed", "row", [*below, "half-skipped"], cell)
 
@@ -227,7 +292,7 @@ def parallel() -> str:
     for name in ("parallel-2", "parallel-4"):
         for row in rows_of(name):
             if "messages" in row:
-                of_one, size = f"{row.get('ratio', 1):.3f}", mib(row["beside_gradients_bytes"])
+                of_one, size = f"{row.get('ratio', 1):.2f}", mib(row["beside_gradients_bytes"])
                 cells.setdefault(row["provider"], []).append(f"{of_one}, {size} MiB, {row['messages']}")
     lines = [[way.replace("ours", "chunked_head"), *both] for way, both in cells.items()]
     return table(
@@ -246,7 +311,7 @@ def host() -> str:
 def fp8_times() -> str:
     rows = [row for row in rows_of("fp8") if "head" not in row]
     shapes, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "way"))
-    cells = {(row["shape"], row["products"], row["way"]): f"{row['ratio']:.3f}" for row in rows}
+    cells = {(row["shape"], row["products"], row["way"]): f"{row['ratio']:.2f}" for row in rows}
     lines = [[one.replace("x", " x "), *(cells[one, n, way] for n in (3, 1) for way in ways)] for one in shapes]
     return table(["tokens x hidden x vocabulary", *ways, *(f"without gradients, {way}" for way in ways)], lines, "fp8")
 
@@ -298,12 +363,11 @@ def gpus() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "readme": heads, "heads": lambda: heads(source=("head",)),
-    "readme-late": lambda: heads(question="late"), "late": lambda: heads(question="late", source=("late",)),
+    "readme": two_heads, "heads": lambda: heads(*HEADS), "late": lambda: heads("late"),
     "default": default, "losses": all_losses, "short": lambda: all_losses("short"), "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
     "peers": lambda: matrix(
-        "peers", "row", ("default", "compile", *providers.PACKAGES), lambda row: f"{row['ratios']['3 products']:.3f}"
+        "peers", "row", ("default", "compile", *providers.PACKAGES), lambda row: f"{row['ratios']['3 products']:.2f}"
     ),
     "gpus": gpus,
     "curves": curves, "parallel": parallel, "host": host, "plans": plans,
@@ -312,7 +376,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 
 def plots() -> dict[str, str]:
-    rows = one_head()
+    rows = [row for row in rows_of("head") if row["provider"] in NAMES and row["provider"] != "floor"]
+    rows = [row for row in rows if row["data"] == rows[0]["data"]]
     points = {NAMES[row["provider"]].replace("`", ""): [(row["ms"], row["peak_bytes"] / 2**30)] for row in rows}
     title = f"Loss and gradients of one head (8192 x 4096 x 128256, {read('head')['device']})"
     made = {"heads": plot(title, "milliseconds", "GiB over the inputs", points)}
@@ -330,9 +395,29 @@ def made() -> dict[Path, str]:
     pattern = re.compile(r"(<!-- report: ([\w-]+) -->)\n.*?<!-- end report -->", re.DOTALL)
     found = {PLOTS / f"{name}.svg": text for name, text in plots().items()}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        SHOWN.clear()
         filled = pattern.sub(lambda part: f"{part[1]}\n{SECTIONS[part[2]]()}\n<!-- end report -->", page.read_text())
+        for question in sorted(SHOWN):
+            commit = read(question)["commit"][:7]
+            if commit not in filled:
+                raise ValueError(f"{page.name} shows {FILES[question]} and does not name its commit, {commit}")
         found |= {page: filled} if pattern.search(filled) else {}
     return found
+
+
+def old_figures() -> list[str]:
+    """Sentences about results that are OLD commits behind this one, or of a commit that this repository lacks."""
+    files: dict[str, list[str]] = {}
+    for question in measured(FILES):
+        files.setdefault(read(question)["commit"], []).append(FILES[question])
+    sentences = []
+    for commit, names in files.items():
+        words = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD"]
+        counted = subprocess.run(words, capture_output=True, text=True, check=False)
+        behind = counted.stdout.strip() if counted.returncode == 0 else "an unknown number of"
+        if not behind.isdigit() or int(behind) >= OLD:
+            sentences.append(f"{', '.join(names)}: measured at {commit[:7]}, {behind} commits ago")
+    return sentences
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -345,6 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+    for sentence in old_figures():
+        print(f"old: {sentence}; measure it again (python -m benchmarks sitting)")
     return int(args.check and bool(changed))
 
 

@@ -62,7 +62,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status: 1 where a row of ours failed."""
-    parser = command.arguments("speed", __doc__, shape=True, rounds=20, upstream=[1.0])
+    parser = command.arguments("speed", __doc__, shape=True, rounds=10, upstream=[1.0])
     add = parser.add_argument
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"some of {', '.join(ROWS)}")
     add("--targets", choices=shapes.TARGETS, default="random")

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from benchmarks import (
     accuracy,
     command,
     framework_steps,
+    gauge,
     head,
     losses,
     measure,
@@ -27,6 +30,7 @@ from benchmarks import (
     parallel,
     parallel_ranks,
     providers,
+    rounds,
     shapes,
     sitting,
     speed,
@@ -61,9 +65,9 @@ def rows_of(main: Any, tmp_path: Any, *words: str, status: int = 0) -> list[dict
 
 BAD: list[tuple[Any, str, str]] = [
     (head, "--shape 8x9", "--shape"), (head, "--rounds 0", "--rounds"), (head, "--upstream nan", "--upstream"),
-    (head, "--dtype int8", "--dtype"), (head, "--provider nobody", "--provider"), (head, "--targets all", "--targets"),
+    (head, "--dtype int8", "--dtype"), (head, "--provider nobody", "--provider"), (head, "--data all", "--data"),
     (head, "--provider ours:no_such_option=1", "no_such_option"), (head, "--device cuda:99", "--device"),
-    (head, "--errors all", "--errors"), (head, "--errors --upstream 0", "--upstream"),
+    (head, "--errors --upstream 0", "--upstream"),
     (memory, "--limit much", "--limit"), (memory, "--output memory.png", "--output"), (memory, "--model 16", "--model"),
     (memory, "--tokens -1", "--tokens"), (memory, "--device cpu", "on a GPU"),
     (losses, "--workload nobody", "--workload"),
@@ -97,11 +101,13 @@ def test_parts_of_a_sitting_name_a_benchmark(name: str, capsys: Any) -> None:
 
 def test_operands() -> None:
     small = shapes.Shape(48, 16, 320)
-    first, second = (operands(small, data="peaked", seed=3) for _ in range(2))
+    first, second = (operands(small, data="trained", seed=3) for _ in range(2))
     assert torch.equal(first.weight, second.weight) and torch.equal(first.target, second.target)
-    many = operands(shapes.Shape(2000, 16, 64), data="peaked")
-    logits = many.hidden.detach() @ many.weight.detach().T
-    assert 0.66 < (logits.argmax(1) == many.target).float().mean() < 0.76 and 5 < logits.std() < 7
+    many = operands(shapes.Shape(2000, 256, 32768), data="trained")
+    logprobs = (many.hidden.detach() @ many.weight.detach().T).log_softmax(1)
+    loss, entropy = F.nll_loss(logprobs, many.target), -(logprobs.exp() * logprobs).sum(1).mean()
+    assert 0.62 < (logprobs.argmax(1) == many.target).float().mean() < 0.75 and 1.5 < loss < 2.3 and 1.5 < entropy < 2.3
+    assert 0.05 < (many.target == many.target.mode().values).float().mean() < 0.15  # of the commonest id
     assert operands(small, targets="zipf").target.float().mean() < small.vocab / 3
     assert operands(small, targets="equal").target.unique().numel() == 1
     for tokens, count in ((64, 2), (64, 16), (33, 16)):
@@ -174,18 +180,64 @@ def test_rounds_take_turns_and_a_failing_step_leaves() -> None:
         raise MemoryError
 
     steps = {"a": lambda: order.append("a"), "b": lambda: order.append("b"), "c": fails}
-    times, failures = measure.time_rounds(steps, operands(), CPU, 3)
-    assert order == ["c", "b", "a", "a", "b", "b", "a", "a", "b"]  # the first round is not counted
-    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    times, failures = rounds.time_rounds(steps, rounds.Turns(operands(), CPU), 3)
+    assert order == ["a", "b", "c", "a", "b", "b", "a", "a", "b"]  # the first run of each is not counted
+    assert {name: len(found.rounds) for name, found in times.items()} == {"a": 3, "b": 3}
     assert failures["c"].status == measure.OUT_OF_MEMORY
     order.clear()
-    measure.time_rounds({"a": steps["a"]}, SimpleNamespace(clear=lambda: None), CPU, 1, meet=lambda: order.append("m"))
-    assert order == ["m", "m", "a"] * 2
-    assert {ms: measure.turn_runs(ms) for ms in (0.0, 1.0, 38.0, 800.0)} == {
-        0.0: (2, 1), 1.0: (500, 100), 38.0: (14, 3), 800.0: (2, 1)
-    }  # fmt: skip
+    turns = rounds.Turns(SimpleNamespace(clear=lambda: None), CPU, meet=lambda: order.append("m"))
+    rounds.time_rounds({"a": steps["a"]}, turns, 1)
+    assert order == ["m", "a", "m", "m", "a"]
     assert measure.Failure.of(RuntimeError("DefaultCPUAllocator: can't allocate memory")).status == "out of memory"
     assert measure.Failure.of(ValueError("no")).status == "failed"
+
+
+class Clocks(rounds.Turns):
+    """A GPU whose step takes 12 ms for its first seconds, then 11, 10.5, and 10 from there on."""
+
+    def run(self, step: Any, count: int) -> list[float]:
+        step()
+        return [self.slowness.pop(0) if len(self.slowness) > 1 else self.slowness[0] for _ in range(count)]
+
+
+def test_a_step_settles_before_it_is_timed() -> None:
+    """The median of a second no longer moves by half a percent; turns lead in for as long as the clocks had moved."""
+    turns = Clocks(operands(), torch.device("cuda"))
+    for slow, medians, lead in (
+        ([12.0] * 3 + [10.0], [10.0, 10.0], 0.25),
+        ([12.0] * 40 + [10.0], [10.0, 10.0], 0.3),
+        ([12.0] * 300 + [10.0], [12.0, 12.0], 0.25),
+        ([11.0] * 120 + [10.0], [11.0, 10.0, 10.0], 1.4),
+        ([12.0 - 0.01 * number for number in range(700)], None, 1.5),
+    ):
+        turns.slowness = list(slow)
+        found = turns.settle(lambda: None)
+        if medians is None:
+            assert len(found.seconds) == rounds.MOST_SECONDS and found.seconds == sorted(found.seconds, reverse=True)
+        else:
+            assert found.seconds == pytest.approx(medians, rel=0.002), slow
+        assert found.lead == pytest.approx(lead, abs=0.1), slow
+    times = rounds.Times([38.0], 0.5)
+    assert times.runs == (14, 8)
+    times.rounds, times.state = [4.0, 1.0, 2.0, 3.0, 5.0], {"watts": 700.0}
+    row = times.row()
+    assert [row[name] for name in ("ms", "ms_p25", "ms_p75", "watts", "lead_seconds")] == [3.0, 2.0, 4.0, 700.0, 0.5]
+
+
+def test_clocks_and_power_are_those_of_the_timed_runs(monkeypatch: Any) -> None:
+    """Lines of nvidia-smi within the spans count; words in place of numbers do not."""
+    lines = "for w in ('1305, 2619, 700, 60', 'no numbers', '1300, 2619, 690, 61', '[N/A], 1, 1, 1'): print(w)"
+    monkeypatch.setattr(gauge, "query", lambda device, *names: [sys.executable, "-c", lines])
+    begin = time.monotonic()
+    with gauge.Gauge(torch.device("cuda")) as found:
+        while len(found.samples) < 2 and time.monotonic() < begin + 20:
+            time.sleep(0.01)
+    assert found.medians([(begin, time.monotonic())]) == {
+        "sm_mhz": 1302.5, "memory_mhz": 2619.0, "watts": 695.0, "celsius": 60.5
+    }  # fmt: skip
+    assert found.medians([(0.0, 1.0)]) == {}
+    with gauge.Gauge(CPU) as nothing:
+        assert nothing.process is None
 
 
 # ---- what is wrong or cannot run
@@ -239,7 +291,7 @@ def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path: Any, capsys
     monkeypatch.setattr(providers, "eager", fails)
     monkeypatch.setattr(providers, "_torch_native", lambda name, device: breaks)
     found = rows_of(head.main, tmp_path, "--provider", "eager", "--provider", "torch")
-    assert [row["status"] for row in found] == ["ok", "out of memory", "failed"]
+    assert [row["status"] for row in found] == 2 * ["ok", "out of memory", "failed"]
     monkeypatch.setattr(measure, "Floor", fails)
     rows = {row["row"]: row for row in rows_of(speed.main, tmp_path, "--rows", "half")}
     assert rows[THREE]["status"] == measure.OUT_OF_MEMORY and "ratio" not in rows["default"]

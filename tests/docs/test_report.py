@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,61 @@ def test_a_tree_that_is_no_commit_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         report.read("head")
 
 
+def test_a_page_names_the_commits_of_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another commit than the one that a page prints, figures are refused."""
+    monkeypatch.setattr(report, "source", lambda *questions, **options: "commit be47ae3")
+    with pytest.raises(ValueError, match=r"benchmarks.md shows .*-cuda.json and does not name its commit, 6e51e07"):
+        report.made()
+
+
+def test_old_figures_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a hundred commits on, and where the commit is none of this repository's."""
+    commits = {"new": "1" * 40, "late": "2" * 40, "other": "3" * 40}
+    for name, commit in commits.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"commit": commit}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "FILES", {name: f"{name}.json" for name in [*commits, "not measured yet"]})
+    behind = {"1": "99\n", "2": "100\n"}
+
+    def count(words: list[str], **options: object) -> SimpleNamespace:
+        text = behind.get(words[-1][0], "")
+        return SimpleNamespace(stdout=text, returncode=0 if text else 128)
+
+    monkeypatch.setattr(report.subprocess, "run", count)
+    assert report.old_figures() == [
+        "late.json: measured at 2222222, 100 commits ago",
+        "other.json: measured at 3333333, an unknown number of commits ago",
+    ]
+    monkeypatch.setattr(report, "made", dict)
+    assert report.main(["--check"]) == 0 and "old: late.json: measured at" in capsys.readouterr().out
+
+
+ROWS = [
+    {"shape": "8x2x9", "data": data, "status": "ok", "provider": name, "ms": ms, "ms_p25": ms - 0.1, "ms_p75": ms + 0.1}
+    | ({"ratio": ms / 10, "peak_bytes": 2**30, "d_hidden_error": 1e-3, "d_weight_error": error} if error else {})
+    for data, name, ms, error in (
+        ("trained", "floor", 10.0, 0.0), ("trained", "ours", 10.2, 2e-3),
+        ("flat", "floor", 10.0, 0.0), ("flat", "ours", 10.4, 5e-4),
+    )
+]  # fmt: skip
+
+
+def test_two_heads_on_two_kinds_of_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Time and error of the same data side by side; two decimals; what did not run stands last."""
+    found = report.read("head") | {"rows": ROWS, "skipped": {"torch": "too old"}}
+    (tmp_path / "head.json").write_text(json.dumps(found))
+    for name in report.HEADS:
+        monkeypatch.setitem(report.FILES, name, str(tmp_path / "head.json"))
+    lines = report.two_heads().splitlines()
+    assert lines[3] == "| **chunked_head**" + 2 * " | 10.2, 10.4 | 1.0 | 2.0e-03, 1.0e-03" + " |"
+    assert lines[4].startswith("| `F.linear_cross_entropy` | did not run: too old |") and "commit be47ae3." in lines[-1]
+    text = report.heads("head")
+    assert "**8 x 2 x 9, trained-like data**" in text and "**8 x 2 x 9, flat data**" in text
+    assert "| **chunked_head** | 10.2 ms (10.1 to 10.3) | 1.02 | 1.0 GiB | 1.0e-03 | 2.0e-03 | - |" in text
+
+
 def test_labels_of_near_dots_are_apart() -> None:
     picture = svg.plot("", "", "", {"one": [(50.0, 1.0)], "two": [(51.0, 1.0)], "three": [(52.0, 0.9)]})
     found = [int(y) for y in re.findall(r'y="(\d+)" [^>]*font-weight="bold" text-anchor', picture)]
@@ -40,7 +96,7 @@ def test_labels_of_near_dots_are_apart() -> None:
 
 
 def test_no_result_is_kept_that_nothing_shows() -> None:
-    assert {path.name for path in report.RESULTS.iterdir()} == set(report.FILES.values())
+    assert {path.name for path in report.RESULTS.iterdir()} <= set(report.FILES.values())
 
 
 def test_figures_of_gpus_are_of_those() -> None:
