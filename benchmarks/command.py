@@ -364,6 +364,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     for name in dict.fromkeys(package.name for package in (providers.PACKAGES | providers.LATE_PACKAGES).values()):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    versions |= providers.newer_torch()
     if device.type == "cuda":
         driver, _, limit = _output(*gauge.query(device, "driver_version", "power.limit")).partition(", ")
         name = torch.cuda.get_device_name(device)

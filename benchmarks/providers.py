@@ -1,14 +1,18 @@
 """The implementations that the benchmarks compare."""
 
+import ast
 import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +39,7 @@ class Package(NamedTuple):
 _LIGER = "liger-kernel", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 # its kernels for Hopper: on other GPUs, and at sizes that they do not take, they raise
 _LIGER_SM90 = "liger-kernel", "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+_TRL = Package("trl", "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", {})
 _QUACK = "quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
 PACKAGES = {
     "liger": Package(*_LIGER, {}),
@@ -42,20 +47,25 @@ PACKAGES = {
     "liger-hopper": Package(*_LIGER_SM90, "liger_fused_linear_cross_entropy_sm90", {}, (9, 0)),
     # it chooses between its two modes by itself: scaled exponentials need sm_90, bf16 and a vocabulary divisible by 128
     "quack": Package(*_QUACK, {}, (9, 0)),
-    "quack-base": Package(*_QUACK, {"use_scaled_exp": False}, (9, 0)),
+    # and tunes itself for minutes before the first call of the other one, unless told not to
+    "quack-base": Package(*_QUACK, {"use_scaled_exp": False, "tuned": False}, (9, 0)),
     # by default blocks of the gradient of the logits that are all below 2.4e-4 (bf16) are left out
     "cce": Package("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy", {"impl": "cce"}, (8, 0)),
+    "trl": _TRL,
+    # LGPL and AGPL: it is run where it is installed, and its package imports beside all of Unsloth only
+    "unsloth": Package("unsloth-zoo", "unsloth_zoo.fused_losses.cross_entropy_loss", "unsloth_fused_ce_loss", {}),
 }
 NAMES = ("ours", "eager", "compile", "torch", *PACKAGES)
 # Functions of log-probabilities and entropy whose gradients come in backward, of logits that are made again there.
 LATE_PACKAGES = {
-    "late-trl": Package("trl", "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", {}),
+    "late-trl": _TRL,
     "late-liger": Package(
         "liger-kernel", "liger_kernel.ops.fused_linear_scaled_cross_entropy",
         "LigerFusedLinearScaledCrossEntropyFunction", {},
     ),
 }  # fmt: skip
 LATE = ("late-ours", "late-eager", "late-compile", *LATE_PACKAGES)
+NEWER_TORCH = "NEWER_TORCH"  # of a folder, where the installed torch has no chunked linear_cross_entropy
 BONUS = 0.01  # of the entropy in their loss, which is otherwise the cross-entropy
 
 
@@ -163,8 +173,8 @@ def _late(name: str, device: torch.device) -> Late:
     function = _function(LATE_PACKAGES[name], device)
 
     def read(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
-        if name == "late-trl":  # 32768 columns at a time, as its trainers
-            return function.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, ("entropy",))[:2]
+        if name == "late-trl":
+            return _trl(function, hidden, weight, target, ("entropy",))[:2]
         loss, entropy = function.apply(hidden, weight, target, 1.0, -100, 1, True)
         return -loss, entropy
 
@@ -184,8 +194,11 @@ def _compiled(name: str, device: torch.device, function: Callable[..., Any] = ea
 def _torch_native(name: str, device: torch.device) -> Loss:
     function = getattr(F, "linear_cross_entropy", None)
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None and NEWER_TORCH in os.environ:
+        function, options = _newer_torch(Path(os.environ[NEWER_TORCH]))
     if function is None or options is None:
-        raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy (2.13 and later have it)")
+        words = f"torch {torch.__version__} has no chunked linear_cross_entropy (2.13 and later have it)"
+        raise Unavailable(f"{words}; {NEWER_TORCH} names a newer one's folder")
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         loss: Tensor = function(hidden, weight, target, options=options())
@@ -194,18 +207,57 @@ def _torch_native(name: str, device: torch.device) -> Loss:
     return call
 
 
+def _newer_torch(folder: Path) -> tuple[Any, Any]:
+    """``F.linear_cross_entropy`` and its options from the Python files of a newer torch: its chunks need no other.
+
+    Args:
+        folder: of that torch; it needs no more than ``nn/functional.py``, ``nn/modules/linear_cross_entropy.py`` and
+            ``nn/modules/linear_cross_entropy_options.py``.
+    """
+    for name in ("linear_cross_entropy_options", "linear_cross_entropy"):
+        title = f"torch.nn.modules.{name}"  # as the function imports it
+        spec = importlib.util.spec_from_file_location(title, folder / "nn" / "modules" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[title] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    namespace = dict(vars(F))
+    body = ast.parse((folder / "nn" / "functional.py").read_text()).body
+    functions = [node for node in body if "linear_cross_entropy" in getattr(node, "name", "")]
+    code = "\n\n".join(ast.unparse(node) for node in functions)
+    exec(f"import dataclasses\n\n{code}", namespace)
+    options = sys.modules["torch.nn.modules.linear_cross_entropy_options"]
+    return namespace["linear_cross_entropy"], options.LinearCrossEntropyOptions
+
+
+def newer_torch() -> dict[str, str]:
+    """The version of the torch whose ``F.linear_cross_entropy`` is measured, where that is another than this one."""
+    path = Path(os.environ.get(NEWER_TORCH, "")) / "version.py"
+    version = re.search(r"__version__ = '([^'+]+)", path.read_text()) if path.is_file() else None
+    return {"F.linear_cross_entropy of torch": version[1]} if version else {}
+
+
 def _packaged(name: str, device: torch.device) -> Loss:
     package = PACKAGES[name]
     function = functools.partial(_function(package, device), **package.options)
-    if name != "quack":
-        return function
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        # it raises where a chunk has as many tokens as the hidden size, 4096 by default
-        loss: Tensor = function(hidden, weight, target, chunk_size=8192 if hidden.shape[1] == 4096 else 4096)
+        loss: Tensor
+        if name.startswith("quack"):  # it raises where a chunk has as many tokens as the hidden size, 4096 by default
+            loss = function(hidden, weight, target, chunk_size=8192 if hidden.shape[1] == 4096 else 4096)
+        elif name == "trl":
+            loss = -_trl(function.func, hidden, weight, target, ())[0].mean()
+        elif name == "unsloth":
+            loss = function(None, hidden[None], weight, None, target[None], shift_labels=False)
+        else:
+            loss = function(hidden, weight, target)
         return loss
 
     return call
+
+
+def _trl(function: Any, hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> Any:
+    """Log-probabilities and further outputs, 32768 columns at a time as TRL's trainers ask for."""
+    return function.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, outputs)
 
 
 def _function(package: Package, device: torch.device) -> Any:

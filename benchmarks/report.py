@@ -46,7 +46,8 @@ NAMES = {
     "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
     "torch": "`F.linear_cross_entropy`", "liger": "Liger-Kernel", "liger-16": "Liger-Kernel, `chunk_mem_const=16`",
     "liger-hopper": "Liger-Kernel, its Hopper kernels", "quack": "quack, scaled exponentials",
-    "quack-base": "quack, plain", "cce": "Cut Cross-Entropy",
+    "quack-base": "quack, plain, `tuned=False`", "cce": "Cut Cross-Entropy",
+    "trl": "TRL's `ChunkedLogProbFunction`", "unsloth": "Unsloth's fused head",
     "late-ours": "**chunked_head**", "late-eager": "plain PyTorch", "late-compile": "torch.compile",
     "late-trl": "TRL's `ChunkedLogProbFunction`", "late-liger": "Liger-Kernel's fused scaled cross-entropy",
     "default": "**chunked_head**", "plain": "plain PyTorch",
@@ -113,6 +114,7 @@ def source(*questions: str, command: bool = True) -> str:
         ran = {row.get("provider") for row in found.get("rows", ())}
         packages = providers.PACKAGES | providers.LATE_PACKAGES
         names = ["torch", "triton", *(package.name for name, package in packages.items() if name in ran)]
+        names += [name for name in found["versions"] if name.startswith("F.")]
         versions = [f"{name} {found['versions'][name]}" for name in dict.fromkeys(names) if name in found["versions"]]
         machine = ", ".join([found["device"] or "CPU", *versions, found["date"][:10]])
         words = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])

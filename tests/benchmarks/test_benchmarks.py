@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -302,6 +303,22 @@ def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path: Any, capsys
     output = tmp_path / "parallel.json"
     assert parallel.main(["--device", "cpu", "--gpus", "2", "--shape", str(SHAPE), "--output", str(output)]) == 1
     assert "broken inside" in json.loads(output.read_text())["rows"][0]["error"]
+
+
+def test_the_chunks_of_a_newer_torch_run_on_an_older_one(monkeypatch: Any) -> None:
+    """Its Python files give what F.linear_cross_entropy gives there; without them the row says what is missing."""
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        pytest.skip("this torch has no chunked linear_cross_entropy")
+    drawn = operands(data="trained")
+    expected = providers.build("torch", CPU).call(drawn.hidden, drawn.weight, drawn.target)
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions")
+    with pytest.raises(providers.Unavailable, match=r"2\.13 and later"):
+        providers.build("torch", CPU)
+    for name in [name for name in sys.modules if name.startswith("torch.nn.modules.linear_cross_entropy")]:
+        monkeypatch.setitem(sys.modules, name, sys.modules[name])  # put back afterwards
+    monkeypatch.setenv(providers.NEWER_TORCH, str(Path(torch.__file__).parent))
+    assert torch.equal(providers.build("torch", CPU).call(drawn.hidden, drawn.weight, drawn.target), expected)
+    assert torch.__version__.startswith(providers.newer_torch()["F.linear_cross_entropy of torch"])
 
 
 def test_a_framework_that_is_missing_is_a_row(tmp_path: Any) -> None:
