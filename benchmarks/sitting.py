@@ -1,8 +1,8 @@
 """The documentation's figures of one GPU anew, at one commit: `python -m benchmarks sitting`.
 
 Each part is a benchmark in a process of its own and writes the file that `python -m benchmarks report` reads. A part
-that fails, or takes twice its minutes, does not stop the parts after it. All of them can be split over several
-runs on one machine (`--only`).
+that fails, or takes twice its minutes, does not stop the parts after it; what it had measured until then stays. All of
+them can be split over several runs on one machine (`--only`).
 """
 
 import argparse
@@ -25,14 +25,14 @@ PARTS = {
     "head": ("head-cuda.json", 3.8, f"head --shape 8192x4096x128256 --errors {_ALL}"),
     "small": ("head-small-cuda.json", 3.8, f"head --shape 8192x1024x151936 --errors {_ALL}"),
     "late": ("head-cuda-late.json", 2.4, "head --late --shape 8192x4096x128256 --errors --data trained"),
-    "peers": ("speed-cuda-peers.json", 4.5, "speed --peers --rows default --rounds 3 --no-memory"),
+    "peers": ("speed-cuda-peers.json", 6.5, "speed --peers --rows default --rounds 3 --no-memory"),
     "memory": ("memory-cuda.json", 0.8, f"memory --model llama3-8b {_FEW}"),
-    "host": ("host-cuda.json", 0.7, "host --rounds 1 --lengths 200"),
-    "speed": ("speed-cuda.json", 2.4, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
-    "losses": ("losses-cuda.json", 3.8, "losses --rounds 3 --no-memory"),
+    "host": ("host-cuda.json", 1.5, "host --rounds 1 --lengths 200"),
+    "speed": ("speed-cuda.json", 4.5, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
+    "losses": ("losses-cuda.json", 6.5, "losses --rounds 3 --no-memory"),
     "models": ("models-cuda.json", 1.0, "models --rounds 3"),
     "curves": ("model_curves-cuda.json", 2.0, "model_curves"),
-    "fp8": ("fp8-cuda.json", 1.6, "fp8 --rounds 3"),
+    "fp8": ("fp8-cuda.json", 3.0, "fp8 --rounds 3"),
 }
 
 
