@@ -16,7 +16,7 @@ from .fields import with_candidates
 FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # results that are returned on demand, in order
 
 
-class PerTokenOptions(Head, total=False):
+class PerTokenOptions(HeadOptions, total=False):
     """Keywords of ``linear_logprobs`` but those that name its results."""
 
     temperature: float | Tensor
