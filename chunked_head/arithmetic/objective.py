@@ -6,9 +6,9 @@ which gives coefficients where the forward pass makes gradients; ``outputs`` fol
 makes gradients calls ``coefficients_for`` with the upstream gradients. The arithmetic is that of ``evaluate.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,10 +90,13 @@ class Objective:
         where a teacher's statistics come later, with the gradients, so that ``outputs`` has to compute all values.
         """
 
-    # from statistics of all tokens: values that the call returns, once all chunks have been visited
-    outputs: ClassVar[Callable[..., tuple[Tensor, ...]]]
-    # from statistics and upstream gradients: coefficients of all tokens
-    coefficients_for: ClassVar[Callable[..., Coefficients]]
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        """Values that the call returns, from statistics of all tokens, once all chunks have been visited."""
+        raise NotImplementedError
+
+    def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+        """Coefficients of all tokens, from their statistics and the upstream gradients of the outputs."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False, kw_only=True)

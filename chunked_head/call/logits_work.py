@@ -28,12 +28,13 @@ class LogitsWork(LocalWork):
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
-    def forward(self, logits: Tensor) -> tuple[RowStats, None]:
+    def forward(self, operands: Sequence[Tensor]) -> tuple[RowStats, None]:
         """Statistics of all rows; gradients are made in backward."""
+        (logits,) = operands
         return sweep(self, logits, self.head(logits))[0], None
 
     def late_gradients(
-        self, operands: Sequence[Tensor], stats: RowStats, upstream: Sequence[Tensor | None]
+        self, operands: Sequence[Tensor], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None]:
         """The gradient of the logits, [tokens, vocab]; with ``inplace`` it overwrites them. All nan for an id out of
         range."""

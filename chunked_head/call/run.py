@@ -130,7 +130,7 @@ class Pass:
 
     def __init__(self, work: LocalWork, *operands: Any):
         objective = work.objective
-        self.stats, self.grads = work.forward(*operands)  # gradients: None where backward makes them
+        self.stats, self.grads = work.forward(operands)  # gradients: None where backward makes them
         self.outputs = objective.outputs(self.stats)
         is_scalar, sizes = isinstance(objective, ScalarObjective), None if work.plan is None else work.plan.sizes
         named_stats = {} if is_scalar else self.stats.as_dict()

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -138,14 +138,23 @@ class LocalWork:
     spans: Spans | None = None  # rows that wait for each other only; None: each chunk of the plan is one
     inplace: bool = False  # the gradient overwrites the logits
 
-    # statistics of all tokens, and gradients where the forward pass makes them
-    forward: ClassVar[Callable[..., tuple[RowStats, Gradients | None]]]
-    # the operands' gradients, from what autograd saved of them, statistics and upstream gradients
-    late_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
-    # (operand, is_recompute) -> buffers of the sweep's gradients, or None
-    new_gradients: ClassVar[Callable[..., Gradients | None]]
-    # (operand, head, statistics, gradients, is_recompute) -> what the sweep loops over
-    begin: ClassVar[Callable[..., Loop]]
+    def forward(self, operands: Sequence[Any]) -> tuple[RowStats, Gradients | None]:
+        """Statistics of all tokens, and gradients where the forward pass makes them."""
+        raise NotImplementedError
+
+    def late_gradients(
+        self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the operands, which autograd saved, from the upstream gradients of the outputs."""
+        raise NotImplementedError
+
+    def new_gradients(self, operand: Tensor, is_recompute: bool) -> Gradients | None:
+        """Buffers of the sweep's gradients; None where this pass makes none."""
+        raise NotImplementedError
+
+    def begin(self, operand: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
+        """What the sweep loops over: the store, a function from a chunk to its rows, and the spans."""
+        raise NotImplementedError
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
         """The work with these tensors in place of its dense teacher's."""
@@ -235,8 +244,8 @@ class HeadWork(LocalWork):
             fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, *rows, sizes.deterministic)
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
-    def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:
-        """Statistics of all tokens, and gradients where the forward pass makes them."""
+    def forward(self, operands: Sequence[Any]) -> tuple[RowStats, Gradients | None]:
+        hidden, weight, bias = operands
         head = self.head(weight, bias, hidden)
         if self.recordings is not None:
             return run_recorded(sweep, self, hidden, head)
@@ -258,7 +267,6 @@ class HeadWork(LocalWork):
     def late_gradients(
         self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias from the upstream gradients of the outputs."""
         if self.shard is not None:
             begin_backward(self.shard.group)
             if not isinstance(self.objective, ScalarObjective):
@@ -278,7 +286,6 @@ class HeadWork(LocalWork):
         return dhidden if packing is None or dhidden is None else packing.unpack(dhidden), *head_gradients
 
     def new_gradients(self, hidden: Tensor, is_recompute: bool) -> Gradients | None:
-        """Buffers of the sweep's gradients; None where this pass makes none."""
         plan = self.plan
         if not is_recompute and plan.schedule != "forward":
             return None
@@ -290,7 +297,6 @@ class HeadWork(LocalWork):
         return grads
 
     def begin(self, hidden: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
-        """The store, a function from a chunk to its rows, and the spans of a sweep."""
         plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
         if self.objective.column_sets is not None:
             assert self.column_sets is not None

@@ -124,7 +124,7 @@ def has_late_gradients(call: Call[Any]) -> bool:
 def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad: list[bool]) -> list[Tensor]:
     with torch.no_grad(), kernel_context(operands[0].device):
         work = work_of(key, operands, tensors, needs_grad)
-        stats, grads = work.sweep.forward(*work.operands)
+        stats, grads = work.sweep.forward(work.operands)
         values = returned_values(work, stats)
         if not any(needs_grad):
             return values
@@ -235,7 +235,7 @@ def backward(
         names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).as_dict()
         stats = RowStats.from_dict(dict(zip(names, statistics, strict=True)))
         if isinstance(sweep, LogitsWork):
-            return in_shape(sweep.late_gradients(work.operands, stats, upstream), operands, needs_grad)
+            return in_shape(sweep.late_gradients(work.operands, stats, tuple(upstream)), operands, needs_grad)
         if packing is not None:
             upstream = [packing.pack(grad) for grad in upstream]
         coefficients = sweep.objective.coefficients_for(stats, tuple(upstream))

@@ -116,5 +116,5 @@ def test_a_sitting_writes_what_is_shown() -> None:
 
 
 def test_every_table_is_shown() -> None:
-    texts = "".join(path.read_text() for path in report.get_or_make() if path.suffix == ".md")
+    texts = "".join(path.read_text() for path in report.made() if path.suffix == ".md")
     assert [name for name in report.SECTIONS if f"<!-- report: {name} -->" not in texts] == []

@@ -85,7 +85,7 @@ class Asked:
         if self.reads.now is not None:
             self.reads.now = self.reads.made
 
-    def made(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get_or_make(self, key: Any, make: Callable[[], Any]) -> Any:
         self.get(key)
         value = make()
         self.reads.now = None
@@ -146,7 +146,7 @@ OF_SPECS = {
 
 def calls() -> list[Callable[[], Any]]:
     """Calls of several kinds, of all public functions but those that only make others'."""
-    given = test_recording.get_or_make(1, "cpu")
+    given = test_recording.made(1, "cpu")
     half = [functools.partial(call, given) for call in test_recording.CALLS.values()]
     seeds = [seed for seed in range(66) if fuzz.FUNCTIONS[seed % len(fuzz.FUNCTIONS)] != "gathered_topk_kl"]
 
@@ -255,7 +255,7 @@ def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     from chunked_head.call import sweep
 
     monkeypatch.setattr(sweep, "run_recorded", lambda swept, *args: watched(sweeping(swept), *args))
-    given = test_recording.get_or_make(1, "cpu")
+    given = test_recording.made(1, "cpu")
     for call in list(test_recording.CALLS.values())[:12]:
         call(given)
     assert len(keys) > 8 and not lacking, sorted(lacking)
@@ -322,7 +322,7 @@ def test_plans_and_recordings_of_one_spec() -> None:
     """Calls of equal options whose tensors have other sizes, strides or places, each three times and in turns."""
 
     def step(rows: int, strided: bool, offset: int) -> list[Tensor]:
-        given = test_recording.get_or_make(1, "cpu")
+        given = test_recording.made(1, "cpu")
         hidden, weight, target, _ = given
         if strided:
             hidden = torch.cat([hidden, hidden], 1)[:, : hidden.shape[1]]

@@ -192,7 +192,7 @@ def last_recorded(call: Callable[[Given], Tensor], device: str, **sizes: int) ->
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What recordings have returned, from here on."""
     found: list[Any] = []
-    original = steps.Recording.run
+    original = steps.Recording.replay
 
     def watched(self: Any, inputs: Any) -> Any:
         found.append(original(self, inputs))

@@ -138,7 +138,7 @@ def test_accumulate_dtype(step: Step) -> None:
     many: Any = {"accumulate_dtype": torch.bfloat16, "chunk_tokens": TOKENS // 12}
     if step is checkpointed:  # too late to refuse: sums are more exact than was asked
         watch = watched(step, Data(torch.bfloat16), **many)
-        assert watch.get_or_make(VOCAB, HIDDEN) == {torch.float32} and watch.most_numbers <= VOCAB * HIDDEN
+        assert watch.made(VOCAB, HIDDEN) == {torch.float32} and watch.most_numbers <= VOCAB * HIDDEN
         return
     with pytest.raises(ValueError, match="accurate over at most 8 chunks"):
         step(Data(torch.bfloat16), **many)
