@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .divergences import SOFT_TARGETS
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INFINITY = float("inf")
 PLAIN = frozenset({type(None), bool, int, float, str})  # values are equal where they mean the same
@@ -115,7 +117,7 @@ def check_ids(argument: str, target: Tensor) -> None:
         if target.is_floating_point():
             remedy = (
                 "ids need .long(); for class probabilities p [..., vocab] call linear_loss or logits_loss with "
-                'target=None, losses.forward_kl("cross_entropy") and batch={"teacher_logits": p.log()}'
+                f'target=None, {SOFT_TARGETS} and batch={{"teacher_logits": p.log()}}'
             )
         raise TypeError(f"{argument} must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
 

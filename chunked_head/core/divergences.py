@@ -14,6 +14,8 @@ from .memory import Cache
 from .records import SumFunction
 from .tiles import LOG_FLOOR
 
+SOFT_TARGETS = 'losses.forward_kl("cross_entropy")'  # for class probabilities as targets
+
 
 def forward_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """``q (log q - log p)``: KL(q || p)"""

@@ -85,7 +85,25 @@ class Form(NamedTuple):
     sent: bool = True  # ranks send it each other
 
 
-OF_DEMAND: Cache[Demand, dict[str, Form]] = Cache(256)
+class Names(NamedTuple):
+    """Names of a softmax's vectors, as ``records.Outputs`` has them; of those that no call has too."""
+
+    lse: str
+    start: str
+    rest: str
+    logprob: str
+    target_logit: str
+    statistics: tuple[tuple[Statistic, tuple[str, ...]], ...]
+
+
+class Layout(NamedTuple):
+    """The vectors of a demand's statistics."""
+
+    forms: dict[str, Form]  # by name, in the order of ranks' messages
+    softmaxes: tuple[Names, ...]  # of each view, then of a teacher
+
+
+OF_DEMAND: Cache[Demand, Layout] = Cache(256)
 
 
 def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
@@ -93,9 +111,24 @@ def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
     return tuple([name + SUFFIX[view] for name in statistic.vectors]) if statistic.of_softmax else statistic.vectors
 
 
+def layout_of(demand: Demand) -> Layout:
+    return OF_DEMAND.get_or_make(demand, lambda: Layout(statistics_anew(demand), softmaxes_anew(demand)))
+
+
 def statistics_of(demand: Demand) -> dict[str, Form]:
     """The statistics of a demand by name, in the order of ranks' messages."""
-    return OF_DEMAND.get_or_make(demand, lambda: statistics_anew(demand))
+    return layout_of(demand).forms
+
+
+def softmaxes_anew(demand: Demand) -> tuple[Names, ...]:
+    softmaxes, pairing = list[Names](), demand.pairing
+    for view, statistics in enumerate(demand.statistics):
+        names = [name + SUFFIX[view] for name in Names._fields[:-1]]
+        softmaxes.append(Names._make([*names, tuple([(s, vectors_at(s, view)) for s in statistics])]))
+    if pairing is not None:
+        of_teacher = tuple([(s, tuple([f"teacher_{name}" for name in s.vectors])) for s in pairing.statistics])
+        softmaxes.append(Names("", "teacher_start", "teacher_rest", "", "", of_teacher))
+    return tuple(softmaxes)
 
 
 def statistics_anew(demand: Demand) -> dict[str, Form]:

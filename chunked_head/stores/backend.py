@@ -13,13 +13,13 @@ from torch import Tensor
 from ..core.checks import BACKENDS, choice
 from ..core.gpus import gpu_of
 from ..core.records import Places
-from ..core.stats import RowStats, sent
+from ..core.stats import RowStats, layout_of, sent
 from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ..plan.plans import Plan
 from . import torch_functions as functions
 from .operands import Head, Rows
 from .quantised import Quantised, QuantisedWeight, RoundedHead, empty_quantised, frequent_blocks, mean_of, quantise_
-from .store import LogitsStore, MatmulStore, Store, outputs_of, softmax_names, teacher_names
+from .store import LogitsStore, MatmulStore, Store, outputs_of
 
 
 class Backend:
@@ -109,10 +109,8 @@ class Backend:
         (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.as_dict()
         names = sent(demand)
         place_of = dict(zip(names, itertools.accumulate(widths(out, names), initial=0), strict=False))
-        softmaxes = [(softmax_names(demand, view), ratio) for view, (ratio, _) in enumerate(demand.views)]
-        if demand.pairing is not None:
-            softmaxes.append((teacher_names(demand.pairing), 1.0))
-        for softmax, ratio in softmaxes:
+        ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher
+        for softmax, ratio in zip(layout_of(demand).softmaxes, ratios, strict=False):
             vectors = tuple([place_of[name] for _, names in softmax.statistics for name in names])
             places = Places(place_of[softmax.start], place_of[softmax.rest], place_of["target_logit"], vectors)
             outputs = outputs_of(stats, softmax)

@@ -14,7 +14,7 @@ from ..core.records import KeptEntries
 from ..core.stats import SUFFIX, Coefficients, Demand, RowStats
 from .gradients import Gradients
 from .operands import Head, Kept, Rows
-from .store import Store, outputs_of, ratio_of, softmax_names, terms_of, transform
+from .store import Store, outputs_of, ratio_of, terms_of, transform
 from .torch_functions import of_rows, slope, transformed
 
 NOWHERE = {name + suffix: value for name, value in (("start", torch.inf), ("rest", 0.0)) for suffix in SUFFIX}
@@ -71,7 +71,7 @@ class SetStore(Store):
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.column_sets.everywhere
             for i, view in enumerate(self.demand.views):
-                outputs = outputs_of(out.as_dict(), softmax_names(self.demand, i))
+                outputs = outputs_of(out.as_dict(), self.softmaxes[i])
                 self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
             return
         out.zero_()

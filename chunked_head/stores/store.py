@@ -1,7 +1,8 @@
 """The protocol of a store, the base of stores that multiply, and the stores of logits from BLAS or the caller."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from ..core.records import (
     Counted,
     Outputs,
     Softmax,
-    Statistic,
     StatisticOutputs,
     Stored,
     SumOutputs,
@@ -21,7 +21,7 @@ from ..core.records import (
     Terms,
     Transform,
 )
-from ..core.stats import SUFFIX, Coefficients, Demand, Pairing, RowStats, VocabularySum, vectors_at
+from ..core.stats import SUFFIX, Coefficients, Demand, Names, RowStats, VocabularySum, layout_of
 from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
@@ -42,37 +42,10 @@ def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
-class Names(NamedTuple):
-    """Names of a softmax's vectors, as ``Outputs`` has them; of those that no call has too."""
-
-    lse: str
-    start: str
-    rest: str
-    logprob: str
-    target_logit: str
-    statistics: tuple[tuple[Statistic, tuple[str, ...]], ...]
-
-
-def softmax_names(demand: Demand, view: int) -> Names:
-    statistics = tuple([(s, vectors_at(s, view)) for s in demand.statistics[view]])
-    lse, start, neg_log_sum, logprob, target_logit = (name + SUFFIX[view] for name in Names._fields[:-1])
-    return Names(lse, start, neg_log_sum, logprob, target_logit, statistics)
-
-
-def teacher_names(pairing: Pairing) -> Names:
-    """For log-probabilities of a teacher's logits, and for its statistics."""
-    statistics = [(s, tuple([f"teacher_{name}" for name in s.vectors])) for s in pairing.statistics]
-    return Names("", "teacher_start", "teacher_rest", "", "", tuple(statistics))
-
-
 def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
     """Outputs of a softmax's statistics, by their names."""
     statistics = [StatisticOutputs(s, tuple([stats[name] for name in vectors])) for s, vectors in names.statistics]
     return Outputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
-
-
-def teacher_outputs(out: RowStats, pairing: Pairing) -> Outputs:
-    return outputs_of(out.as_dict(), teacher_names(pairing))
 
 
 def ratio_of(ratio: float) -> float | None:
@@ -137,6 +110,11 @@ class Store:
     head: Head
     demand: Demand
     known_targets = False
+
+    @functools.cached_property
+    def softmaxes(self) -> tuple[Names, ...]:
+        """Names of the vectors of each softmax, the teacher's last."""
+        return layout_of(self.demand).softmaxes
 
     @classmethod
     def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
@@ -353,7 +331,7 @@ class LogitsStore(MatmulStore):
         vectors = out.as_dict()
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
-            row_stats(outputs_of(vectors, softmax_names(self.demand, i)), self.stored, *softmax)
+            row_stats(outputs_of(vectors, self.softmaxes[i]), self.stored, *softmax)
         if out.column_logits is not None:
             assert rows.columns is not None
             self.pick_columns(out.column_logits, rows.columns)
@@ -366,7 +344,7 @@ class LogitsStore(MatmulStore):
             torch.topk(logits, out.top_k_ids.shape[1], largest=factor is None or factor > 0, out=largest)
             self.pick_columns(out.top_k_logits, out.top_k_ids)
         if self.demand.pairing is not None:
-            columns_of_both, outputs = slice(0, self.demand.pairing.columns), teacher_outputs(out, self.demand.pairing)
+            columns_of_both, outputs = slice(0, self.demand.pairing.columns), outputs_of(vectors, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(rows, columns_of_both, outputs)
 
     def pick_columns(self, out: Tensor, ids: Tensor) -> None:

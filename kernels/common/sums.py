@@ -234,7 +234,7 @@ def code_of_sums(kinds: Sequence[Kind]) -> Code:
 
 def kernel_of(body: Any, name: str, kinds: Hashable, code: Callable[[Any], Code] = code_of_sums) -> Launcher:
     """The kernel of a jit function for these kinds: its tuples are flat arguments, ``output0_ptr`` and so on."""
-    return KERNELS.get_or_make((name, kinds), lambda: generate(body, name, code(kinds)))
+    return KERNELS.get_or_make((name, body.fn, code, kinds), lambda: generate(body, name, code(kinds)))
 
 
 def generate(body: Any, name: str, code: Code) -> Launcher:

@@ -17,6 +17,7 @@ from chunked_head.kernels.common.operands import Strips
 from chunked_head.kernels.common.sums import kernel_of
 from chunked_head.kernels.gradients import launch as gradients
 from chunked_head.kernels.statistics import launch as statistics
+from chunked_head.kernels.statistics import lists as statistics_lists
 
 from chunked_head.core.gpus import run_as
 from chunked_head.core.records import Transform
@@ -52,6 +53,21 @@ SAME: list[dict[str, Any]] = [
     {"in_ptr": NUMBERS[4:]}, {"row_ptr": NUMBERS[1:]}, {"columns": 128}, {"rows": 1}, {"rows": 47}, {"rows": 0},
     {"scale": 1.0}, {"columns": 0},
 ]  # fmt: skip
+
+
+def test_a_generated_kernel_is_found_by_its_body_and_its_code() -> None:
+    def row_code(statistics: tuple) -> Any:
+        return statistics_lists.code_of_lanes(statistics)
+
+    bodies = statistics.body_of_rows, statistics.kernels.merge_strips
+    kinds = [
+        (bodies[0], statistics_lists.code_of_lanes),
+        (bodies[1], statistics_lists.code_of_strips),
+        (bodies[0], row_code),
+    ]
+    launchers = [kernel_of(body, "example_kernel", (), code) for body, code in kinds]
+    assert len({id(launcher) for launcher in launchers}) == 3
+    assert launchers == [kernel_of(body, "example_kernel", (), code) for body, code in kinds]
 
 
 def arguments(change: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

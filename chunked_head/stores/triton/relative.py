@@ -21,7 +21,7 @@ from ...plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, sli
 from ..gradients import Gradients
 from ..matmul import add_dhidden
 from ..operands import Head, Rows
-from ..store import outputs_of, ratio_of, softmax_names, teacher_buffers, teacher_outputs, transform
+from ..store import outputs_of, ratio_of, teacher_buffers, transform
 from .store import FrequentRows, HalfStore, counted_of, sums_frequent
 
 
@@ -83,7 +83,10 @@ class RelativeStore(HalfStore):
             self.part_sums = (
                 place[:partial_elements] if fits else empty(partial_elements, dtype=torch.float32, device=device)
             )
-        self.softmaxes = [ratio_of(ratio) for ratio, _ in demand.views], [columns for _, columns in demand.views]
+        self.ratios_and_columns = (
+            [ratio_of(ratio) for ratio, _ in demand.views],
+            [columns for _, columns in demand.views],
+        )
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
         if sizes.teacher_made:
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
@@ -137,7 +140,7 @@ class RelativeStore(HalfStore):
                 None if self.level is None else out.target_logit,
                 logit_transform,
                 self.tile,
-                *self.softmaxes,
+                *self.ratios_and_columns,
                 counted_of(rows),
                 *((None, None) if head.fp8 is None else (rows.target, out.target_logit)),
                 blocks,
@@ -147,10 +150,10 @@ class RelativeStore(HalfStore):
         """Statistics of rows from those of their strips."""
         targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
-            outputs, limit = outputs_of(out.as_dict(), softmax_names(self.demand, i)), columns or self.vocab
+            outputs, limit = outputs_of(out.as_dict(), self.softmaxes[i]), columns or self.vocab
             statistics.merge_strips(outputs, self.level, self.stored_strips, *targets, limit, ratio_of(ratio), i)
         if self.demand.pairing is not None and not self.plan.teacher_last:
-            outputs = teacher_outputs(out, self.demand.pairing)
+            outputs = outputs_of(out.as_dict(), self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), outputs)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
@@ -184,7 +187,7 @@ class RelativeStore(HalfStore):
         for tokens in slices(len(dlogits), self.teacher_rows):
             block, out = rows.narrow(tokens), stats.narrow(tokens)
             assert self.demand.pairing is not None
-            outputs = teacher_outputs(out, self.demand.pairing)
+            outputs = outputs_of(out.as_dict(), self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(block, slice(self.sizes.teacher_columns), outputs)
             assert self.partial_sums is not None
             self.differentiate_(
