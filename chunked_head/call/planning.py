@@ -1,5 +1,6 @@
 """The plan of a call on hidden states: what decides it, and the order of rows that it asks for."""
 
+import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import mismatch, refuse
-from ..plan.planner import find_late_plan, find_plan
+from ..plan.planner import find_late_plan, find_plan, other_budgets
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
@@ -108,6 +109,8 @@ def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
         )
         check_own_matmuls(tokens, sizes)
         plan_or_text = find_late_plan(sizes, spec.request) if key.is_late else find_plan(sizes, spec.request)
+        if isinstance(plan_or_text, Plan) and call.memory_budget is None and plan_or_text.extra_bytes > NOTEWORTHY:
+            note_default(plan_or_text)
         if is_cached and isinstance(plan_or_text, Plan):
             spec.plans[key] = plan_or_text
         return plan_or_text
@@ -119,6 +122,19 @@ def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
         raise mismatch("a plan", sizes_of_plan, sizes_of_call)
     # Specs of other numbers share plans, and their demands differ in numbers
     return plan if sizes.demand == spec.demand else replace(plan, sizes=replace(sizes, demand=spec.demand))
+
+
+NOTEWORTHY = 2 << 30  # bytes beside the gradients of which a note is given where no budget asks for them
+NOTES: set[str] = set()  # what a process has been told
+
+
+def note_default(plan: Plan) -> None:
+    """Says once in a process that the default budget is large, and which budgets would do."""
+    if "default" not in NOTES:
+        NOTES.add("default")
+        size, rule = f"{plan.extra_bytes / 2**30:.1f} GiB beside the gradients", ", ".join(plan.budget_rule)
+        budgets = ", ".join([f"{b} ({p.schedule}, {p.chunks} chunks)" for b, p in other_budgets(plan)])
+        warnings.warn(f"chunked_head takes {size}: {rule}. memory_budget= sets another: {budgets}", stacklevel=2)
 
 
 def sizes_of(

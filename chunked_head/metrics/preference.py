@@ -122,14 +122,14 @@ def preference(loss: Losses) -> tuple[Metric, ...]:
             f"metrics.preference takes a sum with one of losses.{', '.join(sorted(SHARED))}, got {loss!r}; other "
             "losses' rewards are metrics.reward(quantity, beta=...)"
         )
-    its = {"reference": False} | dict(summand.options) | dict(SHARED[summand.kind])
+    shared = {"reference": False} | dict(summand.options) | dict(SHARED[summand.kind])
     options: dict[str, Any] = {
-        "average": its["average"], "reference_free": not its["reference"], "ld_alpha": its.get("ld_alpha"),
-        "paired": its.get("paired", True), "temperature": summand.temperature,
+        "average": shared["average"], "reference_free": not shared["reference"], "ld_alpha": shared.get("ld_alpha"),
+        "paired": shared.get("paired", True), "temperature": summand.temperature,
     }  # fmt: skip
-    alpha = -(its.get("power") or 0.0) if summand.kind in ("simpo", "cpo") else 0.0
+    alpha = -(shared.get("power") or 0.0) if summand.kind in ("simpo", "cpo") else 0.0
     rewards = [
-        reward(quantity, beta=its["beta"], alpha=alpha, name=f"rewards/{name}", **options)
+        reward(quantity, beta=shared["beta"], alpha=alpha, name=f"rewards/{name}", **options)
         for quantity, name in TRL_NAMES.items() if options["paired"] or quantity != "accuracy"
     ]  # fmt: skip
     options["reference_free"] = True

@@ -15,7 +15,7 @@ import torch
 from ..core.checks import name
 from ..core.memory import Cache
 from ..core.tiles import exact_blocks
-from .plans import MAX_HALF_CHUNKS, Plan, Schedule, needed_by
+from .plans import MAX_HALF_CHUNKS, OTHER_BUDGETS, Plan, Schedule, needed_by
 from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 
 GOOD_CHUNK = 2048  # fewer rows starve matmuls; passes over the weight's gradient cost more
@@ -108,12 +108,33 @@ def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
     """The reason for the plan's budget, as lines of its table."""
     if request.explicit:
         return ("memory_budget",)
-    lines = ["the default: 1.25 GiB, or a chunk of 2048 tokens if that is more"]
+    share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16)) + e4m3_copy(plan.sizes)
+    lines = ["the default: 1.25 GiB"]
+    if request.budget > share:
+        lines = [f"the default: a chunk of {GOOD_CHUNK} tokens, which takes more than 1.25 GiB"]
     if ranks > 1:
         lines.append(f"divided by {min(ranks, 16) ** 0.5:.3g} for {ranks} ranks")
     if plan.budget > request.budget:
-        lines.append(f"and a float32 sum of the weight's gradient: over {MAX_HALF_CHUNKS} chunks")
+        grown = f"{(plan.budget - request.budget) / MiB:,.0f} MiB for a float32 sum of the weight's gradient"
+        lines.append(f"and {grown}: over {MAX_HALF_CHUNKS} chunks")
     return tuple(lines)
+
+
+def other_budgets(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans of the same call at budgets from 16 MiB on, each twice the one before, where they differ in schedule or
+    chunks; up to one that has all tokens in one chunk. Without the caller's chunk_tokens and accumulate_dtype."""
+    traits = None
+    for power in range(4, 18):
+        candidate = plan_anew(plan.sizes, Request(memory_budget=MiB << power))
+        if isinstance(candidate, str) or (candidate.schedule, candidate.chunks) == traits:
+            continue
+        traits = candidate.schedule, candidate.chunks
+        yield f"{1 << power}MiB" if power < 10 else f"{1 << power - 10}GiB", candidate
+        if candidate.chunks == 1 and candidate.schedule != "recompute":
+            return
+
+
+OTHER_BUDGETS.append(other_budgets)
 
 
 def plan_of_rank(sizes: Sizes, request: Request, most: int) -> Plan | str:

@@ -341,13 +341,24 @@ def sections(plan: Plan) -> list[Section]:
         (b.name, " x ".join(map(str, b.shape)), name(b.dtype), f"{b.bytes / MiB:,.1f}", lifetime(b))
         for b in plan.buffers
     ]
+    logits, itemsize = plan.sizes.tokens * plan.sizes.vocab / MiB, plan.sizes.dtype.itemsize
+    copies = f", and {4 * logits:,.0f} for each copy in float32" if itemsize < 4 else ""
     totals = [
         ("peak over the inputs", f"{plan.peak_bytes / MiB:,.1f} MiB"),
         ("beside the gradients", f"{plan.extra_bytes / MiB:,.1f} MiB of {plan.budget / MiB:,.0f}"),
         *[("" if i else "budget", line) for i, line in enumerate(plan.budget_rule)],
+        ("full logits would take", f"{itemsize * logits:,.0f} MiB in {name(plan.sizes.dtype)}{copies}"),
     ]
     buffers = [("", "shape", "dtype", "MiB", "in memory"), *rows]
-    return [("Plan", facts(plan)), ("Buffers", buffers), ("Memory", totals)]
+    budgets = [("memory_budget", "schedule", "chunks", "sums of dweight", "MiB"), *[
+        (budget, p.schedule, str(p.chunks), name(p.weight_accumulate), f"{p.extra_bytes / MiB:,.1f}")
+        for find in OTHER_BUDGETS for budget, p in find(plan)
+    ]]  # fmt: skip
+    return [("Plan", facts(plan)), ("Buffers", buffers), ("Memory", totals), ("Budgets that would do", budgets)]
+
+
+# makes plans of the same call at other budgets; ``planner.py`` appends it, since it imports this file
+OTHER_BUDGETS: list[Callable[[Plan], Iterator[tuple[str, Plan]]]] = []
 
 
 def lifetime(buffer: Buffer) -> str:

@@ -21,6 +21,7 @@ EMPTIED = (
 )  # fmt: skip
 # what is no result of an earlier call
 STAYING = {
+    "call.planning.NOTES": "a note is given once in a process",
     "metrics.values.NUMBERS": "a group keeps its number as long as it lives",
     "stores.quantised.watch_optimizers": "it has an effect, once: optimizers' steps outdate copies",
     "stores.quantised.CURRENT": "copies of weights, which are alive as long as the caller holds them",

@@ -1,6 +1,7 @@
 """Plans: within their budget, balanced, of the promised accuracy, and decided without a tensor."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
@@ -165,8 +166,12 @@ def test_prints_as_a_table() -> None:
     for part in ("8192 x 4096 x 128256, bfloat16", "4 of 2048 tokens", "expected error", "beside the gradients"):
         assert part in text
     assert all(len(line) <= 100 for line in text.splitlines()) and "teacher" not in text
-    assert "the default: 1.25 GiB, or a chunk of 2048 tokens if that is more" in text and "divided" not in text
-    assert "a float32 sum of the weight's gradient" in str(plan(65536, **LLAMA))
+    assert "the default: 1.25 GiB\n" in text and "divided" not in text
+    long = plan(65536, **LLAMA)
+    assert long.schedule == "forward" and "and 2,004 MiB for a float32 sum of the weight's gradient" in str(long)
+    wide = str(plan(8192, **{**LLAMA, "vocab": 402176}))
+    assert "the default: a chunk of 2048 tokens, which takes more than 1.25 GiB" in wide
+    assert "full logits would take        2,004 MiB in bfloat16, and 4,008 for each copy in float32" in text
     assert "divided by 2 for 4 ranks" in str(plan(8192, **LLAMA, ranks=4))
     assert "memory_budget" in str(plan(8192, **LLAMA, memory_budget="1GiB"))
     taught = str(plan(8192, **LLAMA, loss=losses.forward_kl(), teacher_hidden=32, teacher_vocab=400))
@@ -208,3 +213,40 @@ def test_a_second_backward_keeps_the_budget() -> None:
     loss = linear_cross_entropy(hidden, weight, target, memory_budget=40 * few, backend="torch")
     loss.backward(retain_graph=True)
     loss.backward()
+
+
+def budget_rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.partition("Budgets that would do")[2].splitlines()[2:]]
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": losses.dpo()}, {"reduction": "none"}, {"ranks": 4}], ids=str)
+def test_budgets_that_would_do(options: dict[str, Any]) -> None:
+    """Each printed row is the plan of the call at that budget."""
+    rows = budget_rows(str(plan(16384, **LLAMA, **options)))
+    assert len(rows) > 3 and rows[-1][2] == "1"
+    for budget, schedule, chunks, accumulate, beside in rows:
+        made = plan(16384, **LLAMA, **options, memory_budget=budget)
+        sums = str(made.weight_accumulate).removeprefix("torch.")
+        bytes_beside = f"{made.extra_bytes / MiB:,.1f}"
+        assert [made.schedule, str(made.chunks), sums, bytes_beside] == [schedule, chunks, accumulate, beside]
+    assert len({(schedule, chunks) for _, schedule, chunks, *_ in rows}) == len(rows)
+
+
+def test_a_large_default_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "NOTES", set())
+    monkeypatch.setattr(planning, "NOTEWORTHY", 1 << 14)
+    hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    target = torch.randint(0, 300, (64,))
+
+    def call(tokens: int, **options: Any) -> None:
+        spec.SPECS.clear()
+        linear_cross_entropy(hidden[:tokens], weight, target[:tokens], **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(60, memory_budget="1MiB")  # asked for
+    with pytest.warns(UserWarning, match=r"0\.0 GiB beside the gradients: the default: 1\.25 GiB\. .*another: 16MiB \("):
+        call(64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(63)
