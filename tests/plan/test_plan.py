@@ -245,7 +245,9 @@ def test_a_large_default_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(60, memory_budget="1MiB")  # asked for
-    with pytest.warns(UserWarning, match=r"0\.0 GiB beside the gradients: the default: 1\.25 GiB\. .*another: 16MiB \("):
+    with pytest.warns(
+        UserWarning, match=r"0\.0 GiB beside the gradients: the default: 1\.25 GiB\. .*another: 16MiB \("
+    ):
         call(64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
