@@ -21,8 +21,8 @@ def split_of(name: str, tile: Tile, rows: int, vocab: int, hidden: int, device: 
         return UNCUT
     programs = multiprocessors_of(device)
     split = dhidden_split(tile, rows, hidden, vocab, programs)
-    assert split.parts > 1 and split.units <= 2 * programs
-    return split if name == "chosen" else DhiddenSplit(13, 13 * (split.units // split.parts))
+    assert split.pieces > 1 and split.units <= 2 * programs
+    return split if name == "chosen" else DhiddenSplit(13, 13 * (split.units // split.pieces))
 
 
 def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor, products.Factors]:
@@ -110,11 +110,11 @@ def test_parts_have_one_sum(place: Place, tile: Tile, name: str, rows: int, hidd
 def test_turns() -> None:
     """No more places than there are; whole where nothing is left over, or nothing gained."""
     tile = run_as("sm_90").product
-    assert dhidden_split(tile, 2048, 4096, 128256, 132).parts == 1 or INTERPRETED
+    assert dhidden_split(tile, 2048, 4096, 128256, 132).pieces == 1 or INTERPRETED
     for rows in (16, 200, 1664, 2048, 2736, 8192):
         for hidden in (64, 1024, 2304, 2880):
             for most in (0, 40, None):
                 split = dhidden_split(tile, rows, hidden, 50000, 132, most)
                 assert split.units <= (528 if most is None else most)
-                assert (split.parts == 1) == (split.units == 0)
-    assert dhidden_split(tile, 2048, 2304, tile.block_k, 132).parts == 1  # not in parts of no steps
+                assert (split.pieces == 1) == (split.units == 0)
+    assert dhidden_split(tile, 2048, 2304, tile.block_k, 132).pieces == 1  # not in parts of no steps

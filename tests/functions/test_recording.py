@@ -198,7 +198,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(original(self, inputs))
         return found[-1]
 
-    monkeypatch.setattr(steps.Recording, "run", watched)
+    monkeypatch.setattr(steps.Recording, "replay", watched)
     return found
 
 
