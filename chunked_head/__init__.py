@@ -16,6 +16,7 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and _one_of_them.i
 from . import losses, metrics
 from .call.options import Execution
 from .core.checks import hints_of
+from .functions import scoring
 from .functions.cross_entropy import ChunkedHead, CrossEntropyLoss, linear_cross_entropy
 from .functions.divergence import linear_divergence
 from .functions.gathered_topk import gathered_topk_kl
@@ -35,7 +36,7 @@ __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel",
     "explain_model", "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
     "log_metrics", "logits_logprobs", "logits_loss", "losses", "metrics", "override_torch", "patch_model", "patch_trl",
-    "plan", "quantise", "shift_targets", "unpatch_model", "weights",
+    "plan", "quantise", "scoring", "shift_targets", "unpatch_model", "weights",
 ]  # fmt: skip
 
 quantize = quantise  # the American name
