@@ -104,7 +104,7 @@ dist:  ## build wheel and sdist into dist/ and check them (twine, check-wheel-co
 	$(if $(TORCH),$(DIST)-empty/bin/python $(PIP) $(TORCH))
 	$(DIST)-empty/bin/python $(PIP) dist/*.whl
 	$(DIST)-empty/bin/python $(PIP) --force-reinstall --no-deps dist/*.whl
-	cd $(DIST)-empty && bin/python -m chunked_head plan --tokens 4096 --hidden 4096 --vocab 128256 --device sm_90 | tail -1
+	cd $(DIST)-empty && bin/chunked-head --version && bin/chunked-head plan --tokens 4k --hidden 4096 --vocab 128256 --device sm_90 | tail -1
 	cd $(DIST)-empty && bin/python -c "import chunked_head as c, chunked_head.kernels; print(c.__version__, c.__file__)"
 
 report: $(READY)  ## make tables and plots of README and docs/ from benchmarks/results

@@ -20,7 +20,7 @@ import torch
 from benchmarks import providers
 from benchmarks.svg import plot
 from chunked_head import plan
-from chunked_head.core.gpus import GPUS
+from chunked_head.core.gpus import CARDS, GPUS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
@@ -69,10 +69,6 @@ NAMES = {
     "grpo-temperature": "GRPO at temperature 0.8", "grpo-temperatures": "GRPO with a temperature per token",
     "streams": "cross-entropy of four streams of a quarter of the tokens each",
     "topk-alone": 'top-K distillation alone, `normalize="topk"`',
-}  # fmt: skip
-CARDS = {
-    "sm_80": "A100", "sm_86": "RTX 3090, A40, A10", "sm_89": "RTX 4090, L40S, L4", "sm_90": "H100, H200",
-    "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090, RTX PRO 6000", "gfx942": "MI300, MI325", "gfx950": "MI350",
 }  # fmt: skip
 
 
@@ -359,7 +355,7 @@ def gpus() -> str:
     for name, gpu in GPUS.items():
         operands = "tensor copies" if gpu.logits.described else "pointers"
         how = f"{operands}, {gpu.logits.block_m} x {gpu.logits.block_n}; {'our own' if gpu.own_dhidden else 'BLAS'}"
-        lines.append([name, CARDS[name], how, f"{gpu.shared:,} bytes", measured.get(name, "compiled only")])
+        lines.append([name, ", ".join(CARDS[name]), how, f"{gpu.shared:,} bytes", measured.get(name, "compiled only")])
     logits = "logits: operands by, tile; gradient of hidden by"
     return table(["architecture", "for example", logits, "shared memory", "measured"], lines)
 

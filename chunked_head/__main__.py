@@ -29,7 +29,9 @@ from .stores import backend_of
 from .stores.backend import has_triton
 
 Report = tuple[dict[str, Any], list[Section]]  # a command's result: for scripts, and for people
-PROGRAM = "python -m chunked_head"
+PROGRAM = "chunked-head" if Path(sys.argv[0]).stem == "chunked-head" else "python -m chunked_head"
+NO_GPU = "cpu: torch sees no GPU here; --device H100 or another card's name plans for that"
+NO_DTYPE = "bfloat16: the configuration names none; --dtype fp32 is for a model in float32"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 LOSSES = sorted(name for name in losses.__all__ if name.islower() and name != "custom")
 MODEL = "a folder with config.json, such a file, or a name in the local cache; nothing is downloaded"
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     program = Parser(prog=PROGRAM, description="The head of a language model without its logits: tools.")
+    program.add_argument("--version", action="version", version=f"chunked_head {version()}, torch {torch.__version__}")
     commands = program.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(title: str, run: Any, text: str) -> Any:
@@ -67,9 +70,11 @@ def parser() -> Parser:
         return subcommand.add_argument
 
     number: dict[str, Any] = {"type": int, "metavar": "N"}
+    tokens: dict[str, Any] = {"type": count, "metavar": "N"}
     dtype: dict[str, Any] = {"choices": DTYPES}
     add = command("plan", run_plan, "How a call of these sizes runs and what memory it takes.")
-    for size in ("--tokens", "--hidden", "--vocab"):
+    add("--tokens", **tokens, required=True, help="such as 8192 or 8k")
+    for size in ("--hidden", "--vocab"):
         add(size, **number, required=True)
     add("--dtype", **dtype, default="bf16", help="of the matmuls (default: bf16)")
     loss_names = f"summed, default cross_entropy: {', '.join(LOSSES)}"
@@ -77,24 +82,38 @@ def parser() -> Parser:
     add("--softcap", type=float, metavar="X")
     add("--teacher-k", **number, default=0, help="ids per token of a top-K teacher")
     add("--teacher-hidden", **number, help="hidden size of a dense teacher")
-    add("--chunk-tokens", **number, help="at most so many tokens in a chunk")
+    add("--chunk-tokens", **tokens, help="at most so many tokens in a chunk")
     add("--ranks", **number, default=1, help="that share the vocabulary (default: 1)")
+    add("--verbose", action="store_true", help="list the call's buffers, with their shapes and lifetimes")
     explain = command("explain", run_explain, "What patch_model would do to a model of transformers, and why.")
     explain("model", metavar="MODEL", help=MODEL)
-    explain("--tokens", **number, default=8192, help="to plan for (default: 8192)")
-    explain("--dtype", **dtype, help="of the parameters (default: the configuration's)")
+    explain("--tokens", **tokens, default=8192, help="to plan for (default: 8192)")
+    explain("--dtype", **dtype, help="of the parameters (default: the configuration's, else bf16)")
     explain("--autocast", **dtype, help="of torch.autocast, where the model trains under it")
-    device = f"cuda, cpu, or an architecture that need not be there ({', '.join(GPUS)}); default: the GPU, else the CPU"
+    device = f"cuda, cpu, or a GPU that need not be there: a card such as H100, L40S or RTX 4090, or {', '.join(GPUS)}"
     for add_to in (add, explain):
-        add_to("--device", metavar="NAME", help=device)
+        add_to("--device", metavar="NAME", help=f"{device} (default: the GPU, else the CPU)")
         add_to("--memory-budget", metavar="SIZE", help="such as 1GiB: of all but the gradients")
     command("doctor", run_doctor, "Versions, the GPU, the path that calls take, and a self-test with its figures.")
     return program
 
 
-def run_plan(dtype: str, loss: list[str], **sizes: Any) -> Report:
+def version() -> str:
+    """This library's version: the imported module's, which may be a checkout's."""
+    return str(sys.modules["chunked_head"].__version__)
+
+
+def count(text: str) -> int:
+    """A number of tokens, such as 8192, 8k or 1m."""
+    factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    return int(text if factor == 1 else text[:-1]) * factor
+
+
+def run_plan(dtype: str, loss: list[str], verbose: bool, **sizes: Any) -> Report:
     call_plan = plan(dtype=DTYPES[dtype], loss=sum(getattr(losses, name)() for name in loss), **sizes)
-    return of_plan(call_plan), sections(call_plan)
+    shown = [section for section in sections(call_plan) if verbose or section[0] != "Buffers"]
+    is_default_cpu = sizes["device"] is None and not torch.cuda.is_available()
+    return of_plan(call_plan), [*shown, ("Planned for", [("", NO_GPU)] if is_default_cpu else [])]
 
 
 def of_plan(p: Plan) -> dict[str, Any]:
@@ -109,15 +128,17 @@ def of_plan(p: Plan) -> dict[str, Any]:
 def run_explain(model: str, dtype: str | None, autocast: str | None, **options: Any) -> Report:
     from .integrations.huggingface.explain import explain_model
 
-    explanation = explain_model(
-        model_of(model, DTYPES.get(dtype or "")), autocast=DTYPES.get(autocast or ""), **options
-    )
+    hollow, has_dtype = model_of(model, DTYPES.get(dtype or ""))
+    explanation = explain_model(hollow, autocast=DTYPES.get(autocast or ""), **options)
     record = vars(explanation) | {"plan": explanation.plan and of_plan(explanation.plan)}
-    return record, [("What patch_model would do", explanation.facts())]
+    lines = explanation.facts() + ([] if has_dtype else [("dtype", NO_DTYPE)])
+    lines += [("planned for", NO_GPU)] if options["device"] is None and not torch.cuda.is_available() else []
+    return record, [("What patch_model would do", lines)]
 
 
-def model_of(where: str, dtype: torch.dtype | None) -> Any:
-    """A model of transformers without numbers, from its configuration."""
+def model_of(where: str, dtype: torch.dtype | None) -> tuple[Any, bool]:
+    """A model of transformers without numbers, from its configuration; False where neither that nor the caller names a
+    dtype: it is bfloat16 then, as models are trained in."""
     try:
         import transformers
     except ImportError as error:
@@ -134,7 +155,7 @@ def model_of(where: str, dtype: torch.dtype | None) -> Any:
             ) from None
         raise ValueError(f"{where} is not {MODEL}: {in_a_line(error)}") from None
     dtype = dtype or getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return model if dtype is None else model.to(dtype)
+    return model.to(dtype or torch.bfloat16), dtype is not None
 
 
 def run_doctor() -> Report:
@@ -175,10 +196,8 @@ def diagnose() -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of Python and packages, and the GPU with its row of docs/gpus.md. This library's version is the imported
-    module's, which may be a checkout's."""
-    version = sys.modules["chunked_head"].__version__
-    installed = {"python": platform.python_version(), "chunked-head": version, "torch": torch.__version__}
+    """Versions of Python and packages, and the GPU with its row of docs/gpus.md."""
+    installed = {"python": platform.python_version(), "chunked-head": version(), "torch": torch.__version__}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)

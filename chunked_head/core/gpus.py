@@ -91,6 +91,26 @@ GPUS = {
     )
 }
 
+# cards that people name, by architecture
+CARDS = {
+    "sm_80": ("A100", "A30"),
+    "sm_86": ("RTX 3090", "A40", "A10"),
+    "sm_89": ("RTX 4090", "L40S", "L4"),
+    "sm_90": ("H100", "H200", "H800", "GH200"),
+    "sm_100": ("B200", "GB200"),
+    "sm_103": ("B300", "GB300"),
+    "sm_120": ("RTX 5090", "RTX PRO 6000"),
+    "gfx942": ("MI300X", "MI325X"),
+    "gfx950": ("MI350X", "MI355X"),
+}
+
+
+def gpu_named(text: str) -> Gpu | None:
+    """The row of an architecture, such as "sm_90", or of a card, such as "H100" or "rtx4090"; None without one."""
+    word = text.lower().replace(" ", "").replace("-", "")
+    names = {card.lower().replace(" ", ""): name for name, cards in CARDS.items() for card in cards}
+    return GPUS.get(word) or GPUS.get(names.get(word, ""))
+
 
 def run_as(name: str) -> Gpu:
     """A row of the table; interpreted, in tiles that suit small tensors, and 4 programs to test the persistent loop."""

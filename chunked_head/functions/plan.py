@@ -13,7 +13,7 @@ from ..call.planning import sizes_of
 from ..call.spec import Spec, check_fp8, decided, measures_of
 from ..core import checks
 from ..core.checks import choice, flag
-from ..core.gpus import GPUS, Gpu
+from ..core.gpus import GPUS, Gpu, gpu_named
 from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric
@@ -83,8 +83,8 @@ def plan(
         ranks: how many ranks share the vocabulary (``VocabParallel``), in ``torch.chunk``'s pieces. The plan is that of
             the first rank.
         sequence_sharded: as in ``VocabParallel``.
-        device: the GPU where there is one, else the CPU; or an architecture's name, such as ``"sm_89"``, for a GPU that
-            is absent.
+        device: the GPU where there is one, else the CPU; or the name of a card or an architecture, such as ``"H100"``
+            or ``"sm_89"``, for a GPU that is absent.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or no plan meets the request.
@@ -234,15 +234,16 @@ def on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
-    """A device, and the GPU that stands for one where an architecture is named."""
+    """A device, and the GPU that stands for one where an architecture or a card is named."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
-    if isinstance(device, str) and device in GPUS:
-        return torch.device("cuda"), GPUS[device]
+    absent_gpu = gpu_named(device) if isinstance(device, str) else None
+    if absent_gpu is not None:
+        return torch.device("cuda"), absent_gpu
     try:
         return torch.device(device), None
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            "device must be a torch.device or its name, such as 'cuda:0', or a GPU's architecture "
-            f"({', '.join(GPUS)}); got {device!r}"
+            "device must be a torch.device or its name, such as 'cuda:0', a card's name, such as 'H100', or a GPU's "
+            f"architecture ({', '.join(GPUS)}); got {device!r}"
         ) from error

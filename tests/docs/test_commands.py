@@ -1,7 +1,9 @@
 """``python -m chunked_head``: its numbers are the library's own, its errors a line, its exit codes what they say."""
 
 import json
+import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import chunked_head
 from chunked_head import __main__ as commands
 from chunked_head import explain_model, losses, plan
 from chunked_head.__main__ import main
+from chunked_head.core.gpus import CARDS, GPUS, gpu_named
 from chunked_head.stores.store import LogitsStore
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +44,33 @@ def test_plan(words: list[str], options: dict[str, Any], capsys: pytest.CaptureF
     assert main([*SIZES, *words]) == 0
     out = capsys.readouterr().out
     assert f"{true.peak_bytes / 2**20:,.1f} MiB" in out and true.schedule in out
+    assert ("torch sees no GPU here" in out) == (not torch.cuda.is_available() and "--device" not in words)
+    buffers = [buffer.name for buffer in true.buffers]
+    assert main([*SIZES, *words, "--verbose"]) == 0
+    verbose = capsys.readouterr().out
+    assert all(name in verbose for name in buffers) and "Buffers" not in out
+
+
+@pytest.mark.parametrize("card", ["H100", "h200", "sm_90"])
+def test_a_card_by_its_name(card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--tokens", "8k", "--hidden", "4096", "--vocab", "128256", "--device", card, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["GPU"] == "sm_90" and found["facts"]["tokens x hidden x vocab"].startswith("8192 x ")
+    assert plan(64, 16, 300, torch.bfloat16, device=card) == plan(64, 16, 300, torch.bfloat16, device="sm_90")
+
+
+def test_names_of_cards() -> None:
+    assert CARDS.keys() == GPUS.keys()
+    for text, name in (("RTX 4090", "sm_89"), ("rtx4090", "sm_89"), ("rtx-pro-6000", "sm_120"), ("mi300x", "gfx942")):
+        assert gpu_named(text) is GPUS[name]
+    assert gpu_named("H1000") is None and gpu_named("") is None
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert not left.value.code
+    assert capsys.readouterr().out == f"chunked_head {chunked_head.__version__}, torch {torch.__version__}\n"
 
 
 @pytest.mark.parametrize("as_file", [False, True])
@@ -59,6 +90,33 @@ def test_explain(tmp_path: Path, as_file: bool, capsys: pytest.CaptureFixture[st
     assert found["losses"] == list(true.losses) and found["tail"] == str(true.tail)
     assert main(words) == 0
     assert str(true.tail) in capsys.readouterr().out
+    assert main([*words[:-4], *words[-2:]]) == 0
+    assert "the configuration names none" in capsys.readouterr().out
+    assert main([*words[:-4], *words[-2:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["extra_bytes"] == found["extra_bytes"]  # of bfloat16
+
+
+GEMMA = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304,
+         "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "head_dim": 256}  # fmt: skip
+
+
+def test_printed_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Consoles in docs/ show what their commands print, where "..." stands for the rest of a line."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gemma-2-2b").mkdir()
+    (tmp_path / "gemma-2-2b" / "config.json").write_text(json.dumps(GEMMA))
+    consoles = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        consoles += re.findall(r"^```\n\$ chunked-head (.+)\n((?:.*\n)*?)```$", page.read_text(), re.M)
+    assert consoles
+    for words, shown in consoles:
+        assert main(shlex.split(words)) == 0
+        printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+        lines = [line.split() for line in shown.splitlines()]
+        short = [line[:-1] if line[-1] == "..." else line for line in lines]
+        assert short == [found[: len(line)] for found, line in zip(printed, short, strict=True)], words
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +148,8 @@ def test_doctor_of_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (["plam"], "plam"),
     (["plan"], "--tokens"),
     ([*SIZES, "--tokens", "many"], "many"),
+    ([*SIZES, "--tokens", "k"], "argument --tokens: invalid count value: 'k'"),
+    ([*SIZES, "--device", "H1000"], "a card's name, such as 'H100'"),
     ([*SIZES, "--tokens", "-1"], "tokens must be at least 0"),
     ([*SIZES, "--loss", "l2"], "l2"),
     ([*SIZES, "--memory-budget", "1KiB"], "memory_budget of 1024 bytes is too small"),
