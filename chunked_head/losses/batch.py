@@ -80,7 +80,7 @@ class Batch(Mapping[str, Tensor]):
     ):
         self.withheld, self.read = withheld, set[str]()  # names of the fields that were read
         self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
-        self.memo = dict[Hashable, Tensor]()  # what metrics of a call share
+        self.memo = dict[Hashable, tuple["Stats", Tensor]]()  # what metrics of a call share, by statistics
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 

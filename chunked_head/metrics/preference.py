@@ -32,8 +32,9 @@ def reward(
     paired: bool = True,
     **common: Any,
 ) -> Metric:
-    """``beta * segment_sum(logprob - ref_logprobs)`` of a pair's chosen or rejected segment, their difference
-    ("margin"), or 1 where it is positive ("accuracy"): the implicit reward of DPO (arXiv 2305.18290), over pairs.
+    """``beta * (segment_sum(logprob - ref_logprobs)[chosen] - segment_sum(logprob - ref_logprobs)[rejected])`` per
+    pair, the "margin" of the implicit rewards of DPO (arXiv 2305.18290); or one of the two rewards, "chosen" or
+    "rejected"; or "accuracy", 1 where the margin is positive.
 
     ``average``, ``reference_free``, ``ld_alpha`` as in ``losses.dpo``, ``alpha`` as in ``losses.simpo``. A ``beta`` of
     1 and ``reference_free`` give log-probabilities. Without ``paired`` segments are chosen where ``segment_labels`` are
@@ -95,7 +96,10 @@ def segment_scores(
         return bent(total(values, batch, average), power, MOST_EXPONENT)
 
     key = id(stats), average, reference, power, ld_alpha
-    return batch.memo[key] if key in batch.memo else batch.memo.setdefault(key, compute())
+    if key not in batch.memo:
+        batch.memo[key] = stats, compute()  # with the statistics, so that no others get their id
+    values: Tensor = batch.memo[key][1]
+    return values
 
 
 # by loss: the options that its trainer's rewards share with it, others replaced. TRL's rewards of DPO are sums of

@@ -195,7 +195,8 @@ def test_a_docstring_opens_with_the_formula(factory: Any) -> None:
     if isinstance(part, Metric):
         values = part.values(Stats(stats), batch).double()
         total = torch.stack([values, values.square()], 1).sum(0) if part.components == 2 else values.sum(0)
-        found, said = MetricValue("mean", total, torch.tensor(12.0), finish=part.finish).value, said.mean()
+        count = torch.tensor(float(len(values)))
+        found, said = MetricValue("mean", total, count, finish=part.finish).value, said.mean()
     else:
         ((_, summand),) = part.terms
         found = summand.values(Stats(stats), batch)
