@@ -62,6 +62,13 @@ class Structure:
         return all(measure.builtin for measure, _ in (*self.summands, *self.metrics))
 
     @functools.cached_property
+    def of_logprobs(self) -> bool:
+        """True where losses are functions of the targets' log-probabilities at the first view, and of nothing else."""
+        # of the library's losses those that read lse alone read no target, and others read a statistic beside it
+        reads_targets = all(summand.builtin and summand.reads_target for summand, _ in self.summands)
+        return reads_targets and self.leaves <= {"logprob", "lse"}
+
+    @functools.cached_property
     def values_only(self) -> "Structure":
         """The structure without a gradient."""
         return replace(self, leaves=frozenset())

@@ -6,6 +6,7 @@ which gives coefficients where the forward pass makes gradients; ``outputs`` fol
 makes gradients calls ``coefficients_for`` with the upstream gradients. The arithmetic is that of ``evaluate.py``.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -89,6 +90,22 @@ class Objective:
         ``closed``: no other tokens belong to the segments of these. ``values``: keep the values of these tokens; False
         where a teacher's statistics come later, with the gradients, so that ``outputs`` has to compute all values.
         """
+
+    @functools.cached_property
+    def unit_slopes(self) -> Tensor:
+        """[tokens] -1, 0 where a token does not count: alpha and beta of the gradient of a target's log-probability."""
+        return (self.targets >= 0).to(self.dtype).neg_()
+
+    def unit_coefficients(self, stats: RowStats, rows: slice, values: bool = True) -> Coefficients:
+        """Coefficients of the tokens ``rows`` up to the factor that ``row_factors`` has for each. ``values``: as in
+        ``visit``."""
+        slopes = self.unit_slopes[rows]
+        return Coefficients.from_dict({"alpha": slopes, "beta": slopes})
+
+    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """What rows made by ``unit_coefficients`` are multiplied by [tokens], from statistics and upstream gradients of
+        the outputs."""
+        raise NotImplementedError
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         """Values that the call returns, from statistics of all tokens, once all chunks have been visited."""
@@ -230,26 +247,46 @@ class ScalarObjective(LossObjective):
         assert loss_upstream is not None
         return Coefficients.from_dict(self.coefficients_at_once(stats)) * self.expected.factors(loss_upstream)[0]
 
+    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """The loss's derivatives by log-probabilities."""
+        beta = self.coefficients_for(stats, upstream).beta
+        assert beta is not None
+        return -beta
+
 
 @dataclass(eq=False, kw_only=True)
 class TokenObjective(LossObjective):
     """The weighted sum of token losses for each token, unreduced."""
 
+    def unit_coefficients(self, stats: RowStats, rows: slice, values: bool = True) -> Coefficients:
+        coefficients = self.evaluate(stats, rows, gradient=True)
+        if not values:
+            self.take_values()
+        return Coefficients.from_dict(coefficients)
+
+    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        return counted_upstream(upstream[0], self.targets)
+
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        self.evaluate(stats, slice(0, len(self.targets)), gradient=False)
+        if self.table is None:
+            self.evaluate(stats, slice(0, len(self.targets)), gradient=False)
         table, _ = self.take_values()
         assert table is not None
         first, *further = map(product_of, table, self.loss_coefficients)
         return (sum(further, first) * self.one_or_nan,)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
-        (token_upstream,) = upstream
-        assert token_upstream is not None
-        token_upstream = torch.where(self.targets >= 0, token_upstream, 0.0)
+        token_upstream = counted_upstream(upstream[0], self.targets)
         # by selection where the upstream gradient is 0: a loss may have an infinite slope there
         slopes = self.coefficients_at_once(stats)
         scaled = {name: value * over_columns(token_upstream, value) for name, value in slopes.items()}
         return Coefficients.from_dict(masked(scaled, token_upstream != 0))
+
+
+def counted_upstream(upstream: Tensor | None, targets: Tensor) -> Tensor:
+    """Upstream gradients of values per token [tokens], 0 where a token does not count."""
+    assert upstream is not None
+    return torch.where(targets >= 0, upstream, 0.0)
 
 
 def over_columns(values: Tensor, template: Tensor) -> Tensor:
@@ -291,6 +328,15 @@ class StatsObjective(Objective):
             return torch.sub(*differences)
         value = stats[LEAF.get(name, name)]
         return value if value.is_floating_point() else value.long()
+
+    def unit_coefficients(self, stats: RowStats, rows: slice, values: bool = True) -> Coefficients:
+        if self.names[0] == "logprobs":
+            return super().unit_coefficients(stats, rows, values)
+        chunk = replace(self, targets=self.targets[rows])
+        return chunk.coefficients_for(stats.narrow(rows), (-self.unit_slopes[rows],))
+
+    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        return counted_upstream(upstream[0], self.targets).to(self.dtype)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         grads = {

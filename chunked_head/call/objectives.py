@@ -17,7 +17,6 @@ from ..arithmetic.objective import (
     product_of,
     snapshot,
 )
-from ..core.statistics import WITHOUT_SLOPE
 from ..core.stats import SUFFIX
 from ..losses.base import Summand
 from ..metrics import Metric
@@ -29,7 +28,6 @@ from ..stores.operands import Kept
 from .tokens import Tokens
 
 IDS = ("segments", "documents")
-WITHOUT_GRADIENT = WITHOUT_SLOPE | {"top_k_logprobs", "top_k_ids"}  # of values per token
 
 
 def objective_of(tokens: Tokens) -> Objective:
@@ -97,7 +95,7 @@ def of_each_token(tokens: Tokens) -> Objective:
     if pairing is not None:
         statistic_of = {"divergence": "sum0", "entropy": "entropy" + SUFFIX[pairing.view]}
         names = tuple([statistic_of[name] for name in names])
-    return StatsObjective(**fields, names=names, differentiable=sum(name not in WITHOUT_GRADIENT for name in names))
+    return StatsObjective(**fields, names=names, differentiable=len(call.differentiable))
 
 
 def fields_of(

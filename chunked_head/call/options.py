@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core import checks
 from ..core.checks import PACKAGE, flag, remedy_for
+from ..core.statistics import WITHOUT_SLOPE
 from ..losses.base import FIELDS, Losses
 from ..metrics import Metric
 from ..parallel.dtensor import PLAIN_TYPES, local_operands, local_part
@@ -28,6 +29,7 @@ Result = TypeVar("Result")
 # effect of another value: "spec": another Spec; "numbers": the Spec's numbers are made again; "call": the same Spec
 Decides = Literal["spec", "numbers", "call"]
 NO_LOSSES = Losses(())
+WITHOUT_GRADIENT = WITHOUT_SLOPE | {"top_k_logprobs", "top_k_ids"}  # of values per token
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -202,6 +204,7 @@ class Call(Generic[Result]):
     shares_denominator: bool = False  # all losses are divided by the first one's denominator
     # what is returned
     outputs: tuple[str, ...] = ()
+    unplanned: tuple[str, ...] = ()  # of those behind the first: a gradient of theirs computes the logits again
     top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
     result: Callable[[Any], Result]
 
@@ -249,6 +252,16 @@ class Call(Generic[Result]):
     def local_width(self) -> int:
         """Number of the weight's rows (or logits' columns) on this rank that stand for an id."""
         return self.vocab if self.shard is None else self.shard.columns
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The values per token that take a gradient, the first ones."""
+        return tuple([name for name in self.outputs if name not in WITHOUT_GRADIENT])
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """Those of them whose gradients the plan counts on."""
+        return tuple([name for name in self.differentiable if name not in self.unplanned])
 
     @functools.cached_property
     def gradient_buffer(self) -> GradientBuffer | None:

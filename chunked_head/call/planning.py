@@ -157,7 +157,9 @@ def sizes_of(
         is_plain = has_plain_rows and call.softcap is None and not has_bias_grad
         store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), is_plain, teacher)
     fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
+    only_hidden = makes_grads == (True, False, False)
     traits_of_call: dict[str, Any] = {
+        "late_factors": spec.late_factors if only_hidden else 0,
         "late_upstream": bool(call.outputs),
         "coupled": spec.coupled and not traits.get("by_segments"),
         "fp8": fp8,

@@ -63,6 +63,8 @@ def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
         inputs = objective.inputs
         tensors += [inputs.factors, *inputs.fields.values(), *inputs.metric_weights.values()]
         tensors += [tensor for tensors_by_name in inputs.tensors for tensor in tensors_by_name.values()]
+    elif work.has_row_factors:
+        tensors.append(objective.unit_slopes)
     return tensors if work.gradient_buffer is None else [*tensors, work.gradient_buffer.buffer]
 
 

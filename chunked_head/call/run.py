@@ -109,8 +109,13 @@ class Backward:
         try:
             if buffer is not None:
                 buffer.check_there()
+            stats = self.stats or RowStats.from_dict(dict(zip(self.names, saved, strict=False)))
+            if grads is not None and (plan := work.plan) is not None and plan.row_factors:
+                if all(gradient is None for gradient in upstream[1:]):
+                    return grads.finish_rows(work.backend, work.row_factors(stats, upstream), plan.sizes)
+                grads.hidden = None  # of the first output alone: gone before the sum of all is made
+                grads = None
             if grads is None:
-                stats = self.stats or RowStats.from_dict(dict(zip(self.names, saved, strict=False)))
                 return work.with_teacher(saved[len(self.names) :]).late_gradients(operands, stats, upstream)
             assert expected is not None and loss_upstream is not None and work.plan is not None
             factors, one_or_nan = expected.factors(loss_upstream), expected.one_or_nan
@@ -177,7 +182,9 @@ class Loss(torch.autograd.Function):
             ctx.grads = None if is_late else [p.grads for p in passes]
             # Under an activation checkpoint reading saved tensors runs the forward pass again, with its messages: all
             # ranks with other tokens must read, or none. True: backward reads even if it has its gradients already.
-            ctx.reads_saved, ctx.is_overwritten = bool([1 for work in works if work.objective.exchanges]), False
+            # Nor does a change of an operand pass unseen where gradients wait for each token's own.
+            waits = [work for work in works if work.objective.exchanges or work.has_row_factors]
+            ctx.reads_saved, ctx.is_overwritten = bool(waits), False
         ctx.mark_non_differentiable(*outputs[works[0].objective.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs

@@ -47,6 +47,7 @@ class Spec:
     request: Request
     coupled: bool  # a token's loss needs other tokens' statistics; gradients wait for them
     by_segments: bool  # these are statistics of the token's segment or pair only
+    late_factors: int  # as in ``Sizes``, where hidden states alone take a gradient; 2 for several
     columns: int  # K of teacher_ids, 0 without
     teacher_vocab: int | None  # of a dense teacher
     numbers: tuple[Any, ...] = ()  # floats of the head, losses and metrics, at which the structure is made
@@ -165,7 +166,8 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         tuple(map(temperatures.index, temperatures)),
         tuple(map(sums.index, sums)),
     )
-    return (options, modes, tensors, functions), (head_numbers, *[measure.settings for measure in measures])
+    key = options, call.unplanned, modes, tensors, functions
+    return key, (head_numbers, *[measure.settings for measure in measures])
 
 
 def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
@@ -241,6 +243,9 @@ def decided(
     structure, demand = structure_at(call, field_names, columns, teacher_vocab)
     summands = [summand for _, summand in call.losses.terms]
     is_coupled = not call.outputs and "segment" in [summand.scope for summand in summands]
+    late_factors = len(call.planned[:2])
+    if is_coupled:
+        late_factors = 1 if structure.of_logprobs else 2
     is_separable = call.weight is not None and not call.skip_ignored and all(s.separable for s in summands)
     return Spec(
         dtype=dtype,
@@ -253,6 +258,7 @@ def decided(
         request=Request(call.memory_budget, call.chunk_tokens, call.accumulate_dtype),
         coupled=is_coupled,
         by_segments=is_coupled and is_separable,
+        late_factors=late_factors,
         columns=columns,
         teacher_vocab=teacher_vocab,
     )
@@ -270,7 +276,8 @@ def structure_at(
         # the square of a probability is one at half the temperature
         views = (*demand.views, View(2.0)) if squares else demand.views
         statistics = needed([(name, view) for name in call.outputs], len(views))
-        sloped = any(s.slopes is not None for of_view in statistics for s in of_view)
+        of_slopes = needed([(name, view) for name in call.planned], len(views))
+        sloped = any(s.slopes is not None for of_view in of_slopes for s in of_view)
         rank_one = not (demand.sums or sloped or squares)
         demand = demand._replace(views=views, statistics=statistics, top_k=call.top_k or 0, rank_one=rank_one)
     if call.weight is None or call.sequence_sharded:

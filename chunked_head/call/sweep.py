@@ -74,7 +74,7 @@ def sweep(
     if not tokens:
         return stats, grads
     store, rows_of, spans = work.begin(operand, head, stats, grads, is_recompute)
-    has_sums = bool(objective.demand.sums)
+    has_sums, has_row_factors = bool(objective.demand.sums), work.has_row_factors and not is_recompute
     # a teacher's statistics come with the gradients
     is_teacher_last = work.plan is not None and work.plan.teacher_last
     is_closed = work.spans is not None and work.has_vocabulary_rows  # no other tokens belong to a span's segments
@@ -98,7 +98,10 @@ def sweep(
         if not is_recompute:
             for chunk in span:
                 rows, out = filled(chunk)
-            coefficients = objective.visit(stats, span_rows, grads is not None, is_closed, not is_teacher_last)
+            if not has_row_factors:
+                coefficients = objective.visit(stats, span_rows, grads is not None, is_closed, not is_teacher_last)
+            else:
+                coefficients = objective.unit_coefficients(stats, span_rows, not is_teacher_last)
         else:
             rows, out, coefficients = rows_of(span_rows), stats.narrow(span_rows), all_coefficients.narrow(span_rows)
         if grads is None:
@@ -142,6 +145,10 @@ class LocalWork:
         """Statistics of all tokens, and gradients where the forward pass makes them."""
         raise NotImplementedError
 
+    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """Factors of the rows that the forward pass has made, from statistics and upstream gradients of the outputs."""
+        raise NotImplementedError
+
     def late_gradients(
         self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
@@ -163,6 +170,11 @@ class LocalWork:
             return self
         objective = replace(objective, teacher=objective.teacher.with_tensors(tensors))
         return replace(self, objective=objective)
+
+    @property
+    def has_row_factors(self) -> bool:
+        """True where the forward pass makes rows of hidden's gradient that backward multiplies by ``row_factors``."""
+        return self.plan is not None and self.plan.row_factors
 
     @functools.cached_property
     def local_targets(self) -> Tensor:
@@ -253,6 +265,14 @@ class HeadWork(LocalWork):
         if self.packing is not None and grads is not None and grads.hidden is not None:
             grads.hidden = self.packing.unpack(grads.hidden)
         return stats, grads
+
+    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """What this rank's rows of hidden's gradient are multiplied by [tokens], in the caller's order."""
+        factors = self.objective.row_factors(stats, upstream)
+        if self.packing is not None:
+            factors = self.packing.unpack(factors)
+        factors = factors * self.objective.one_or_nan
+        return factors if self.shard is None else self.shard.own_tokens(factors).contiguous()
 
     def recomputing(self) -> "HeadWork":
         """The work with a plan that makes gradients in backward. A second backward over a retained graph needs it

@@ -4,6 +4,8 @@
 (``SCALAR``). Where an operand takes a gradient, either of two things follows:
 
 - gradients, of a loss of hidden states: the expected upstream gradient, then the operands' gradients at it;
+- of values per token, a number that is 0 where one does not count, and rows of hidden's gradient at upstream
+  gradients of 1, where no other operand takes one (``has_row_factors``);
 - statistics, of every other call (``has_late_gradients``): ``backward`` makes the gradients from them.
 
 Arguments of both: ``operands`` are hidden states, weight and perhaps bias, or logits; ``tensors`` all other tensors of
@@ -119,6 +121,12 @@ def has_late_gradients(call: Call[Any]) -> bool:
     return bool(call.outputs) or call.weight is None
 
 
+def has_row_factors(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bool:
+    """True for values per token one of which takes a gradient, that of hidden states alone."""
+    is_only_hidden = call.weight is not None and not any(needs_grad[1:])
+    return bool(call.outputs) and spec.late_factors == 1 and is_only_hidden
+
+
 @torch.library.custom_op(f"{PACKAGE}::forward", mutates_args=(), schema=FORWARD)
 @outside_of_graphs
 def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad: list[bool]) -> list[Tensor]:
@@ -128,6 +136,8 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
         values = returned_values(work, stats)
         if not any(needs_grad):
             return values
+        if has_row_factors(work.call, work.spec, needs_grad):
+            return [*values, *counts_and_rows(work, stats, grads)]
         if has_late_gradients(work.call):
             return [*values, *stats.as_dict().values()]
         expected, ready = expected_gradients(work, stats, grads)
@@ -153,6 +163,21 @@ def packed(call: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tens
     return torch.cat([number.detach().reshape(-1).to(objective.dtype) for number in numbers])
 
 
+def counts_and_rows(work: Work, stats: RowStats, grads: Any) -> list[Tensor]:
+    """[tokens] 1 where a token counts, else 0, all nan where an id is out of range; and rows of hidden's gradient at
+    upstream gradients of 1."""
+    sweep, objective, hidden = work.sweep, work.sweep.objective, work.call.rows
+    assert isinstance(sweep, HeadWork)
+    if grads is not None:
+        rows = grads.hidden
+    else:
+        units = objective.unit_coefficients(stats, slice(0, len(objective.targets)))
+        rows = sweep.recompute(work.operands, stats, units)[0]
+    counts = -objective.unit_slopes if sweep.packing is None else sweep.packing.unpack(-objective.unit_slopes)
+    dtype = gradient_dtypes(work.call, work.spec)[0]
+    return [counts * objective.one_or_nan, rows.to(dtype).view(hidden.shape)]
+
+
 def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor, Grads]:
     """The expected upstream gradient [], and the operands' gradients at it.
 
@@ -164,6 +189,8 @@ def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor,
     expected = torch.ones_like(one_or_nan) * objective.expected.upstream
     hidden, weight, bias = gradient_dtypes(work.call, work.spec)
     sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+    if grads is not None and plan.row_factors:
+        return expected, grads.finish_rows(sweep.backend, sweep.row_factors(stats, (expected,)), sizes)
     if grads is not None:
         return expected, grads.finish(sweep.backend, [one_or_nan], one_or_nan, sizes)
     coefficients = objective.coefficients_for(stats, (expected,))
@@ -210,6 +237,9 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
     ]
     if not any(needs_grad):
         return values
+    if has_row_factors(call, spec, needs_grad):
+        rows = first.new_empty(first.shape, dtype=gradient_dtypes(call, spec)[0])
+        return [*values, first.new_empty(tokens, dtype=dtype), rows]
     if has_late_gradients(call):
         return [*values, *RowStats.empty(tokens, spec.demand, dtype, first.device).as_dict().values()]
     dtypes = gradient_dtypes(call, spec)
@@ -259,6 +289,12 @@ class SavedGradients(NamedTuple):
     dtypes: list[torch.dtype]  # of the operands that take them
 
 
+class SavedRows(NamedTuple):
+    """Autograd's saved tensors are numbers of tokens, 0 where one does not count, and rows of hidden's gradient."""
+
+    dtype: torch.dtype  # of hidden states
+
+
 class SavedStatistics(NamedTuple):
     """Autograd's saved tensors are operands, other tensors, and statistics."""
 
@@ -270,13 +306,16 @@ class SavedStatistics(NamedTuple):
 def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     """Saves what the gradient needs, and no more."""
     operands, tensors, key, needs_grad = inputs
-    call, _ = recipe_of(key).call(operands, tensors)
+    call, spec = recipe_of(key).call(operands, tensors)
     names = call.outputs or SCALAR
     gradless = [value for name, value in zip(names, output, strict=False) if name in WITHOUT_GRADIENT]
     for_gradients = output[len(names) :]
     ctx.mark_non_differentiable(*gradless, *for_gradients)
     ctx.key, ctx.needs_grad, ctx.tensors = key, needs_grad, len(tensors)
-    if has_late_gradients(call):
+    if has_row_factors(call, spec, needs_grad):
+        ctx.saved = SavedRows(operands[0].dtype)
+        ctx.save_for_backward(*for_gradients)
+    elif has_late_gradients(call):
         ctx.saved = SavedStatistics(len(operands), len(tensors), len(call.outputs) or 1)
         ctx.save_for_backward(*operands, *tensors, *for_gradients)
     else:
@@ -288,6 +327,8 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
     """Gradients of ``forward``'s arguments; a compiler traces this function."""
     if isinstance(ctx.saved, SavedStatistics):
         grads = made_late(ctx, ctx.saved, upstream)
+    elif isinstance(ctx.saved, SavedRows):
+        grads = [scaled_rows(ctx, ctx.saved, upstream[0])]
     else:
         grads = scaled(ctx, ctx.saved, upstream[0])
     remaining = iter(grads)
@@ -299,6 +340,14 @@ def made_late(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[
     saved_tensors, count = [*ctx.saved_tensors], saved.operands + saved.tensors
     operands, tensors = saved_tensors[: saved.operands], saved_tensors[saved.operands : count]
     return backward(operands, tensors, saved_tensors[count:], upstream[: saved.values], ctx.key, ctx.needs_grad)
+
+
+def scaled_rows(ctx: Any, saved: SavedRows, upstream: Tensor) -> Tensor:
+    """Saved rows times their upstream gradients [tokens], 0 where a token does not count or that is 0."""
+    counts, rows = ctx.saved_tensors
+    factor = torch.where(counts == 0, 0.0, upstream * counts).view(*rows.shape[:-1], 1)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.where(factor == 0, 0.0, wide * factor).to(saved.dtype)
 
 
 def scaled(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:

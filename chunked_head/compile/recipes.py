@@ -24,7 +24,7 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # by kind: classes that ar
     "summand": (Summand, tuple(Summand.__dataclass_fields__)),
     "metric": (Metric, tuple(Metric.__dataclass_fields__)),
 }
-FORMAT = 3  # of the operators' outputs, in keys of compiled graphs on disk: raise it with changes
+FORMAT = 4  # of the operators' outputs, in keys of compiled graphs on disk: raise it with changes
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 # one for each call that a graph has been traced with; never removed, since the graph's code names its recipe and no

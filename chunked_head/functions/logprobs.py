@@ -3,16 +3,20 @@
 import itertools
 from collections import namedtuple
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from ..call.options import Call, HeadOptions, LogitsOptions, call_of, logits_call_of
-from ..compile.operation import IN_GRAPH, operation
+from ..compile.operation import IN_GRAPH, execute, operation
+from ..compile.recipes import TASKS
 from ..core.checks import flag
 from ..core.stats import all_at_targets
 from .fields import with_candidates
 
+# results of ``linear_logprobs`` behind the first
 FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # results that are returned on demand, in order
 
 
@@ -138,6 +142,29 @@ def linear_logprobs(
     if candidates is not None or candidate_bias is not None:
         return with_candidates(call, candidates, candidate_bias)
     return call
+
+
+class LogprobsOfTrainer:
+    """``linear_logprobs`` for a trainer that logs entropies and may differentiate them too.
+
+    The plan counts on gradients of log-probabilities alone, which take two products where the head is frozen. A
+    gradient of another result computes the logits again, and from then on the plan counts on it.
+    """
+
+    unplanned: tuple[str, ...] = FLAGS
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or not self.unplanned:
+            return linear_logprobs(*args, **options)
+        results = execute(lambda *a, **o: replace(TASKS["linear_logprobs"](*a, **o), unplanned=FLAGS), args, options)
+        for value in results[1:] if isinstance(results, tuple) else ():
+            if value.requires_grad:
+                value.register_hook(self.note_gradient)
+        return results
+
+    def note_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.unplanned = ()
 
 
 def outputs_and_batch(

@@ -20,7 +20,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -33,7 +33,7 @@ from ..call.run import on_device
 from ..call.run import run as run_call
 from ..call.spec import spec_of
 from ..functions.divergence import linear_divergence
-from ..functions.logprobs import linear_logprobs
+from ..functions.logprobs import LogprobsOfTrainer
 from ..losses.base import Losses
 from .frameworks import Framework, Place, check_named
 from .huggingface.fused import mean_logits
@@ -60,6 +60,7 @@ class LogProbSeam:
     options: Execution  # of each call
     returned: int = len(OUTPUTS)  # TRL 1.14's, which takes no ``outputs``, returns the first two
     foresees: bool = False  # SFT's loss
+    logprobs: LogprobsOfTrainer = field(default_factory=LogprobsOfTrainer)
 
     def apply(
         self,
@@ -88,7 +89,7 @@ class LogProbSeam:
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
             has_mean_logits, has_softcap = "mean_logits" in outputs, final_logit_softcapping is not None
-            results = linear_logprobs(
+            results = self.logprobs(
                 hidden, weight, targets, bias=bias, entropy=has_entropy, log_sum_sq_probs="log_sum_sq_probs" in outputs,
                 mean_logit=has_mean_logits and has_softcap, argmax=has_top1, **head,
             )  # fmt: skip

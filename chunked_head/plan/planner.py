@@ -24,6 +24,7 @@ MODEST_SWEEP = 60 * MiB
 SLACK = 1.25  # how much larger chunks that end with segments may be by default
 TILE_MULTIPLE = 256  # columns of the logits matmul's widest tile; a narrower tile wastes the remaining columns
 FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
+SEVERAL = ", several numbers a row: a gradient for each takes as many products, and memory"
 
 
 class Miss(NamedTuple):
@@ -71,7 +72,7 @@ def find_plan(sizes: Sizes, request: Request) -> Plan | str:
 def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:
     """The plan of a backward that makes gradients in place of the forward pass, or the reason why there is none. The
     request's chunk_tokens and accumulate_dtype are dropped where they do not fit: in backward it is late to raise."""
-    late = replace(sizes, late_upstream=True)
+    late = replace(sizes, late_upstream=True, late_factors=0)
     for attempt in request, replace(request, accumulate_dtype=None), Request(memory_budget=request.memory_budget):
         plan = find_plan(late, attempt)
         if isinstance(plan, Plan):
@@ -252,7 +253,8 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     if not sizes.any_grad:
         yield Candidate(of_one_row(sizes, "loss only", request.budget), 1, chunk_tokens, request.explicit)
     elif sizes.late_upstream:
-        yield from recomputing(sizes, request, "the upstream gradient comes late")
+        yield from by_rows(sizes, request)
+        yield from recomputing(sizes, request, "the upstream gradient comes late" + SEVERAL * (sizes.late_factors > 1))
     elif sizes.coupled:
         # nothing is recomputed where one chunk has all tokens
         weight_acc = weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
@@ -260,7 +262,8 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
         fits = chunk_tokens is None or chunk_tokens >= sizes.tokens
         if fits and not sizes.deterministic and (not sizes.weight_grad or accumulate_dtype in (None, weight_acc)):
             yield from forward(sizes, request, weight_acc, tokens)
-        yield from recomputing(sizes, request, "a loss couples tokens")
+        yield from by_rows(sizes, request)
+        yield from recomputing(sizes, request, "a loss couples tokens" + SEVERAL * (sizes.late_factors > 1))
     elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
         yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
@@ -305,6 +308,18 @@ def forward(
     for hidden_acc in choices:
         plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)
         yield Candidate(plan, least_rows, chunk_tokens, fits_budget)
+
+
+def by_rows(sizes: Sizes, request: Request) -> Iterator[Candidate]:
+    """Candidates that make each row of hidden's gradient in the forward pass without the one factor that comes later.
+
+    Of two factors each would take a tensor of its own, and a product: as many products as recomputing, and more memory.
+    """
+    if sizes.late_factors != 1:
+        return
+    for candidate in forward(sizes, request, sizes.weight_dtype):
+        plan = replace(candidate.plan, row_factors=True, note="backward multiplies each row by what comes late")
+        yield candidate._replace(plan=plan)
 
 
 def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:

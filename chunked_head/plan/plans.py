@@ -42,8 +42,10 @@ class Plan:
     """The way a call runs and the memory that it needs; ``print`` shows it as a table. Holds no tensor.
 
     ``schedule``: "forward" makes gradients along with the loss, "recompute" in backward from logits computed again,
-    "loss only" none. ``chunk_tokens``: rows of logits at a time in passes over all columns; "recompute" makes gradients
-    from ``block_tokens`` rows by ``tile_columns`` columns at a time. ``budget``: bytes that ``extra_bytes`` may reach.
+    "loss only" none. ``row_factors``: "forward" makes rows of hidden's gradient, and backward multiplies each by a
+    number that is known only then. ``chunk_tokens``: rows of logits at a time in passes over all columns; "recompute"
+    makes gradients from ``block_tokens`` rows by ``tile_columns`` columns at a time. ``budget``: bytes that
+    ``extra_bytes`` may reach.
     """
 
     sizes: Sizes
@@ -55,6 +57,7 @@ class Plan:
     hidden_accumulate: torch.dtype
     weight_accumulate: torch.dtype
     note: str = ""
+    row_factors: bool = False
     ending: int | None = None  # number of chunks, where they end with segments
     budget_rule: tuple[str, ...] = ()  # the reason for the budget, in lines
 
@@ -173,7 +176,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     if sizes.teacher_cast:
         shape = (sizes.teacher_columns, sizes.teacher_width)
         yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
-    yield from vector_buffers(sizes)
+    yield from vector_buffers(plan)
 
 
 def sized_buffers(plan: Plan) -> Iterator[Buffer]:
@@ -253,14 +256,15 @@ def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dt
         yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first, WEIGHT, "gradient")
 
 
-def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
+def vector_buffers(plan: Plan) -> Iterator[Buffer]:
     """Buffers of numbers per token."""
-    demand, tokens, wide = sizes.demand, sizes.tokens, sizes.wide
+    sizes, demand, tokens, wide = plan.sizes, plan.sizes.demand, plan.sizes.tokens, plan.sizes.wide
     yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
     yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
     yield Buffer("statistics", (tokens, demand.numbers_per_token), wide, SWEEP, WEIGHT)
-    values = 1 if sizes.late_upstream else demand.values  # one: a loss of each token
+    # one: a loss of each token
+    values = max(1, demand.values * plan.row_factors) if sizes.late_upstream else demand.values
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
     if sizes.any_grad:
         numbers = 1 + len(demand.views) + demand.columns

@@ -94,6 +94,8 @@ class Sizes:
     late_upstream: bool = False  # gradients wait for the upstream gradient, which is no scalar or comes in backward
     coupled: bool = False  # a gradient depends on other tokens' statistics: these come first
     by_segments: bool = False  # it depends on statistics of its own segment only: chunks end where segments end
+    # numbers that a row of hidden's gradient waits for, 2 for several; 0 where another operand takes a gradient too
+    late_factors: int = 0
     # statistics
     demand: Demand = LEAST_DEMAND
     deterministic: bool = False  # a token's results do not depend on other tokens or their number

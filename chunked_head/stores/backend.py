@@ -42,6 +42,7 @@ class Backend:
     add_rows = staticmethod(functions.add_rows)
     sum_rows = staticmethod(functions.sum_rows)
     factored = staticmethod(functions.scale)
+    scale_rows = staticmethod(functions.scale_rows)
     merge_softmax = staticmethod(functions.merge_softmax)
     quantise_ = staticmethod(quantise_)
 

@@ -172,6 +172,14 @@ class Gradients:
         hidden, weight, bias = gradients
         return hidden, weight if buffer is None else buffer.handed_over(), bias
 
+    def finish_rows(self, backend: Any, factors: Tensor, sizes: Sizes) -> tuple[Tensor, None, None]:
+        """The gradient of hidden, each row times its factor [rows] and 0 where that is 0, in the input's dtype."""
+        rows, self.hidden = self.hidden, None
+        assert rows is not None
+        out = rows if rows.dtype == sizes.hidden_dtype else torch.empty_like(rows, dtype=sizes.hidden_dtype)
+        backend.scale_rows(out, rows, factors)
+        return out, None, None
+
 
 def gradient_buffer_of(
     accumulate_into: Tensor | str | GradientBuffer | None, weight: Tensor, operands: dict[str, Tensor | None]

@@ -86,6 +86,12 @@ def scale(
             torch.mul(x.view(-1)[block], factor, out=into.view(-1)[block])
 
 
+def scale_rows(out: Tensor, source: Tensor, factors: Tensor) -> None:
+    for rows in row_blocks(source):
+        factor = factors[rows, None]
+        out[rows] = torch.where(factor == 0, 0.0, source[rows] * factor)
+
+
 def row_stats(
     out: Outputs,
     stored: Stored,

@@ -23,7 +23,7 @@ from ..common.sums import Kind, kernel_of
 from . import grad_logits as matmul
 from . import row_grad as kernels
 from .identity import Gradient, code_of_gradient
-from .row_grad import level_rows_kernel, scale_kernel
+from .row_grad import level_rows_kernel, scale_kernel, scale_rows_kernel
 
 
 def row_programs(columns: int) -> int:
@@ -204,3 +204,12 @@ def scale(
         BLOCK=block, EVEN=source.shape[-1] % 16 == 0, SECOND_EVEN=second is not None and second.shape[-1] % 16 == 0,
         IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
     )  # fmt: skip
+
+
+def scale_rows(out: torch.Tensor, source: torch.Tensor, factors: torch.Tensor) -> None:
+    """``out = source * factors[:, None]`` for contiguous tensors [rows, columns], 0 where a factor is 0; ``out`` may be
+    ``source``."""
+    rows, columns = source.shape
+    if rows:
+        block = min(2048, power_of_2(columns))
+        scale_rows_kernel[(rows,)](out, source, factors, columns, BLOCK=block, num_warps=4)

@@ -19,6 +19,10 @@ The last factor of gradients [numel], known only in backward, in place or into t
 ``scale_kernel``:
 
     out = in * factor * one_or_nan
+
+``scale_rows_kernel``:
+
+    out[row] = in[row] * factor[row], 0 where that factor is 0
 """
 
 import triton
@@ -351,3 +355,21 @@ def scale_kernel(
             scale_part(
                 second_ptr, second_ptr, factor, second_numel, second_program, second_programs, BLOCK, SECOND_EVEN
             )
+
+
+@kernel
+def scale_rows_kernel(
+    out_ptr,  # [rows, columns], may be the input itself
+    in_ptr,  # [rows, columns]
+    factor_ptr,  # [rows] fp32
+    columns,
+    BLOCK: tl.constexpr,
+):
+    """``out[row] = in[row] * factor[row]``, 0 where the factor is 0, whatever stands in the row"""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factor_ptr + row)
+    for block in range(0, tl.cdiv(columns, BLOCK)):
+        offs = block * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(in_ptr + row * columns + offs, mask=offs < columns, other=0.0).to(tl.float32) * factor
+        value = tl.where(factor == 0.0, 0.0, value)
+        tl.store(out_ptr + row * columns + offs, value.to(out_ptr.dtype.element_ty), mask=offs < columns)

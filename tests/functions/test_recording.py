@@ -116,6 +116,8 @@ CALLS: dict[str, Callable[[Given], Tensor]] = {
     "entropies": functools.partial(logprobs, entropy=True, argmax=True),
     "frozen head": functools.partial(frozen, 1, policy), "frozen rows": functools.partial(frozen, 0, cross_entropy),
     "unreduced": functools.partial(cross_entropy, reduction="none"),
+    "logprobs of a frozen head": functools.partial(frozen, 1, logprobs, chunk_tokens=16),
+    "unreduced, frozen head": functools.partial(frozen, 1, cross_entropy, reduction="none"),
 }  # fmt: skip
 ODD = {"tokens": 13, "hidden": 24, "vocab": 77}
 ONE_TILE = {"tokens": 40, "hidden": 32, "vocab": 64}

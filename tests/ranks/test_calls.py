@@ -129,6 +129,17 @@ def frozen(s: Setting) -> Tensor:
     return linear_cross_entropy(*s.head, bias=s.bias, **s.options)
 
 
+def frozen_logprobs(s: Setting, **more: Any) -> Any:
+    """Each rank's share of a row is made, and added up, before the token's upstream gradient is known."""
+    s.weight.requires_grad_(False), s.bias.requires_grad_(False)
+    return linear_logprobs(*s.head, bias=s.bias, chunk_tokens=8, **more, **s.options)
+
+
+def frozen_segments(s: Setting, loss: losses.Losses, **more: Any) -> Tensor:
+    s.weight.requires_grad_(False), s.bias.requires_grad_(False)
+    return rlhf(s, loss, chunk_tokens=8, **more)
+
+
 def compiled(s: Setting) -> Tensor:
     """A graph before the call and one after it."""
 
@@ -165,6 +176,11 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[Setting], Any]]] = {
     "an option that shows otherwise in every process": (
         SHARED, lambda s: s.loss(losses.custom(shaped, scope="token", options={"shape": torch.tanh}))),
     "frozen": (SHARED, frozen),
+    "log-probabilities of a frozen head": (SHARED, frozen_logprobs),
+    "log-probabilities and entropies of a frozen head": (SHARED, lambda s: frozen_logprobs(s, entropy=True)),
+    "gspo of a frozen head": ((*SHARED, "tokens"), lambda s: frozen_segments(s, losses.gspo())),
+    "gspo of a frozen head, skipping": (("tokens",), lambda s: frozen_segments(
+        s, losses.gspo(), skip_ignored="wait")),
     "class weights": ((*SHARED, "tokens"), lambda s: linear_cross_entropy(
         *s.head, class_weights=CLASSES, label_smoothing=0.2, **s.options)),
     "sum of class weights": (("tokens",), lambda s: linear_cross_entropy(
@@ -231,12 +247,16 @@ def averaged(rank: int) -> None:
 
 def partial_sums(rank: int) -> None:
     """With reduce_dhidden=False each rank's gradients of hidden states add up."""
-    s, alone = Setting("vocabulary"), Setting()
     parallel = VocabParallel(reduce_dhidden=False)
-    linear_cross_entropy(*s.head, vocab_size=VOCAB, parallel=parallel).backward()
-    linear_cross_entropy(*alone.head).backward()
-    dist.all_reduce(s.hidden.grad)
-    close(s.hidden.grad, alone.hidden.grad)
+    for is_frozen in (False, True):
+        s, alone = Setting("vocabulary"), Setting()
+        for each, options in ((s, {"vocab_size": VOCAB, "parallel": parallel}), (alone, {})):
+            each.weight.requires_grad_(not is_frozen)
+            reduction = "none" if is_frozen else "mean"  # rows made before their factors are known
+            values = linear_cross_entropy(*each.head, reduction=reduction, **options)
+            values.backward(each.upstream[0] if is_frozen else None)
+        dist.all_reduce(s.hidden.grad)
+        close(s.hidden.grad, alone.hidden.grad)
 
 
 def far_rows(rank: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...call.options import Execution
-from ...functions.logprobs import linear_logprobs
+from ...functions.logprobs import LogprobsOfTrainer
 from ...parallel.groups import VocabParallel
 from ..frameworks import Framework, check_named
 
@@ -30,6 +30,7 @@ VERL = Framework(
 )  # fmt: skip
 # the backward of Megatron's gather_from_sequence_parallel_region, which sums gradients over the ranks
 GATHER = "_GatherFromSequenceParallelRegionBackward"
+LOGPROBS = LogprobsOfTrainer()
 
 
 def linear_cross_entropy(
@@ -83,7 +84,7 @@ def linear_cross_entropy(
         hidden = hidden.reshape(-1, hidden.shape[-1])
         mask, temperature = flat("mask", mask, labels), flat("temperature", temperature, labels)
         labels = labels.reshape(-1)
-    logprobs, entropy = linear_logprobs(
+    logprobs, entropy = LOGPROBS(
         hidden, weight, labels.long(), entropy=True, temperature=temperature, mask=mask, **options
     )
     if reduction == "sum":

@@ -61,6 +61,7 @@ class TritonBackend(Backend):
     add_rows = staticmethod(products.add_rows)
     sum_rows = staticmethod(statistics.sum_rows)
     factored = staticmethod(gradients.scale)
+    scale_rows = staticmethod(gradients.scale_rows)
     merge_softmax = staticmethod(statistics.merge_softmax)
     quantise_ = staticmethod(statistics.quantise)
 
