@@ -36,6 +36,8 @@ FILES = {
     "fp8": "fp8-cuda.json",
     "framework-steps": "framework_steps-cuda.json", "framework-axolotl": "framework_steps-axolotl-cuda.json",
 }  # fmt: skip
+LONG = {f"long-{ranks}": f"long-{ranks}-cuda.json" for ranks in (1, 2, 4)}
+FILES |= {question: file for question, file in LONG.items() if (RESULTS / file).exists()}
 HEADS = ("head", "small")  # of README's table
 SHOWN: set[str] = set()  # questions whose results were read since a page was begun
 OLD = 100  # commits; figures that are older are to be measured again
@@ -298,6 +300,25 @@ def parallel() -> str:
     )
 
 
+def long() -> str:
+    """A line for each row of long sequences that was measured, with the number of GPUs."""
+    questions, lines = [question for question in LONG if question in FILES], list[list[str]]()
+    for question in questions:
+        for row in rows_of(question):
+            if row["row"] == "one" and question != questions[0]:
+                continue
+            off = [row[name] for name in ("loss_error", "d_hidden_error", "d_weight_error") if name in row]
+            way, of_one = row["provider"].removeprefix("ours, "), f"{row.get('ratio', 1):.3f}"
+            size = f"{mib(row['peak_bytes'])} ({mib(row['beside_gradients_bytes'])})"
+            errors = ", ".join(f"{error:.0e}" for error in off) or f"last rows {row['last_rows_error']:.1e}"
+            seconds = f"{row['ms'] / 1000:.2f}"
+            lines.append([f"{row['tokens']:,}, {row['ranks']}", way, seconds, of_one, size, errors])
+    if not lines:
+        return "`python -m benchmarks long --gpus 2` measures it; no run at this version is recorded."
+    head = "tokens, GPUs", "", "seconds", "of one GPU's", "peak MiB (beside gradients)", "off: loss, dhidden, dweight"
+    return table(head, lines, *questions)
+
+
 def host() -> str:
     rows = [row for row in rows_of("host") if "host_ms" in row]
     shapes, calls = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "row"))
@@ -368,7 +389,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         "peers", "row", ("default", "compile", *providers.PACKAGES), lambda row: f"{row['ratios']['3 products']:.2f}"
     ),
     "gpus": gpus,
-    "curves": curves, "parallel": parallel, "host": host, "plans": plans,
+    "curves": curves, "parallel": parallel, "host": host, "long": long, "plans": plans,
     "fp8-times": fp8_times, "fp8-errors": fp8_errors,
 }  # fmt: skip
 

@@ -100,8 +100,8 @@ def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any
     pairs = zip(results.top_k_logprobs.tolist(), results.top_k_ids.tolist(), strict=True)
     top = [[(value, token, None) for value, token in zip(*pair, strict=True)] for pair in pairs]
     if engine == "sglang":
-        own = [(value, token, None) for value, token in zip(logprobs, tokens, strict=True)]
-        return {"input_token_logprobs": own, "input_top_logprobs": [None, *top[1:]]}
+        targets = [(value, token, None) for value, token in zip(logprobs, tokens, strict=True)]
+        return {"input_token_logprobs": targets, "input_top_logprobs": [None, *top[1:]]}
     entries: list[Any] = [None]
     for token, logprob, best in list(zip(tokens, logprobs, top, strict=True))[1:]:
         ranked = {i: dict(zip(NAMES, (value, rank, None), strict=True)) for rank, (value, i, _) in enumerate(best, 1)}
