@@ -40,13 +40,19 @@ class Structure:
         softmaxes = self.views[0], split_numbers(self.views[1:], numbers), self.pairing
         sums = tuple([(s.function, s.view) for s in self.sums])
         measures: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
-        places = tuple([tuple(self.vectors_of(measure, view).items()) for measure, view in measures])
+        places = tuple([tuple(self.sum_vectors[pair].items()) for pair in measures])
         return (summands, metrics, softmaxes, sums, places, self.leaves, self.vocab), tuple(numbers)
 
-    def vectors_of(self, measure: Summand | Metric, view: int) -> dict[str, str]:
-        """Names of the vectors of a part's sums over the vocabulary, by the statistics' names."""
+    @functools.cached_property
+    def sum_vectors(self) -> dict[tuple[Summand | Metric, int], dict[str, str]]:
+        """For each loss and metric, at its view, the vectors of its sums over the vocabulary, by the statistics'
+        names."""
         places = {s[:3]: f"sum{i}" for i, s in enumerate(self.sums)}
-        return {name: places[*key, view] for name, key in sums_of(measure, self.beta).items()}
+        measures: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
+        return {
+            (measure, view): {name: places[*key, view] for name, key in sums_of(measure, self.beta).items()}
+            for measure, view in measures
+        }
 
     def with_numbers(self, numbers: Iterable[Any]) -> "Structure":
         """The structure at other numbers, which may be tensors []."""

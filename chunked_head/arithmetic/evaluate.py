@@ -113,7 +113,7 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         coefficients = coefficients_of(structure, slopes, leaves)
     metric_stats, masks = dict[Any, Stats](), dict[str, Tensor]()
     for metric, view in structure.metrics:
-        key = view, metric.reads_target, *structure.vectors_of(metric, view).items()
+        key = view, metric.reads_target, *structure.sum_vectors[metric, view].items()
         if key not in metric_stats:
             metric_stats[key] = stats_at(structure, metric, view, leaves)
         if metric.unit not in masks:
@@ -156,7 +156,7 @@ def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves:
         x = (leaves["column_logits"] * ratio).t()
         # the value without the rounding of lse, with its gradient
         values["topk_logprobs"] = ((x - leaves["start" + suffix]) + leaves["rest" + suffix] + (lse.detach() - lse)).t()
-    values.update({name: leaves[vector] for name, vector in structure.vectors_of(measure, view).items()})
+    values.update({name: leaves[vector] for name, vector in structure.sum_vectors[measure, view].items()})
     if "teacher_argmax" in leaves:
         values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
     return Stats(values)
@@ -181,8 +181,10 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
     """Mask of the units that count and, of segments and pairs, that this rank adds to its loss: one rank adds each."""
+    if unit == "token":
+        return batch.mask
     counted = unit_mask(unit, batch)
-    if unit == "token" or batch.rank_sums is None:
+    if batch.rank_sums is None:
         return counted
     return counted & batch.rank_sums.own_share(len(counted), counted.device)
 
@@ -245,14 +247,14 @@ def evaluate(
     into ``table`` [rows of the table, tokens]. By a Triton kernel if there is one, else in PyTorch, without the hooks
     of an activation checkpoint: the vectors' graph is freed in here."""
     if backend is not None and backend.name == "triton":
-        arithmetic, arguments = arithmetic_of(structure, stats.as_dict(), inputs)
+        arithmetic, arguments = arithmetic_of(structure, stats.by_name, inputs)
         if arithmetic is not None:
             kernel, names = arithmetic
             chunk = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
             kernel(arguments, rows, chunk, table)
             return dict(zip(names, chunk.unbind(0), strict=True)), []
     with plain_saving():
-        coefficients, values, unit_values = values_of(structure, stats.narrow(rows).as_dict(), inputs.narrow(rows))
+        coefficients, values, unit_values = values_of(structure, stats.narrow(rows).by_name, inputs.narrow(rows))
     if values:
         table[:, rows] = torch.stack(values)
     return coefficients, unit_values

@@ -309,7 +309,7 @@ class StatsObjective(Objective):
         counts, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
         values = []
         for name in self.names:
-            value = self.statistic(stats.as_dict(), name)
+            value = self.statistic(stats.by_name, name)
             is_counted = over_columns(counts, value)
             if value.is_floating_point():
                 values.append(torch.where(is_counted, value + zero_or_nan, zero_or_nan))
@@ -352,6 +352,4 @@ class StatsObjective(Objective):
             grads["lse" + SUFFIX[1]] = slope
             grads["lse"] = grads["lse"] - 2 * slope if "lse" in grads else -2 * slope
         # by selection: where a token does not count statistics may be missing or nan
-        return Coefficients.from_dict(
-            masked(coefficients_of(self.structure, grads, stats.as_dict()), self.targets >= 0)
-        )
+        return Coefficients.from_dict(masked(coefficients_of(self.structure, grads, stats.by_name), self.targets >= 0))

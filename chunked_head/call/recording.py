@@ -93,7 +93,7 @@ def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[R
     assert work.backend.recording is not None
     with work.backend.recording(present_inputs) as recorder:
         stats, grads = sweep(work, hidden, head)
-    named_stats, scalar = stats.as_dict(), isinstance(objective, ScalarObjective)
+    named_stats, scalar = stats.by_name, isinstance(objective, ScalarObjective)
     tables = [objective.table] if scalar else []
     gradients = [] if grads is None else [grad for grad in (grads.hidden, grads.weight) if grad is not None]
     if not scalar or objective.table is not None:

@@ -138,7 +138,7 @@ class Pass:
         self.stats, self.grads = work.forward(operands)  # gradients: None where backward makes them
         self.outputs = objective.outputs(self.stats)
         is_scalar, sizes = isinstance(objective, ScalarObjective), None if work.plan is None else work.plan.sizes
-        named_stats = {} if is_scalar else self.stats.as_dict()
+        named_stats = {} if is_scalar else self.stats.by_name
         self.saved = [*named_stats.values()]  # tensors for autograd to save
         if objective.teacher is not None:
             self.saved += objective.teacher.tensors

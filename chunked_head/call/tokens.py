@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..arithmetic.demand import Structure
 from ..core.checks import INFINITY, MOST_ROUNDED, check_logprobs
-from ..core.stats import shift_left
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.batch import Batch
 from ..losses.distillation import PADDING, check_teacher, entries
@@ -22,6 +21,7 @@ from ..parallel.tokens import RankSums
 from ..plan.segments import Group, groups_of
 from ..plan.sizes import slices
 from ..stores.operands import Kept, TeacherHead
+from ..stores.torch_functions import shift_left
 from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
 from .options import Call
 from .spec import Spec, structure_at

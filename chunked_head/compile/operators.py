@@ -139,7 +139,7 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
         if has_row_factors(work.call, work.spec, needs_grad):
             return [*values, *counts_and_rows(work, stats, grads)]
         if has_late_gradients(work.call):
-            return [*values, *stats.as_dict().values()]
+            return [*values, *stats.by_name.values()]
         expected, ready = expected_gradients(work, stats, grads)
         return [*values, expected, *in_shape(ready, operands, needs_grad)]
 
@@ -241,7 +241,7 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
         rows = first.new_empty(first.shape, dtype=gradient_dtypes(call, spec)[0])
         return [*values, first.new_empty(tokens, dtype=dtype), rows]
     if has_late_gradients(call):
-        return [*values, *RowStats.empty(tokens, spec.demand, dtype, first.device).as_dict().values()]
+        return [*values, *RowStats.empty(tokens, spec.demand, dtype, first.device).by_name.values()]
     dtypes = gradient_dtypes(call, spec)
     grads = [
         operand.new_empty(operand.shape, dtype=grad_dtype)
@@ -262,7 +262,7 @@ def backward(
     with torch.no_grad(), kernel_context(operands[0].device):
         work = work_of(key, operands, tensors, needs_grad)
         sweep, packing, demand = work.sweep, work.tokens.packing, work.spec.demand
-        names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).as_dict()
+        names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).by_name
         stats = RowStats.from_dict(dict(zip(names, statistics, strict=True)))
         if isinstance(sweep, LogitsWork):
             return in_shape(sweep.late_gradients(work.operands, stats, tuple(upstream)), operands, needs_grad)

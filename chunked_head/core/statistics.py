@@ -4,6 +4,7 @@ Each is a record of PyTorch functions, with jit functions of its name in ``kerne
 messages of ranks, plans and the losses' arithmetic go through lists of them.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -127,9 +128,10 @@ WORDS = tuple([word for statistic in STATISTICS for word in statistic.words])
 WITHOUT_SLOPE = frozenset(word for statistic in STATISTICS for word in statistic.words if statistic.slopes is None)
 
 
-def statistics_at(view: int) -> list[Statistic]:
+@functools.cache
+def statistics_at(view: int) -> tuple[Statistic, ...]:
     """Those that there are of one softmax; of logits the first has them."""
-    return [statistic for statistic in STATISTICS if statistic.of_softmax or view == 0]
+    return tuple([statistic for statistic in STATISTICS if statistic.of_softmax or view == 0])
 
 
 def needed(words: Iterable[tuple[str, int]], views: int) -> tuple[tuple[Statistic, ...], ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .memory import Cache, empty
+from .memory import Cache, empties
 from .records import Statistic, SumFunction
 
 SUFFIX = ("", "2")  # of the names of a softmax's statistics and coefficients, by view
@@ -106,6 +106,7 @@ class Layout(NamedTuple):
 OF_DEMAND: Cache[Demand, Layout] = Cache(256)
 
 
+@functools.cache
 def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
     """Names of a statistic's vectors; of the logits there is one, whatever the view."""
     return tuple([name + SUFFIX[view] for name in statistic.vectors]) if statistic.of_softmax else statistic.vectors
@@ -177,20 +178,17 @@ class Vectors:
     def from_dict(cls, vectors: dict[str, Tensor]) -> Self:
         """Those that are there, by name; faster than a call with some thirty arguments."""
         self = object.__new__(cls)
-        vars(self).update(vectors, _dict=vectors)
+        vars(self).update(vectors, by_name=vectors)
         return self
 
-    def as_dict(self) -> dict[str, Tensor]:
-        """The vectors that are there; a shared dictionary, not to be changed."""
-        return self._dict
-
     @functools.cached_property
-    def _dict(self) -> dict[str, Tensor]:
+    def by_name(self) -> dict[str, Tensor]:
+        """The vectors that are there; a shared dictionary, not to be changed."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def narrow(self, rows: slice) -> Self:
         """The vectors of a slice of rows, sharing memory."""
-        return self.from_dict({name: value[rows] for name, value in self.as_dict().items()})
+        return self.from_dict({name: value[rows] for name, value in self.by_name.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,17 +216,16 @@ class RowStats(Vectors):
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
         # memory of their own: outputs of a graph's operator must not share any
-        vectors = {}
-        for name, (numbers, ids, _) in statistics_of(demand).items():
-            shape = (tokens,) if numbers is None else (tokens, numbers)
-            vectors[name] = empty(*shape, dtype=ids or dtype, device=device)
-        return cls.from_dict(vectors)
+        forms = statistics_of(demand)
+        shapes = [(tokens,) if numbers is None else (tokens, numbers) for numbers, _, _ in forms.values()]
+        tensors = empties(shapes, [ids or dtype for _, ids, _ in forms.values()], device)
+        return cls.from_dict(dict(zip(forms, tensors, strict=True)))
 
     def narrow(self, rows: slice) -> Self:
         return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().narrow(rows)
 
     def zero_(self) -> None:
-        for value in self.as_dict().values():
+        for value in self.by_name.values():
             value.zero_()
 
 
@@ -248,17 +245,7 @@ class Coefficients(Vectors):
 
     def __mul__(self, factor: Tensor) -> "Coefficients":
         """The coefficients times ``factor`` []."""
-        return Coefficients.from_dict({name: value * factor for name, value in self.as_dict().items()})
-
-
-def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
-    """``values[..., t + shift]`` at t along ``dim``, ``fill`` where there is none."""
-    if shift == 0:
-        return values
-    shifted = torch.full_like(values, fill)
-    count = max(0, values.shape[dim] - shift)
-    shifted.narrow(dim, 0, count).copy_(values.narrow(dim, values.shape[dim] - count, count))
-    return shifted
+        return Coefficients.from_dict({name: value * factor for name, value in self.by_name.items()})
 
 
 def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:

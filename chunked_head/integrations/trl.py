@@ -197,7 +197,7 @@ def one_pass(
         outcome = run_call(call, spec_of(call))
         with torch.no_grad():
             slopes = -outcome.objective.coefficients_at_once(outcome.stats)["beta"]
-            return ForeseenLoss(outcome.outputs[0], slopes), outcome.stats.as_dict()
+            return ForeseenLoss(outcome.outputs[0], slopes), outcome.stats.by_name
 
 
 def inner_graph(

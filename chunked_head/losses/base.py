@@ -128,9 +128,12 @@ class Measure:
     # sums over the vocabulary, by the names of their statistics
     sums: Mapping[str, Sum] = field(default_factory=dict, kw_only=True)
 
-    @property
-    def label(self) -> str:
-        return self.name or self.kind
+    label: str = field(init=False, repr=False)  # the user's name, else the kind
+    width: int = field(init=False, repr=False)  # numbers per token, 0 for values of other units
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.name or self.kind)
+        object.__setattr__(self, "width", int(self.unit == "token"))
 
     @property
     def text(self) -> str:
@@ -140,11 +143,6 @@ class Measure:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.text})"
-
-    @property
-    def width(self) -> int:
-        """Numbers per token, 0 for values of other units."""
-        return int(self.unit == "token")
 
     @functools.cached_property
     def key_and_numbers(self) -> tuple[Hashable, tuple[float, ...]]:
@@ -198,6 +196,7 @@ class Summand(Measure):
     reduction: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         missing = [name for name in sorted(self.needs) if name in DIVERGENCES and name not in self.sums]
         if missing:
             numbers = () if self.teacher is None or self.teacher.beta is None else (self.teacher.beta,)

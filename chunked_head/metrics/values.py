@@ -6,7 +6,7 @@ Both reduce correctly over micro-batches (``combine``) and ranks (``all_reduce``
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 from weakref import WeakKeyDictionary
 
@@ -53,8 +53,14 @@ class Metric(Measure):
     weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
     finish: Finish = "mean"  # from sums and count to .value
     check: bool = True
+    # numbers per unit: the value, its square for a sample size, flags for shares and differences of means
+    components: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        components = COMPONENTS.get(self.finish, 1)
+        object.__setattr__(self, "components", components)
+        object.__setattr__(self, "width", components * self.width)
         where = f"metrics.{self.kind}"
         if not isinstance(self.fields, tuple):  # as ``losses.custom`` takes them
             names, extra = declared_fields(where, self.fields)
@@ -88,16 +94,6 @@ class Metric(Measure):
     def signature(self) -> Hashable:
         """A key: equal for metrics that differ in numbers at most."""
         return self.key, self.reads, self.finish
-
-    @property
-    def components(self) -> int:
-        """Numbers per unit: the value, and its square for an effective sample size; values and flags, of which means
-        are made, for shares of the units."""
-        return COMPONENTS.get(self.finish, 1)
-
-    @property
-    def width(self) -> int:
-        return self.components if self.unit == "token" else 0
 
     @property
     def ids(self) -> str:

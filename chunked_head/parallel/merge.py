@@ -22,7 +22,7 @@ class GatheredStats(NamedTuple):
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
     """Numbers per row of each of the statistics."""
-    return [1 if value.dim() == 1 else value.shape[1] for value in (stats.as_dict()[name] for name in names)]
+    return [1 if value.dim() == 1 else value.shape[1] for value in (stats.by_name[name] for name in names)]
 
 
 def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
     floats that they travel as."""
     lines = []
     for name in names:
-        value = stats.as_dict()[name].to(stats.lse.dtype)
+        value = stats.by_name[name].to(stats.lse.dtype)
         lines.append(value.unsqueeze(0) if value.dim() == 1 else value.t())
     return torch.cat([*lines, tokens.unsqueeze(0)])
 
@@ -40,7 +40,7 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
     vectors, first = {}, 0
     for name, width in zip(names, widths(stats, names), strict=True):
         lines = packed[:, first : first + width]
-        vectors[name] = lines.squeeze(1) if stats.as_dict()[name].dim() == 1 else lines.transpose(1, 2)
+        vectors[name] = lines.squeeze(1) if stats.by_name[name].dim() == 1 else lines.transpose(1, 2)
         first += width
     return vectors
 

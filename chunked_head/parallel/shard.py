@@ -93,7 +93,7 @@ class Shard:
         """
         for name, form in statistics_of(demand).items():
             if form.ids is not None:
-                stats.as_dict()[name].add_(self.local_ids.start)
+                stats.by_name[name].add_(self.local_ids.start)
         if stats.column_logits is not None:
             assert columns is not None
             stats.column_logits.masked_fill_(columns < 0, 0.0)
@@ -113,7 +113,7 @@ class Shard:
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
         """Sums over the vocabulary, of all ranks' columns: one message for the chunk."""
-        sums = [stats.as_dict()[name] for name in names_of_sums(demand)]
+        sums = [stats.by_name[name] for name in names_of_sums(demand)]
         packed = torch.stack(sums)
         all_reduce(packed, self.group)
         for value, total in zip(sums, packed, strict=True):

@@ -106,7 +106,7 @@ class Plan:
         half = self.sizes.returns_weight_grad and self.weight_accumulate.itemsize < 4
         return half and self.chunks > MAX_HALF_CHUNKS
 
-    @property
+    @functools.cached_property
     def teacher_last(self) -> bool:
         """True where a dense teacher's logits and pair statistics are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last

@@ -118,30 +118,30 @@ class Sizes:
     gpu: Gpu | None = None  # architecture of our matmuls; None: BLAS runs
     multiprocessors: int = 0  # of that GPU
 
-    @property
+    @functools.cached_property
     def half(self) -> bool:
         return self.dtype.itemsize == 2
 
-    @property
+    @functools.cached_property
     def wide(self) -> torch.dtype:
         """The dtype of statistics, and of logits that are stored as they are."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    @property
+    @functools.cached_property
     def own_matmul(self) -> bool:
         """True where a kernel of this library makes the logits; False where BLAS does."""
         return self.store.bounds_rows and self.store.multiplies
 
-    @property
+    @functools.cached_property
     def any_grad(self) -> bool:
         return self.hidden_grad or self.weight_grad or self.bias_grad
 
-    @property
+    @functools.cached_property
     def teacher_columns(self) -> int:
         """Columns of a dense teacher's logits on this rank that stand for an id of the student."""
         return 0 if self.demand.pairing is None else self.demand.pairing.columns
 
-    @property
+    @functools.cached_property
     def teacher_made(self) -> bool:
         """True where the call makes the teacher's logits; False where the caller gives them."""
         return self.teacher_width > 0

@@ -107,7 +107,7 @@ class Backend:
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
-        (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.as_dict()
+        (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.by_name
         names = sent(demand)
         place_of = dict(zip(names, itertools.accumulate(widths(out, names), initial=0), strict=False))
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher

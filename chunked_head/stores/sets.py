@@ -71,7 +71,7 @@ class SetStore(Store):
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.column_sets.everywhere
             for i, view in enumerate(self.demand.views):
-                outputs = outputs_of(out.as_dict(), self.softmaxes[i])
+                outputs = outputs_of(out.by_name, self.softmaxes[i])
                 self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
             return
         out.zero_()
@@ -143,9 +143,9 @@ class WithSets(Store):
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         # softmaxes of rows that keep a set have probabilities of 0 here, and coefficients
-        has, vectors = self.sets.column_sets.has[rows.tokens], stats.as_dict()
+        has, vectors = self.sets.column_sets.has[rows.tokens], stats.by_name
         nowhere = {name: vectors[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in vectors}
-        factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.as_dict().items()}
+        factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.by_name.items()}
         over_ranks, grads.over_ranks = grads.over_ranks, None  # their sums begin where rows are complete
         self.store.add_gradients(rows, RowStats.from_dict(vectors | nowhere), Coefficients.from_dict(factors), grads)
         grads.over_ranks = over_ranks

@@ -56,7 +56,7 @@ def terms_of(
     demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int = 0, columns: int | None = None
 ) -> Terms:
     """Operands of the gradient of so many columns from ``first`` on; None: of columns in any order."""
-    vectors, factors, softmaxes = stats.as_dict(), c.as_dict(), []
+    vectors, factors, softmaxes = stats.by_name, c.by_name, []
     for (ratio, width), names in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
             width = None if columns is None else min(max(width - first, 0), columns)
@@ -71,7 +71,7 @@ def sum_terms(
     sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, partial_sums: Sequence[Tensor]
 ) -> list[SumTerm]:
     """Terms of sums over the vocabulary; those with a teacher where it has columns."""
-    vectors, coefficients, terms = stats.as_dict(), c.as_dict(), []
+    vectors, coefficients, terms = stats.by_name, c.by_name, []
     for i, (function, numbers, view, _) in enumerate(sums):
         coefficient, partial = coefficients.get(f"sum{i}"), partial_sums[i] if partial_sums else None
         if (has_teacher or not function.is_paired) and not (coefficient is None and partial is None):
@@ -174,7 +174,7 @@ class MatmulStore(Store):
         self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
         self.tie = TIE if self.sizes.half else None
-        self.tiles = slices(self.vocab, plan.tile_columns if tiled else max(1, self.vocab))
+        self.tiles = slices(self.vocab, plan.tile_columns) if tiled else [slice(0, self.vocab)]
         # logits in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
         if tiled:
@@ -216,7 +216,7 @@ class MatmulStore(Store):
         their logarithms. The gain is 1 where a gradient is nan or infinite, which stays one token's."""
         if self.sizes.in_blocks or self.sizes.dtype != torch.float16:
             return coefficients, None
-        values = coefficients.as_dict().values()
+        values = coefficients.by_name.values()
         sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
         sizes = sizes * abs(self.head.logit_scale)
         largest = (sizes if rows.scale is None else sizes * rows.scale).amax()
@@ -225,7 +225,7 @@ class MatmulStore(Store):
         return coefficients * (1.0 / gain), gain
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
-        pairing, views, vectors = self.demand.pairing, self.demand.views, out.as_dict()
+        pairing, views, vectors = self.demand.pairing, self.demand.views, out.by_name
         groups: dict[tuple[int, bool], list[SumOutputs]] = {}  # by softmax, and whether the teacher is read
         for i, (function, numbers, view, _) in enumerate(self.demand.sums):
             outputs = SumOutputs(function, numbers, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"))
@@ -272,7 +272,7 @@ class MatmulStore(Store):
             assert stats.teacher_start is not None and stats.teacher_rest is not None
             columns_of_both = min(max(pairing.columns - first, 0), columns)
             softmax = TeacherSoftmax(teacher, stats.teacher_start, stats.teacher_rest, columns_of_both)
-        sums = sum_terms(self.demand.sums, stats, c, softmax is not None, partial_sums)
+        sums = sum_terms(self.demand.sums, stats, c, softmax is not None, partial_sums) if self.demand.sums else []
         common = terms_of(self.demand, rows.target, stats, c, first, columns)
         logit_transform, column_terms = transform(head, rows.scale), own_columns(rows, stats, c)
         if not any(term.function.is_paired for term in sums):
@@ -328,7 +328,7 @@ class LogitsStore(MatmulStore):
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         head, logits, row_stats = self.head, self.stored.logits, self.backend.row_stats
-        vectors = out.as_dict()
+        vectors = out.by_name
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
             row_stats(outputs_of(vectors, self.softmaxes[i]), self.stored, *softmax)

@@ -26,11 +26,20 @@ from ..core.records import (
     Terms,
     Transform,
 )
-from ..core.stats import shift_left
 from ..core.tiles import BEHIND, ELSEWHERE, LOG_FLOOR
 from ..plan.sizes import TILE_ELEMENTS, slices
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
+
+
+def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
+    """``values[..., t + shift]`` at t along ``dim``, ``fill`` where there is none."""
+    if shift == 0:
+        return values
+    shifted = torch.full_like(values, fill)
+    count = max(0, values.shape[dim] - shift)
+    shifted.narrow(dim, 0, count).copy_(values.narrow(dim, values.shape[dim] - count, count))
+    return shifted
 
 
 def read_targets(

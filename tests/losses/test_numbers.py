@@ -137,5 +137,5 @@ def arithmetic(made: tuple[Structure, Demand]) -> Any:
         torch.zeros(TOKENS, dtype=torch.int64), fields, None, torch.ones(len(structure.summands)),
         [{} for _ in structure.summands], {}, frozenset(fields),
     )  # fmt: skip
-    leaves = RowStats.empty(TOKENS, demand, torch.float32, torch.device("cpu")).as_dict()
+    leaves = RowStats.empty(TOKENS, demand, torch.float32, torch.device("cpu")).by_name
     return evaluate.arithmetic_of(structure, leaves, inputs)[0]

@@ -150,10 +150,10 @@ class RelativeStore(HalfStore):
         """Statistics of rows from those of their strips."""
         targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
-            outputs, limit = outputs_of(out.as_dict(), self.softmaxes[i]), columns or self.vocab
+            outputs, limit = outputs_of(out.by_name, self.softmaxes[i]), columns or self.vocab
             statistics.merge_strips(outputs, self.level, self.stored_strips, *targets, limit, ratio_of(ratio), i)
         if self.demand.pairing is not None and not self.plan.teacher_last:
-            outputs = outputs_of(out.as_dict(), self.softmaxes[-1])
+            outputs = outputs_of(out.by_name, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), outputs)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
@@ -187,7 +187,7 @@ class RelativeStore(HalfStore):
         for tokens in slices(len(dlogits), self.teacher_rows):
             block, out = rows.narrow(tokens), stats.narrow(tokens)
             assert self.demand.pairing is not None
-            outputs = outputs_of(out.as_dict(), self.softmaxes[-1])
+            outputs = outputs_of(out.by_name, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(block, slice(self.sizes.teacher_columns), outputs)
             assert self.partial_sums is not None
             self.differentiate_(
@@ -204,7 +204,7 @@ class RelativeStore(HalfStore):
             )
         if self.partial_sums is not None:
             for i, partial in enumerate(self.partial_sums.unbind()):
-                torch.sum(partial[:, : len(dlogits)], 0, out=stats.as_dict()[f"sum{i}"])
+                torch.sum(partial[:, : len(dlogits)], 0, out=stats.by_name[f"sum{i}"])
         return dlogits
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
