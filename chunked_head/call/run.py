@@ -39,8 +39,9 @@ class Outcome(NamedTuple):
 def run(call: Call[Any], spec: Spec) -> Outcome:
     """Runs the call at once, differentiable."""
     stats = list[RowStats]()
-    tokens, work, operands = prepared(tokens_of(call, spec))
-    outputs = Loss.apply([work], None, stats, *operands)
+    with on_device(call.device):
+        tokens, work, operands = prepared(tokens_of(call, spec))
+        outputs = Loss.apply([work], None, stats, *operands)
     if call.outputs:
         if tokens.packing is not None:
             outputs = tuple(map(tokens.packing.unpack, outputs))

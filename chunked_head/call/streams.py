@@ -13,7 +13,7 @@ from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
 from .options import Call, Result
 from .planning import grads_asked_for
-from .run import Backward, Grads, Loss, Outcome, prepared
+from .run import Backward, Grads, Loss, Outcome, on_device, prepared
 from .spec import spec_of
 from .sweep import LocalWork
 from .tokens import tokens_of
@@ -72,15 +72,16 @@ class Streams(Generic[Result]):
     def run(self) -> Result:
         calls, buffer = with_one_buffer(self.calls)
         specs = [spec_of(call) for call in calls]  # checks of all streams come before any work on tensors
-        tokens_of_streams = [tokens_of(call, spec) for call, spec in zip(calls, specs, strict=True)]
-        prepared_streams = [prepared(tokens) for tokens in tokens_of_streams]
-        works: list[Any] = [work for _, work, _ in prepared_streams]  # ``HeadWork`` each
-        if any(work.plan.schedule == "recompute" for work in works):
-            # if one stream waits for backward all do: their sums must take the same factor
-            works = [work if work.plan.schedule == "loss only" else work.recomputing() for work in works]
         first_call, stats = calls[0], list[RowStats]()
-        hidden = [operands[0] for _, _, operands in prepared_streams]
-        (total,) = Loss.apply(works, buffer, stats, *hidden, first_call.weight, first_call.bias)
+        with on_device(first_call.device):
+            tokens_of_streams = [tokens_of(call, spec) for call, spec in zip(calls, specs, strict=True)]
+            prepared_streams = [prepared(tokens) for tokens in tokens_of_streams]
+            works: list[Any] = [work for _, work, _ in prepared_streams]  # ``HeadWork`` each
+            if any(work.plan.schedule == "recompute" for work in works):
+                # if one stream waits for backward all do: their sums must take the same factor
+                works = [work if work.plan.schedule == "loss only" else work.recomputing() for work in works]
+            hidden = [operands[0] for _, _, operands in prepared_streams]
+            (total,) = Loss.apply(works, buffer, stats, *hidden, first_call.weight, first_call.bias)
         outcomes = []
         for (tokens, _, _), work, losses, stream_stats in zip(prepared_streams, works, self.losses, stats, strict=True):
             rank_sums = work.objective.inputs.rank_sums

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..call.options import DEFAULTS, Call
-from ..call.run import on_device, run
+from ..call.run import run
 from ..call.spec import spec_of
 from ..call.streams import Streams
 from ..core.checks import INFINITY, NUMBERS, is_dtensor
@@ -75,15 +75,14 @@ def execute(
     """The result of the call that a public function's arguments make, at once and differentiable."""
     call = function(*args, **kwargs)
     calls = (call,) if isinstance(call, Call) else call.calls
-    with on_device(calls[0].device):
-        try:
-            return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
-        except BaseException:
-            for stream_call in calls:
-                buffer = vars(stream_call).get("gradient_buffer")  # a cached property: absent until the call reads it
-                if buffer is not None:
-                    buffer.note_failure()
-            raise
+    try:
+        return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
+    except BaseException:
+        for stream_call in calls:
+            buffer = vars(stream_call).get("gradient_buffer")  # a cached property: absent until the call reads it
+            if buffer is not None:
+                buffer.note_failure()
+        raise
 
 
 def as_operator(name: str, arguments: dict[str, Any]) -> Any:

@@ -193,11 +193,10 @@ def one_pass(
         "linear_loss", hidden, weight, target, options, temperature=temperature, losses=loss, metrics=measured,
         batch=batch, reduction="sum", result=tuple,
     )  # fmt: skip
-    with on_device(call.device):
-        outcome = run_call(call, spec_of(call))
-        with torch.no_grad():
-            slopes = -outcome.objective.coefficients_at_once(outcome.stats)["beta"]
-            return ForeseenLoss(outcome.outputs[0], slopes), outcome.stats.by_name
+    outcome = run_call(call, spec_of(call))
+    with on_device(call.device), torch.no_grad():
+        slopes = -outcome.objective.coefficients_at_once(outcome.stats)["beta"]
+        return ForeseenLoss(outcome.outputs[0], slopes), outcome.stats.by_name
 
 
 def inner_graph(

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, quantise
 from chunked_head.arithmetic import objective
 from chunked_head.call import planning, run, spec
-from chunked_head.compile import operation
+from chunked_head.call import streams as call_streams
 from chunked_head.functions import quantise as functions_quantise
 from chunked_head.integrations import trl
 
@@ -139,7 +139,7 @@ def test_kernels_are_launched_on_the_gpu_of_the_tensors(call: Call, monkeypatch:
         assert inside[0], "a kernel goes to the current GPU"
         original(*args, **kwargs)
 
-    for module in (run, operation, functions_quantise, trl):
+    for module in (run, call_streams, functions_quantise, trl):
         monkeypatch.setattr(module, "on_device", entered)
     monkeypatch.setattr(GridExecutor, "__call__", watched)
     call(*operands("cpu"), "triton")
