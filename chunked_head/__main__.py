@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     program = Parser(prog=PROGRAM, description="The head of a language model without its logits: tools.")
-    program.add_argument("--version", action="version", version=f"chunked_head {version()}, torch {torch.__version__}")
+    program.add_argument(
+        "--version", action="version", version=f"chunked_head {library_version()}, torch {torch.__version__}"
+    )
     commands = program.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(title: str, run: Any, text: str) -> Any:
@@ -98,7 +100,7 @@ def parser() -> Parser:
     return program
 
 
-def version() -> str:
+def library_version() -> str:
     """This library's version: the imported module's, which may be a checkout's."""
     return str(sys.modules["chunked_head"].__version__)
 
@@ -197,7 +199,7 @@ def diagnose() -> dict[str, Any]:
 
 def versions(device: torch.device) -> dict[str, str]:
     """Versions of Python and packages, and the GPU with its row of docs/gpus.md."""
-    installed = {"python": platform.python_version(), "chunked-head": version(), "torch": torch.__version__}
+    installed = {"python": platform.python_version(), "chunked-head": library_version(), "torch": torch.__version__}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)

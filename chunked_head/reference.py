@@ -101,7 +101,7 @@ class Statistics(NamedTuple):
     argmax: Tensor  # int64, no gradient
 
 
-def statistics(merged: PieceStatistics) -> Statistics:
+def statistics_of(merged: PieceStatistics) -> Statistics:
     """From statistics of all pieces, merged; ``p_j = e_j / sum_exp``."""
     log_sum = merged.sum_exp.log()
     logprob = (merged.target_logit - merged.max) - log_sum
@@ -260,7 +260,7 @@ def linear_loss(
             x[:, piece] = head.logits(h, piece, t)
             statistics_of_pieces.append(piece_statistics(x[:, piece], ids[piece], y, omega[piece]))
         merged = reduce(merge, statistics_of_pieces)  # over ranks: after an all-gather
-        stats = statistics(merged)
+        stats = statistics_of(merged)
         chunk_values, c = coefficients(mix, stats, chunk, chunk["token_weights"] * scale)  # steps 3 and 4
         for name, value in chunk_values.items():
             values[name][rows] = value.detach()

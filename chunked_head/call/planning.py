@@ -150,7 +150,7 @@ def sizes_of(
     that replace those of the backend, of the shard and of the call."""
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
-    traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
+    traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.size_fields) | traits
     columns, has_bias_grad = traits.pop("columns", call.local_width), makes_grads[2]
     store: Any = SetStore
     if not (call.kept_everywhere or spec.demand.columns_only):  # else no softmax is over the vocabulary

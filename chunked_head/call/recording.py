@@ -98,7 +98,7 @@ def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[R
     gradients = [] if grads is None else [grad for grad in (grads.hidden, grads.weight) if grad is not None]
     if not scalar or objective.table is not None:
         # backward alone reads the statistics of a scalar loss; those of values per token are returned
-        steps = recorder.finish([*named_stats.values(), *tables, *gradients], len(named_stats) if scalar else 0)
+        steps = recorder.end([*named_stats.values(), *tables, *gradients], len(named_stats) if scalar else 0)
         recordings[key] = RecordedSweep(plan, steps, tuple(named_stats))
     return stats, grads
 

@@ -89,7 +89,7 @@ def segment_scores(
 ) -> Tensor:
     """Scores [num_segments], computed once for all metrics of a call."""
 
-    def compute() -> Tensor:
+    def bent_scores() -> Tensor:
         values = scores(stats, batch, reference)
         if ld_alpha is not None:
             values = torch.where(beyond_shorter(batch), values * ld_alpha, values)
@@ -97,7 +97,7 @@ def segment_scores(
 
     key = id(stats), average, reference, power, ld_alpha
     if key not in batch.memo:
-        batch.memo[key] = stats, compute()  # with the statistics, so that no others get their id
+        batch.memo[key] = stats, bent_scores()  # with the statistics, so that no others get their id
     values: Tensor = batch.memo[key][1]
     return values
 

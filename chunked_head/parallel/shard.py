@@ -45,7 +45,7 @@ class Shard:
         return self.local_ids.stop - self.local_ids.start
 
     @property
-    def traits(self) -> dict[str, int]:
+    def size_fields(self) -> dict[str, int]:
         """Fields of ``Sizes``, by which ranks decide a plan."""
         ranks = self.parallel.ranks
         hidden_ranks = ranks if self.parallel.sequence_sharded else 1

@@ -185,7 +185,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     # where a loss waits for several chunks, buffers of a sweep for statistics are freed before it
     last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
     yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
-    yield from sizes.store.buffers(sizes, rows, last, forward or sizes.keeps_sweep)
+    yield from sizes.store.chunk_buffers(sizes, rows, last, forward or sizes.keeps_sweep)
     yield from block_buffers(sizes, rows, sizes.vocab, SWEEP, last)
     if sizes.store.multiplies:
         yield from operand_buffers(sizes, rows, SWEEP, last)
@@ -193,7 +193,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     if forward and sizes.hidden_ranks > 1 and sizes.hidden_grad:
         yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
     if plan.schedule == "recompute":
-        yield from tile_buffers(plan)
+        yield from recompute_buffers(plan)
     # the arithmetic runs for all tokens at once if a loss sees all of them, or its values come last
     in_backward = plan.schedule == "recompute" and plan.block_tokens < sizes.tokens
     at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last or in_backward
@@ -203,7 +203,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, bytes_per_token), BYTE, LOSSES, LOSSES)
 
 
-def tile_buffers(plan: Plan) -> Iterator[Buffer]:
+def recompute_buffers(plan: Plan) -> Iterator[Buffer]:
     """Gradients from known statistics: by blocks of tokens, tiles of the vocabulary inside."""
     sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
     if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:

@@ -117,7 +117,7 @@ class Store:
         return layout_of(self.demand).softmaxes
 
     @classmethod
-    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
         """Memory of a chunk of ``rows`` until the phase ``last`` (LOOP if its gradients are made); ``stored``: with
         its logits. ``plan/plans.py`` adds what all stores need, such as operands."""
         return iter(())
@@ -159,7 +159,7 @@ class MatmulStore(Store):
     gradient: Callable[[Rows, slice, RowStats, Coefficients], Tensor]
 
     @classmethod
-    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
         if stored:
             yield Buffer("logits", (rows, sizes.vocab), sizes.wide, SWEEP, last)
             yield from teacher_buffers(sizes, rows, last)

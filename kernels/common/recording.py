@@ -187,7 +187,7 @@ class Recorder:
             self.versions[self.place_of(written).slot] += 1
         self.steps.append((function, recorded))
 
-    def finish(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":
+    def end(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":
         """The recording, or None. It returns new tensors for ``results``; the first ``sharing`` may share memory."""
         places = [self.place_of(result) for result in results]
         fits = all(

@@ -141,6 +141,9 @@ def test_kernels_of_the_arithmetic(kind: str, monkeypatch: pytest.MonkeyPatch) -
 OF_SPECS = {
     "Call.temperature": "plain_temperature, which is in the key, or one per token, which is a field of the batch",
     "Call.normalizer": "checked again at each call", "Call.upstream": "checked again at each call",
+    **{f"{kind}.label": "the name or the kind, which are in the key" for kind in ("Summand", "Metric")},
+    **{f"{kind}.width": "of the unit, and of how a metric is finished" for kind in ("Summand", "Metric")},
+    "Metric.components": "of how a metric is finished",
 }  # fmt: skip
 
 

@@ -314,7 +314,7 @@ def test_a_list_of_steps(place: Place) -> None:
         sweep(inputs)  # compiles
     with steps.recording(inputs) as listening:
         found = sweep(inputs)
-    made = listening.finish(found)
+    made = listening.end(found)
     assert made is not None
     others = [torch.randn(70, device=place.device)[4:68], torch.tensor(-2.0, device=place.device)]
     (out,) = made.replay(others)
@@ -343,7 +343,7 @@ def test_no_recording_where(what: str, place: Place) -> None:
     with steps.recording(inputs) as listening:
         found = sweep(inputs)
         SPOILT[what](inputs, found)
-    assert listening.finish(found) is None
+    assert listening.end(found) is None
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -351,7 +351,7 @@ def test_no_recording_where_inputs_overlap(place: Place) -> None:
     inputs, sweep = swept(place.device)
     with steps.recording([*inputs, inputs[0][10:20]]) as listening:
         found = sweep(inputs)
-    assert listening.finish(found) is None
+    assert listening.end(found) is None
 
 
 @pytest.mark.parametrize("place", PLACES)

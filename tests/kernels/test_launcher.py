@@ -239,7 +239,7 @@ def test_calls_the_function_in_c(device: SimpleNamespace, monkeypatch: pytest.Mo
     inputs = [matrix.base, torch.zeros(80), NUMBERS]
     with recording.recording(inputs) as listening:
         launcher[5, 2](matrix, inputs[1][16:], *positional[2:], **constants)
-    made_of_it = listening.finish([])
+    made_of_it = listening.end([])
     assert made_of_it is not None
     others, recorded = [torch.ones(64, 64, dtype=torch.float16), torch.zeros(80), torch.zeros(64)], calls[-1]
     given[0], given[3:5] = "map of " + str(others[0].data_ptr()), [others[1].data_ptr() + 64, others[2].data_ptr()]

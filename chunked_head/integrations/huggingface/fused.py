@@ -102,7 +102,7 @@ class LazyLoss:
                     "since; call backward before"
                 )
             first_versions[:] = versions
-        logits = replay(self.source.output.check(head(rows)), self.steps)
+        logits = replay(self.source.output.checked(head(rows)), self.steps)
         reduction = "none" if self.reduction == "none" else "sum"
         options: Any = {"metrics": self.measured, "ignore_index": self.ignore_index, "reduction": reduction}
         output = logits_loss(logits, ids, self.loss, **options)

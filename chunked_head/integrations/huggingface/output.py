@@ -31,7 +31,7 @@ class Output(NamedTuple):
     device: torch.device
     reason: str = ""  # for which they cannot be lazy; empty without one
 
-    def check(self, logits: Tensor) -> Tensor:
+    def checked(self, logits: Tensor) -> Tensor:
         """The same logits; RuntimeError where the head gave other columns, or another dtype, when it was asked."""
         if (logits.shape[-1], logits.dtype) != (self.columns, self.dtype):
             raise RuntimeError(

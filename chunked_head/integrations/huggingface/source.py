@@ -194,7 +194,7 @@ class Source:
     def real(self, logits: Virtual) -> Tensor:
         """The logits [..., vocab], computed by the head itself with all its hooks."""
         with self.state():
-            computed = self.output.check(self.call(logits.hidden))
+            computed = self.output.checked(self.call(logits.hidden))
         # the model's operations ran under the autocast of their place, which the steps' dtypes show
         with self.state(autocast=False):
             return replay(computed, logits.steps)

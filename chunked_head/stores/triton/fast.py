@@ -33,8 +33,8 @@ class FastStore(RelativeStore):
     adds_by_chunk = False  # rows of all ranks: targets' terms are added chunk by chunk
 
     @classmethod
-    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        yield from super().buffers(sizes, rows, last, stored)
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        yield from super().chunk_buffers(sizes, rows, last, stored)
         if last < LOOP or not sizes.weight_grad:
             return
         # tokens sorted by target, chunk by chunk where hidden states come so

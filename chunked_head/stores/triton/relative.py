@@ -36,7 +36,7 @@ class RelativeStore(HalfStore):
     frequent: FrequentRows | None = None
 
     @classmethod
-    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
         gpu, demand, pairing = sizes.gpu, sizes.demand, sizes.demand.pairing
         assert gpu is not None
         if stored:
