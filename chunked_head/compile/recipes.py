@@ -7,7 +7,7 @@ inverse at run time.
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from ..core.divergences import DIVERGENCES, TRACED, Sum
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 
-RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # by kind: classes that are described by their fields, and these
-    "summand": (Summand, tuple(Summand.__dataclass_fields__)),
-    "metric": (Metric, tuple(Metric.__dataclass_fields__)),
+# by kind: classes that are described by the fields that make one, and these
+RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {
+    kind: (record, tuple([field.name for field in fields(record) if field.init]))
+    for kind, record in (("summand", Summand), ("metric", Metric))
 }
 FORMAT = 4  # of the operators' outputs, in keys of compiled graphs on disk: raise it with changes
 
