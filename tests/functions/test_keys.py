@@ -265,7 +265,7 @@ def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recipes() -> None:
-    """Every field of a loss and of a metric, the function and autocast's dtype make another recipe."""
+    """Every field that makes a loss or a metric, the function and autocast's dtype make another recipe."""
     ((_, summand),) = losses.grpo(clip_low=0.25).terms
 
     def key_of(loss: Summand, metric: Metric, function: str = "linear_loss", autocast: Any = None) -> str:
@@ -275,7 +275,7 @@ def test_recipes() -> None:
     metric, others = metrics.entropy(), {"function": test_recipes, "options": {"other": 1}, "needs": frozenset({"x"})}
     keys = [key_of(summand, metric), key_of(summand, metric, "another"), key_of(summand, metric, autocast=torch.half)]
     for part in (summand, metric):
-        for each in fields(part):
+        for each in [field for field in fields(part) if field.init]:  # others follow from these
             changed = replace(part)
             value = others.get(each.name, {"another": 1} if isinstance(getattr(part, each.name), dict) else "another")
             if each.name == "function":
