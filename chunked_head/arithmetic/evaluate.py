@@ -71,8 +71,6 @@ class Inputs(NamedTuple):
     def narrow(self, rows: slice) -> "Inputs":
         """The inputs of a slice of tokens, sharing memory."""
         first, count = rows.start, rows.stop - rows.start
-        if count == self.target.shape[0]:
-            return self
         return self.map(lambda value, dim: value if dim is None else value.narrow(dim, first, count))
 
 
@@ -253,8 +251,10 @@ def evaluate(
             chunk = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
             kernel(arguments, rows, chunk, table)
             return dict(zip(names, chunk.unbind(0), strict=True)), []
+    if rows.stop - rows.start < len(inputs.target):
+        stats, inputs = stats.narrow(rows), inputs.narrow(rows)
     with plain_saving():
-        coefficients, values, unit_values = values_of(structure, stats.narrow(rows).by_name, inputs.narrow(rows))
+        coefficients, values, unit_values = values_of(structure, stats.by_name, inputs)
     if values:
         table[:, rows] = torch.stack(values)
     return coefficients, unit_values

@@ -162,7 +162,7 @@ class Loss(torch.autograd.Function):
         first, count, passes = operands[0], len(works), list[Pass]()
         assert first is not None
         is_late = bool([work for work in works if work.plan is None or work.plan.schedule == "recompute"])
-        with kernel_context(first.device):
+        with without_autocast(first.device):  # ``run`` has made the tensors' GPU the current one
             if buffer is not None and not is_late:
                 buffer.begin(works[0])
             for work, hidden_or_logits in zip(works, operands, strict=False):
@@ -257,13 +257,18 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """``on_device`` with autocast off: the plan has chosen the dtypes."""
+    """``on_device`` and ``without_autocast``."""
     if not torch.is_autocast_enabled(device.type):
         return on_device(device)
     stack = contextlib.ExitStack()
     stack.enter_context(on_device(device))
-    stack.enter_context(torch.autocast(device.type, enabled=False))
+    stack.enter_context(without_autocast(device))
     return stack
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context with autocast off: the plan has chosen the dtypes."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
 
 
 class OnlyOnce(torch.autograd.Function):

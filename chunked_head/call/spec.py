@@ -151,8 +151,8 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         len(leading),
         segments is None,
         tuple(batch),
-        tuple([x if x is None else metadata(x, leading) for x in per_token]),
-        tuple([x if x is None else metadata(x) for x in shared]),
+        metadata_of(per_token, leading),
+        metadata_of(shared),
         tuple([of_field(name, value, kinds, call) for name, value in batch.items() if name not in PER_TOKEN]),
     )
     # losses and metrics: functions without numbers, and which of their tensors, softmaxes and sums are the same
@@ -170,12 +170,24 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     return key, (head_numbers, *[measure.settings for measure in measures])
 
 
-def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
-    """All that checks read of a tensor. A shape that begins with ``leading`` stands without these dimensions; any other
-    shape is an error to be raised, and stands complete."""
-    shape, dims = tensor.shape, len(leading)
-    trailing = shape[dims:] if shape[:dims] == leading else (shape,)
-    return trailing, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+def metadata_of(tensors: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
+    """All that checks read of each tensor. A shape that begins with ``leading`` stands without these dimensions; any
+    other shape is an error to be raised, and stands complete."""
+    dims, values = len(leading), list[Any]()
+    for x in tensors:
+        if x is None:
+            values.append(None)
+            continue
+        shape = x.shape
+        trailing = shape[dims:] if shape[:dims] == leading else (shape,)
+        values.append((trailing, x.dtype, x.device, x.layout, x.requires_grad))
+    return tuple(values)
+
+
+def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
+    """``metadata_of`` one tensor."""
+    (values,) = metadata_of((tensor,), leading)
+    return tuple(values)
 
 
 def of_field(name: str, value: Tensor, kinds: Mapping[str, Field], call: Call[Any]) -> Hashable:

@@ -80,7 +80,7 @@ def sweep(
     is_closed = work.spans is not None and work.has_vocabulary_rows  # no other tokens belong to a span's segments
 
     def filled(chunk: slice) -> tuple[Rows, RowStats]:
-        rows, out = rows_of(chunk), stats.narrow(chunk)
+        rows, out = rows_of(chunk), stats if chunk.stop - chunk.start == tokens else stats.narrow(chunk)
         store.fill(rows, out)
         store.statistics(rows, out)
         if work.shard is not None:

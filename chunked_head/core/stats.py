@@ -216,7 +216,7 @@ class RowStats(Vectors):
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
         # memory of their own: outputs of a graph's operator must not share any
-        forms = statistics_of(demand)
+        forms = layout_of(demand).forms
         shapes = [(tokens,) if numbers is None else (tokens, numbers) for numbers, _, _ in forms.values()]
         tensors = empties(shapes, [ids or dtype for _, ids, _ in forms.values()], device)
         return cls.from_dict(dict(zip(forms, tensors, strict=True)))

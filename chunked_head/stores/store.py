@@ -186,7 +186,9 @@ class MatmulStore(Store):
         if self.tiled:
             assert rows.source is not None
             self.backend.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
-        coefficients, gain = self.fitted(rows, coefficients)
+        gain = None
+        if self.sizes.dtype == torch.float16 and not self.sizes.in_blocks:
+            coefficients, gain = self.fitted(rows, coefficients)
         if dhidden is not None and self.plan.hidden_accumulate != dhidden.dtype:
             sums = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
         for tile in self.tiles:
@@ -209,13 +211,11 @@ class MatmulStore(Store):
                 accumulate(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
             del dlogits  # gone before the next tile's are made
 
-    def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
-        """Coefficients, in fp16 divided by a gain that makes the largest gradient of a logit about 64; and the gain.
+    def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor]:
+        """Coefficients for fp16, divided by a gain that makes the largest gradient of a logit about 64; and the gain.
 
         That keeps the probabilities of a 128K vocabulary among fp16's normal numbers, and leaves a factor of 1000 to
         their logarithms. The gain is 1 where a gradient is nan or infinite, which stays one token's."""
-        if self.sizes.in_blocks or self.sizes.dtype != torch.float16:
-            return coefficients, None
         values = coefficients.by_name.values()
         sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
         sizes = sizes * abs(self.head.logit_scale)
@@ -274,7 +274,8 @@ class MatmulStore(Store):
             softmax = TeacherSoftmax(teacher, stats.teacher_start, stats.teacher_rest, columns_of_both)
         sums = sum_terms(self.demand.sums, stats, c, softmax is not None, partial_sums) if self.demand.sums else []
         common = terms_of(self.demand, rows.target, stats, c, first, columns)
-        logit_transform, column_terms = transform(head, rows.scale), own_columns(rows, stats, c)
+        logit_transform = transform(head, rows.scale)
+        column_terms = None if c.columns is None else own_columns(rows, stats, c)
         if not any(term.function.is_paired for term in sums):
             softmax = None
         of_sums = softmax, sums, self.tie

@@ -210,8 +210,11 @@ def row_grad(
     own_columns: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     width = dlogits.shape[1]
-    for rows in row_blocks(dlogits):
-        x, row_terms, row_transform = logits_of(stored, rows, width), of_rows(terms, rows), of_rows(transform, rows)
+    blocks = row_blocks(dlogits)
+    for rows in blocks:
+        x, row_terms, row_transform = logits_of(stored, rows, width), terms, transform
+        if len(blocks) > 1:
+            row_terms, row_transform = of_rows(terms, rows), of_rows(transform, rows)
         grad, log_p = torch.zeros_like(x), []
         counts = (row_terms.target >= 0).unsqueeze(1)
         for softmax in row_terms.softmaxes:
@@ -372,7 +375,8 @@ def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
     """Rows of logits as a softmax sees them, in fp32 (fp64); a view where they are stored so."""
     x, bias = stored.logits[rows, :columns], stored.bias
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return transformed(x, None if bias is None else bias[:columns], of_rows(stored.transform, rows))
+    transform = stored.transform if stored.transform.row_scale is None else of_rows(stored.transform, rows)
+    return transformed(x, None if bias is None else bias[:columns], transform)
 
 
 def transform_(stored: Stored) -> Stored:
