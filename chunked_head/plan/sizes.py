@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core.gpus import UNCUT, DhiddenSplit, Gpu, dhidden_split
-from ..core.stats import Demand
+from ..core.stats import Demand, Names, layout_of
 from ..core.tiles import PRODUCT_ROWS
 
 MiB = 1 << 20
@@ -159,6 +159,11 @@ class Sizes:
     @property
     def weight_elements(self) -> int:
         return (self.vocab + self.padding) * self.hidden
+
+    @functools.cached_property
+    def softmaxes(self) -> tuple[Names, ...]:
+        """Names of the vectors of each softmax, the teacher's last."""
+        return layout_of(self.demand).softmaxes
 
     def sums_into(self, dtype: torch.dtype) -> bool:
         """True where a product of operands can be stored in ``dtype``: their own dtype, or one of 32 bits or more."""

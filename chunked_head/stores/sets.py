@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.records import KeptEntries
-from ..core.stats import SUFFIX, Coefficients, Demand, RowStats
+from ..core.stats import SUFFIX, Coefficients, Demand, RowStats, layout_of
 from .gradients import Gradients
 from .operands import Head, Kept, Rows
 from .store import Store, outputs_of, ratio_of, terms_of, transform
@@ -41,7 +41,7 @@ class SetStore(Store):
     ):
         """``rows``: of the call, as given; hidden states, or logits that ``exist``, whose ``gradient`` is stored."""
         self.backend, self.head, self.column_sets, self.rows = backend, head, column_sets, rows
-        self.demand, self.gradient = demand, gradient
+        self.demand, self.softmaxes, self.gradient = demand, layout_of(demand).softmaxes, gradient
         self.transform, wide = transform(head, rows.scale), torch.promote_types(head.weight.dtype, torch.float32)
         # each in memory of its own: kernels are compiled for where it begins
         self.logits = torch.empty(len(column_sets.columns), dtype=wide, device=head.weight.device)

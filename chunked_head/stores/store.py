@@ -1,6 +1,5 @@
 """The protocol of a store, the base of stores that multiply, and the stores of logits from BLAS or the caller."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,12 +108,8 @@ class Store:
     multiplies = True  # False: logits come from gathered rows, not from a matmul
     head: Head
     demand: Demand
+    softmaxes: tuple[Names, ...]  # names of the vectors of each softmax, the teacher's last
     known_targets = False
-
-    @functools.cached_property
-    def softmaxes(self) -> tuple[Names, ...]:
-        """Names of the vectors of each softmax, the teacher's last."""
-        return layout_of(self.demand).softmaxes
 
     @classmethod
     def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
@@ -173,7 +168,7 @@ class MatmulStore(Store):
         """``backend``: the functions that compute. ``all_rows``: the call's rows as given."""
         self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
-        self.tie = TIE if self.sizes.half else None
+        self.tie, self.softmaxes = TIE if self.sizes.half else None, self.sizes.softmaxes
         self.tiles = slices(self.vocab, plan.tile_columns) if tiled else [slice(0, self.vocab)]
         # logits in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
@@ -378,6 +373,7 @@ class GivenLogits(LogitsStore):
 
     def __init__(self, backend: Any, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
         self.backend, self.head, self.demand, self.vocab = backend, head, demand, rows.hidden.shape[1]
+        self.softmaxes = layout_of(demand).softmaxes
         self.stored, self.gradient_of = Stored(rows.hidden, None, None, transform(head, rows.scale)), gradient
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
