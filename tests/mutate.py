@@ -202,7 +202,11 @@ MUTATIONS = [Mutation(*row) for row in (
     ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "layout.local(labels.t())", "layout.local(labels)", "tests/frameworks/test_framework_seams.py"),
     ("TRL: which targets are the likeliest", "chunked_head/integrations/trl.py", "results.argmax == targets", "results.argmax != targets", "tests/frameworks/test_trl_seams.py"),
     ("TRL: a gradient that was not foreseen", "chunked_head/integrations/trl.py", "<= 1e-5 * size", "<= 1e9 * size", "tests/frameworks/test_trl_seams.py"),
-    ("TRL: direction of a divergence", "chunked_head/integrations/trl.py", "beta=beta, entropy=True", "beta=1.0 - beta, entropy=True", "tests/frameworks/test_trl_seams.py"),
+    ("TRL: direction of a divergence", "chunked_head/integrations/trl.py", '"beta": beta, "entropy": True', '"beta": 1.0 - beta, "entropy": True', "tests/frameworks/test_trl_seams.py"),
+    ("frozen: rows without their factors", "kernels/gradients/row_grad.py", "factor = tl.load(factor_ptr + row)", "factor = tl.load(factor_ptr + row) * 0.0 + 1.0", "tests/functions/test_frozen_head.py -k upstream"),
+    ("frozen: factors in another order than rows", "chunked_head/call/sweep.py", "factors = self.packing.unpack(factors)", "factors = factors", "tests/functions/test_frozen_head.py -k upstream"),
+    ("frozen: losses of lse taken for losses of log-probabilities", "chunked_head/arithmetic/demand.py", "summand.builtin and summand.reads_target for", "summand.builtin for", "tests/functions/test_frozen_head.py -k products"),
+    ("frozen: a gradient of entropies that rows do not have", "chunked_head/call/run.py", "all(gradient is None for gradient in upstream[1:])", "True", "tests/functions/test_frozen_head.py -k entropies"),
 )]  # fmt: skip
 
 

@@ -95,8 +95,9 @@ def linear_cross_entropy(
         The loss: fp32 (fp64 for fp64), 0-d, or target's shape for ``reduction="none"``.
 
     Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
-    Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
-    does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
+    Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward
+    unless the head is frozen, as does every backward after the first over a retained graph. Double backward and
+    ``torch.func`` transforms raise.
     Inside of ``torch.compile`` the call is an operator of the graph (docs/guides/options.md).
 
     Raises:

@@ -53,7 +53,8 @@ def linear_divergence(
 
     without the logits of either, for a loss of one's own. A loss that is their mean or sum is ``linear_loss`` with
     ``losses.forward_kl`` and the others: three matmuls and the teacher's one. This function makes the student's and the
-    teacher's logits twice, since each token's upstream gradient comes late.
+    teacher's logits twice, since each token's upstream gradient comes late; once where hidden states alone take a
+    gradient and no entropy is returned.
 
     Args:
         target: token ids whose ``ignore_index`` says what does not count; None where every token does, or ``mask``

@@ -16,7 +16,6 @@ from ..core.checks import flag
 from ..core.stats import all_at_targets
 from .fields import with_candidates
 
-# results of ``linear_logprobs`` behind the first
 FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # results that are returned on demand, in order
 
 
@@ -100,7 +99,9 @@ def linear_logprobs(
     All results but argmax and top-K are differentiable. Under ``torch.no_grad()``, or where neither hidden states nor
     head need a gradient, a call is one matmul and keeps no logits beyond a chunk. With gradients, logits are computed
     again in ``backward``, where the upstream gradient of each token is known: four matmuls. A loss from
-    ``chunked_head.losses`` in ``linear_loss`` needs three.
+    ``chunked_head.losses`` in ``linear_loss`` needs three. Where hidden states alone take a gradient (a frozen head, as
+    under LoRA), each row of it is made in the forward pass and multiplied in ``backward``: two matmuls, and three with
+    another result that is differentiable (entropy, lse, mean_logit, log_sum_sq_probs). ``plan()`` says which.
 
     A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
     a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on as many ranks give the same
@@ -144,6 +145,11 @@ def linear_logprobs(
     return call
 
 
+def with_first_planned(name: str, *args: Any, **options: Any) -> Any:
+    """The result of a public function whose plan counts on no gradient but that of the first values per token."""
+    return execute(lambda *a, **o: replace(TASKS[name](*a, **o), unplanned=FLAGS), args, options)
+
+
 class LogprobsOfTrainer:
     """``linear_logprobs`` for a trainer that logs entropies and may differentiate them too.
 
@@ -156,7 +162,7 @@ class LogprobsOfTrainer:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() or not self.unplanned:
             return linear_logprobs(*args, **options)
-        results = execute(lambda *a, **o: replace(TASKS["linear_logprobs"](*a, **o), unplanned=FLAGS), args, options)
+        results = with_first_planned("linear_logprobs", *args, **options)
         for value in results[1:] if isinstance(results, tuple) else ():
             if value.requires_grad:
                 value.register_hook(self.note_gradient)

@@ -119,7 +119,7 @@ def linear_loss(
         metrics: ``chunked_head.metrics``, of names that differ.
         reduction: of summands without one of their own: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and
             without metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
-            gradients are known in ``backward`` only, where logits are computed again.
+            gradients are known in ``backward`` only, where logits are computed again unless the head is frozen.
         normalizer: D of summands that are means and have none of their own: a number or a 0-d tensor on the device.
             None: for each summand the number of tokens (segments, pairs) that count, or 1 where none does. 0 gives 0.
         temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
@@ -147,7 +147,8 @@ def linear_loss(
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
     and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments and pairs end, and
-    three matmuls are enough, but for losses of ``losses.custom`` and with ``skip_ignored``; ``out.plan`` says so.
+    three matmuls are enough, but for losses of ``losses.custom`` and with ``skip_ignored``; with a frozen head two are,
+    where the losses are functions of log-probabilities alone. ``out.plan`` says so.
 
     Inside of ``torch.compile`` the call is an operator; docs/guides/options.md says what breaks the graph, and that a
     tensor multiplies a loss by ``Losses.times`` there.

@@ -9,9 +9,11 @@ place: ``ChunkedLogProbFunction`` (SFT, DPO, KTO, GRPO, RLOO and what derives fr
 ``use_liger_kernel=True`` asks for it, and not SFT) and ``ChunkedDivergenceFunction`` (distillation, from TRL 1.15 on).
 Values are TRL's, but for logits that ours does not round to 16 bits.
 
-Gradients wait for the loss that TRL computes of them: four matmuls. ``patch_trl(losses=("SFT",))`` foresees SFT's loss
-from its config and batch, and makes gradients along with the statistics: three. TRL computes its loss all the same;
-backward compares its gradient with the foreseen one, and where it is another computes the logits again.
+Gradients wait for the loss that TRL computes of them: four matmuls, and two where the head is frozen, as it is under
+LoRA. Where the loss has a gradient of entropies too, as GRPO's with ``entropy_coef``, a frozen head takes three.
+``patch_trl(losses=("SFT",))`` foresees SFT's loss from its config and batch, and makes gradients along with the
+statistics: three matmuls. TRL computes its loss all the same; backward compares its gradient with the foreseen one, and
+where it is another computes the logits again.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ from ..call.run import on_device
 from ..call.run import run as run_call
 from ..call.spec import spec_of
 from ..functions.divergence import linear_divergence
-from ..functions.logprobs import LogprobsOfTrainer
+from ..functions.logprobs import LogprobsOfTrainer, with_first_planned
 from ..losses.base import Losses
 from .frameworks import Framework, Place, check_named
 from .huggingface.fused import mean_logits
@@ -157,10 +159,11 @@ class DivergenceSeam:
                 }
                 if teacher_bias is not None:
                     teacher["teacher_bias"] = teacher_bias.detach().to(rows.dtype)
-                results = linear_divergence(
-                    hidden, weight, bias=bias, divergence="jsd", beta=beta, entropy=True, **teacher, **head
-                )
-            assert isinstance(results, tuple)
+                options = {"bias": bias, "divergence": "jsd", "beta": beta, "entropy": True, **teacher, **head}
+                if torch.compiler.is_compiling():
+                    results: Any = linear_divergence(hidden, weight, **options)
+                else:  # the entropy takes no gradient
+                    results = with_first_planned("linear_divergence", hidden, weight, **options)
             return results.divergence, results.entropy.detach()
 
         with gathered(student_weight, student_bias):
@@ -338,8 +341,8 @@ def patch_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> 
 
     Args:
         losses: ``("SFT",)`` makes the gradients of ``SFTTrainer`` along with log-probabilities, in three matmuls
-            instead of four. TRL computes loss and metrics as ever. Where its gradient is not the foreseen one, it is
-            computed, with a warning.
+            instead of four; a frozen head takes two in any case. TRL computes loss and metrics as ever. Where its
+            gradient is not the foreseen one, it is computed, with a warning.
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
             call, as in ``linear_logprobs``. A second ``patch_trl`` puts its options in their place.
 

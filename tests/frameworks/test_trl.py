@@ -17,10 +17,11 @@ import tiny
 from datasets import Dataset, disable_progress_bars, enable_progress_bars
 from peft import LoraConfig, PromptTuningConfig
 from tiers import tier
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import utils
 
 from chunked_head import losses, metrics, patch_model
+from chunked_head.call import run
 from chunked_head.integrations import trl as integration
 from chunked_head.integrations.trl import DivergenceSeam, LogProbSeam, patched_trl
 
@@ -232,3 +233,56 @@ def test_dft_and_accumulation(tmp_path: Path, calls: list[type], passes: list[An
             _, ours = trained(tmp_path, None, **options)
         assert len(calls) == 4 and len(passes) == 4 * len(foreseen)
         assert_alike(ours, theirs)
+
+
+def schedules_of(
+    trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[list[str], list[dict[str, float]]]:
+    """Schedules of the calls that make gradients while a trainer trains a LoRA adapter, and what it logs."""
+    schedules: list[str] = []
+
+    def noted(*args: Any, real: Any = run.prepared, **more: Any) -> Any:
+        prepared = real(*args, **more)
+        if prepared[1].plan.sizes.any_grad:
+            schedules.append("by rows" if prepared[1].plan.row_factors else prepared[1].plan.schedule)
+        return prepared
+
+    monkeypatch.setattr(run, "prepared", noted)
+    adapter = LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    tokenizer = tiny.tokenizer()
+    settings = tiny.settings(tiny.arguments("", ["--cpu", "--steps", "2"]), str(tmp_path))
+    prompts = [{"prompt": f"What is {what}? ", "chosen": text, "rejected": text[::-1]} for what, text in tiny.FACTS]
+    common = {"processing_class": tokenizer, "peft_config": adapter, "train_dataset": Dataset.from_list(prompts)}
+    torch.manual_seed(0)
+    if trainer == "dpo":
+        made = DPOTrainer(tiny.model(len(tokenizer)), args=DPOConfig(**settings, max_length=96), **common)
+    else:
+        config = GRPOConfig(**settings, num_generations=4, max_completion_length=8, num_iterations=2, **options)
+        common["train_dataset"] = common["train_dataset"].remove_columns(["chosen", "rejected"])
+        made = GRPOTrainer(
+            tiny.model(len(tokenizer)), lambda completions, **_: list(map(len, completions)), config, **common
+        )
+    made.train()
+    monkeypatch.undo()
+    return schedules, tiny.printed(made.state.log_history, ("loss", "entropy", "grad_norm"))
+
+
+@needs_fused
+@pytest.mark.parametrize(
+    ("trainer", "options", "expected"),
+    [
+        ("dpo", {}, ["by rows"] * 2), ("grpo", {}, ["by rows"] * 2),
+        ("grpo", {"entropy_coef": 0.01}, ["by rows", "recompute"]),
+    ],
+    ids=["dpo", "grpo", "grpo-entropy"],
+)  # fmt: skip
+def test_lora_takes_two_products(
+    trainer: str, options: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head without adapter is frozen: entropies that are logged cost no second pass, those of a loss do, from the
+    second step on by the plan."""
+    none, theirs = schedules_of(trainer, tmp_path, monkeypatch, **options)
+    with patched_trl():
+        found, ours = schedules_of(trainer, tmp_path, monkeypatch, **options)
+    assert (none, found) == ([], expected)
+    assert_alike(ours, theirs)
