@@ -1,7 +1,6 @@
 """chunked_head: the head of a language model, from hidden states to loss and gradients without the logits."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
 
@@ -15,7 +14,7 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and _one_of_them.i
 # ruff: noqa: E402  (after the path is set)
 from . import losses, metrics
 from .call.options import Execution
-from .core.checks import hints_of
+from .core.checks import answer_names
 from .functions import scoring
 from .functions.cross_entropy import ChunkedHead, CrossEntropyLoss, linear_cross_entropy
 from .functions.divergence import linear_divergence
@@ -40,14 +39,10 @@ __all__ = [
 ]  # fmt: skip
 
 quantize = quantise  # the American name
-LIGER = "that is chunked_head.integrations.liger.LigerFusedLinearCrossEntropyLoss"
-CROSS_ENTROPY = "that is linear_cross_entropy, as a module ChunkedHead; CrossEntropyLoss is of logits"
-if not TYPE_CHECKING:  # a type checker would take every name of a module with ``__getattr__``
-    __getattr__ = hints_of(__name__, __all__, {
-        "ligerfusedlinearcrossentropyloss": LIGER, "linearcrossentropy": CROSS_ENTROPY,
-        "linearcrossentropyloss": CROSS_ENTROPY, "fusedlinearcrossentropy": CROSS_ENTROPY,
-        "fusedlinearcrossentropyloss": CROSS_ENTROPY, "crossentropy": CROSS_ENTROPY,
-        "logprobs": "that is linear_logprobs", "selectivelogsoftmax": "that is linear_logprobs",
-        "metric": "that is metrics.Metric", "loss": "that is linear_loss", "patch": "that is patch_model",
-        "unpatchtrl": "that is chunked_head.integrations.trl.unpatch_trl",
-    })  # fmt: skip
+answer_names(__name__, {
+    "chunked_head.integrations.liger.LigerFusedLinearCrossEntropyLoss": "ligerfusedlinearcrossentropyloss",
+    "linear_cross_entropy, as a module ChunkedHead; CrossEntropyLoss is of logits":
+        "linearcrossentropy linearcrossentropyloss fusedlinearcrossentropy fusedlinearcrossentropyloss crossentropy",
+    "linear_logprobs": "logprobs selectivelogsoftmax", "metrics.Metric": "metric", "linear_loss": "loss",
+    "patch_model": "patch", "chunked_head.integrations.trl.unpatch_trl": "unpatchtrl",
+})  # fmt: skip

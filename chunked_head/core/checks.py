@@ -4,7 +4,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -298,16 +298,17 @@ INSTEAD = {
 }
 
 
-def hints_of(module: str, names: Collection[str], hints: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """A module's ``__getattr__``: its error says what stands for a name of other libraries, or which name is like it.
-    ``hints``: remedies by names in small letters without ``_``."""
+def answer_names(module: str, hints: Mapping[str, str]) -> None:
+    """Makes a module's error for a missing name say what stands for it, or which name is like it. ``hints``: by what
+    stands for them names of other libraries, in small letters without ``_``."""
+    package, remedies = sys.modules[module], {name: remedy for remedy, names in hints.items() for name in names.split()}
 
     def missing(name: str) -> NoReturn:
-        remedy = hints.get(name.lower().replace("_", ""))
-        hint = "" if name.startswith("__") else f"; {remedy}" if remedy else nearest(name, names)
+        remedy = remedies.get(name.lower().replace("_", ""))
+        hint = f"; that is {remedy}" if remedy else "" if name.startswith("__") else nearest(name, package.__all__)
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
-    return missing
+    vars(package)["__getattr__"] = missing  # unseen by type checkers, which would take every name
 
 
 def remedy_for(unknown: Any, options: Collection[str]) -> str:

@@ -18,14 +18,13 @@ from ..plan.segments import Segments
 
 def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -> Any:
     """The batch with the fields that are arguments too. ValueError for one that stands in both places."""
-    if mask is None and token_weights is None:
-        return batch
-    arguments = {"mask": mask, "token_weights": token_weights}
+    if (mask is None and token_weights is None) or not (batch is None or isinstance(batch, Mapping)):
+        return batch  # of another type: the call's checks say so
+    fields, arguments = dict(batch or {}), {"mask": mask, "token_weights": token_weights}
     for name, value in arguments.items():
-        if value is not None and isinstance(batch, Mapping) and batch.get(name) is not None:
+        if value is not None and fields.get(name) is not None:
             raise ValueError(f"{name} stands in batch and in an argument of its own; pass one of them")
-    fields = {name: value for name, value in arguments.items() if value is not None}
-    return fields if batch is None else {**batch, **fields} if isinstance(batch, Mapping) else batch
+    return fields | {name: value for name, value in arguments.items() if value is not None}
 
 
 def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: Tensor | None) -> Call[Any]:

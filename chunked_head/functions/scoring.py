@@ -68,17 +68,13 @@ def load_prompt_logprobs(prompts: Iterable[Sequence[Any]], length: int | None = 
     """
     texts = [[entries_of(entry) for entry in prompt] for prompt in prompts]
     longest, width = (max(map(len, rows), default=0) for rows in (texts, [e for text in texts for e in text]))
-    length, width = longest if length is None else length, max(width, 1)
+    length = longest if length is None else length
     if longest > length:
         raise ValueError(f"length must be at least that of the longest prompt, {longest}, got {length}")
-    ids, logprobs = torch.zeros(len(texts), length, width).long(), torch.full((len(texts), length, width), -torch.inf)
-    for row, text in enumerate(texts):
-        for column, entries in enumerate(text[1:]):
-            if entries:
-                values, tokens = zip(*entries, strict=True)
-                ids[row, column, : len(entries)] = torch.tensor(tokens)
-                logprobs[row, column, : len(entries)] = torch.tensor(values)
-    return {"teacher_ids": ids, "teacher_logprobs": logprobs}
+    missing = [(-torch.inf, 0)] * max(width, 1)
+    rows = [[(*e, *missing[len(e) :]) for e in text[1:]] + [missing] * (length - len(text[1:])) for text in texts]
+    table = torch.tensor(rows, dtype=torch.float64).view(len(texts), length, len(missing), 2)
+    return {"teacher_ids": table[..., 1].long(), "teacher_logprobs": table[..., 0].float()}
 
 
 def entries_of(entry: Any) -> list[tuple[float, int]]:

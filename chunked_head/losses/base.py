@@ -139,7 +139,12 @@ class Measure:
     def text(self) -> str:
         """The call of the factory that made the measure, such as "grpo(clip_high=0.28)"; its label where none did."""
         factory, args, options = vars(self).get("origin", (None, (), {}))
-        return self.label if factory is None else text_of_call(factory, args, options)
+        if factory is None:
+            return self.label
+        usual = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
+        unusual = [n for n, v in options.items() if isinstance(v, Tensor) or n not in usual or v != usual[n]]
+        arguments = [*map(text_of, args), *[f"{name}={text_of(options[name])}" for name in unusual]]
+        return f"{factory.__name__}({', '.join(arguments)})"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.text})"
@@ -271,14 +276,6 @@ def text_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor{list(value.shape)}"
     return f"{value:.6g}" if type(value) is float else getattr(value, "__name__", repr(value))
-
-
-def text_of_call(factory: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
-    """A call with the arguments that are not the defaults, such as "dpo(0.05, variant='ipo')"."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
-    unusual = {k: v for k, v in options.items() if isinstance(v, Tensor) or k not in defaults or v != defaults[k]}
-    arguments = [*map(text_of, args), *[f"{name}={text_of(value)}" for name, value in unusual.items()]]
-    return f"{factory.__name__}({', '.join(arguments)})"
 
 
 # makes a loss of a plain function; ``user.py`` appends ``custom``, since it imports this file

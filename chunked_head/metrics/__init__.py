@@ -1,8 +1,6 @@
 """Metrics from the statistics that losses are made of: no softmax pass of their own, nothing read from the device."""
 
-from typing import TYPE_CHECKING
-
-from ..core.checks import hints_of
+from ..core.checks import answer_names
 from .functions import (
     AGAINST,
     acceptance,
@@ -33,12 +31,9 @@ __all__ = [
     "perplexity", "preference", "ratio", "reward", "top_probability", "vocabulary_sum",
 ]  # fmt: skip
 
-KL = "metrics.kl_old() is to the old policy, metrics.kl_reference() to a reference"
-if not TYPE_CHECKING:  # a type checker would take every name of a module with ``__getattr__``
-    __getattr__ = hints_of(__name__, __all__, {
-        "kl": KL, "approxkl": KL, "ppl": "that is metrics.perplexity()", "acc": "that is metrics.accuracy()",
-        "clipfrac": "that is metrics.clip_fraction()", "clipratio": "that is metrics.clip_fraction()",
-        "ess": "that is metrics.effective_sample_size()", "logprobs": "that is metrics.logprob()",
-        "loss": "out.loss and out.parts have losses", "reduce": "that is metrics.all_reduce()",
-        "rewards": "metrics.preference(loss) has what trainers log", "dpo": "that is metrics.preference(losses.dpo())",
-    })  # fmt: skip
+answer_names(__name__, {
+    "metrics.kl_old() to the old policy, metrics.kl_reference() to a reference": "kl approxkl",
+    "metrics.perplexity()": "ppl", "metrics.accuracy()": "acc", "metrics.clip_fraction()": "clipfrac clipratio",
+    "metrics.effective_sample_size()": "ess", "metrics.logprob()": "logprobs", "metrics.all_reduce()": "reduce",
+    "metrics.preference(loss)": "rewards dpo", "out.loss, and out.parts of each summand": "loss",
+})  # fmt: skip

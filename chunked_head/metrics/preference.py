@@ -38,8 +38,7 @@ def reward(
 
     ``average``, ``reference_free``, ``ld_alpha`` as in ``losses.dpo``, ``alpha`` as in ``losses.simpo``. A ``beta`` of
     1 and ``reference_free`` give log-probabilities. Without ``paired`` segments are chosen where ``segment_labels`` are
-    true, as in ``losses.kto``: each mean is over the segments of its label, the margin is the difference of the two
-    means, and there is no accuracy. ``preference(loss)`` has all that a loss's trainer logs.
+    true, as in ``losses.kto``: each mean is over one label's segments, and the margin is the difference of both.
 
     Fields: ``segments``, ``pairs`` (``segment_labels`` without ``paired``), ``ref_logprobs`` unless ``reference_free``.
     Means count pairs of two segments with a counted token, or segments with one.
@@ -88,18 +87,14 @@ def segment_scores(
     stats: Stats, batch: Batch, average: bool, reference: bool, power: float, ld_alpha: float | None
 ) -> Tensor:
     """Scores [num_segments], computed once for all metrics of a call."""
-
-    def bent_scores() -> Tensor:
+    key = id(stats), average, reference, power, ld_alpha
+    if key not in batch.memo:
         values = scores(stats, batch, reference)
         if ld_alpha is not None:
             values = torch.where(beyond_shorter(batch), values * ld_alpha, values)
-        return bent(total(values, batch, average), power, MOST_EXPONENT)
-
-    key = id(stats), average, reference, power, ld_alpha
-    if key not in batch.memo:
-        batch.memo[key] = stats, bent_scores()  # with the statistics, so that no others get their id
-    values: Tensor = batch.memo[key][1]
-    return values
+        # with the statistics, so that no others get their id
+        batch.memo[key] = stats, bent(total(values, batch, average), power, MOST_EXPONENT)
+    return batch.memo[key][1]
 
 
 # by loss: the options that its trainer's rewards share with it, others replaced. TRL's rewards of DPO are sums of
@@ -112,10 +107,7 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
 def preference(loss: Losses) -> tuple[Metric, ...]:
     """What trainers log beside DPO and its variants, CPO, SimPO, ORPO or KTO, under TRL's names: ``rewards/chosen``,
     ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (not of KTO), ``logps/chosen`` and
-    ``logps/rejected``; of the pass that computes the loss.
-
-        loss = losses.dpo(beta=0.05)
-        out = linear_loss(hidden, weight, target, loss, batch=batch, metrics=metrics.preference(loss))
+    ``logps/rejected``; from the loss's own pass: ``linear_loss(..., loss, metrics=metrics.preference(loss))``.
 
     ``beta`` and the scores' options are those of the first preference loss of a sum. Rewards and log-probabilities are
     sums over a segment for DPO and KTO, means for SimPO, ORPO and CPO's "ipo". With ``alpha`` rewards are AlphaPO's.

@@ -102,7 +102,7 @@ def test_fields_as_arguments(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "says"),
     [
-        (losses, "ppo", r"; PPO's clipped loss, .* is losses\.grpo\(\)"),
+        (losses, "ppo", r"; that is losses\.grpo\(\), with the critic's"),
         (losses, "CrossEntropy", "did you mean 'cross_entropy'"),
         (losses, "CrossEntropyLoss", r"; that is losses\.cross_entropy\(\)"),
         (losses, "ipo", r"losses\.dpo\(variant='ipo'\)"),

@@ -138,8 +138,9 @@ def test_any_lengths_and_pairs(data: st.DataObject) -> None:
     found = []
     for chunk in (data.draw(st.integers(1, 40)), 200):
         out = linear_loss(
-            hidden, weight, target, losses.dpo(), batch=batch, segment_lengths=lengths, chunk_tokens=chunk
-        )
+            hidden, weight, target, losses.dpo(), batch=batch, segment_lengths=lengths, chunk_tokens=chunk,
+            num_segments=len(lengths),  # of [0, n], which would be cu_seqlens too
+        )  # fmt: skip
         assert out.plan is not None and out.plan.chunk_tokens <= chunk
         found.append((out.loss, *torch.autograd.grad(out.loss, (hidden, weight))))
     torch.testing.assert_close(*found)
@@ -163,8 +164,8 @@ def test_four_matmuls_where_three_would_be_wrong(name: str, options: dict[str, A
         ([], {}, {}, "of one segment or more"),
         ([30.0, 30.0], {}, {}, "must be a list of ints"),
         (torch.ones(60), {}, {}, "one-dimensional int tensor on the CPU"),
-        ([60], {}, {"num_segments": 2}, "num_segments is 2, and segment_lengths are of 1; leave it out"),
-        ([0, 20, 60], {}, {"num_segments": 3}, "num_segments is 3, and segment_lengths are of 2"),
+        ([60], {}, {"num_segments": 2}, "num_segments is 2, segment_lengths are of 1; leave it out"),
+        ([0, 20, 60], {}, {"num_segments": 3}, "num_segments is 3, segment_lengths are of 2"),
         ([0, 60], {}, {}, r"\[0, 60\] are lengths of 2 segments, .* cu_seqlens of 1; pass num_segments=2 or 1"),
         ([0, 0, 60], {}, {"num_segments": 1}, "pass num_segments=3 or 2"),
         ([0, 30, 20, 60], {}, {}, "or grow from 0 to 60 as cu_seqlens do, got 4 that add up to 110"),
