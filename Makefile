@@ -47,7 +47,7 @@ $(PARTS:%=test-part-%): test-part-%: $(READY)
 	TRITON_INTERPRET=1 PYTHONPATH=tests:tests/helpers $(BIN)/python -m fuzz --part $* --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.mutate --part $*
 	$(if $(filter 3,$*),$(MAKE) test-frameworks FRAMEWORKS="fast $(HF)")
-	$(if $(filter 4,$*),$(MAKE) $(MACHINES:%=test-machine-%))
+	$(if $(filter 4,$*),$(MAKE) docs $(MACHINES:%=test-machine-%))
 
 # What other processors would give: other instructions of ATen, MKL and oneDNN, other numbers of threads, and a BLAS that
 # sums in another order (tests/helpers/other_blas.py); on tests of values, which such things change. CI sets MACHINES.
@@ -113,8 +113,9 @@ report: $(READY)  ## make tables and plots of README and docs/ from benchmarks/r
 hub:  ## build the folder for HuggingFace's `kernels` in hub/dist (docs/frameworks/kernels.md)
 	$(PYTHON) hub/build.py
 
-docs: $(VENV)/.docs  ## build the documentation into site/, strictly
+docs: $(VENV)/.docs  ## build the documentation into site/, strictly, and look at what was built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -q -n 0 tests/docs/test_site.py
 
 docs-serve: $(VENV)/.docs  ## serve the documentation at http://127.0.0.1:8000 and rebuild it as you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

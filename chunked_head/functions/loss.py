@@ -126,6 +126,7 @@ def linear_loss(
             two temperatures. A tensor [...] has one per token, indexed like the target; losses and metrics with a
             temperature of their own are refused beside it. It is read only where a token counts, and takes no gradient.
             One that is not positive and finite raises a ValueError on the CPU, and makes everything nan elsewhere.
+        stream_weights: factors of several streams' losses, numbers or 0-d tensors; None for 1 each.
         parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. Loss
             and parts are this rank's shares, of which an ``all_reduce(SUM)`` gives the whole batch's; D, sums over
             segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment
@@ -138,10 +139,9 @@ def linear_loss(
         loss = sum(w * out.loss for w, out in zip(stream_weights, outs))
 
     with one accumulation of the weight's gradient, in float32 at least, and each stream's own denominator.
-    ``stream_weights``: numbers or 0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``,
-    ``normalizer``, ``mask``, ``token_weights``, ``candidates`` and each tensor of ``batch`` are one for all streams or
-    a list of one each; everything else is the same for all. ``out.streams[i]`` has each stream's loss, parts, metrics
-    and plan.
+    ``target``, ``loss``, ``shift``, ``temperature``, ``normalizer``, ``mask``, ``token_weights``, ``candidates`` and
+    each tensor of ``batch`` are one for all streams or a list of one each; everything else is the same for all.
+    ``out.streams[i]`` has each stream's loss, parts, metrics and plan.
     ``memory_budget`` holds one accumulator and one chunk of one stream.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any

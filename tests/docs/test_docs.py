@@ -4,7 +4,9 @@ A block that cannot run here (it needs several GPUs, a download) says so in its 
 fence: python title="Not run by the tests: needs a download"``.
 """
 
+import contextlib
 import importlib
+import io
 import json
 import linecache
 import os
@@ -74,10 +76,10 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(environment)
 
 
-def execute(name: str, source: str) -> None:
+def execute(name: str, source: str, names: dict[str, Any] | None = None) -> None:
     """With the text where tracebacks and ``inspect.getsource`` look for it."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), {"__name__": "__main__"})
+    exec(compile(source, name, "exec"), {"__name__": "__main__"} if names is None else names)
 
 
 @pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
@@ -87,11 +89,29 @@ def test_block_runs(block: Block, newcomer: None) -> None:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
 def test_notebook_runs(notebook: Path, newcomer: None) -> None:
-    """All cells one after the other; readers are told seconds."""
+    """All cells one after the other, as ``docs/assets/run_notebooks.py`` runs them: what they print is what is shown.
+    Numbers differ by rounding. Readers are told seconds."""
     cells = json.loads(notebook.read_text())["cells"]
-    begun = time.thread_time()
-    execute(f"<{notebook.name}>", "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"))
+    begun, names = time.thread_time(), {"__name__": "__main__"}
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            execute(f"<{notebook.name} {cell['id']}>", "".join(cell["source"]), names)
+        shown = "".join(text for output in cell["outputs"] for text in output["text"])
+        assert is_same(printed.getvalue(), shown), f"run docs/assets/run_notebooks.py: {printed.getvalue()} is {shown}"
     assert time.thread_time() - begun < 10
+
+
+NUMBER = re.compile(r"(\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)")
+
+
+def is_same(printed: str, shown: str) -> bool:
+    """The same words and whole numbers; fractions within two percent, or both below 1e-4."""
+    parts = [NUMBER.split(" ".join(text.split())) for text in (printed, shown)]
+    if parts[0][::2] != parts[1][::2]:
+        return False
+    pairs = zip(*[[float(number) for number in split[1::2]] for split in parts], strict=True)
+    return all(a == pytest.approx(b, rel=0.02) or max(abs(a), abs(b)) < 1e-4 for a, b in pairs)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
