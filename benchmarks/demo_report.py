@@ -165,10 +165,13 @@ def run_numbers(run: RunResult) -> dict[str, object]:
 def save_plot(comparison: Comparison, folder: Path) -> Path:
     path, model = folder / "demo.svg", comparison.config.model
     runs = {PLAIN_LABEL: comparison.plain, OURS_LABEL: comparison.ours}
-    curves = {
-        f"{label}, {run.peak_bytes / MIB:,.0f} MiB, {timed(run.step_seconds):.3g} s": list(enumerate(run.losses, 1))
+    figures = [
+        f"{label}: {run.peak_bytes / MIB:,.0f} MiB, {timed(run.step_seconds):.3g} s a step"
         for label, run in runs.items()
-    }
-    title = f"One training run with two heads of {model.vocab:,} x {model.hidden}; {comparison.device}"
+    ]
+    plain, ours = (list(enumerate(run.losses, 1)) for run in runs.values())
+    ours = ours[:: max(1, len(ours) // 18)]  # few enough for dots, so that both runs are seen
+    title = f"One training run, two heads of {model.vocab:,} x {model.hidden}"
+    curves = dict(zip(figures, (plain, ours), strict=True))
     path.write_text(plot(title, "step", "training loss", curves), encoding="utf-8")
     return path

@@ -397,16 +397,24 @@ SECTIONS: dict[str, Callable[[], str]] = {
 def plots() -> dict[str, str]:
     rows = [row for row in rows_of("head") if row["provider"] in NAMES and row["provider"] != "floor"]
     rows = [row for row in rows if row["data"] == rows[0]["data"]]
-    points = {NAMES[row["provider"]].replace("`", ""): [(row["ms"], row["peak_bytes"] / 2**30)] for row in rows}
-    title = f"Loss and gradients of one head (8192 x 4096 x 128256, {read('head')['device']})"
+    points = {}
+    for row in rows:
+        name, peak = NAMES[row["provider"]].replace("`", ""), row["peak_bytes"] / 2**30
+        points[f"{name}: {row['ms']:.1f} ms, {peak:.1f} GiB"] = [(row["ms"], peak)]
+    title = f"One head, 8192 x 4096 x 128256, {read('head')['device'].removeprefix('NVIDIA ')}"
     made = {"heads": plot(title, "milliseconds", "GiB over the inputs", points)}
     curve: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rows_of("memory", model="llama3-8b"), key=lambda row: row["provider"] != "ours"):
         curve.setdefault(NAMES[row["provider"]], []).append((row["tokens"], row["peak_bytes"] / 2**30))
     made["memory"] = plot("Memory of Llama 3 8B's head in bf16", "tokens", "GiB over the inputs", curve, log=True)
-    runs = read("curves")["runs"]
-    trained = {name: list(enumerate(runs[name]["loss"], 1)) for name in ("plain", "patched")}
-    return made | {"curves": plot("A small model on real text, plain and patched", "step", "loss", trained)}
+    runs = {name: run["loss"] for name, run in read("curves")["runs"].items()}
+    ways = {"patched": "patched", "control": "plain, its weights changed by 1e-7"}
+    apart = {
+        words: [(step, 1e6 * abs(a - b)) for step, (a, b) in enumerate(zip(runs[name], runs["plain"], strict=True), 1)]
+        for name, words in ways.items()
+    }
+    title = "A small model on real text beside the plain one"
+    return made | {"curves": plot(title, "step", "difference of the loss, in millionths", apart)}
 
 
 def made() -> dict[Path, str]:

@@ -1,15 +1,20 @@
-"""Hooks of the site: each notebook of docs/ is a page, links to notebooks lead to these pages, and formulas are MathML,
-which browsers draw without a script."""
+"""Hooks of the site: each notebook of docs/ is a page, links to notebooks lead to these pages, Python blocks are
+followed by what they print, and formulas are MathML, which browsers draw without a script."""
 
 import html as markup
 import json
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+from run_blocks import BLOCK, OUTPUTS, key_of
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -29,11 +34,21 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     if page.file.generated_by is not None:
         return markdown
+    outputs = json.loads(OUTPUTS.read_text())
+
+    def with_output(block: re.Match[str]) -> str:
+        output = outputs.get(key_of(block[1]))
+        return block[0] if output is None else f'{block[0]}\n\n```text title="It prints"\n{output}```'
+
+    markdown = BLOCK.sub(with_output, markdown)
     return re.sub(r"(\]\([\w./-]+)\.ipynb\)", r"\1.md)", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Replace what the extension arithmatex makes of ``$...$`` and ``$$...$$`` by MathML."""
+    """Replace what the extension arithmatex makes of ``$...$`` and ``$$...$$`` by MathML; names of the reference may
+    break behind a dot."""
+    names = re.compile(r'(<span class="doc doc-object-name[^"]*">)([\w.]+)(</span>)')
+    html = names.sub(lambda name: name[1] + name[2].replace(".", ".<wbr>") + name[3], html)
     for tag, display in (("span", "inline"), ("div", "block")):
         found = re.compile(rf'<{tag} class="arithmatex">\\[(\[](.*?)\\[)\]]</{tag}>', re.DOTALL)
         html = found.sub(lambda formula, display=display: convert(markup.unescape(formula[1]), display=display), html)

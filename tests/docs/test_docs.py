@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import run_blocks
 import torch
 
 import chunked_head
@@ -84,7 +85,14 @@ def execute(name: str, source: str, names: dict[str, Any] | None = None) -> None
 
 @pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
 def test_block_runs(block: Block, newcomer: None) -> None:
-    execute(f"<{block.name}>", "\n" * (block.line - 1) + block.code)
+    """On a page of the site with what is shown below it."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        execute(f"<{block.name}>", "\n" * (block.line - 1) + block.code)
+    if block.name.startswith("docs") and not run_blocks.VOLATILE.search(printed.getvalue()):
+        shown = json.loads(run_blocks.OUTPUTS.read_text()).get(run_blocks.key_of(block.code), "")
+        says = f"run docs/assets/run_blocks.py: {printed.getvalue()} is {shown}"
+        assert is_same(printed.getvalue(), shown), says
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)

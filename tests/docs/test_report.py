@@ -89,10 +89,15 @@ def test_two_heads_on_two_kinds_of_data(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "| **chunked_head** | 10.2 ms (10.1 to 10.3) | 1.02 | 1.0 GiB | 1.0e-03 | 2.0e-03 | - |" in text
 
 
-def test_labels_of_near_dots_are_apart() -> None:
-    picture = svg.plot("", "", "", {"one": [(50.0, 1.0)], "two": [(51.0, 1.0)], "three": [(52.0, 0.9)]})
-    found = [int(y) for y in re.findall(r'y="(\d+)" [^>]*font-weight="bold" text-anchor', picture)]
-    assert len(found) == 3 and all(abs(a - b) >= 12 for a, b in itertools.combinations(found, 2))
+def test_numbers_of_near_dots_are_apart() -> None:
+    """Each beside its dot and before its name in the legend."""
+    dots = {"one, a name that is rather long": [(50.0, 1.0)], "two": [(51.0, 1.0)], "three": [(52.0, 0.98)]}
+    picture = svg.plot("", "", "", dots)
+    found = re.findall(r'<text x="(\d+)" y="(\d+)" [^>]*font-weight="bold" text-anchor="start">(\d)<', picture)
+    places = [(int(x), int(y)) for x, y, _ in found]
+    assert [number for *_, number in found] == ["1", "2", "3"]
+    assert all(abs(a[0] - b[0]) > 19 or abs(a[1] - b[1]) > 13 for a, b in itertools.combinations(places, 2))
+    assert all(f">{name}<" in picture for name in dots)
 
 
 def test_no_result_is_kept_that_nothing_shows() -> None:
