@@ -31,6 +31,19 @@ def run_python(code: str, cwd: Path, path: Path | None = None, interpreter: str 
     return done.stdout.strip()
 
 
+def test_what_the_repository_says_of_itself() -> None:
+    """The version to cite is the package's, badges say what pyproject.toml does, each issue asks for the doctor's words."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation, badges = (ROOT / "CITATION.cff").read_text(), (ROOT / "README.md").read_text()
+    assert f"\nversion: {chunked_head.__version__}\n" in citation and f"\nlicense: {project['license']}\n" in citation
+    minors = [word.rpartition(".")[2] for word in project["classifiers"] if "Python :: 3." in word]
+    assert f"python-3.{min(minors, key=int)}%20to%203.{max(minors, key=int)}-" in badges
+    assert next(word for word in project["dependencies"] if word.startswith("torch")) == "torch>=2.9"
+    assert "torch-2.9%20to%20" in badges and f"licence-{project['license'].replace('-', '--')}-" in badges
+    templates = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert len(templates) == 4 and all("chunked-head doctor" in path.read_text() for path in templates)
+
+
 def test_kernels_has_no_init() -> None:
     """With one, the folder would pass for the package `kernels`, which transformers imports where it finds it."""
     assert (ROOT / LAUNCH).is_file()
