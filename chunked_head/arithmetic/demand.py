@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.divergences import DIVERGENCES, Sum
 from ..core.records import Statistic, SumFunction
-from ..core.statistics import STATISTICS, TOP, needed
+from ..core.statistics import OF_LOSSES, TOP, lists_of, needed
 from ..core.stats import SUFFIX, Demand, Pairing, View, VocabularySum, vectors_at
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
@@ -143,9 +143,8 @@ def structure_of(
     leaves: set[str] = set()
     for summand, view in summand_views:
         leaves |= {name + SUFFIX[view] for name in ("logprob", "lse")}
-        sloped = [s for s in STATISTICS if s.slopes is not None and not summand.needs.isdisjoint(s.words)]
+        sloped = [s for s in OF_LOSSES if s.slopes is not None and not summand.needs.isdisjoint(s.words)]
         leaves |= {vectors_at(s, view)[0] for s in sloped}
-        leaves |= {"column_logits"} if "topk_logprobs" in summand.needs else set()
     words = {(name, view) for measure, view in (*summand_views, *metric_views) for name in measure.needs}
     names = {name for name, _ in words}
     columns_shared = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
@@ -170,7 +169,7 @@ def structure_of(
     demand = Demand(
         views=views,
         statistics=needed(words, len(views)),
-        columns=columns if "topk_logprobs" in names else 0,
+        lists=lists_of(names, columns, 0),
         pairing=pairing,
         sums=sums,
         rank_one=leaves <= {"logprob", "lse"} and not sums,

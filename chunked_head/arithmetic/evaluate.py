@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..core.memory import Cache, empty
 from ..core.private import anomalies_at, in_own_thread, plain_saving
-from ..core.statistics import STATISTICS, statistics_at
+from ..core.statistics import OF_LOSSES, statistics_at
 from ..core.stats import SUFFIX, RowStats, vectors_at
 from ..losses.base import Measure, Summand
 from ..losses.batch import Batch, Copies, Stats
@@ -145,15 +145,11 @@ def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves:
     values = {"logprob": leaves["logprob" + suffix], "lse": lse}
     if not measure.reads_target:
         del values["logprob"]  # there may be no target
-    for statistic in STATISTICS:
+    for statistic in OF_LOSSES:
         names = vectors_at(statistic, view)
         if names[0] in leaves:
-            softmax = leaves["start" + suffix], leaves["rest" + suffix]
+            softmax = leaves["start" + suffix], leaves["rest" + suffix], lse
             values |= statistic.values([leaves[name] for name in names], softmax, ratio, structure.vocab)
-    if "column_logits" in leaves:
-        x = (leaves["column_logits"] * ratio).t()
-        # the value without the rounding of lse, with its gradient
-        values["topk_logprobs"] = ((x - leaves["start" + suffix]) + leaves["rest" + suffix] + (lse.detach() - lse)).t()
     values.update({name: leaves[vector] for name, vector in structure.sum_vectors[measure, view].items()})
     if "teacher_argmax" in leaves:
         values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
@@ -312,8 +308,6 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
             if statistic.slopes is not None and name in grads:
                 for factor, value in statistic.slopes(grads[name], leaves[name], r).items():
                     add_coefficient(factor + suffix, value)
-    if "column_logits" in grads:
-        add_coefficient("columns", grads["column_logits"].contiguous())  # as kernels read it
     for i, vocabulary_sum in enumerate(structure.sums):
         if (name := f"sum{i}") not in grads:
             continue

@@ -318,8 +318,10 @@ class StatsObjective(Objective):
         return tuple(values)
 
     def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
-        if name == "top_k_logprobs":
-            return (stats["top_k_logits"] - stats["start"][:, None]) + stats["rest"][:, None]
+        for statistic in self.demand.lists:
+            if name in statistic.words:
+                softmax = stats["start"], stats["rest"], stats["lse"]
+                return statistic.values([stats[vector] for vector in statistic.vectors], softmax, 1.0, 0)[name]
         if name == "mean_logit":
             return stats["weighted_sum"] / self.structure.vocab
         if name == "log_sum_sq_probs":

@@ -29,7 +29,6 @@ Result = TypeVar("Result")
 # effect of another value: "spec": another Spec; "numbers": the Spec's numbers are made again; "call": the same Spec
 Decides = Literal["spec", "numbers", "call"]
 NO_LOSSES = Losses(())
-WITHOUT_GRADIENT = WITHOUT_SLOPE | {"top_k_logprobs", "top_k_ids"}  # of values per token
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -256,7 +255,7 @@ class Call(Generic[Result]):
     @property
     def differentiable(self) -> tuple[str, ...]:
         """The values per token that take a gradient, the first ones."""
-        return tuple([name for name in self.outputs if name not in WITHOUT_GRADIENT])
+        return tuple([name for name in self.outputs if name not in WITHOUT_SLOPE])
 
     @property
     def planned(self) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
         "any order; leave it False":
             is_fixed and sums_over_segments and device.type == "cuda",
         "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
-            is_fixed and sizes.demand.top_k,
+            is_fixed and sizes.demand.searches_logits,
         f"deterministic=True needs our own matmuls, which do not run these operands ({operands}); leave it False":
             is_fixed and not is_bounded,
         'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':

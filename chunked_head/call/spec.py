@@ -13,7 +13,7 @@ from ..core import checks
 from ..core.gpus import Gpu
 from ..core.memory import Cache
 from ..core.private import refuse_transforms
-from ..core.statistics import needed
+from ..core.statistics import lists_of, needed
 from ..core.stats import Demand, View
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..losses.user_checks import check_over_ranks
@@ -291,7 +291,8 @@ def structure_at(
         of_slopes = needed([(name, view) for name in call.planned], len(views))
         sloped = any(s.slopes is not None for of_view in of_slopes for s in of_view)
         rank_one = not (demand.sums or sloped or squares)
-        demand = demand._replace(views=views, statistics=statistics, top_k=call.top_k or 0, rank_one=rank_one)
+        lists = lists_of(call.outputs, 0, call.top_k or 0)
+        demand = demand._replace(views=views, statistics=statistics, lists=lists, rank_one=rank_one)
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
     if "kept_ids" in field_names:
@@ -354,9 +355,7 @@ def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> N
         return
     of_all = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
     checks.refuse({
-        **{of_all.format(s.of_all): s.of_all for s in demand.statistics[0]},
-        of_all.format("logits of a teacher's ids"): demand.columns,
-        of_all.format("top_k"): demand.top_k,
+        **{of_all.format(s.of_all): s.of_all for s in (*demand.statistics[0], *demand.lists)},
         of_all.format("a dense teacher"): demand.pairing is not None,
         of_all.format("a sum over the vocabulary"): demand.sums,
         "candidate_bias does not go with softcap, whose slope is that of logits without it; leave one out":

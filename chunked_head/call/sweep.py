@@ -85,7 +85,7 @@ def sweep(
         store.statistics(rows, out)
         if work.shard is not None:
             local_targets = rows.target if work.column_sets is None else work.local_targets[rows.tokens]
-            inputs = rows.hidden, local_targets, rows.columns, work.token_checks[rows.tokens]
+            inputs = rows.hidden, local_targets, work.token_checks[rows.tokens]
             work.shard.merge_stats(work.backend.merge_ranks, *inputs, out, objective.demand, store.known_targets)
         if has_sums and not is_teacher_last:
             store.sum_statistics(rows, out)

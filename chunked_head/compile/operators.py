@@ -229,7 +229,7 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
     tokens = math.prod(first.shape[:-1])
     numbers = len(call.losses.terms)
     numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in call.metrics)
-    top_k = tokens, spec.demand.top_k
+    top_k = tokens, call.top_k or 0
     shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
     values = [
         first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)

@@ -1,6 +1,6 @@
 """Arguments of kernels: tuples of torch tensors and numbers; nothing here needs Triton."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -59,22 +59,26 @@ NOT_STORED = Stored(None, None)  # type: ignore[arg-type]
 class Statistic:
     """A statistic of a row of logits ``x`` beside its softmax, in vectors [rows]. Equal to another of its name.
 
-    Its functions in PyTorch are here, its jit functions in ``kernels/statistics``: NAME_add_piece and so on.
+    Its functions in PyTorch are here, its jit functions in ``kernels/statistics``: NAME_add_piece and so on. One with a
+    ``width`` is a list: logits of so many columns of each row in a first vector [rows, width], the columns' ids in a
+    second one, or the caller's. Stores pick them from logits that are made, by no function of the statistic's.
     """
 
     name: str
     vectors: tuple[str, ...] = field(compare=False)  # their names
     words: tuple[str, ...] = field(compare=False)  # names of the values that losses, metrics and calls read
-    row: Callable[["RowBlock"], tuple[torch.Tensor, ...]] = field(compare=False, repr=False)  # of all columns
-    merge: Callable[[Sequence[torch.Tensor], "Shares"], tuple[torch.Tensor, ...]] = field(compare=False, repr=False)
-    # (vectors, start and rest of the softmax, its ratio, columns) -> what losses read, by name
+    row: Callable[["RowBlock"], tuple[torch.Tensor, ...]] | None = field(compare=False, repr=False)  # of all columns
+    # vectors [pieces, rows] and the pieces' probabilities, which a list does not read
+    merge: Callable[..., tuple[torch.Tensor, ...]] = field(compare=False, repr=False)
+    # (vectors, start, rest and lse of the softmax, its ratio, columns) -> what losses read, by name
     values: Callable[..., dict[str, torch.Tensor]] = field(compare=False, repr=False)
     # (derivative by the first vector, the vector, the softmax's ratio) -> coefficients; None: there is no derivative
     slopes: Callable[..., dict[str, torch.Tensor]] | None = field(default=None, compare=False, repr=False)
-    ids: tuple[str, ...] = field(default=(), compare=False)  # vectors that hold ids, int32
+    ids: tuple[str, ...] = field(default=(), compare=False)  # vectors that hold ids: int32, of a list int64
     of_softmax: bool = field(default=False, compare=False)  # there is one of each softmax, else one of the logits
     file: str = field(default="", compare=False)  # of its jit functions, where it has not its name
     of_all: str = field(default="", compare=False)  # what needs it, where sets of columns have none
+    width: int = 0  # columns of a list
 
     def __repr__(self) -> str:  # as ranks name it where their calls differ
         return self.name

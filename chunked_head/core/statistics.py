@@ -1,11 +1,13 @@
-"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit, the two largest.
+"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit, the two largest, and lists
+of logits: of columns that the caller names, and of the largest.
 
 Each is a record of PyTorch functions, with jit functions of its name in ``kernels/statistics``. Kernels, stores,
 messages of ranks, plans and the losses' arithmetic go through lists of them.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from .records import RowBlock, Shares, Statistic
 from .tiles import ELSEWHERE
 
-Softmax = tuple[Tensor, Tensor]  # start and rest
+Softmax = tuple[Tensor, Tensor, Tensor]  # start, rest and lse
 
 
 def entropy_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
@@ -75,7 +77,7 @@ def top_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ..
 
 
 def top_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (largest, ids), (start, rest) = vectors, softmax
+    (largest, ids), (start, rest, _) = vectors, softmax
     return {"argmax": ids.to(torch.int64), "top_logprob": ((largest * ratio - start) + rest).detach()}
 
 
@@ -112,7 +114,7 @@ def runner_up_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tens
 
 
 def runner_up_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (_, second), (start, rest) = vectors, softmax
+    (_, second), (start, rest, _) = vectors, softmax
     return {"runner_up_logprob": ((second * ratio - start) + rest).detach()}
 
 
@@ -123,15 +125,59 @@ RUNNER_UP = Statistic(
     "runner_up", ("largest", "runner_up"), ("runner_up_logprob",), runner_up_of_rows, runner_up_of_pieces,
     runner_up_values, file="top",
 )  # fmt: skip
+
+
+def columns_of_pieces(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A column's logit is 0 on other pieces than its own."""
+    return (vectors[0].sum(0),)
+
+
+def column_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+    x, (start, rest, lse) = (vectors[0] * ratio).t(), softmax
+    # the value without the rounding of lse, with its gradient
+    return {"topk_logprobs": ((x - start) + rest + (lse.detach() - lse)).t()}
+
+
+def column_slopes(grad: Tensor, logits: Tensor, ratio: float) -> dict[str, Tensor]:
+    return {"columns": grad.contiguous()}  # as kernels read it
+
+
+def top_k_of_pieces(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    logits, ids = (vector.transpose(0, 1).flatten(1) for vector in vectors)
+    largest, places = logits.topk(vectors[0].shape[2])
+    return largest, ids.gather(1, places)
+
+
+def top_k_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+    (logits, ids), (start, rest, _) = vectors, softmax
+    return {"top_k_logprobs": (logits - start[:, None]) + rest[:, None], "top_k_ids": ids}
+
+
+COLUMNS = Statistic(
+    "columns", ("column_logits",), ("topk_logprobs",), None, columns_of_pieces, column_values, column_slopes,
+    of_all="logits of a teacher's ids",
+)  # fmt: skip
+TOP_K = Statistic(
+    "top_k", ("top_k_logits", "top_k_ids"), ("top_k_logprobs", "top_k_ids"), None, top_k_of_pieces, top_k_values,
+    ids=("top_k_ids",), of_all="top_k",
+)  # fmt: skip
 STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order of ranks' messages
-WORDS = tuple([word for statistic in STATISTICS for word in statistic.words])
-WITHOUT_SLOPE = frozenset(word for statistic in STATISTICS for word in statistic.words if statistic.slopes is None)
+LISTS = COLUMNS, TOP_K
+OF_LOSSES = *STATISTICS, COLUMNS  # that losses and metrics may read
+WORDS = tuple([word for statistic in OF_LOSSES for word in statistic.words])
+WITHOUT_SLOPE = frozenset(word for s in (*STATISTICS, *LISTS) for word in s.words if s.slopes is None)
 
 
 @functools.cache
 def statistics_at(view: int) -> tuple[Statistic, ...]:
-    """Those that there are of one softmax; of logits the first has them."""
-    return tuple([statistic for statistic in STATISTICS if statistic.of_softmax or view == 0])
+    """Those that losses may read of one softmax; of logits the first has them."""
+    return tuple([statistic for statistic in OF_LOSSES if statistic.of_softmax or view == 0])
+
+
+def lists_of(words: Container[str], columns: int, top_k: int) -> tuple[Statistic, ...]:
+    """Lists of so many columns, for the values that are read."""
+    widths = zip(LISTS, (columns, top_k), strict=True)
+    return tuple([replace(s, width=width) for s, width in widths if width and any(word in words for word in s.words)])
 
 
 def needed(words: Iterable[tuple[str, int]], views: int) -> tuple[tuple[Statistic, ...], ...]:
@@ -141,4 +187,5 @@ def needed(words: Iterable[tuple[str, int]], views: int) -> tuple[tuple[Statisti
     def is_needed(statistic: Statistic, view: int) -> bool:
         return any((word, view if statistic.of_softmax else None) in pairs for word in statistic.words)
 
-    return tuple([tuple([s for s in statistics_at(view) if is_needed(s, view)]) for view in range(views)])
+    everywhere = [[s for s in statistics_at(view) if s not in LISTS] for view in range(views)]
+    return tuple([tuple([s for s in of_view if is_needed(s, view)]) for view, of_view in enumerate(everywhere)])

@@ -49,8 +49,7 @@ class Demand(NamedTuple):
 
     views: tuple[View, ...] = (View(),)  # the first over all columns at ratio 1
     statistics: tuple[tuple[Statistic, ...], ...] = ((),)  # for each view
-    columns: int = 0  # K: logits of so many columns of each row's own
-    top_k: int = 0  # largest logits and their columns
+    lists: tuple[Statistic, ...] = ()  # logits of some columns of each row
     pairing: Pairing | None = None
     sums: tuple[VocabularySum, ...] = ()  # over the vocabulary, made once softmaxes are known
     rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view
@@ -61,7 +60,17 @@ class Demand(NamedTuple):
     @property
     def one_sweep(self) -> bool:
         """True where one pass makes all statistics, so that a sweep need not store logits."""
-        return len(self.views) == 1 and self.pairing is None and not self.sums and self.top_k == 0
+        return len(self.views) == 1 and self.pairing is None and not self.sums and not self.searches_logits
+
+    @property
+    def searches_logits(self) -> bool:
+        """True where the columns of a list are found in the logits."""
+        return any(statistic.ids for statistic in self.lists)
+
+    @property
+    def columns(self) -> int:
+        """K: columns that each row's caller names for a list."""
+        return sum(statistic.width for statistic in self.lists if not statistic.ids)
 
     def of_columns(self, columns: int | None) -> "Demand":
         """The demand of a rank's columns; None: what ranks of other columns have in common."""
@@ -73,7 +82,7 @@ class Demand(NamedTuple):
     @property
     def numbers_per_token(self) -> int:
         """Numbers of four bytes per token that all statistics are."""
-        forms = statistics_of(self).values()
+        forms = layout_of(self).forms.values()
         return sum((form.numbers or 1) * (2 if form.ids == torch.int64 else 1) for form in forms)
 
 
@@ -100,6 +109,7 @@ class Layout(NamedTuple):
     """The vectors of a demand's statistics."""
 
     forms: dict[str, Form]  # by name, in the order of ranks' messages
+    places: dict[str, int]  # of those that ranks send, among the numbers of a message
     softmaxes: tuple[Names, ...]  # of each view, then of a teacher
 
 
@@ -113,12 +123,16 @@ def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
 
 
 def layout_of(demand: Demand) -> Layout:
-    return OF_DEMAND.get_or_make(demand, lambda: Layout(statistics_anew(demand), softmaxes_anew(demand)))
+    return OF_DEMAND.get_or_make(demand, lambda: layout_anew(demand))
 
 
-def statistics_of(demand: Demand) -> dict[str, Form]:
-    """The statistics of a demand by name, in the order of ranks' messages."""
-    return layout_of(demand).forms
+def layout_anew(demand: Demand) -> Layout:
+    forms, places, place = forms_anew(demand), dict[str, int](), 0
+    for name, form in forms.items():
+        if form.sent:
+            places[name] = place
+            place += form.numbers or 1
+    return Layout(forms, places, softmaxes_anew(demand))
 
 
 def softmaxes_anew(demand: Demand) -> tuple[Names, ...]:
@@ -132,15 +146,16 @@ def softmaxes_anew(demand: Demand) -> tuple[Names, ...]:
     return tuple(softmaxes)
 
 
-def statistics_anew(demand: Demand) -> dict[str, Form]:
+def forms_anew(demand: Demand) -> dict[str, Form]:
     number, local, pairing, forms = Form(), Form(sent=False), demand.pairing, dict[str, Form]()
 
     def add_forms(names: Iterable[str], form: Form = number) -> None:
         forms.update(dict.fromkeys(names, form))
 
     def add_vectors(statistic: Statistic, names: Sequence[str]) -> None:
+        id_dtype = torch.int64 if statistic.width else torch.int32
         for name, vector in zip(names, statistic.vectors, strict=True):
-            add_forms([name], Form(ids=torch.int32 if vector in statistic.ids else None))
+            add_forms([name], Form(statistic.width or None, id_dtype if vector in statistic.ids else None))
 
     add_forms(["target_logit"])
     for view, statistics in enumerate(demand.statistics):
@@ -148,22 +163,14 @@ def statistics_anew(demand: Demand) -> dict[str, Form]:
         add_forms([name + SUFFIX[view] for name in ("lse", "logprob")], local)
         for statistic in statistics:
             add_vectors(statistic, vectors_at(statistic, view))
-    if demand.columns:
-        add_forms(["column_logits"], Form(demand.columns))
-    if demand.top_k:
-        add_forms(["top_k_logits"], Form(demand.top_k))
-        add_forms(["top_k_ids"], Form(demand.top_k, torch.int64))
+    for statistic in demand.lists:
+        add_vectors(statistic, statistic.vectors)
     if pairing is not None:
         add_forms(["teacher_start", "teacher_rest"])
         for statistic in pairing.statistics:
             add_vectors(statistic, [f"teacher_{name}" for name in statistic.vectors])
     add_forms(names_of_sums(demand), local)
     return forms
-
-
-def sent(demand: Demand) -> tuple[str, ...]:
-    """Names of the statistics that ranks send each other, in the order of the message."""
-    return tuple(name for name, form in statistics_of(demand).items() if form.sent)
 
 
 def names_of_sums(demand: Demand) -> list[str]:
@@ -197,8 +204,8 @@ class RowStats(Vectors):
 
     ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
-    ``column_logits`` [tokens, K]. By name alone: vectors of ``Demand.statistics``; those of a further view's softmax,
-    with its ``SUFFIX``; those of a teacher, after ``teacher_``; and ``sum0``, ``sum0_total`` and so on, of
+    By name alone: vectors of ``Demand.statistics`` and, [tokens, K], of ``Demand.lists``; those of a further view's
+    softmax, with its ``SUFFIX``; those of a teacher, after ``teacher_``; and ``sum0``, ``sum0_total`` and so on, of
     ``Demand.sums``, and the sums of their slopes.
     """
 
@@ -207,9 +214,6 @@ class RowStats(Vectors):
     rest: Tensor
     logprob: Tensor
     target_logit: Tensor
-    column_logits: Tensor | None = None
-    top_k_logits: Tensor | None = None
-    top_k_ids: Tensor | None = None
     teacher_start: Tensor | None = None
     teacher_rest: Tensor | None = None
 

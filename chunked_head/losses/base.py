@@ -67,7 +67,7 @@ FIELDS: dict[str, Field] = {
 KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense teacher
 # statistics that a loss may need besides `logprob` and `lse`, which every call has
-STATISTICS = (*WORDS, "topk_logprobs")
+STATISTICS = WORDS
 DENSE = (*DIVERGENCES, "teacher_argmax")
 
 

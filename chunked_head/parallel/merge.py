@@ -1,6 +1,6 @@
 """Merging ranks' numbers: statistics of their columns (bit-identical on every rank), hidden states and gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +13,14 @@ from .agreement import all_gather, all_reduce, reduce_scatter
 class GatheredStats(NamedTuple):
     """Statistics of a chunk's rows, of each rank's own columns: pieces of the vocabulary."""
 
-    message: Tensor  # [pieces, numbers + 1, rows] as ``sent`` names them, and last a check of the tokens
+    message: Tensor  # [pieces, numbers + 1, rows] as ``Layout.places`` has them, and last a check of the tokens
     demand: Demand
     target: Tensor  # [rows] int64, -1 where a row does not count
     known_targets: bool  # every rank has sent the target's complete logit
     zero_or_nan: Tensor  # [] nan where pieces are of different tokens
 
 
-def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
-    """Numbers per row of each of the statistics."""
-    return [1 if value.dim() == 1 else value.shape[1] for value in (stats.by_name[name] for name in names)]
-
-
-def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
+def pack(stats: RowStats, names: Iterable[str], tokens: Tensor) -> Tensor:
     """[numbers + 1, rows]: statistics of a piece in one message, and last a check of its ``tokens`` [rows]; ids fit the
     floats that they travel as."""
     lines = []
@@ -33,29 +28,6 @@ def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
         value = stats.by_name[name].to(stats.lse.dtype)
         lines.append(value.unsqueeze(0) if value.dim() == 1 else value.t())
     return torch.cat([*lines, tokens.unsqueeze(0)])
-
-
-def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, Tensor]:
-    """The pieces' statistics [pieces, rows] or [pieces, rows, K] of ``packed`` [pieces, numbers, rows]."""
-    vectors, first = {}, 0
-    for name, width in zip(names, widths(stats, names), strict=True):
-        lines = packed[:, first : first + width]
-        vectors[name] = lines.squeeze(1) if stats.by_name[name].dim() == 1 else lines.transpose(1, 2)
-        first += width
-    return vectors
-
-
-def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
-    """Merges logits of the columns that a row names, and its largest logits, into ``out``."""
-    if "column_logits" in pieces:
-        assert out.column_logits is not None
-        out.column_logits.copy_(pieces["column_logits"].sum(0))
-    if "top_k_logits" in pieces:
-        assert out.top_k_logits is not None and out.top_k_ids is not None
-        logits, ids = (pieces[name].transpose(0, 1).flatten(1) for name in ("top_k_logits", "top_k_ids"))
-        largest, places = logits.topk(out.top_k_logits.shape[1])
-        out.top_k_logits.copy_(largest)
-        out.top_k_ids.copy_(ids.gather(1, places))
 
 
 class SummedRows:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import Demand, RowStats, names_of_sums, sent, statistics_of
+from ..core.stats import Demand, RowStats, layout_of, names_of_sums
 from ..core.tiles import ELSEWHERE
 from .agreement import agree, all_gather, all_reduce
 from .groups import MOST_IDS, ROWS, VocabParallel
@@ -80,7 +80,6 @@ class Shard:
         merge_ranks: Callable[[GatheredStats, RowStats], None],
         hidden: Tensor,  # [rows, hidden]
         target: Tensor,  # [rows]
-        columns: Tensor | None,  # [rows, K]
         token_checks: Tensor,
         stats: RowStats,
         demand: Demand,
@@ -91,15 +90,12 @@ class Shard:
         ``token_checks`` [rows] go along, or without targets sums of the hidden states (logits have neither): ranks with
         different tokens, such as those of a data-parallel group, get nan.
         """
-        for name, form in statistics_of(demand).items():
+        layout, dtype = layout_of(demand), stats.lse.dtype
+        for name, form in layout.forms.items():
             if form.ids is not None:
                 stats.by_name[name].add_(self.local_ids.start)
-        if stats.column_logits is not None:
-            assert columns is not None
-            stats.column_logits.masked_fill_(columns < 0, 0.0)
-        names, dtype = sent(demand), stats.lse.dtype
         tokens = hidden.sum(1, dtype=dtype) if self.compares_hidden else token_checks
-        local = pack(stats, names, tokens)
+        local = pack(stats, layout.places, tokens)
         gathered = local.new_empty(self.parallel.ranks, *local.shape)
         all_gather(gathered.view(-1, local.shape[1]), local, self.group)
         same = gathered[:, -1] == tokens

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ..core.checks import name
-from ..core.stats import statistics_of
+from ..core.stats import layout_of
 from .sizes import (
     BYTE,
     HIDDEN,
@@ -297,9 +297,9 @@ def merged_bytes(sizes: Sizes) -> int:
     if sizes.ranks == 1:
         return 0
     demand = sizes.demand
-    numbers = 1 + sum(form.numbers or 1 for form in statistics_of(demand).values() if form.sent)
-    largest = 8 * 2 * demand.top_k + 8 * demand.columns
-    return sizes.ranks * (12 * numbers + 48 + largest) + 8 * numbers
+    numbers = 1 + sum(form.numbers or 1 for form in layout_of(demand).forms.values() if form.sent)
+    lists = sum(8 * len(statistic.vectors) * statistic.width for statistic in demand.lists)
+    return sizes.ranks * (12 * numbers + 48 + lists) + 8 * numbers
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
@@ -400,5 +400,5 @@ def content_of_logits(s: Sizes) -> str:
     if s.own_matmul:
         why = why if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
     elif s.half:
-        why = "top_k" if s.demand.top_k else "rows not on 16 bytes"
+        why = "top_k" if s.demand.searches_logits else "rows not on 16 bytes"
     return f"{content} ({why})"

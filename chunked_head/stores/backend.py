@@ -3,7 +3,6 @@
 
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from ..core.checks import BACKENDS, choice
 from ..core.gpus import gpu_of
 from ..core.records import Places
-from ..core.stats import RowStats, layout_of, sent
-from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
+from ..core.stats import RowStats, layout_of
+from ..parallel.merge import GatheredStats
 from ..plan.plans import Plan
 from . import torch_functions as functions
 from .operands import Head, Rows
@@ -108,16 +107,18 @@ class Backend:
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
         (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.by_name
-        names = sent(demand)
-        place_of = dict(zip(names, itertools.accumulate(widths(out, names), initial=0), strict=False))
+        _, place_of, softmaxes = layout_of(demand)
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher
-        for softmax, ratio in zip(layout_of(demand).softmaxes, ratios, strict=False):
+        for softmax, ratio in zip(softmaxes, ratios, strict=False):
             vectors = tuple([place_of[name] for _, names in softmax.statistics for name in names])
             places = Places(place_of[softmax.start], place_of[softmax.rest], place_of["target_logit"], vectors)
             outputs = outputs_of(stats, softmax)
             self.merge_softmax(outputs, message, zero_or_nan, target, ratio, places, known_targets)
-        if out.column_logits is not None or out.top_k_logits is not None:
-            merge_lists(unpack(message.double(), out, names), out)
+        for statistic in demand.lists:
+            places_of = [place_of[name] for name in statistic.vectors]
+            pieces = [message[:, place : place + statistic.width].double().transpose(1, 2) for place in places_of]
+            for name, merged in zip(statistic.vectors, statistic.merge(pieces), strict=True):
+                stats[name].copy_(merged)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""

@@ -75,9 +75,9 @@ class SetStore(Store):
                 self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
             return
         out.zero_()
-        if out.column_logits is not None:
+        for statistic in self.demand.lists:
             x = self.logits.masked_fill(self.column_sets.columns < 0, 0.0).view(-1, self.demand.columns)
-            out.column_logits.copy_(x[rows.tokens])
+            out.by_name[statistic.vectors[0]].copy_(x[rows.tokens])
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         """Gradients of hidden states, or of logits that exist, 0 in other rows where every row that counts keeps a

@@ -20,6 +20,7 @@ from ..core.records import (
     Terms,
     Transform,
 )
+from ..core.statistics import COLUMNS
 from ..core.stats import SUFFIX, Coefficients, Demand, Names, RowStats, VocabularySum, layout_of
 from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
@@ -87,8 +88,8 @@ OwnColumns = tuple[Tensor, Tensor, Tensor]
 def own_columns(rows: Rows, stats: RowStats, c: Coefficients) -> OwnColumns | None:
     if c.columns is None:
         return None
-    assert stats.column_logits is not None and rows.columns is not None
-    return rows.columns, c.columns, stats.column_logits
+    assert rows.columns is not None
+    return rows.columns, c.columns, stats.by_name[COLUMNS.vectors[0]]
 
 
 class Store:
@@ -328,23 +329,26 @@ class LogitsStore(MatmulStore):
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
             row_stats(outputs_of(vectors, self.softmaxes[i]), self.stored, *softmax)
-        if out.column_logits is not None:
-            assert rows.columns is not None
-            self.pick_columns(out.column_logits, rows.columns)
-        if out.top_k_ids is not None:
-            assert out.top_k_logits is not None
-            if self.stored.bias is not None:
-                self.stored = self.stored._replace(logits=logits.add_(self.stored.bias), bias=None)
-            largest = torch.empty_like(out.top_k_logits), out.top_k_ids
-            factor = self.stored.transform.logit_scale
-            torch.topk(logits, out.top_k_ids.shape[1], largest=factor is None or factor > 0, out=largest)
-            self.pick_columns(out.top_k_logits, out.top_k_ids)
+        for statistic in self.demand.lists:
+            of_list, *ids = [vectors[name] for name in statistic.vectors]
+            if ids:
+                self.search_largest(*ids)
+            self.pick_columns(of_list, ids[0] if ids else rows.columns)
         if self.demand.pairing is not None:
             columns_of_both, outputs = slice(0, self.demand.pairing.columns), outputs_of(vectors, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(rows, columns_of_both, outputs)
 
-    def pick_columns(self, out: Tensor, ids: Tensor) -> None:
+    def search_largest(self, ids: Tensor) -> None:
+        """Columns [rows, count] of the largest logits, which have no bias to be added later then."""
+        if self.stored.bias is not None:
+            self.stored = self.stored._replace(logits=self.stored.logits.add_(self.stored.bias), bias=None)
+        logits, factor = self.stored.logits, self.stored.transform.logit_scale
+        raw = torch.empty_like(ids, dtype=logits.dtype)
+        torch.topk(logits, ids.shape[1], largest=factor is None or factor > 0, out=(raw, ids))
+
+    def pick_columns(self, out: Tensor, ids: Tensor | None) -> None:
         """Logits of the columns ``ids`` [rows, count] of each row, 0 where one is -1."""
+        assert ids is not None
         columns, bias = ids.clamp(min=0), self.stored.bias
         x = self.stored.logits.gather(1, columns).to(out.dtype)
         x = transformed(x, None if bias is None else bias[columns], self.stored.transform)

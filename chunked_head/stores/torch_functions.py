@@ -132,6 +132,7 @@ def row_stats(
         write(out, rows, softmax_values)
         block = RowBlock(x, top, z, e, total, first, class_weights)
         for statistic, vectors in out.statistics:
+            assert statistic.row is not None
             for into, value in zip(vectors, statistic.row(block), strict=True):
                 into[rows] = value
 

@@ -27,7 +27,7 @@ from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, los
 from chunked_head.core import tiles
 from chunked_head.core.gpus import GPUS
 from chunked_head.core.statistics import STATISTICS
-from chunked_head.core.stats import Demand, RowStats, sent
+from chunked_head.core.stats import Demand, RowStats, layout_of
 from chunked_head.parallel.merge import GatheredStats
 from chunked_head.stores.triton.backend import TRITON, TritonBackend
 
@@ -130,7 +130,7 @@ def calls() -> None:
     target = torch.zeros(8, dtype=torch.int64)
     for demand in (Demand(), Demand(statistics=(STATISTICS,))):
         stats = RowStats.empty(8, demand, torch.float32, target.device)
-        message = torch.zeros(2, len(sent(demand)) + 1, 8)
+        message = torch.zeros(2, len(layout_of(demand).places) + 1, 8)
         TRITON.merge_ranks(GatheredStats(message, demand, target, False, torch.zeros(())), stats)
 
 

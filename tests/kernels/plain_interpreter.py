@@ -15,7 +15,7 @@ from chunked_head.kernels.products import launch as products
 from triton.runtime import interpreter
 
 from chunked_head import kernels, linear_cross_entropy
-from chunked_head.core.stats import Demand, RowStats, sent
+from chunked_head.core.stats import Demand, RowStats, layout_of
 from chunked_head.parallel.merge import GatheredStats
 from chunked_head.stores.triton.backend import TRITON
 
@@ -52,7 +52,7 @@ def test_targets_rows_beside_a_product() -> None:
 
 def test_statistics_of_two_ranks() -> None:
     logits, target = torch.randn(5, 40), torch.randint(40, (5,))
-    picked, names = logits.gather(1, target[:, None])[:, 0], sent(Demand())
+    picked, names = logits.gather(1, target[:, None])[:, 0], layout_of(Demand()).places
     pieces = []
     for first in (0, 20):
         part, here = logits[:, first : first + 20], (target >= first) & (target < first + 20)

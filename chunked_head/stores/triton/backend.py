@@ -87,7 +87,7 @@ class TritonBackend(Backend):
         heads = [(weight, dtype)]
         if teacher is not None and teacher.weight is not None:
             heads.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
-        if not all(starmap(read_in_blocks, heads)) or demand.top_k or gpu is None:
+        if not all(starmap(read_in_blocks, heads)) or demand.searches_logits or gpu is None:
             return LogitsStore
         if (demand.views[-1].columns or 0) % RELATIVE_STRIP:
             return LogitsStore  # a second softmax would end within a strip

@@ -121,11 +121,10 @@ class RelativeStore(HalfStore):
         if self.known_targets and head.add_targets is not None:
             head.add_targets(out.target_logit)  # other ranks' part
         self.stored_strips = strips = self.strips.of_rows(count)
-        if out.column_logits is not None:
+        for statistic in self.demand.lists:
             assert rows.columns is not None
-            statistics.dot_columns(
-                out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, logit_transform
-            )
+            logits = out.by_name[statistic.vectors[0]]
+            statistics.dot_columns(logits, rows.hidden, head.weight, rows.columns, head.bias, logit_transform)
         if self.buffer is not None:
             stored = self.buffer[:count, : self.vocab]
             if self.level is not None:
