@@ -52,9 +52,6 @@ class Stored(NamedTuple):
         return self._replace(logits=self.logits[rows], offset=offset)
 
 
-NOT_STORED = Stored(None, None)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, repr=False)
 class Statistic:
     """A statistic of a row of logits ``x`` beside its softmax, in vectors [rows]. Equal to another of its name.

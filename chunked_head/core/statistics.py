@@ -48,7 +48,7 @@ def weighted_sum_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
     return (weighted.sum(1),)
 
 
-def weighted_sum_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
+def sum_of_pieces(vectors: Sequence[Tensor], shares: Shares | None = None) -> tuple[Tensor, ...]:
     return (vectors[0].sum(0),)
 
 
@@ -96,7 +96,7 @@ WEIGHTED_SUM = Statistic(
     ("weighted_sum",),
     ("weighted_sum", "mean_logit"),
     weighted_sum_of_rows,
-    weighted_sum_of_pieces,
+    sum_of_pieces,
     weighted_sum_values,
     weighted_sum_slopes,
     of_all="the mean logit, or label smoothing",
@@ -127,11 +127,6 @@ RUNNER_UP = Statistic(
 )  # fmt: skip
 
 
-def columns_of_pieces(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A column's logit is 0 on other pieces than its own."""
-    return (vectors[0].sum(0),)
-
-
 def column_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
     x, (start, rest, lse) = (vectors[0] * ratio).t(), softmax
     # the value without the rounding of lse, with its gradient
@@ -154,7 +149,7 @@ def top_k_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, colu
 
 
 COLUMNS = Statistic(
-    "columns", ("column_logits",), ("topk_logprobs",), None, columns_of_pieces, column_values, column_slopes,
+    "columns", ("column_logits",), ("topk_logprobs",), None, sum_of_pieces, column_values, column_slopes,
     of_all="logits of a teacher's ids",
 )  # fmt: skip
 TOP_K = Statistic(

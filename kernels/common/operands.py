@@ -4,13 +4,13 @@ Of descriptors Triton checks each anew: those of one address and form are one.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.memory import Cache, empty
-from ...core.records import Statistic, StatisticOutputs, Stored
+from ...core.records import Statistic, StatisticOutputs, Stored, TeacherSoftmax
 from ...core.tiles import Matrix, Quantised, Tile, cdiv
 from .launcher import is_known
 
@@ -22,11 +22,19 @@ def strip_rows(rows: int) -> int:
     return cdiv(rows, STRIP_ROWS) * STRIP_ROWS
 
 
-def strip_stride(*stored: Stored) -> int:
-    """Stride from strip to strip of the offsets, one for all ``stored`` of the same rows; 0 for raw logits."""
-    strides = {side.offset.stride(0) for side in stored if side.offset is not None} or {0}
+def strip_stride(stored: Stored, teacher: TeacherSoftmax | None) -> int:
+    """Stride from strip to strip of the offsets, one for both of the same rows; 0 for raw logits."""
+    sides = (stored,) if teacher is None else (stored, teacher.stored)
+    strides = {side.offset.stride(0) for side in sides if side.offset is not None} or {0}
     assert len(strides) == 1, "buffers of relative logits are for equally many rows"
     return strides.pop()
+
+
+def teacher_operands(teacher: TeacherSoftmax | None) -> tuple[Any, ...]:
+    """A dense teacher's arguments of a kernel, as ``sums.FLAT`` names them."""
+    if teacher is None:
+        return ()
+    return *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
 
 
 class Strips(NamedTuple):

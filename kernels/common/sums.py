@@ -229,7 +229,9 @@ def user_functions(kinds: Sequence[Kind]) -> list[str]:
 def code_of_sums(kinds: Sequence[Kind]) -> Code:
     count = sum(kind.has_value + kind.has_total for kind in kinds)
     counts = {"outputs": count, "scalars": sum(kind.function.numbers for kind in kinds)}
-    return Code([*user_functions(kinds), add_sums(kinds)], {"ADD_SUMS": "add_sums", "SUMS": count}, counts, {})
+    counts["teacher"] = any(kind.function.is_paired for kind in kinds)
+    constants = {"ADD_SUMS": "add_sums", "SUMS": count, "IS_PAIRED": counts["teacher"]}
+    return Code([*user_functions(kinds), add_sums(kinds)], constants, counts, {})
 
 
 def kernel_of(body: Any, name: str, kinds: Hashable, code: Callable[[Any], Code] = code_of_sums) -> Launcher:

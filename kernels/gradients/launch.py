@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from ...core.records import (
     Transform,
 )
 from ...core.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
-from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
+from ..common.operands import Strips, even, matrix, row_stride, strip_stride, teacher_operands, with_scale
 from ..common.sums import Kind, kernel_of
 from . import grad_logits as matmul
 from . import row_grad as kernels
@@ -91,10 +91,6 @@ def row_grad(
     else:
         block, warps = row_block(columns)
         block = min(block, 4096) if sums else block
-    stride, of_teacher = strip_stride(stored), tuple[Any, ...]()
-    if teacher is not None:
-        of_teacher = *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
-        stride = strip_stride(stored, teacher.stored)
     if count is not None:
         sums = [term._replace(partial=None) for term in sums]
     flat = term_arguments(terms, sums, count is not None)
@@ -103,10 +99,10 @@ def row_grad(
     kernel[(column_programs * cdiv(rows, block_rows),)](
         dlogits, *partial_sums, stored.logits, stored.offset, stored.bias,
         *(() if count is None else (*entries, count)), None if terms.kappa is None else class_weights, terms.target,
-        terms.target_logit, *flat.starts, *flat.rests, *of_teacher, *flat.vectors, rows, columns, first_column,
-        *flat.widths, stored.logits.stride(0), dlogits.stride(0), stride,
-        partial_sums[0].stride(0) if partial_sums else None, *counted, *transform, *flat.ratios,
-        *[number for term in sums for number in term.numbers], tie if sums else None,
+        terms.target_logit, *flat.starts, *flat.rests, *teacher_operands(teacher), *flat.vectors,
+        rows, columns, first_column, *flat.widths, stored.logits.stride(0), dlogits.stride(0),
+        strip_stride(stored, teacher), partial_sums[0].stride(0) if partial_sums else None, *counted, *transform,
+        *flat.ratios, *[number for term in sums for number in term.numbers], tie if sums else None,
         COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if own_columns is not None:

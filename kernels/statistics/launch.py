@@ -7,7 +7,6 @@ import torch
 from ...core.gpus import multiprocessors_of, programs_of
 from ...core.records import (
     ALL_ROWS,
-    NOT_STORED,
     PLAIN,
     Counted,
     KeptEntries,
@@ -19,7 +18,7 @@ from ...core.records import (
     Transform,
 )
 from ...core.tiles import EXACT_BLOCK, INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
-from ..common.operands import Strips, even, matrix, row_stride, strip_stride, with_scale
+from ..common.operands import Strips, even, matrix, row_stride, strip_stride, teacher_operands, with_scale
 from ..common.sums import flat_outputs, kernel_of
 from . import merge as kernels
 from .columns import clean_rows_kernel, dot_columns_kernel
@@ -254,15 +253,10 @@ def sums(
     tie: float | None,  # relative difference of probabilities that count as equal
 ) -> None:
     """Sums over the vocabulary."""
-    rows, stored = student.logits.shape[0], NOT_STORED if teacher is None else teacher.stored
     kinds, tensors, numbers = flat_outputs(outputs)
-    sides = (student,) if teacher is None else (student, stored)
-    stride = 0 if teacher is None else stored.logits.stride(0)
-    kernel_of(row_sums, "sums_kernel", kinds)[(rows,)](
-        *tensors, student.logits, student.offset, student.bias, *softmax,
-        *stored[:3], *((None, None) if teacher is None else teacher[1:3]),
-        strip_stride(*sides), columns, student.logits.stride(0), stride,
-        *student.transform, ratio, *stored.transform, *numbers, tie,
+    kernel_of(row_sums, "sums_kernel", kinds)[(student.logits.shape[0],)](
+        *tensors, student.logits, student.offset, student.bias, *softmax, *teacher_operands(teacher),
+        strip_stride(student, teacher), columns, student.logits.stride(0), *student.transform, ratio, *numbers, tie,
         BLOCK=min(row_block(columns)[0], 2048), num_warps=4,
     )  # fmt: skip
 

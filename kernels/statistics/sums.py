@@ -19,28 +19,20 @@ def row_sums(
     bias_ptr,
     start_ptr,  # [rows] fp32: log p = (x - start) + rest
     rest_ptr,  # [rows] fp32
-    # inputs: q, each None where there is none
-    teacher_ptr,  # [rows, columns or more]
-    teacher_offset_ptr,
-    teacher_bias_ptr,
-    teacher_start_ptr,
-    teacher_rest_ptr,
+    teacher,  # of q, a tuple as FLAT names them; or None
     # sizes
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
     columns,  # that both have
     stride,
-    teacher_stride,
     # scalars
     logit_scale,
     softcap,
     row_scale_ptr,  # [rows] fp32 or None
     ratio,
-    teacher_scale,
-    teacher_softcap,
-    teacher_row_scale_ptr,
     scalars,  # a tuple of the sums' own numbers
     tie,  # of part_below
     ADD_SUMS: tl.constexpr,
+    IS_PAIRED: tl.constexpr,  # with a teacher
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -48,7 +40,11 @@ def row_sums(
     logits_ptr += row * stride
     row_scale = load_number(row_scale_ptr, row)
     start_p, rest_p = tl.load(start_ptr + row), tl.load(rest_ptr + row)
-    if teacher_ptr is not None:
+    if IS_PAIRED:
+        (
+            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, teacher_start_ptr, teacher_rest_ptr, _,
+            teacher_stride, teacher_scale, teacher_softcap, teacher_row_scale_ptr,
+        ) = teacher  # fmt: skip
         teacher_row_scale = load_number(teacher_row_scale_ptr, row)
         teacher_ptr += row * teacher_stride
         start_q, rest_q = tl.load(teacher_start_ptr + row), tl.load(teacher_rest_ptr + row)
@@ -66,7 +62,7 @@ def row_sums(
             x = x * ratio
         log_p = tl.where(in_columns, (x - start_p) + rest_p, float("-inf"))
         log_q = log_p
-        if teacher_ptr is not None:
+        if IS_PAIRED:
             y = load_row(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, in_columns, teacher_scale,
                 teacher_softcap, teacher_row_scale,
