@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -181,24 +180,19 @@ def names_of_sums(demand: Demand) -> list[str]:
 class Vectors:
     """Vectors of numbers per token by name, None for those not made."""
 
+    by_name: dict[str, Tensor]  # those that there are; shared, not to be changed
+
     @classmethod
     def from_dict(cls, vectors: dict[str, Tensor]) -> Self:
-        """Those that are there, by name; faster than a call with some thirty arguments."""
-        self = object.__new__(cls)
+        self = cls()
         vars(self).update(vectors, by_name=vectors)
         return self
-
-    @functools.cached_property
-    def by_name(self) -> dict[str, Tensor]:
-        """The vectors that are there; a shared dictionary, not to be changed."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
     def narrow(self, rows: slice) -> Self:
         """The vectors of a slice of rows, sharing memory."""
         return self.from_dict({name: value[rows] for name, value in self.by_name.items()})
 
 
-@dataclass(frozen=True, eq=False)
 class RowStats(Vectors):
     """Statistics of rows of logits ``x`` (after scale, cap and the call's temperature), fp32 (fp64 for fp64), [tokens].
 
@@ -214,8 +208,6 @@ class RowStats(Vectors):
     rest: Tensor
     logprob: Tensor
     target_logit: Tensor
-    teacher_start: Tensor | None = None
-    teacher_rest: Tensor | None = None
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
@@ -233,19 +225,18 @@ class RowStats(Vectors):
             value.zero_()
 
 
-@dataclass(frozen=True, eq=False)
 class Coefficients(Vectors):
     """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
 
-    0 where a row does not count. ``columns`` [tokens, K] is added at each of a row's own columns. By name alone:
-    ``alpha`` and ``eta`` of a further view, with its ``SUFFIX``; ``sum0`` and so on, of ``Demand.sums``.
+    0 where a row does not count. By name alone: ``alpha`` and ``eta`` of a further view, with its ``SUFFIX``; ``sum0``
+    and so on, of ``Demand.sums``.
     """
 
-    alpha: Tensor | None = None
-    beta: Tensor | None = None
-    eta: Tensor | None = None
-    kappa: Tensor | None = None
-    columns: Tensor | None = None
+    alpha: Tensor | None = None  # of p: from logprob, lse, entropy and sums over the vocabulary
+    beta: Tensor | None = None  # of 1[target], negative: from logprob
+    eta: Tensor | None = None  # of p log p: from entropy
+    kappa: Tensor | None = None  # of class weights, negative: from the weighted sum
+    columns: Tensor | None = None  # [tokens, K] at each of a row's own columns: from their logits
 
     def __mul__(self, factor: Tensor) -> "Coefficients":
         """The coefficients times ``factor`` []."""

@@ -227,13 +227,12 @@ class MatmulStore(Store):
             outputs = SumOutputs(function, numbers, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"))
             groups.setdefault((view, function.is_paired), []).append(outputs)
         for (view, is_paired), sums in groups.items():
-            suffix, teacher, columns = SUFFIX[view], None, views[view].columns or self.vocab
+            names, teacher, columns = self.softmaxes[view], None, views[view].columns or self.vocab
             if is_paired:
                 assert pairing is not None and self.teacher_stored is not None
-                assert out.teacher_start is not None and out.teacher_rest is not None
                 columns = pairing.columns
-                teacher = TeacherSoftmax(self.teacher_stored, out.teacher_start, out.teacher_rest, columns)
-            softmax = vectors["start" + suffix], vectors["rest" + suffix]
+                teacher = self.teacher_softmax(self.teacher_stored, out, columns)
+            softmax = vectors[names.start], vectors[names.rest]
             self.backend.sums(sums, self.stored, softmax, ratio_of(views[view].ratio), teacher, columns, self.tie)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
@@ -247,6 +246,11 @@ class MatmulStore(Store):
         if normalize is not None:
             self.backend.row_stats(normalize, stored, stored.logits.shape[1])
         return stored
+
+    def teacher_softmax(self, stored: Stored, stats: RowStats, columns: int) -> TeacherSoftmax:
+        """A teacher's softmax over the vocabulary, of so many columns of logits."""
+        names, vectors = self.softmaxes[-1], stats.by_name
+        return TeacherSoftmax(stored, vectors[names.start], vectors[names.rest], columns)
 
     def differentiate_(
         self,
@@ -265,9 +269,7 @@ class MatmulStore(Store):
         over the vocabulary [programs, rows], where these are made on the way."""
         pairing, columns, softmax = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
-            assert stats.teacher_start is not None and stats.teacher_rest is not None
-            columns_of_both = min(max(pairing.columns - first, 0), columns)
-            softmax = TeacherSoftmax(teacher, stats.teacher_start, stats.teacher_rest, columns_of_both)
+            softmax = self.teacher_softmax(teacher, stats, min(max(pairing.columns - first, 0), columns))
         sums = sum_terms(self.demand.sums, stats, c, softmax is not None, partial_sums) if self.demand.sums else []
         common = terms_of(self.demand, rows.target, stats, c, first, columns)
         logit_transform = transform(head, rows.scale)

@@ -83,13 +83,13 @@ class Gradient(NamedTuple):
     is_fused: bool = False  # as ``fused_softmax_term``
 
 
-# lines of ADD_TERMS, for a softmax i and coefficients
+# lines of ADD_TERMS, for a softmax i and coefficients: of which statistics, says ``core/stats.py``, ``Coefficients``
 TERMS = {
-    "softmax": "grad += softmax_term(logs[{i}], {})",
-    "entropy": "grad += entropy_term(logs[{i}], {}, {})",
-    "fused": "grad += fused_softmax_term(x, offs, starts[{i}], rests[{i}], ratios[{i}], widths[{i}], {})",
-    "target": "grad = tl.where(is_target, grad - {}, grad)",
-    "smoothing": "grad -= {} * omega",
+    "softmax": "grad += softmax_term(logs[{i}], {})",  # alpha
+    "entropy": "grad += entropy_term(logs[{i}], {}, {})",  # alpha, eta
+    "fused": "grad += fused_softmax_term(x, offs, starts[{i}], rests[{i}], ratios[{i}], widths[{i}], {})",  # alpha
+    "target": "grad = tl.where(is_target, grad - {}, grad)",  # beta
+    "smoothing": "grad -= {} * omega",  # kappa
 }
 ADD_TERMS = "add_terms(grad, x, logs, log_q, offs, is_target, omega, inside, softmaxes, vectors, scalars, tie)"
 

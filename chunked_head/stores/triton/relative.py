@@ -45,9 +45,7 @@ class RelativeStore(HalfStore):
         relative = stored and cls.name == "relative"
         strips = gpu.strips_of(sizes.vocab, relative)
         # offsets, and for each softmax a sum of exponentials and what statistics are made of
-        numbers = 1 + sum(
-            1 + sum(len(statistic.vectors) for statistic in statistics) for statistics in demand.statistics
-        )
+        numbers = 1 + sum(1 + sum(len(s.vectors) for s in statistics) for statistics in demand.statistics)
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
         if last < LOOP:
             return
@@ -71,22 +69,14 @@ class RelativeStore(HalfStore):
         self.tile = gpu.logits_tile(rows)
         self.tile_logit = empty(rows, dtype=torch.float32, device=device)  # targets' as they are in the strips' sums
         strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
-        self.strips = Strips.empty(
-            rows,
-            strip_count,
-            device,
-            demand.statistics,
-        )
+        self.strips = Strips.empty(rows, strip_count, device, demand.statistics)
         if self.arrived is not None:
             partial_elements, place = part_sums(sizes, rows) // 4, self.strips.all_sums()
             fits = partial_elements <= len(place)
             self.part_sums = (
                 place[:partial_elements] if fits else empty(partial_elements, dtype=torch.float32, device=device)
             )
-        self.ratios_and_columns = (
-            [ratio_of(ratio) for ratio, _ in demand.views],
-            [columns for _, columns in demand.views],
-        )
+        self.ratios_and_columns = [ratio_of(view.ratio) for view in demand.views], [v.columns for v in demand.views]
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
         if sizes.teacher_made:
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
