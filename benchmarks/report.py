@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import providers
-from benchmarks.svg import plot
+from benchmarks.svg import bars, plot
 from chunked_head import plan
 from chunked_head.core.gpus import CARDS, GPUS
 
@@ -40,6 +40,7 @@ LONG = {f"long-{ranks}": f"long-{ranks}-cuda.json" for ranks in (1, 2, 4)}
 FILES |= {question: file for question, file in LONG.items() if (RESULTS / file).exists()}
 HEADS = ("head", "small")  # of README's table
 SHOWN: set[str] = set()  # questions whose results were read since a page was begun
+PLOTTED = {"heads": "head", "model": "models", "memory": "memory", "curves": "curves"}  # by plot
 OLD = 100  # commits; figures that are older are to be measured again
 DATA = {"trained": "trained-like data", "flat": "flat data", "random": "flat data; errors of peaked data"}
 ONE, ERRORS = "floor, 1 product", ("d_hidden", "d_weight", "logprob")
@@ -382,6 +383,7 @@ def gpus() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "model-source": lambda: source("models", command=False), "head-source": lambda: source("head", command=False),
     "readme": two_heads, "heads": lambda: heads(*HEADS), "late": lambda: heads("late"),
     "default": default, "losses": all_losses, "short": lambda: all_losses("short"), "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
@@ -397,21 +399,27 @@ SECTIONS: dict[str, Callable[[], str]] = {
 def plots() -> dict[str, str]:
     rows = [row for row in rows_of("head") if row["provider"] in NAMES and row["provider"] != "floor"]
     rows = [row for row in rows if row["data"] == rows[0]["data"]]
-    points = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        name, peak = NAMES[row["provider"]].replace("`", ""), row["peak_bytes"] / 2**30
-        points[f"{name}: {row['ms']:.1f} ms, {peak:.1f} GiB"] = [(row["ms"], peak)]
+        label, peak = NAMES[row["provider"]].replace("`", ""), row["peak_bytes"] / 2**30
+        points[f"{label}: {row['ms']:.1f} ms, {peak:.1f} GiB"] = [(row["ms"], peak)]
     title = f"One head, 8192 x 4096 x 128256, {read('head')['device'].removeprefix('NVIDIA ')}"
     made = {"heads": plot(title, "milliseconds", "GiB over the inputs", points)}
+    ways = {row["provider"]: row for row in rows_of("models")}
+    steps = {}
+    for way in ("ours", "liger", "plain"):
+        peak = ways[way]["peak_bytes"] / 2**30
+        steps[NAMES[way]] = peak, f"{peak:.1f} GiB, {ways[way]['ms']:.0f} ms"
+    device = read("models")["device"].removeprefix("NVIDIA ")
+    made["model"] = bars(f"A 1B model, forward and backward of 8192 tokens, {device}", steps)
     curve: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rows_of("memory", model="llama3-8b"), key=lambda row: row["provider"] != "ours"):
         curve.setdefault(NAMES[row["provider"]], []).append((row["tokens"], row["peak_bytes"] / 2**30))
     made["memory"] = plot("Memory of Llama 3 8B's head in bf16", "tokens", "GiB over the inputs", curve, log=True)
     runs = {name: run["loss"] for name, run in read("curves")["runs"].items()}
-    ways = {"patched": "patched", "control": "plain, its weights changed by 1e-7"}
     apart = {
-        words: [(step, 1e6 * abs(a - b)) for step, (a, b) in enumerate(zip(runs[name], runs["plain"], strict=True), 1)]
-        for name, words in ways.items()
+        words: [(step, 1e6 * abs(a - b)) for step, (a, b) in enumerate(zip(runs[key], runs["plain"], strict=True), 1)]
+        for key, words in {"patched": "patched", "control": "plain, its weights changed by 1e-7"}.items()
     }
     title = "A small model on real text beside the plain one"
     return made | {"curves": plot(title, "step", "difference of the loss, in millionths", apart)}
@@ -424,6 +432,7 @@ def made() -> dict[Path, str]:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         SHOWN.clear()
         filled = pattern.sub(lambda part: f"{part[1]}\n{SECTIONS[part[2]]()}\n<!-- end report -->", page.read_text())
+        SHOWN.update(PLOTTED[name] for name in re.findall(r"plots/(\w+)\.svg", filled))
         for question in sorted(SHOWN):
             commit = read(question)["commit"][:7]
             if commit not in filled:

@@ -1,4 +1,4 @@
-"""A picture of lines or dots."""
+"""Pictures of lines, dots and bars, written by hand so that they are the same on every machine."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +9,8 @@ ROW = 24  # of the legend
 
 
 def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: bool = False) -> str:
-    """An SVG, written by hand so that it is the same on every machine: a line for each name, or a dot for one point.
-
-    The legend stands below, a row for each name; dots have its numbers. Legible where it is 400 pixels wide.
-    """
+    """An SVG with a line for each name, or a dot for one point. The legend stands below, a row for each name; dots have
+    its numbers. Legible where it is 400 pixels wide."""
     wide, left, top, right, floor = 520, 58, 44, 14, 330
     high = floor + 52 + ROW * len(lines)
     scale: Callable[[float], float] = math.log2 if log else float
@@ -60,4 +58,21 @@ def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: boo
         else:
             out.append(f'<path d="M{left - 34} {row - 5}h22" stroke="{color}" stroke-width="2.5"/>')
         out.append(text(left, row, words, bold))
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def bars(title: str, rows: Mapping[str, tuple[float, str]]) -> str:
+    """An SVG with a bar for each name, its value as the length and the words inside or behind it."""
+    wide, top, high, longest = 520, 40, 62, max(value for value, _ in rows.values())
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {top + high * len(rows)}" '
+        'font-family="sans-serif" font-size="15">',
+        f'<rect width="100%" height="100%" fill="#ffffff"/><title>{title}</title>',
+        f'<text x="8" y="22" font-weight="bold">{title}</text>',
+    ]
+    for index, (name, (value, words)) in enumerate(rows.items()):
+        y, length, color = top + high * index, 300 * value / longest, COLORS[index % len(COLORS)]
+        out.append(f'<text x="8" y="{y + 16}" fill="{color}" font-weight="bold">{name.replace("*", "")}</text>')
+        out.append(f'<rect x="8" y="{y + 22}" width="{length:.1f}" height="24" rx="2" fill="{color}"/>')
+        out.append(f'<text x="{length + 16:.1f}" y="{y + 40}">{words}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"

@@ -37,7 +37,7 @@ def test_a_tree_that_is_no_commit_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_page_names_the_commits_of_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another commit than the one that a page prints, figures are refused."""
     monkeypatch.setattr(report, "source", lambda *questions, **options: "commit be47ae3")
-    with pytest.raises(ValueError, match=r"benchmarks.md shows .*-cuda.json and does not name its commit, 6e51e07"):
+    with pytest.raises(ValueError, match=r"README.md shows .*-cuda.json and does not name its commit, 6e51e07"):
         report.made()
 
 
