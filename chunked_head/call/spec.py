@@ -15,6 +15,7 @@ from ..core.memory import Cache
 from ..core.private import refuse_transforms
 from ..core.statistics import lists_of, needed
 from ..core.stats import Demand, View
+from ..core.tiles import HEAVY
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..losses.user_checks import check_over_ranks
 from ..metrics import Metric
@@ -298,6 +299,8 @@ def structure_at(
     if "kept_ids" in field_names:
         # exponentials are relative to a target's logit, which rows with sets do not have
         demand = demand._replace(rank_one=False)
+    if call.precision is not None and not (call.kept_everywhere or demand.columns_only):
+        demand = demand._replace(heavy=HEAVY)
     return structure, demand
 
 

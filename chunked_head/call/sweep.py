@@ -240,7 +240,7 @@ class HeadWork(LocalWork):
     recordings: Cache[Any, RecordedSweep] | None = None  # of the Spec; None where the sweep cannot be recorded
     fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight
 
-    def head(self, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> Head:
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls. Under autocast this casts the weight, once for the pass."""
         sizes = self.plan.sizes
         bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
@@ -251,14 +251,12 @@ class HeadWork(LocalWork):
             weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
-            targets = self.softmax_targets if self.shard is None else self.shard.own_tokens(self.softmax_targets)
-            rows = hidden, targets, None if self.packing is None else self.packing.order
-            fp8 = self.backend.rounded_head(weight, bias, self.fp8_weight, *rows, sizes.deterministic)
+            fp8 = self.backend.rounded_head(weight, self.fp8_weight)
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     def forward(self, operands: Sequence[Any]) -> tuple[RowStats, Gradients | None]:
         hidden, weight, bias = operands
-        head = self.head(weight, bias, hidden)
+        head = self.head(weight, bias)
         if self.recordings is not None:
             return run_recorded(sweep, self, hidden, head)
         stats, grads = sweep(self, hidden, head)
@@ -300,7 +298,7 @@ class HeadWork(LocalWork):
         """Gradients of hidden states, weight and bias from all tokens' coefficients: computes the logits again."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
-        _, grads = sweep(self, hidden, self.head(weight, bias, hidden), (stats, coefficients))
+        _, grads = sweep(self, hidden, self.head(weight, bias), (stats, coefficients))
         assert grads is not None
         dhidden, *head_gradients = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan.sizes)
         return dhidden if packing is None or dhidden is None else packing.unpack(dhidden), *head_gradients

@@ -49,6 +49,7 @@ class Demand(NamedTuple):
     views: tuple[View, ...] = (View(),)  # the first over all columns at ratio 1
     statistics: tuple[tuple[Statistic, ...], ...] = ((),)  # for each view
     lists: tuple[Statistic, ...] = ()  # logits of some columns of each row
+    heavy: int = 0  # most ids of a row whose exact logits replace those of e4m3 operands; 0 where none do
     pairing: Pairing | None = None
     sums: tuple[VocabularySum, ...] = ()  # over the vocabulary, made once softmaxes are known
     rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view
@@ -164,6 +165,9 @@ def forms_anew(demand: Demand) -> dict[str, Form]:
             add_vectors(statistic, vectors_at(statistic, view))
     for statistic in demand.lists:
         add_vectors(statistic, statistic.vectors)
+    if demand.heavy:
+        add_forms(["heavy_ids"], Form(demand.heavy, torch.int32, sent=False))
+        add_forms(["heavy_logits"], Form(demand.heavy, sent=False))
     if pairing is not None:
         add_forms(["teacher_start", "teacher_rest"])
         for statistic in pairing.statistics:
@@ -198,6 +202,7 @@ class RowStats(Vectors):
 
     ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
+    ``heavy_ids`` [tokens, HEAVY] int32: columns in ascending order, -1 behind the last.
     By name alone: vectors of ``Demand.statistics`` and, [tokens, K], of ``Demand.lists``; those of a further view's
     softmax, with its ``SUFFIX``; those of a teacher, after ``teacher_``; and ``sum0``, ``sum0_total`` and so on, of
     ``Demand.sums``, and the sums of their slopes.
@@ -208,6 +213,8 @@ class RowStats(Vectors):
     rest: Tensor
     logprob: Tensor
     target_logit: Tensor
+    heavy_ids: Tensor | None = None
+    heavy_logits: Tensor | None = None
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":

@@ -29,19 +29,20 @@ PRODUCT_ROWS = 128  # most rows of logits' gradients that dweight's product read
 
 LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # a scale has an inverse, whatever it is of
 SAMPLED_ROWS = 4  # of a weight, which tell how large its numbers are
-EXACT_BLOCK = 256  # neighbouring ids with exact logits among those of e4m3; tiles' columns divide it
-IDS_PER_BLOCK, MOST_BLOCKS = 2048, 8  # in chunks of 2048 rows 8 take one turn of the multiprocessors
-
-
-def exact_blocks(vocab: int) -> int:
-    return min(vocab // IDS_PER_BLOCK, MOST_BLOCKS)
+HEAVY_LOG2, HEAVY = -6.0, 64  # logarithm of the probability that makes an id of a row heavy; the most that a row has
+# of e4m3 logits; a heavy id's exact logit is above, and errs by less than the difference
+CANDIDATE_LOG2 = -6.25
 
 
 class Quantised(NamedTuple):
-    """A matrix in e4m3, one byte a number, of which ``values * scale`` is what was rounded."""
+    """A matrix in e4m3, one byte a number, of which ``values * scale`` is what was rounded.
+
+    Of hidden states that is without their part along a direction [columns], which ``common`` has.
+    """
 
     values: torch.Tensor  # [rows, columns] float8_e4m3fn, contiguous
     scale: torch.Tensor  # [rows] fp32, or [] for all; nan where a number of them is not finite
+    common: torch.Tensor | None = None  # [rows] fp32: each row times the direction; None where there is none
 
 
 Matrix = torch.Tensor | Quantised  # an operand of the logits' products

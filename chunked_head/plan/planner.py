@@ -14,7 +14,6 @@ import torch
 
 from ..core.checks import name
 from ..core.memory import Cache
-from ..core.tiles import exact_blocks
 from .plans import MAX_HALF_CHUNKS, OTHER_BUDGETS, Plan, Schedule, needed_by
 from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
 
@@ -453,6 +452,6 @@ def widest_tile(plan: Plan, needed: Callable[[int], int], least: int) -> int:
         return tile if needed(tile) <= plan.budget else 0
     widest = largest(needed, plan.budget, vocab, TILE_MULTIPLE, least)
     if widest < TILE_MULTIPLE:
-        return 0 if plan.sizes.fp8 and exact_blocks(vocab) else widest  # a block of exact logits lies in one tile
+        return widest
     columns = math.ceil(vocab / math.ceil(vocab / widest))
     return min(vocab, math.ceil(columns / TILE_MULTIPLE) * TILE_MULTIPLE)

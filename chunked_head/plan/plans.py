@@ -172,7 +172,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     if sizes.fp8 == "made":
         yield Buffer("weight in e4m3", (sizes.vocab, sizes.hidden), torch.float8_e4m3fn, SWEEP, LOOP)
     if sizes.fp8:
-        yield Buffer("logits of mean hidden states", (sizes.vocab,), torch.float32, SWEEP, LOOP)
+        yield Buffer("weight times a direction", (sizes.vocab,), torch.float32, SWEEP, LOOP)
     if sizes.teacher_cast:
         shape = (sizes.teacher_columns, sizes.teacher_width)
         yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
@@ -278,7 +278,7 @@ def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Itera
     yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, first, last)
     yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, first, last)
     if sizes.fp8:
-        yield Buffer("hidden states in e4m3", (rows, sizes.hidden + 4), BYTE, first, last)  # and their scales
+        yield Buffer("hidden states in e4m3", (rows, sizes.hidden + 8), BYTE, first, last)  # and two numbers
     if sizes.hidden_ranks > 1:
         yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, first, last)
     if sizes.half and not sizes.half_products:  # an operand, and a product
@@ -324,7 +324,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         source = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
         rows.append(("teacher", f"logits of {s.teacher_columns} ids, {source}"))
     if s.fp8:
-        rows.append(("logits' operands", f"e4m3, the weight's copy {s.fp8}; the targets' logits of {name(s.dtype)}"))
+        rows.append(("logits' operands", f"e4m3, the weight's copy {s.fp8}; probable ids' logits of {name(s.dtype)}"))
     if s.gpu is not None:
         rows.append(("GPU", s.gpu.name))
     if plan.schedule == "recompute":

@@ -177,7 +177,7 @@ class Sizes:
     @property
     def keeps_sweep(self) -> bool:
         """True where a pass without gradients stores its logits too."""
-        return not (self.own_matmul and self.demand.one_sweep)
+        return self.fp8 is not None or not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property
     def teacher_last(self) -> bool:

@@ -17,7 +17,7 @@ from ..parallel.merge import GatheredStats
 from ..plan.plans import Plan
 from . import torch_functions as functions
 from .operands import Head, Rows
-from .quantised import Quantised, QuantisedWeight, RoundedHead, empty_quantised, frequent_blocks, mean_of, quantise_
+from .quantised import Quantised, QuantisedWeight, RoundedHead, direction_of, empty_quantised, quantise_
 from .store import LogitsStore, MatmulStore, Store, outputs_of
 
 
@@ -64,12 +64,10 @@ class Backend:
             store = self.grad_store if plan.sizes.grads_in_matmul else LogitsStore
         return store(self, head, plan, all_rows, tiled)
 
-    def quantised(
-        self, weight: Tensor, mean: Tensor | None = None, dots: Tensor | None = None, prints: Tensor | None = None
-    ) -> Quantised:
-        """A weight in e4m3, by one scale; in ``dots`` its products with ``mean``, in ``prints`` its fingerprints."""
+    def quantised(self, weight: Tensor, direction: Tensor, prints: Tensor | None = None) -> Quantised:
+        """A weight in e4m3, by one scale, and its products with a direction; in ``prints`` its fingerprints."""
         out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
-        self.quantise_(out, weight, mean, dots, prints)
+        self.quantise_(out, weight, direction, out.common, prints)
         return out
 
     def fingerprints(self, weight: Tensor) -> Tensor:
@@ -78,31 +76,19 @@ class Backend:
         self.quantise_(None, weight, prints=out)
         return out
 
-    def rounded_head(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        quantised_weight: QuantisedWeight | None,
-        hidden: Tensor,
-        target: Tensor,
-        order: Tensor | None,
-        fixed: bool,
-    ) -> RoundedHead:
-        """A head for these hidden states and targets (of rows in ``order``), or if ``fixed`` for any.
-        ``quantised_weight``: the caller's in e4m3; logits of rows that it is no longer a copy of are nan."""
-        mean, dots = mean_of(hidden, target, order), torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-        blocks = frequent_blocks(target, len(weight))
-        if fixed:  # a token's logits do not depend on other tokens
-            mean, blocks = torch.zeros_like(mean), blocks[:0]
+    def rounded_head(self, weight: Tensor, quantised_weight: QuantisedWeight | None) -> RoundedHead:
+        """A head for any hidden states. ``quantised_weight``: the caller's in e4m3; logits of rows that it is no longer
+        a copy of are nan."""
         if quantised_weight is None:
-            matrix = self.quantised(weight, mean, dots)
-        else:
-            # 16 bits that autocast casts to others: from the first call on
-            if weight.dtype not in quantised_weight.prints:
-                quantised_weight.prints[weight.dtype] = self.fingerprints(weight)
-            matrix = quantised_weight.matrix
-            self.quantise_(None, weight, mean, dots, expected=quantised_weight.prints[weight.dtype])
-        return RoundedHead(matrix, mean, dots if bias is None else dots.add_(bias), blocks)
+            direction = direction_of(weight)
+            return RoundedHead(self.quantised(weight, direction), direction)
+        # 16 bits that autocast casts to others: from the first call on
+        if weight.dtype not in quantised_weight.prints:
+            quantised_weight.prints[weight.dtype] = self.fingerprints(weight)
+        direction, prints = quantised_weight.direction, quantised_weight.prints[weight.dtype]
+        common = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        self.quantise_(None, weight, direction, common, expected=prints)
+        return RoundedHead(quantised_weight.matrix._replace(common=common), direction)
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""

@@ -1,6 +1,7 @@
 """Operands of a head as stores take them: rows of hidden states, the head, a teacher, sets of columns."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -8,9 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.tiles import EXACT_BLOCK
+from ..core.records import Transform
+from ..core.tiles import CANDIDATE_LOG2, HEAVY_LOG2
 from .matmul import project
 from .quantised import RoundedHead, empty_quantised, quantise_
+from .torch_functions import dot_columns, row_blocks
 
 
 @dataclass(eq=False)
@@ -27,7 +30,7 @@ class Head:
     logit_scale: float = 1.0
     softcap: float | None = None
     add_targets: Callable[[Tensor], None] | None = None  # adds target logits over ranks with other columns, in place
-    fp8: RoundedHead | None = None  # of which logits but the target's are made
+    fp8: RoundedHead | None = None  # of which logits are made, but the target's and heavy ids'
     scaled: ClassVar[bool] = True  # ``Rows.scale`` multiplies the logits too
 
     def columns(self, tile: slice) -> "Head":
@@ -147,18 +150,50 @@ class Rows(NamedTuple):
 
 
 def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:
-    """Raw logits of e4m3 operands, multiplied in fp32, from column ``first`` on. Those of some blocks and of targets
-    are of the operands' own dtype."""
+    """Raw logits of e4m3 operands, multiplied in fp32, from column ``first`` on. Those of targets are of the operands'
+    own dtype."""
     hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
-    quantise_(hidden, rows.hidden, mean=fp8.mean)
+    quantise_(hidden, rows.hidden, fp8.direction, hidden.common)
     project(hidden.values.float(), fp8.weight.values, out)
-    out.mul_(hidden.scale[:, None] * fp8.weight.scale).add_(fp8.bias)
+    assert hidden.common is not None and fp8.weight.common is not None
+    out.mul_(hidden.scale[:, None] * fp8.weight.scale).addr_(hidden.common, fp8.weight.common)
     bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
-    for block in fp8.blocks.tolist():
-        ids = slice(max(0, block * EXACT_BLOCK - first), max(0, (block + 1) * EXACT_BLOCK - first))
-        project(rows.hidden, head.weight[ids], out[:, ids])
-        out[:, ids] += bias[ids]
+    out += bias
     column = rows.target - first
     (in_tile,) = torch.where((rows.target >= 0) & (column >= 0) & (column < out.shape[1]))
     column = column[in_tile]
     out[in_tile, column] = (rows.hidden[in_tile].float() * head.weight[column].float()).sum(1) + bias[column]
+
+
+def mend_heavy(
+    ids: Tensor,
+    exact: Tensor,
+    logits: Tensor,  # [rows, vocab], the targets' exact
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    transform: Transform,
+) -> None:
+    """Exact logits in the places of heavy ids', and a list of these, as ``kernels.statistics.heavy`` says."""
+    ids.fill_(-1)
+    exact.zero_()
+    for block in row_blocks(logits):
+        x, lse = logits[block], logits[block].logsumexp(1)
+        row, column = torch.where(x - lse[:, None] > CANDIDATE_LOG2 * math.log(2.0))
+        is_other = (target[block][row] >= 0) & (target[block][row] != column)
+        row, column = row[is_other], column[is_other]
+        dots = x.new_empty(len(row))
+        dot_columns(dots, hidden, weight, column, bias, transform, row + block.start)
+        is_heavy = dots - lse[row] > HEAVY_LOG2 * math.log(2.0)
+        row, column, dots = row[is_heavy], column[is_heavy], dots[is_heavy]
+        counts = row.bincount(minlength=len(x))
+        slot = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+        row, column, dots, slot = (values[slot < ids.shape[1]] for values in (row, column, dots, slot))
+        ids[block][row, slot], exact[block][row, slot], x[row, column] = column.int(), dots, dots
+
+
+def put_columns(logits: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Values [rows, count] in the places of those of their columns that are in ``logits``."""
+    row, slot = torch.where((columns >= 0) & (columns < logits.shape[1]))
+    logits[row, columns[row, slot]] = values[row, slot]

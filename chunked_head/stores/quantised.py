@@ -13,29 +13,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.gpus import GPUS
 from ..core.private import breaks_graph
-from ..core.tiles import EXACT_BLOCK, LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv, exact_blocks
+from ..core.tiles import LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv
 from ..plan.sizes import cast_rows, slices
 
 WORD = (1 << 32) - 1
-SAMPLED = 256  # rows of hidden states, of which the mean is made
+SAMPLED = 4096  # rows of a weight, of which the mean is made
 
 
 def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
     """Memory of a matrix in e4m3, with a scale of ``each_row``, or one of all."""
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-    return Quantised(values, torch.empty((rows,) if each_row else (), dtype=torch.float32, device=device))
+    scale = torch.empty((rows,) if each_row else (), dtype=torch.float32, device=device)
+    return Quantised(values, scale, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
     """A weight in e4m3, which ``chunked_head.quantise`` makes, for ``fp8_weight`` of calls on that weight.
 
-    ``matrix``: numbers of the rows that stand for ids, and their scale. ``weight``: the weight's memory, ``version``
+    ``matrix``: numbers of the rows that stand for ids, and their scale. ``direction`` [hidden] fp32: of hidden states,
+    what is taken out before they are rounded. ``weight``: the weight's memory, ``version``
     how often it had been changed. ``prints``: fingerprints of these rows, in the dtypes that matmuls may have, which
-    find the writes that no version shows: a call reads all of the weight for the logits of the mean, and compares.
+    find the writes that no version shows: a call reads all of the weight for its products with the direction, and
+    compares.
     """
 
     matrix: Quantised
+    direction: Tensor
     weight: Tensor
     version: int
     prints: dict[torch.dtype, Tensor]  # [rows] int32 each
@@ -91,16 +95,14 @@ def outdate(*_: Any) -> None:
 
 
 class RoundedHead(NamedTuple):
-    """The parts of logits ``(hidden - mean) @ weight.T + bias``, of e4m3 operands but in ``blocks``."""
+    """The e4m3 operand of a head's logits, and the direction that is taken out of hidden states."""
 
     weight: Quantised
-    mean: Tensor  # [hidden] fp32
-    bias: Tensor  # [vocab] fp32: logits of ``mean``, and the head's bias
-    blocks: Tensor  # [n] int32: blocks of ``EXACT_BLOCK`` ids with exact logits
+    direction: Tensor  # [hidden] fp32, as ``direction_of`` makes it
 
     def columns(self, tile: slice) -> "RoundedHead":
-        weight = self.weight._replace(values=self.weight.values[tile])
-        return self._replace(weight=weight, bias=self.bias[tile])
+        values, scale, common = self.weight
+        return self._replace(weight=Quantised(values[tile], scale, None if common is None else common[tile]))
 
 
 def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
@@ -119,49 +121,35 @@ def version_of(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def mean_of(hidden: Tensor, target: Tensor, order: Tensor | None = None) -> Tensor:
-    """[hidden] fp32: the mean of some rows that count, weighed by the inverse of their lengths, so that no large or
-    infinite row decides it. Any vector would do; this one is rounded to bf16. ``order``: each target's row."""
-    interval = cdiv(max(len(target), 1), SAMPLED)
-    sample = hidden[::interval] if order is None else hidden[order[::interval]]
-    sample = sample.to(torch.float32, copy=True)
-    inverse = torch.linalg.vector_norm(sample, dim=1).reciprocal_().nan_to_num_(0.0, 0.0).mul_(target[::interval] >= 0)
-    weighed = sample.nan_to_num_(0.0, 0.0, 0.0).mul_(inverse[:, None])  # no product of matrices, which autocast rounds
-    mean = weighed.sum(0) / inverse.sum().clamp_(min=LEAST_SCALE)
-    return mean.bfloat16().float()
+def direction_of(rows: Tensor) -> Tensor:
+    """[hidden] fp32: the direction of the mean of some rows, rounded to bf16; 0 where that is 0.
 
-
-def frequent_blocks(target: Tensor, vocab: int) -> Tensor:
-    """[n] int32: the blocks of ids that hold most targets, but for an end of the vocabulary that is none."""
-    blocks, count = vocab // EXACT_BLOCK, exact_blocks(vocab)
-    if not count:
-        return torch.empty(0, dtype=torch.int32, device=target.device)
-    block_ids = torch.div(target, EXACT_BLOCK, rounding_mode="floor").clamp_(-1, blocks).add_(1)
-    counts = torch.zeros(blocks + 2, dtype=torch.int32, device=target.device)  # which are sorted in half the time
-    counts.scatter_add_(0, block_ids, torch.ones_like(block_ids, dtype=torch.int32))
-    return counts[1:-1].sort(descending=True, stable=True).indices[:count].int()
+    A weight's mean row is what hidden states share where logits tell how frequent ids are."""
+    mean = rows[:: cdiv(max(len(rows), 1), SAMPLED)].mean(0, dtype=torch.float32)
+    return torch.nn.functional.normalize(mean, dim=0).bfloat16().float()
 
 
 def quantise_(
     out: Quantised | None,
     matrix: Tensor,
-    mean: Tensor | None = None,
+    direction: Tensor | None = None,
     dots: Tensor | None = None,
     prints: Tensor | None = None,
     expected: Tensor | None = None,
 ) -> None:
-    """Operations of torch in the place of ``kernels.statistics.launch.quantise``."""
+    """Operations of torch in the place of ``kernels.e4m3.launch.quantise``."""
     each_row = out is None or out.scale.dim() == 1
     divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
     squares = torch.zeros(2, len(matrix), dtype=torch.float32, device=matrix.device)
     for block in slices(len(matrix), cast_rows(matrix.shape[1])):
         exact = matrix[block].float()
-        if mean is not None and dots is not None:
-            torch.mv(exact, mean, out=dots[block])
+        if direction is not None and dots is not None:
+            torch.mv(exact, direction, out=dots[block])
             if expected is not None:
                 dots[block].masked_fill_(fingerprints(matrix[block]) != expected[block], torch.nan)
-        elif mean is not None:
-            exact = exact - mean
+            if out is not None and each_row:
+                dots[block].view(torch.int32).bitwise_and_(-65536)  # 8 bits, whose product is exact
+                exact = exact - dots[block, None] * direction
         if prints is not None:
             prints[block] = fingerprints(matrix[block])
         if out is None:
@@ -179,7 +167,7 @@ def quantise_(
 
 
 def fingerprints(matrix: Tensor) -> Tensor:
-    """[rows] int32: of a 16-bit matrix, as ``kernels.statistics.quantise`` says."""
+    """[rows] int32: of a 16-bit matrix, as ``kernels.e4m3.quantise`` says."""
     factor = torch.arange(matrix.shape[1], device=matrix.device) * 2654435769 & WORD
     factor = (factor ^ (factor >> 15)) * 2246822519 & WORD
     total = (matrix.view(torch.int16).long() * (factor ^ (factor >> 13) | 1)).sum(1) & WORD

@@ -26,7 +26,7 @@ from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
 from .matmul import accumulate, add_dhidden, add_dweight, project
-from .operands import Head, Rows, TeacherHead, fp8_logits
+from .operands import Head, Rows, TeacherHead, fp8_logits, mend_heavy, put_columns
 from .torch_functions import transform_, transformed
 
 FP16_LARGEST = 64.0
@@ -81,8 +81,15 @@ def sum_terms(
     return terms
 
 
-# ids [rows, K] of each row's own columns, the coefficients of their logits, and their exact logits
-OwnColumns = tuple[Tensor, Tensor, Tensor]
+# ids [rows, K] of each row's own columns, what their logits' gradients get besides, and their exact logits
+OwnColumns = tuple[Tensor, Tensor | None, Tensor]
+
+
+def heavy_columns(stats: RowStats) -> OwnColumns | None:
+    """Those whose e4m3 logits the exact ones replace."""
+    if stats.heavy_ids is None or stats.heavy_logits is None:
+        return None
+    return stats.heavy_ids, None, stats.heavy_logits
 
 
 def own_columns(rows: Rows, stats: RowStats, c: Coefficients) -> OwnColumns | None:
@@ -328,6 +335,9 @@ class LogitsStore(MatmulStore):
     def statistics(self, rows: Rows, out: RowStats) -> None:
         head, logits, row_stats = self.head, self.stored.logits, self.backend.row_stats
         vectors = out.by_name
+        if out.heavy_ids is not None and out.heavy_logits is not None:
+            operands = rows.hidden, head.weight, head.bias, rows.target, transform(head, rows.scale)
+            mend_heavy(out.heavy_ids, out.heavy_logits, logits, *operands)
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
             row_stats(outputs_of(vectors, self.softmaxes[i]), self.stored, *softmax)
@@ -362,6 +372,8 @@ class LogitsStore(MatmulStore):
         if self.tiled:
             head = head.columns(tile)
             self.stored = self.raw_logits(rows, head, tile.start)
+            if heavy := heavy_columns(stats):
+                put_columns(self.stored.logits, heavy[0].long() - tile.start, heavy[2])
         if pairing is not None and tile.start < pairing.columns:
             columns = slice(tile.start, min(tile.stop, pairing.columns))
             teacher = self.teacher_logits(rows, columns, None) if self.tiled else self.teacher_stored

@@ -6,7 +6,6 @@ import triton.language as tl
 from ...core import tiles
 
 ELSEWHERE, BEHIND = tl.constexpr(tiles.ELSEWHERE), tl.constexpr(tiles.BEHIND)
-EXACT_BLOCK = tl.constexpr(tiles.EXACT_BLOCK)
 INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 
 
@@ -65,11 +64,16 @@ def dot(a, b, total):
 
 
 @triton.jit
-def descaled(product, row_scale_ptr, scale_ptr, offs_row, rows):
-    """A product of e4m3 operands times the scales [rows] of the first and [] of the second; of others as it is."""
+def descaled(product, row_scale_ptr, scale_ptr, row_common_ptr, common_ptr, offs_row, rows, offs_col, columns):
+    """A product of e4m3 operands times the scales [rows] of the first and [] of the second, and what these leave out:
+    the product of [rows] and [columns] fp32. Of other operands as it is."""
     if row_scale_ptr is not None:
         scale = tl.load(row_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(scale_ptr)
         product = product * scale[:, None]
+    if common_ptr is not None:
+        row_common = tl.load(row_common_ptr + offs_row, mask=offs_row < rows, other=0.0)
+        common = tl.load(common_ptr + offs_col, mask=offs_col < columns, other=0.0)
+        product += row_common[:, None] * common[None, :]
     return product
 
 
@@ -77,9 +81,19 @@ def descaled(product, row_scale_ptr, scale_ptr, offs_row, rows):
 def to_type_of(matrix, value):
     """A value in the dtype of the matrix."""
     if matrix[0] is not None:
-        return value.to(matrix[0].dtype)
+        return rounded(value, matrix[0].dtype)
     else:
-        return value.to(matrix[1].dtype.element_ty)
+        return rounded(value, matrix[1].dtype.element_ty)
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr):
+    """A value in another dtype. The interpreter cuts off what does not fit bf16."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+        even = (bits + 32767 + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        value = tl.where(tl.abs(value) < float("inf"), even, value)
+    return value.to(dtype)
 
 
 @triton.jit
@@ -104,15 +118,6 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
     within = tile % (GROUP_M * tiles_n)
     return group * GROUP_M + within % group_rows, within // group_rows
-
-
-@triton.jit
-def tile_of_block(blocks_ptr, tile_n, BLOCK_N: tl.constexpr):
-    """The column of a tile among those of a list of blocks; of all where there is no list."""
-    if blocks_ptr is not None:
-        EACH: tl.constexpr = EXACT_BLOCK // BLOCK_N
-        tile_n = tl.load(blocks_ptr + tile_n // EACH) * EACH + tile_n % EACH
-    return tile_n
 
 
 @triton.jit

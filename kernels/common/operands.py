@@ -63,10 +63,19 @@ class Strips(NamedTuple):
         offset, sums = next(tensors), tuple([next(tensors) for _ in statistics])
         return cls(offset, sums, tuple([tuple(map(vectors_of, of_softmax)) for of_softmax in statistics]))
 
+    @property
+    def kinds(self) -> tuple[tuple[Statistic, ...], ...]:
+        """The statistics of each softmax."""
+        return tuple([tuple([each.statistic for each in of_softmax]) for of_softmax in self.statistics])
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        """Those of all statistics."""
+        return [vector for of_softmax in self.statistics for each in of_softmax for vector in each.vectors]
+
     def all_sums(self) -> torch.Tensor:
         """Memory [n] of all but the offsets, free once rows have their statistics."""
-        vectors = sum(len(statistic.vectors) for of_softmax in self.statistics for statistic in of_softmax)
-        vector_count, first = len(self.sums) + vectors, self.sums[0]
+        vector_count, first = len(self.sums) + len(self.vectors), self.sums[0]
         return first.as_strided((vector_count * first.shape[0] * first.stride(0),), (1,))
 
     def of_rows(self, rows: int) -> "Strips":
@@ -85,9 +94,9 @@ class Strips(NamedTuple):
         return Strips(self.offset[:, :rows], tuple([t[:, :rows] for t in self.sums]), tuple(statistics))
 
 
-def with_scale(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A matrix as it lies in memory, and its scale; None for 1."""
-    return matrix if isinstance(matrix, Quantised) else (matrix, None)
+def as_quantised(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """A matrix as it lies in memory, its scale (None for 1), and what was taken out of it (None for nothing)."""
+    return matrix if isinstance(matrix, Quantised) else (matrix, None, None)
 
 
 KEPT: Cache[tuple, TensorDescriptor] = Cache(4096)

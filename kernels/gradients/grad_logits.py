@@ -15,7 +15,6 @@ from ..common.blocks import (
     dot,
     load_rows,
     store_tile,
-    tile_of_block,
     tile_place,
 )
 from ..common.transform import load_column, load_columns, transform_derivative, transform_logits
@@ -36,7 +35,8 @@ def grad_logits(
     class_weights_ptr,  # [columns] or None for 1
     hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
     weight_scale_ptr,  # [] fp32, likewise
-    blocks_ptr,  # [made / EXACT_BLOCK] int32: blocks of ids, or None for all columns
+    hidden_common_ptr,  # [rows] fp32, likewise, as common_ptr [columns] as ``exp_logits`` takes them
+    common_ptr,
     target_ptr,  # [rows] int64, -1 where a row does not count
     starts,  # a tuple, of each softmax [rows] fp32: log p = (ratio x - start) + rest
     rests,
@@ -46,9 +46,7 @@ def grad_logits(
     first_row,  # of these within the call
     rows,
     columns,
-    made_columns,  # of them
     hidden,
-    first_column,  # of these columns in the vocabulary
     widths,  # of these in each softmax; None for all
     dlogits_stride,  # from row to row
     # scalars
@@ -67,28 +65,25 @@ def grad_logits(
 ):
     """``dlogits = g(hidden @ weight.T)``, g the gradient of ``identity.py``."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
-    tiles_n = tl.cdiv(made_columns, BLOCK_N)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
     dlogits = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, columns, hidden
-    FLATTEN: tl.constexpr = hidden_desc is not None and blocks_ptr is None
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
-        row_start, column_start, width = tile_m * BLOCK_M, tile_n * BLOCK_N, hidden
-        if blocks_ptr is not None:
-            column_start = tile_of_block(blocks_ptr, tile_n, BLOCK_N) * BLOCK_N - first_column
-            # others than these columns are not made, and stored behind the end: nowhere
-            outside = (column_start < 0) | (column_start >= columns)
-            column_start, width = tl.where(outside, 1 << 30, column_start), tl.where(outside, 0, hidden)
+        row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, width, BLOCK_K):
+        for k in range(0, hidden, BLOCK_K):
             h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
             w = load_rows(w_matrix, column_start, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
             acc = dot(h, w.T, acc)
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
-        acc = descaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
+        offs_col = column_start + tl.arange(0, BLOCK_N)
+        acc = descaled(
+            acc, hidden_scale_ptr, weight_scale_ptr, hidden_common_ptr, common_ptr, offs_row, rows, offs_col, columns
+        )  # fmt: skip
         counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
         row_scale = load_column(row_scale_ptr, offs_row, in_rows)
         row_starts = load_columns(starts, offs_row, in_rows, SOFTMAXES)

@@ -17,8 +17,8 @@ from ...core.records import (
     Terms,
     Transform,
 )
-from ...core.tiles import ELSEWHERE, EXACT_BLOCK, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
-from ..common.operands import Strips, even, matrix, row_stride, strip_stride, teacher_operands, with_scale
+from ...core.tiles import ELSEWHERE, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
+from ..common.operands import Strips, as_quantised, even, matrix, row_stride, strip_stride, teacher_operands
 from ..common.sums import Kind, kernel_of
 from . import grad_logits as matmul
 from . import row_grad as kernels
@@ -130,26 +130,23 @@ def grad_logits(
     bias: torch.Tensor | None,  # [columns], as class_weights
     class_weights: torch.Tensor | None,
     terms: Terms,
-    first_column: int,  # of these columns in the vocabulary
     transform: Transform,
     tile: Tile,
     counted: Counted = ALL_ROWS,
-    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids, only these; None for all columns
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits, but for the targets' terms."""
     tile = tile.for_operand(weight)
-    hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
+    (hidden, hidden_scale, hidden_common), (weight, weight_scale, common) = as_quantised(hidden), as_quantised(weight)
     rows, columns, width = *dlogits.shape, hidden.shape[1]
-    made_columns = columns if blocks is None else len(blocks) * EXACT_BLOCK
-    programs = programs_of(tile, rows, made_columns, hidden.device)
+    programs = programs_of(tile, rows, columns, hidden.device)
     flat = term_arguments(terms, is_fused=True)
     widths = [None if limit is None or limit >= columns else limit for limit in flat.widths]
     kernel_of(matmul.grad_logits, "grad_logits_kernel", flat.kinds, code_of_gradient)[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, None if terms.kappa is None else class_weights, hidden_scale, weight_scale, blocks, terms.target,
-        *flat.starts, *flat.rests, *flat.vectors, *counted, rows, columns, made_columns, width, first_column, *widths,
+        bias, None if terms.kappa is None else class_weights, hidden_scale, weight_scale, hidden_common,
+        common, terms.target, *flat.starts, *flat.rests, *flat.vectors, *counted, rows, columns, width, *widths,
         row_stride(dlogits, tile), *transform, *flat.ratios,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages,

@@ -15,7 +15,7 @@ No logit is rounded by its own size. The target's term has the tile's logit here
 ``level_rows_kernel`` replace it by the exact one, so that loss and gradient see the same logit.
 
 Operands may be e4m3, with a scale for each row of hidden states and one for the weight. The tile then holds the
-target's exact logit, and blocks of ids with exact logits are made once more, over those of e4m3.
+target's exact logit; those of other probable ids take their places later (``heavy.py``).
 
 ``exp_logits`` is the body of kernels that are generated for the statistics beside each softmax (``lists.py``).
 """
@@ -30,7 +30,6 @@ from ..common.blocks import (
     dot,
     load_rows,
     store_tile,
-    tile_of_block,
     tile_place,
 )
 from ..common.transform import log2_e, transform_logits
@@ -146,8 +145,9 @@ def exp_logits(
     target_ptr,  # [rows] int64, -1 where the row does not count; or None, with target_logit_ptr
     hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
     weight_scale_ptr,  # [] fp32, likewise
+    hidden_common_ptr,  # [rows] fp32, likewise: what was taken out of a row, in units of one direction
+    common_ptr,  # [vocab] fp32, likewise: the weight times that direction
     target_logit_ptr,  # [rows] fp32, in the place of the product's of e4m3 operands
-    blocks_ptr,  # [made / EXACT_BLOCK] int32: which blocks of ids, none at the end, or None for all
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
@@ -155,7 +155,6 @@ def exp_logits(
     strip_stride,  # from strip to strip of the statistics, a multiple of 16
     out_stride,  # from row to row
     vocab,
-    made_columns,  # columns
     hidden,
     widths,  # a tuple, of each softmax a multiple of STRIP; None for all
     # scalars
@@ -178,14 +177,13 @@ def exp_logits(
 ):
     """``x = hidden @ weight.T``; stores ``exp(x - offset)`` or ``x - offset``, and sums of both for each strip."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
-    tiles_n = tl.cdiv(made_columns, BLOCK_N)
+    tiles_n = tl.cdiv(vocab, BLOCK_N)
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
     # flattened with the loop over K, so that the next tile's loads run under this tile's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
-        tile_n = tile_of_block(blocks_ptr, tile_n, BLOCK_N)
         row_start = tile_m * BLOCK_M
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
@@ -195,12 +193,14 @@ def exp_logits(
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
-        x = descaled(acc, hidden_scale_ptr, weight_scale_ptr, offs_row, rows)
+        offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        x = descaled(
+            acc, hidden_scale_ptr, weight_scale_ptr, hidden_common_ptr, common_ptr, offs_row, rows, offs_col, vocab
+        )  # fmt: skip
         row_scale = None
         if row_scale_ptr is not None:
             row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)[:, None]
         if bias_ptr is not None:
-            offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
         x = transform_logits(x, logit_scale, softcap, row_scale)
         if target_logit_ptr is not None:

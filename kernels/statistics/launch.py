@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...core.gpus import multiprocessors_of, programs_of
+from ...core.gpus import programs_of
 from ...core.records import (
     ALL_ROWS,
     PLAIN,
@@ -17,16 +17,16 @@ from ...core.records import (
     TeacherSoftmax,
     Transform,
 )
-from ...core.tiles import EXACT_BLOCK, INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2, row_block
-from ..common.operands import Strips, even, matrix, row_stride, strip_stride, teacher_operands, with_scale
+from ...core.tiles import HEAVY, INTERPRETED, Matrix, Tile, cdiv, power_of_2, row_block
+from ..common.operands import Strips, as_quantised, even, matrix, row_stride, strip_stride, teacher_operands
 from ..common.sums import flat_outputs, kernel_of
 from . import merge as kernels
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits as body_of_tiles
+from .heavy import mend_heavy as body_of_heavy
 from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
 from .lists import code_of_lanes, code_of_pieces, code_of_strips, code_of_tile
 from .merge import sum_rows_kernel
-from .quantise import quantise_kernel, sum_parts_kernel
 from .row_stats import row_stats as body_of_rows
 from .sums import row_sums
 
@@ -117,39 +117,6 @@ def sum_rows(
     return total, sums
 
 
-def quantise(
-    out: Quantised | None,
-    matrix: torch.Tensor,
-    mean: torch.Tensor | None = None,
-    dots: torch.Tensor | None = None,
-    prints: torch.Tensor | None = None,
-    expected: torch.Tensor | None = None,
-) -> None:
-    """Rounds a contiguous matrix, by a scale for each row or one for all. ``mean`` [columns] fp32 is subtracted before;
-    or with ``dots`` [rows] fp32 the rows' products with it are stored there, without ``out`` nothing else. Of a 16-bit
-    matrix ``prints`` [rows] int32 receives fingerprints; dots are nan where they are not those ``expected``."""
-    rows, columns = matrix.shape
-    values, scale = (None, None) if out is None else out
-    block, warps = power_of_2(columns), 4 if columns <= 2048 else 8
-    each_row = scale is not None and scale.dim() == 1
-    at_once = 1 if each_row else cdiv(2048 * warps, block)  # 64 numbers a thread
-    programs = cdiv(rows, at_once) if each_row else min(cdiv(rows, at_once), 6 * multiprocessors_of(matrix.device))
-
-    def launch(scale: torch.Tensor | None, sums: torch.Tensor | None, divisor: torch.Tensor | None) -> None:
-        quantise_kernel[(programs,)](
-            values, scale, sums, dots, prints, matrix, divisor, mean, expected, rows, columns,
-            ROWS=at_once, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
-
-    if scale is None or each_row:
-        launch(scale, None, None)
-        return
-    sums, second_divisor = matrix.new_empty(4, programs, dtype=torch.float32), torch.empty_like(scale)
-    for divisor in (None, second_divisor):
-        launch(None, sums, divisor)
-        sum_parts_kernel[(1,)](scale, second_divisor, sums, programs, BLOCK=power_of_2(programs), num_warps=4)
-
-
 def exp_logits(
     out: torch.Tensor | None,  # [rows, vocab] exponentials or fp16 relative logits, row stride a multiple of 8
     strips: Strips,
@@ -165,29 +132,53 @@ def exp_logits(
     counted: Counted = ALL_ROWS,
     target: torch.Tensor | None = None,  # [rows] int64, with ``target_logit``
     target_logit: torch.Tensor | None = None,  # [rows] fp32, in the place of the product's
-    blocks: torch.Tensor | None = None,  # [n] int32: of ``EXACT_BLOCK`` ids, only these; None for all
 ) -> None:
     tile = tile.for_operand(weight)
-    hidden, hidden_scale, weight, weight_scale = *with_scale(hidden), *with_scale(weight)
+    (hidden, hidden_scale, hidden_common), (weight, weight_scale, common) = as_quantised(hidden), as_quantised(weight)
     rows, vocab = hidden.shape[0], weight.shape[0]
     tiles = cdiv(vocab, tile.block_n)
     strip = tile.block_n // (strips.offset.shape[0] // tiles)
     assert not any((width or 0) % strip for width in widths)
     end = next(width for width in (tile.block_n, tile.block_n // 2, 1) if vocab % width == 0)
-    made_columns = tiles * tile.block_n if blocks is None else len(blocks) * EXACT_BLOCK
-    programs = programs_of(tile, rows, made_columns, hidden.device)
-    kinds = tuple([tuple([s.statistic for s in of_softmax]) for of_softmax in strips.statistics])
-    vectors = [vector for of_softmax in strips.statistics for s in of_softmax for vector in s.vectors]
-    kernel_of(body_of_tiles, "exp_logits_kernel", kinds, code_of_tile)[(programs,)](
+    programs = programs_of(tile, rows, vocab, hidden.device)
+    kernel_of(body_of_tiles, "exp_logits_kernel", strips.kinds, code_of_tile)[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
-        strips.offset, *strips.sums, *vectors,
+        strips.offset, *strips.sums, *strips.vectors,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, row_offset, target, hidden_scale, weight_scale, target_logit, blocks, *counted, rows,
-        strips.offset.stride(0), row_stride(out, tile), vocab, made_columns, hidden.shape[1], *widths, *transform,
+        bias, class_weights, row_offset, target, hidden_scale, weight_scale, hidden_common, common, target_logit,
+        *counted, rows, strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1], *widths, *transform,
         *ratios, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STRIP=strip,
         GROUP_M=tile.group_m, END=end, EVEN_HIDDEN=even(hidden.shape[1], tile), num_warps=tile.warps,
         num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def mend_heavy(
+    ids: torch.Tensor,  # [rows, HEAVY] int32, as the logits contiguous
+    logits: torch.Tensor,  # [rows, HEAVY] fp32
+    stored: torch.Tensor,  # [rows, vocab] as ``exp_logits`` left it, mended, as the strips
+    strips: Strips,
+    hidden: torch.Tensor,  # [rows, hidden] contiguous, 16 bit, as the weight
+    weight: torch.Tensor,  # [vocab, hidden]
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    target: torch.Tensor,  # [rows] int64, -1 where a row does not count
+    target_logit: torch.Tensor,  # [rows] fp32, in the strips, and with exponentials the given offset
+    transform: Transform,
+    strip: int,  # columns
+    ratios: Sequence[float | None] = (None,),  # as of ``exp_logits``, all that follow
+    widths: Sequence[int | None] = (None,),
+    counted: Counted = ALL_ROWS,
+) -> None:
+    """Exact logits in the places of heavy ids' e4m3 ones, and a list of these."""
+    (rows, vocab), width, count = stored.shape, hidden.shape[1], strips.offset.shape[0]
+    kernel_of(body_of_heavy, "mend_heavy_kernel", strips.kinds, code_of_tile)[(rows,)](
+        ids, logits, stored, *strips.sums, *strips.vectors,
+        strips.offset, hidden, weight, bias, class_weights, target, target_logit, *counted,
+        vocab, count, strips.offset.stride(0), stored.stride(0), width, *widths, *transform, *ratios,
+        IS_RELATIVE=stored.dtype == torch.float16, HEAVY=HEAVY, STRIP=strip,
+        BLOCK_STRIPS=min(power_of_2(count), 2048), BLOCK=min(power_of_2(width), 2048), num_warps=4,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def run_python(code: str, cwd: Path, path: Path | None = None, interpreter: str 
 
 
 def test_what_the_repository_says_of_itself() -> None:
-    """The version to cite is the package's, badges say what pyproject.toml does, issues ask for what ``doctor`` prints."""
+    """The version to cite is the package's, badges say what pyproject.toml does, issues ask for ``doctor``'s words."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation, badges = (ROOT / "CITATION.cff").read_text(), (ROOT / "README.md").read_text()
     assert f"\nversion: {chunked_head.__version__}\n" in citation and f"\nlicense: {project['license']}\n" in citation

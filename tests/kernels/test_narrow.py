@@ -64,7 +64,6 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     PLACES: (
         "target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32) - tile_n * BLOCK_N",
-        "column_start = tile_of_block(blocks_ptr, tile_n, BLOCK_N) * BLOCK_N - first_column",
         "offs = column - first_column",
         "bound = column[:, None] + (other_entry[None, :] < entry[:, None]).to(tl.int32)",
     ),

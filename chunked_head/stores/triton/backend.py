@@ -23,6 +23,7 @@ from ...core.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
 from ...core.stats import Demand
 from ...core.tiles import INTERPRETED
 from ...kernels.common.recording import recording
+from ...kernels.e4m3 import launch as e4m3
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
@@ -63,7 +64,7 @@ class TritonBackend(Backend):
     factored = staticmethod(gradients.scale)
     scale_rows = staticmethod(gradients.scale_rows)
     merge_softmax = staticmethod(statistics.merge_softmax)
-    quantise_ = staticmethod(statistics.quantise)
+    quantise_ = staticmethod(e4m3.quantise)
 
     def check(self, device: torch.device, dtype: torch.dtype, label: str) -> None:
         if device.type != "cuda" and not INTERPRETED:

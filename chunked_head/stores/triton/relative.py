@@ -120,23 +120,40 @@ class RelativeStore(HalfStore):
             if self.level is not None:
                 stored = stored.view(self.sizes.dtype)
             self.stored = Stored(stored, strips.offset)
-        for operands, blocks in self.operands(rows, head, True):
-            statistics.exp_logits(
-                stored,
-                strips,
-                *operands,
-                head.class_weights,
-                None if self.level is None else out.target_logit,
-                logit_transform,
-                self.tile,
-                *self.ratios_and_columns,
-                counted_of(rows),
-                *((None, None) if head.fp8 is None else (rows.target, out.target_logit)),
-                blocks,
-            )
+        statistics.exp_logits(
+            stored,
+            strips,
+            *self.operands(rows, head, True),
+            head.bias,
+            head.class_weights,
+            None if self.level is None else out.target_logit,
+            logit_transform,
+            self.tile,
+            *self.ratios_and_columns,
+            counted_of(rows),
+            *((None, None) if head.fp8 is None else (rows.target, out.target_logit)),
+        )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Statistics of rows from those of their strips."""
+        """Statistics of rows from those of their strips, with exact logits of heavy ids."""
+        if out.heavy_ids is not None and out.heavy_logits is not None:
+            head = self.head
+            statistics.mend_heavy(
+                out.heavy_ids,
+                out.heavy_logits,
+                self.stored.logits,
+                self.stored_strips,
+                rows.hidden,
+                head.weight,
+                head.bias,
+                head.class_weights,
+                rows.target,
+                out.target_logit,
+                transform(head, rows.scale),
+                self.gpu.strip_width(relative=self.level is None),
+                *self.ratios_and_columns,
+                counted_of(rows),
+            )
         targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
             outputs, limit = outputs_of(out.by_name, self.softmaxes[i]), columns or self.vocab

@@ -10,15 +10,15 @@ from ...core.memory import empty
 from ...core.records import Counted, Stored
 from ...core.stats import Coefficients, RowStats
 from ...core.tiles import Matrix, Quantised, cdiv
+from ...kernels.e4m3 import launch as e4m3
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
-from ...kernels.statistics import launch as statistics
 from ...plan.plans import Plan, own_dweight
 from ...plan.sizes import LOOP, SWEEP, Buffer, Sizes, padded_columns
 from ..matmul import add_dweight
 from ..operands import Head, Rows
 from ..quantised import empty_quantised
-from ..store import MatmulStore, own_columns, terms_of, transform
+from ..store import MatmulStore, heavy_columns, own_columns, terms_of, transform
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 FREQUENT, MOST_FREQUENT = 32, 512  # tokens of an id that is frequent, or more where there would be more such ids
@@ -96,20 +96,16 @@ class HalfStore(MatmulStore):
         if self.sizes.fp8:
             self.hidden8 = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
 
-    def operands(
-        self, rows: Rows, head: Head, anew: bool
-    ) -> list[tuple[tuple[Matrix, Matrix, Tensor | None], Tensor | None]]:
-        """Operands and bias of the products that make the logits; those behind the first are of blocks of ids.
-        ``anew``: other rows than the last ones, so e4m3 operands are made again."""
-        exact, fp8 = (rows.hidden, head.weight, head.bias), head.fp8
-        if fp8 is None:
-            return [(exact, None)]
+    def operands(self, rows: Rows, head: Head, anew: bool) -> tuple[Matrix, Matrix]:
+        """Operands of the product that makes the logits. ``anew``: other rows than the last ones, so e4m3 operands are
+        made again."""
+        if head.fp8 is None:
+            return rows.hidden, head.weight
         count = rows.target.shape[0]
-        quantised = Quantised(self.hidden8.values[:count], self.hidden8.scale[:count])
+        quantised = Quantised(*[each[:count] for each in self.hidden8 if each is not None])
         if anew:
-            statistics.quantise(quantised, rows.hidden, mean=fp8.mean)
-        low = (quantised, fp8.weight, fp8.bias), None
-        return [low, (exact, fp8.blocks)] if len(fp8.blocks) else [low]
+            e4m3.quantise(quantised, rows.hidden, head.fp8.direction, quantised.common)
+        return quantised, head.fp8.weight
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
         # a buffer of the caller's may start anywhere
@@ -135,20 +131,18 @@ class GradStore(HalfStore):
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
         common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns)
         logit_transform = transform(head, rows.scale)
-        for operands, blocks in self.operands(rows, head, tile.start == 0):
-            gradients.grad_logits(
-                dlogits,
-                *operands,
-                head.class_weights,
-                common,
-                tile.start,
-                logit_transform,
-                self.gpu.logits,
-                counted_of(rows),
-                blocks,
-            )
+        gradients.grad_logits(
+            dlogits,
+            *self.operands(rows, head, tile.start == 0),
+            head.bias,
+            head.class_weights,
+            common,
+            logit_transform,
+            self.gpu.logits,
+            counted_of(rows),
+        )
         targets = rows.target[:, None], None, common.target_logit[:, None]
-        for columns in (targets, own_columns(rows, stats, coefficients)):
+        for columns in (targets, heavy_columns(stats), own_columns(rows, stats, coefficients)):
             if columns is not None:
                 ids, added, exact = columns
                 gradients.row_grad(

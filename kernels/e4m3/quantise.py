@@ -5,7 +5,8 @@
 of the same rows, which keeps their lengths. Rounding changes a row's length, and so all its logits, by up to 4e-3:
 log-probabilities of flat heads were off by 1.5e-2 nats.
 
-Each row of hidden states has ``s = largest / 448``. A weight has one ``s`` and is read once: a power of 2 from the
+Each row of hidden states has ``s = largest / 448``, without its part along a direction, which many rows share: its
+products with the weight are added exactly. A weight has one ``s`` and is read once: a power of 2 from the
 longest of a few rows, with room for numbers of 100 times its root mean square. If the sums' kernel finds that too
 little, the weight is rounded again.
 
@@ -50,12 +51,12 @@ def quantise_kernel(
     out_ptr,  # [rows, columns] e4m3 contiguous; None where only ``dots`` are wanted
     scale_ptr,  # [rows] fp32, each row's; or None
     sums_ptr,  # [4, programs] fp32: s, largest number and both sums of squares of matrix / s; or None
-    dots_ptr,  # [rows] fp32: each row times ``mean``; or None, and the mean is taken out of the rows
+    dots_ptr,  # [rows] fp32: each row times ``direction``, which is taken out of rows with a scale each; or None
     print_ptr,  # [rows] int32: fingerprints of rows; or None
     # inputs
     matrix_ptr,  # [rows, columns] contiguous
     divisor_ptr,  # [] fp32: s, or 0 where nothing is left to do; None for what some rows tell
-    mean_ptr,  # [columns] fp32 or None
+    direction_ptr,  # [columns] fp32 of bf16 numbers; None without ``dots``
     expected_ptr,  # [rows] int32: fingerprints of rows, whose dots are nan where theirs is another; or None
     # sizes
     rows,
@@ -78,8 +79,8 @@ def quantise_kernel(
                 sample = tl.load(row + offs, mask=in_columns, other=0.0).to(tl.float32)
                 square = tl.maximum(square, tl.sum(sample * sample, 0) / columns)
             divisor = tl.exp2(tl.floor(0.5 * tl.log2(square)) - 1.0)
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + offs, mask=in_columns, other=0.0)[None, :]
+    if dots_ptr is not None:
+        direction = tl.load(direction_ptr + offs, mask=in_columns, other=0.0)[None, :]
     if print_ptr is not None or expected_ptr is not None:
         factor = factors_of(offs)[None, :]
     largest = tl.zeros((ROWS,), dtype=tl.float32)
@@ -97,15 +98,16 @@ def quantise_kernel(
             prints = tl.sum(bits * factor, 1).to(tl.int32, bitcast=True)
         if print_ptr is not None:
             tl.store(print_ptr + offs_row, prints, mask=in_rows)
-        if mean_ptr is not None:
-            if dots_ptr is not None:
-                dots = tl.sum(x * mean, 1)
-                if expected_ptr is not None:
-                    expected = tl.load(expected_ptr + offs_row, mask=in_rows, other=0)
-                    dots = tl.where(prints == expected, dots, float("nan"))
-                tl.store(dots_ptr + offs_row, dots, mask=in_rows)
-            else:
-                x -= mean
+        if dots_ptr is not None:
+            dots = tl.sum(x * direction, 1)
+            if expected_ptr is not None:
+                expected = tl.load(expected_ptr + offs_row, mask=in_rows, other=0)
+                dots = tl.where(prints == expected, dots, float("nan"))
+            if scale_ptr is not None:
+                # 8 bits of both: the product is exact, and the difference the same wherever it is made
+                dots = (dots.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+                x -= dots[:, None] * direction
+            tl.store(dots_ptr + offs_row, dots, mask=in_rows)
         if out_ptr is not None:
             if scale_ptr is not None:
                 of_row = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), LEAST) + tl.sum(x * 0.0, 1)

@@ -1,0 +1,174 @@
+"""Exact logits of a row's probable ids, in the places of those of e4m3 operands.
+
+An id of a row is heavy if its exact logit ``x`` gives a probability above ``2^HEAVY_LOG2``, its e4m3 one nearly:
+
+    x > lse + HEAVY_LOG2 log 2,  x_e4m3 > lse + CANDIDATE_LOG2 log 2
+
+with the log-sum-exp ``lse`` of e4m3 logits, the target's exact among them, over these columns. The mass of a row bounds
+the number of ids that are looked at, and no other row decides anything. The target is none of them.
+
+``mend_heavy`` opens the strips of columns that have such a mass, lists their heavy ids in ascending order, and mends
+what ``exp_logits`` has left: the stored numbers, and the statistics of strips, of all that is stored of these. It is
+the body of kernels that are generated as those of ``exp_logits.py`` are, for the same statistics.
+"""
+
+import triton
+import triton.language as tl
+
+from ...core import tiles
+from ..common.blocks import counted_rows, rounded
+from ..common.transform import ln_2, log2_e, transform_logits
+from .exp_logits import LEAST_OFFSET
+
+HEAVY_LOG2, CANDIDATE_LOG2 = tl.constexpr(tiles.HEAVY_LOG2), tl.constexpr(tiles.CANDIDATE_LOG2)
+BEHIND = tl.constexpr(2147483647)
+
+
+@triton.jit
+def load_strips(offset_ptr, sum_ptr, offs, mask, target_logit, IS_RELATIVE: tl.constexpr):
+    """Offsets and sums of strips, 0 where there is none."""
+    total = tl.load(sum_ptr + offs, mask=mask, other=0.0)
+    if IS_RELATIVE:
+        offset = tl.load(offset_ptr + offs, mask=mask, other=float("-inf"))
+    else:
+        offset = tl.where(total < 0.0, tl.load(offset_ptr + offs, mask=mask & (total < 0.0), other=0.0), target_logit)
+    return offset, tl.abs(total)
+
+
+@triton.jit
+def dot(a_ptr, b_ptr, length, BLOCK: tl.constexpr):
+    """The product of two vectors, summed as a target's is."""
+    lanes = tl.zeros((1, BLOCK), dtype=tl.float32)
+    for start in range(0, length, BLOCK):
+        offs = start + tl.arange(0, BLOCK)[None, :]
+        a = tl.load(a_ptr + offs, mask=offs < length, other=0.0).to(tl.float32)
+        lanes += a * tl.load(b_ptr + offs, mask=offs < length, other=0.0).to(tl.float32)
+    return tl.sum(tl.sum(lanes, 1), 0)
+
+
+@triton.jit
+def mend_heavy(
+    # outputs
+    ids_ptr,  # [rows, HEAVY] int32, ascending, -1 behind the last
+    logit_ptr,  # [rows, HEAVY] fp32, 0 behind the last
+    # in and out
+    stored_ptr,  # [rows, vocab] 16 bit: exponentials, or relative logits in base 2
+    sums,  # a tuple, of each softmax [strips, rows] fp32
+    strips,  # a tuple of [strips, rows]: what the vectors of statistics are made of
+    # inputs
+    strip_offset_ptr,  # [strips, rows] fp32; of exponentials only where the first sum is negative
+    hidden_ptr,  # [rows, hidden] contiguous
+    weight_ptr,  # [vocab, hidden] contiguous
+    bias_ptr,  # [vocab] or None
+    class_weights_ptr,  # [vocab] or None
+    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_logit_ptr,  # [rows] fp32, exact; the offset of exponentials
+    count_ptr,  # [] int64: rows of the call that count; None for all
+    # sizes
+    first_row,  # of the chunk within the call
+    vocab,
+    strip_count,
+    strip_stride,  # from strip to strip of the statistics
+    stride,  # from row to row
+    hidden,
+    widths,  # a tuple, of each softmax a multiple of STRIP; None for all
+    # scalars
+    logit_scale,  # float or None for 1
+    softcap,  # float or None
+    row_scale_ptr,  # [rows] fp32, or None for 1
+    ratios,  # of each softmax's inverse temperature to the logits'; float or None for 1
+    STORE_LOGITS: tl.constexpr,
+    STORE_STRIP: tl.constexpr,
+    ADD_HALF: tl.constexpr,
+    STORE_SUMS: tl.constexpr,
+    SOFTMAXES: tl.constexpr,
+    IS_RELATIVE: tl.constexpr,
+    HEAVY: tl.constexpr,  # most that a row has
+    STRIP: tl.constexpr,
+    BLOCK_STRIPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: its heavy ids, and what is mended of it."""
+    row = tl.program_id(0).to(tl.int64)
+    target, target_logit = tl.load(target_ptr + row), tl.load(target_logit_ptr + row)
+    counts = (target >= 0) & (row < counted_rows(count_ptr, first_row, tl.num_programs(0)))
+    strip_count = tl.where(counts, strip_count, 0)
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
+    slots = tl.arange(0, HEAVY)
+    ids, logits, count = tl.full((HEAVY,), -1, tl.int32), tl.zeros((HEAVY,), dtype=tl.float32), 0
+    ends = (vocab,)
+    for i in tl.static_range(1, SOFTMAXES):
+        ends = ends + (vocab if widths[i] is None else widths[i],)
+
+    run_max, run_sum = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    for start in range(0, strip_count, BLOCK_STRIPS):
+        offs_strip = start + tl.arange(0, BLOCK_STRIPS)
+        offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
+        offset, total = load_strips(strip_offset_ptr, sums[0], offs, mask, target_logit, IS_RELATIVE)
+        offset = tl.where(total > 0.0, offset, float("-inf"))
+        new_max = tl.maximum(run_max, tl.max(offset, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        run_sum = run_sum * tl.exp2((run_max - shift) * log2_e)
+        run_sum += tl.sum(total * tl.exp2((offset - shift) * log2_e), 0)
+        run_max = new_max
+    lse = run_max + tl.log2(run_sum) * ln_2
+
+    for start in range(0, strip_count, BLOCK_STRIPS):
+        offs_strip = start + tl.arange(0, BLOCK_STRIPS)
+        offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
+        offset, total = load_strips(strip_offset_ptr, sums[0], offs, mask, target_logit, IS_RELATIVE)
+        opened = mask & (tl.log2(total) + (offset - lse) * log2_e > CANDIDATE_LOG2)
+        for _ in range(0, tl.sum(opened.to(tl.int32), 0)):
+            strip = tl.min(tl.where(opened, offs_strip, BEHIND), 0)
+            opened &= offs_strip != strip
+            strip_at = strip.to(tl.int64) * strip_stride + row
+            is_negative = tl.load(sums[0] + strip_at) < 0.0
+            top = tl.load(strip_offset_ptr + strip_at)
+            if not IS_RELATIVE:
+                top = tl.where(is_negative, top, target_logit)
+            shift = tl.where(top < LEAST_OFFSET, LEAST_OFFSET, top)
+            offs_col = strip * STRIP + tl.arange(0, STRIP)
+            in_vocab, is_target = offs_col < vocab, offs_col == target
+            stored_at = stored_ptr + row * stride + offs_col
+            if IS_RELATIVE:
+                z = tl.load(stored_at, mask=in_vocab, other=float("-inf")).to(tl.float32)
+            else:
+                z = tl.log2(tl.load(stored_at, mask=in_vocab, other=0.0).to(tl.float32))
+            x = tl.where(is_target, target_logit, shift + z * ln_2)
+            z = tl.where(is_target, (target_logit - shift) * log2_e, z)
+            candidates = in_vocab & (is_target == 0) & (z + (shift - lse) * log2_e > CANDIDATE_LOG2)
+            mended = candidates & (z != z)  # none
+            for _ in range(0, tl.sum(candidates.to(tl.int32), 0)):
+                column = tl.min(tl.where(candidates, offs_col, BEHIND), 0)
+                candidates &= offs_col != column
+                exact = dot(hidden_ptr + row * hidden, weight_ptr + column.to(tl.int64) * hidden, hidden, BLOCK)
+                if bias_ptr is not None:
+                    exact += tl.load(bias_ptr + column).to(tl.float32)
+                exact = transform_logits(exact, logit_scale, softcap, row_scale)
+                # all of a block, since the interpreter makes no mask of a block and a number
+                is_found = (tl.where(offs_col == column, exact, float("-inf")) - lse) * log2_e > HEAVY_LOG2
+                is_found &= offs_col * 0 + count < HEAVY
+                mended |= is_found
+                x = tl.where(is_found, exact, x)
+                z = tl.where(is_found, (exact - shift) * log2_e, z)
+                found_count = tl.max(is_found.to(tl.int32), 0)
+                slot = slots == count + (1 - found_count) * HEAVY  # nowhere
+                ids, logits = tl.where(slot, column, ids), tl.where(slot, exact, logits)
+                count += found_count
+            if tl.max(mended.to(tl.int32), 0) > 0:
+                e = tl.exp2(z)
+                value = z if IS_RELATIVE else e
+                tl.store(stored_at, rounded(value, stored_ptr.dtype.element_ty), mask=mended)
+                # as the epilogue of ``exp_logits`` takes a row and half a strip, some of whose logits may be -inf
+                stats_at, in_rows = strip_at + tl.arange(0, 1), tl.arange(0, 1) == 0
+                row_x, no_shift = x[None, :], tl.zeros((1,), dtype=tl.float32)
+                STORE_LOGITS(strips, stats_at, in_rows, row_x, offs_col, in_vocab, class_weights_ptr)
+                largest = tl.max(row_x, 1)
+                STORE_STRIP(strips, stats_at, in_rows, row_x, largest, offs_col)
+                totals = ADD_HALF((largest,), z[None, :], e[None, :], ratios, strip * STRIP, ends, True, False, True)
+                STORE_SUMS(totals, sums, strips, stats_at, in_rows, no_shift, ratios)
+                tl.store(sums[0] + stats_at, tl.where(is_negative, -totals[0], totals[0]), mask=in_rows)
+    tl.store(ids_ptr + row * HEAVY + slots, ids)
+    tl.store(logit_ptr + row * HEAVY + slots, logits)
