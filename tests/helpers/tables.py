@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EMPTIED = (
     "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.switched_off", "core.divergences.TRACED",
     "core.private.answering", "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES",
+    "core.statistics.statistics_at", "core.stats.vectors_at",
     "core.gpus.SPLITS", "core.gpus.gpu_of", "core.gpus.multiprocessors_of",
     "kernels.common.operands.KEPT", "kernels.common.sums.KERNELS", "losses.base.FACTORY_RESULTS",
     "losses.sums.FUNCTIONS", "losses.user_checks.RESULTS", "parallel.agreement.RANKS", "plan.planner.PLANS",
