@@ -73,7 +73,7 @@ def load_prompt_logprobs(prompts: Iterable[Sequence[Any]], length: int | None = 
         raise ValueError(f"length must be at least that of the longest prompt, {longest}, got {length}")
     missing = [(-torch.inf, 0)] * max(width, 1)
     rows = [[(*e, *missing[len(e) :]) for e in text[1:]] + [missing] * (length - len(text[1:])) for text in texts]
-    table = torch.tensor(rows, dtype=torch.float64).view(len(texts), length, len(missing), 2)
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(texts), length, len(missing), 2)
     return {"teacher_ids": table[..., 1].long(), "teacher_logprobs": table[..., 0].float()}
 
 
