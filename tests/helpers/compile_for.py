@@ -122,6 +122,7 @@ def calls() -> None:
         linear_loss(*given, loss, batch=teacher, backend="triton").loss.backward()
     kept = {"kept_ids": torch.zeros(256, 8, dtype=torch.int64), "kept_everywhere": True}
     linear_logprobs(*given, **kept, entropy=True, backend="triton")[0].sum().backward()
+    linear_logprobs(given[0], given[1].detach(), given[2], backend="triton").sum().backward()  # a frozen head
     with torch.no_grad():
         # few rows
         linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, deterministic=True, backend="triton")
