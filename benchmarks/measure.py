@@ -106,7 +106,8 @@ class Floor:
     a matrix product's time hardly depends on the values, as long as they are not zeros. Where the [T, V] buffer
     would take more than a quarter of the free memory, the products run in row blocks.
 
-    ``products`` is 3; 1 for the logits; 4 for a second product of logits as well, a teacher's or the same again.
+    ``products`` is 3; 1 for the logits; 2 for those and dH; 4 for a second product of logits as well, a teacher's or
+    the same again.
     """
 
     def __init__(self, operands: Operands, device: torch.device) -> None:
@@ -127,6 +128,8 @@ class Floor:
             if products == 1:
                 continue
             torch.mm(logits, self.weight, out=self.d_hidden[start : start + self.rows])
+            if products == 2:
+                continue
             if start == 0:
                 torch.mm(logits.T, hidden, out=self.d_weight)
             else:

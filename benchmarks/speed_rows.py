@@ -21,8 +21,8 @@ SHAPES = (
 )
 PEERS = ("compile", *providers.PACKAGES)
 
-ONE, THREE, SUMMED = "1 product", "3 products", "3 products, add_"
-FLOORS = (ONE, THREE, SUMMED)
+ONE, TWO, THREE, SUMMED = "1 product", "2 products", "3 products", "3 products, add_"
+FLOORS = (ONE, TWO, THREE, SUMMED)
 IGNORED = -100
 
 
@@ -36,6 +36,7 @@ class Row(NamedTuple):
     half: bool = False  # half of the tokens, chosen by chance, are ignored
     into: bool = False  # the weight's gradient is added to a buffer
     logprobs: bool = False
+    frozen: bool = False  # the weight takes no gradient
 
 
 ROWS: dict[str, Row] = {
@@ -46,6 +47,8 @@ ROWS: dict[str, Row] = {
     "256MiB": Row(THREE, {"memory_budget": "256MiB"}, must=(1.40,)),
     "loss": Row(ONE, {}, must=(1.03,), backward=False),
     "logprobs": Row(ONE, {}, backward=False, logprobs=True),
+    "logprobs-frozen": Row(TWO, {}, must=(1.04, 1.04, 1.08, 1.08, 1.08, 1.08), logprobs=True, frozen=True),
+    "unreduced-frozen": Row(TWO, {"reduction": "none"}, frozen=True),
 }
 
 
@@ -63,7 +66,7 @@ def must_of(name: str, shape: Shape) -> float | None:
 def predict(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
     """The plan of such a call, from `chunked_head.plan`."""
     row = ROWS[name]
-    options = {**dict(ROWS[name].options), "hidden_grad": row.backward, "weight_grad": row.backward}
+    options = {**dict(ROWS[name].options), "hidden_grad": row.backward, "weight_grad": row.backward and not row.frozen}
     ours = providers.Provider(name, "ours", linear_cross_entropy, options | {"accumulate_into": row.into})
     return providers.predict(ours, shape, dtype, device)
 
@@ -94,7 +97,11 @@ class Bench:
         if row.into:
             options |= {"accumulate_into": self.main_grad, "upstream": upstream}
         call: providers.Loss = functools.partial(linear_logprobs if row.logprobs else linear_cross_entropy, **options)
-        return measure.Step(call, self.half if row.half else self.operands, upstream, row.backward)
+        operands = self.half if row.half else self.operands
+        if row.frozen:
+            operands = Operands(operands.hidden, operands.weight.detach(), operands.target)
+            return measure.Step(lambda *given: call(*given).mean(), operands, upstream, row.backward)
+        return measure.Step(call, operands, upstream, row.backward)
 
     def floors(self, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], Any]]:
         """The named floors, which share their buffers."""
@@ -109,6 +116,7 @@ class Bench:
 
         made: dict[str, Callable[[], Any]] = {
             ONE: functools.partial(floor, 1),
+            TWO: functools.partial(floor, 2),
             THREE: functools.partial(floor, 3),
             SUMMED: summed,
         }
