@@ -74,9 +74,10 @@ def sweep(
     if not tokens:
         return stats, grads
     store, rows_of, spans = work.begin(operand, head, stats, grads, is_recompute)
-    has_sums, has_row_factors = bool(objective.demand.sums), work.has_row_factors and not is_recompute
+    has_sums, plan = bool(objective.demand.sums), work.plan
+    has_row_factors = plan is not None and plan.row_factors and not is_recompute
     # a teacher's statistics come with the gradients
-    is_teacher_last = work.plan is not None and work.plan.teacher_last
+    is_teacher_last = plan is not None and plan.teacher_last
     is_closed = work.spans is not None and work.has_vocabulary_rows  # no other tokens belong to a span's segments
 
     def filled(chunk: slice) -> tuple[Rows, RowStats]:
