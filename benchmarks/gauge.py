@@ -17,8 +17,8 @@ INTERVAL_MS = 100
 def query(device: torch.device, *names: str) -> list[str]:
     """nvidia-smi's words for these fields of a GPU, found by its UUID."""
     identity = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    which = [f"--id=GPU-{identity}"] if identity is not None else []
-    return ["nvidia-smi", *which, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+    choice = [f"--id=GPU-{identity}"] if identity is not None else []
+    return ["nvidia-smi", *choice, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
 
 
 class Gauge(contextlib.AbstractContextManager["Gauge"]):

@@ -9,116 +9,39 @@ name are refused; those that are a hundred commits old are warned of.
 import argparse
 import json
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import providers
+from benchmarks.figures import (
+    DATA,
+    ERRORS,
+    FILES,
+    HEADS,
+    LONG,
+    NAMES,
+    ONE,
+    ROOT,
+    SHOWN,
+    measured,
+    mib,
+    number,
+    old_figures,
+    read,
+    rows_of,
+    source,
+    table,
+)  # fmt: skip
 from benchmarks.svg import bars, plot
 from chunked_head import plan
 from chunked_head.core.gpus import CARDS, GPUS
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
-# the newest result of each question; a test checks that there are no other files
-FILES = {
-    "head": "head-cuda.json", "small": "head-small-cuda.json", "late": "head-cuda-late.json",
-    "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json",
-    "losses": "losses-cuda.json", "short": "losses-cuda-short.json",
-    "trainers": "frameworks-cuda.json",
-    "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
-    "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
-    "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
-    "fp8": "fp8-cuda.json",
-    "framework-steps": "framework_steps-cuda.json", "framework-axolotl": "framework_steps-axolotl-cuda.json",
-}  # fmt: skip
-LONG = {f"long-{ranks}": f"long-{ranks}-cuda.json" for ranks in (1, 2, 4)}
-FILES |= {question: file for question, file in LONG.items() if (RESULTS / file).exists()}
-HEADS = ("head", "small")  # of README's table
-SHOWN: set[str] = set()  # questions whose results were read since a page was begun
+PLOTS = ROOT / "docs" / "plots"
 PLOTTED = {"heads": "head", "model": "models", "memory": "memory", "curves": "curves"}  # by plot
-OLD = 100  # commits; figures that are older are to be measured again
-DATA = {"trained": "trained-like data", "flat": "flat data", "random": "flat data; errors of peaked data"}
-ONE, ERRORS = "floor, 1 product", ("d_hidden", "d_weight", "logprob")
-NAMES = {
-    "floor": "three matmuls alone", "floor, 4 products": "four matmuls alone",
-    "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
-    "torch": "`F.linear_cross_entropy`", "liger": "Liger-Kernel", "liger-16": "Liger-Kernel, `chunk_mem_const=16`",
-    "liger-hopper": "Liger-Kernel, its Hopper kernels", "quack": "quack, scaled exponentials",
-    "quack-base": "quack, plain, `tuned=False`", "cce": "Cut Cross-Entropy",
-    "trl": "TRL's `ChunkedLogProbFunction`", "unsloth": "Unsloth's fused head",
-    "late-ours": "**chunked_head**", "late-eager": "plain PyTorch", "late-compile": "torch.compile",
-    "late-trl": "TRL's `ChunkedLogProbFunction`", "late-liger": "Liger-Kernel's fused scaled cross-entropy",
-    "default": "**chunked_head**", "plain": "plain PyTorch",
-    "half-skipped": "half of the tokens skipped",
-    "256MiB": 'memory_budget="256MiB"', "into": "with `accumulate_into`", "loss": "loss alone, of one matmul",
-    "ce+entropy+accuracy": "cross-entropy; entropy and accuracy as metrics",
-    "grpo": "GRPO and an entropy bonus; six metrics", "cross-entropy": "cross-entropy",
-    "grpo+z+metrics": "GRPO and z-loss; entropy, accuracy and six metrics",
-    "gspo": "GSPO", "dpo": "DPO", "jsd": "JSD, likewise",
-    "topk": "top-K distillation (K = 64) and cross-entropy", "reverse-kl": "reverse KL, likewise",
-    "dense-kl": "forward KL from a teacher's hidden states", "logprobs": "`linear_logprobs` without gradients",
-    "logprobs+entropy": "`linear_logprobs` with entropy, without gradients",
-    "ce+z+metrics": "cross-entropy and z-loss; entropy and accuracy as metrics",
-    "grpo+z-entropy": "GRPO, z-loss and an entropy bonus; four metrics",
-    "logprobs+entropy-grad": "`linear_logprobs` with entropy and their gradients",
-    "gspo-lengths": "GSPO with `segment_lengths`", "dpo-lengths": "DPO with `segment_lengths`",
-    "grpo-kept": "GRPO over `kept_ids`", "grpo-kept-everywhere": "GRPO over `kept_ids`, `kept_everywhere=True`",
-    "grpo-kept-mixed": "GRPO over `kept_ids`, one token of ten without a set",
-    "grpo-temperature": "GRPO at temperature 0.8", "grpo-temperatures": "GRPO with a temperature per token",
-    "streams": "cross-entropy of four streams of a quarter of the tokens each",
-    "topk-alone": 'top-K distillation alone, `normalize="topk"`',
-}  # fmt: skip
-
-
-def read(question: str) -> dict[str, Any]:
-    """The results of a question; ValueError where they are of a tree that is no commit."""
-    found: dict[str, Any] = json.loads((RESULTS / FILES[question]).read_text())
-    SHOWN.add(question)
-    if not re.fullmatch("[0-9a-f]{7,40}", found["commit"]):
-        raise ValueError(f"{FILES[question]} is of {found['commit']}, not of a commit: measure it again at one")
-    return found
-
-
-def rows_of(question: str, upstream: float = 1.0, **equal: Any) -> list[dict[str, Any]]:
-    """The rows that came out, at one upstream gradient, of values that are given, in the order of NAMES."""
-    rows = [r for r in read(question)["rows"] if r["status"] == "ok" and r.get("upstream") in (None, upstream)]
-    return [row for row in rows if all(row[key] == value for key, value in equal.items())]
-
-
-def number(value: float | None, form: str = ".2f") -> str:
-    return "-" if value is None else format(value, form)
-
-
-def mib(size: float | None) -> str:
-    return "-" if size is None else f"{size / 2**20:,.0f}"
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -> str:
-    """A table in Markdown, and below it where its numbers come from."""
-    lines, head = [" | ".join(map(str, line)) for line in rows], list(head)
-    texts = (" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)]), *lines)
-    return "\n".join([f"| {line} |" for line in texts] + ([f"\n{source(*questions)}"] if questions else []))
-
-
-def source(*questions: str, command: bool = True) -> str:
-    """Machine, versions, date and commit of results, and the commands that made them; alike ones once."""
-    texts = []
-    for question in questions:
-        found = read(question)
-        ran = {row.get("provider") for row in found.get("rows", ())}
-        packages = providers.PACKAGES | providers.LATE_PACKAGES
-        names = ["torch", "triton", *(package.name for name, package in packages.items() if name in ran)]
-        names += [name for name in found["versions"] if name.startswith("F.")]
-        versions = [f"{name} {found['versions'][name]}" for name in dict.fromkeys(names) if name in found["versions"]]
-        machine = ", ".join([found["device"] or "CPU", *versions, found["date"][:10]])
-        words = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
-        texts.append(f"{machine}, commit {found['commit'][:7]}" + (f":\n\n    {words}" if command else "."))
-    return "\n\n".join(dict.fromkeys(texts))
 
 
 def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
@@ -130,11 +53,6 @@ def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[di
              for one in dict.fromkeys(row[first] for row in rows)]  # fmt: skip
     head = "tokens x hidden x vocabulary" if first == "shape" else ""
     return table([head, *(NAMES.get(c, c.replace("x", " x ")) for c in columns)], lines, question)
-
-
-def measured(questions: Iterable[str]) -> list[str]:
-    """Those that there are results of."""
-    return [question for question in questions if (RESULTS / FILES[question]).is_file()]
 
 
 def heads(*questions: str) -> str:
@@ -168,10 +86,32 @@ def of_one_head(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:
     return table(columns, lines)
 
 
+def milliseconds(value: float) -> str:
+    """As many digits as rounds agree on: a few thousandths."""
+    return f"{value:.1f}" if value >= 20 else f"{value:.2f}"
+
+
 def span(row: dict[str, Any]) -> str:
     """A row's milliseconds, and the middle half of its rounds where the file has that."""
-    half = f" ({row['ms_p25']:.1f} to {row['ms_p75']:.1f})" if "ms_p25" in row else ""
-    return f"{row['ms']:.1f} ms{half}"
+    half = f" ({milliseconds(row['ms_p25'])} to {milliseconds(row['ms_p75'])})" if "ms_p25" in row else ""
+    return f"{milliseconds(row['ms'])} ms{half}"
+
+
+def beside(folder: Path) -> str:
+    """Medians of the heads here and of another sitting's in ``folder``, side by side, and how far they are apart."""
+    lines = []
+    for question in measured(HEADS):
+        theirs = json.loads((folder / FILES[question]).read_text())["rows"]
+        keys = ("shape", "data", "provider")
+        other = {tuple(row[key] for key in keys): row["ms"] for row in theirs if "ms" in row}
+        for row in read(question)["rows"]:
+            key = tuple(row[key] for key in keys)
+            if "ms" in row and key in other:
+                apart = f"{100 * (other[key] / row['ms'] - 1):+.1f} %"
+                lines.append(
+                    [*key[:2], NAMES.get(key[2], key[2]), milliseconds(row["ms"]), milliseconds(other[key]), apart]
+                )
+    return table(["head", "data", "", "ms here", "ms there", "apart"], lines)
 
 
 def reason(why: str) -> str:
@@ -200,7 +140,7 @@ def two_heads() -> str:
             worst = [max(row.get("d_hidden_error", 0.0), row.get("d_weight_error", 0.0)) for row in of_name]
             peaks = [row["peak_bytes"] / 2**30 for row in of_name if "peak_bytes" in row]
             cells[name] += [
-                ", ".join(f"{row['ms']:.1f}" for row in of_name) or "-",
+                ", ".join(milliseconds(row["ms"]) for row in of_name) or "-",
                 f"{max(peaks):.1f}" if peaks else "-",
                 ", ".join(f"{value:.1e}" for value in worst if value) or "-",
             ]
@@ -441,25 +381,16 @@ def made() -> dict[Path, str]:
     return found
 
 
-def old_figures() -> list[str]:
-    """Sentences about results that are OLD commits behind this one, or of a commit that this repository lacks."""
-    files: dict[str, list[str]] = {}
-    for question in measured(FILES):
-        files.setdefault(read(question)["commit"], []).append(FILES[question])
-    sentences = []
-    for commit, names in files.items():
-        words = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD"]
-        counted = subprocess.run(words, capture_output=True, text=True, check=False)
-        behind = counted.stdout.strip() if counted.returncode == 0 else "an unknown number of"
-        if not behind.isdigit() or int(behind) >= OLD:
-            sentences.append(f"{', '.join(names)}: measured at {commit[:7]}, {behind} commits ago")
-    return sentences
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file would change")
+    parser.add_argument(
+        "--beside", type=Path, help="print the heads' medians beside those of files in a folder, no more"
+    )
     args = parser.parse_args(argv)
+    if args.beside is not None:
+        print(beside(args.beside))
+        return 0
     changed = {path: text for path, text in made().items() if not path.is_file() or path.read_text() != text}
     for path, text in changed.items():
         print("differs:" if args.check else "wrote", path.relative_to(ROOT))

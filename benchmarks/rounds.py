@@ -80,7 +80,7 @@ class Turns:
             step()
             event.record()
         torch.cuda.synchronize(self.device)
-        return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
     def _waited(self, step: Step) -> float:
         self.operands.clear()
@@ -124,8 +124,8 @@ def lead_of(runs: list[float], settled: float) -> float:
     """Seconds until no quarter of a second's median lies NOTICEABLE off what the step settled at, within the bounds."""
     length = max(1, math.ceil(1e3 * PIECE / settled))
     pieces = [runs[start : start + length] for start in range(0, len(runs), length)]
-    off = [number for number, piece in enumerate(pieces) if abs(quantile(piece, 0.5) / settled - 1) > NOTICEABLE]
-    seconds = sum(sum(piece) for piece in pieces[: off[-1] + 1]) / 1e3 if off else 0.0
+    distant = [number for number, piece in enumerate(pieces) if abs(quantile(piece, 0.5) / settled - 1) > NOTICEABLE]
+    seconds = sum(sum(piece) for piece in pieces[: distant[-1] + 1]) / 1e3 if distant else 0.0
     return min(MOST_LEAD, max(LEAST_LEAD, seconds))
 
 
@@ -156,7 +156,8 @@ def time_rounds(
         settled = tried(name, functools.partial(turns.settle, step))
         if settled is not None:
             times[name] = settled
-    say(f"{rounds} rounds of {sum(one.lead + TIMED_SECONDS * bool(one.lead) for one in times.values()):.1f} seconds")
+    seconds = sum(settled.lead + TIMED_SECONDS for settled in times.values() if settled.lead)
+    say(f"{rounds} rounds of {seconds:.1f} seconds")
     with Gauge(turns.device) as gauge:
         for number in range(rounds):
             for name in list(times) if number % 2 == 0 else reversed(list(times)):
@@ -164,8 +165,9 @@ def time_rounds(
                 spans[name] += [span] if span is not None else []
             tick()
     turns.operands.clear()
-    for name, found in times.items():
-        found.state = gauge.medians(spans[name])
+    for name, span_list in spans.items():
+        if name in times:
+            times[name].state = gauge.medians(span_list)
     return times, failures
 
 

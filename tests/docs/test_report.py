@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import report, sitting, svg
+from benchmarks import figures, report, sitting, svg
 
 
 def test_committed_is_what_the_command_makes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,7 +21,7 @@ def test_a_changed_number_is_found(
     found = report.read("head")
     next(row for row in found["rows"] if row["provider"] == "eager")["ms"] += 10
     (tmp_path / "head.json").write_text(json.dumps(found))
-    monkeypatch.setitem(report.FILES, "head", str(tmp_path / "head.json"))
+    monkeypatch.setitem(figures.FILES, "head", str(tmp_path / "head.json"))
     assert report.main(["--check"]) == 1
     assert "README.md" in capsys.readouterr().out
 
@@ -29,14 +29,15 @@ def test_a_changed_number_is_found(
 def test_a_tree_that_is_no_commit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = report.read("head")
     (tmp_path / "head.json").write_text(json.dumps(found | {"commit": found["commit"] + "-dirty"}))
-    monkeypatch.setitem(report.FILES, "head", str(tmp_path / "head.json"))
+    monkeypatch.setitem(figures.FILES, "head", str(tmp_path / "head.json"))
     with pytest.raises(ValueError, match="measure it again"):
         report.read("head")
 
 
 def test_a_page_names_the_commits_of_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another commit than the one that a page prints, figures are refused."""
-    monkeypatch.setattr(report, "source", lambda *questions, **options: "commit be47ae3")
+    for module in (report, figures):
+        monkeypatch.setattr(module, "source", lambda *questions, **options: "commit be47ae3")
     with pytest.raises(ValueError, match=r"README.md shows .*-cuda.json and does not name its commit, 6e51e07"):
         report.made()
 
@@ -48,16 +49,16 @@ def test_old_figures_are_warned_of(
     commits = {"new": "1" * 40, "late": "2" * 40, "other": "3" * 40}
     for name, commit in commits.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"commit": commit}))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "FILES", {name: f"{name}.json" for name in [*commits, "not measured yet"]})
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "FILES", {name: f"{name}.json" for name in [*commits, "not measured yet"]})
     behind = {"1": "99\n", "2": "100\n"}
 
     def count(words: list[str], **options: object) -> SimpleNamespace:
         text = behind.get(words[-1][0], "")
         return SimpleNamespace(stdout=text, returncode=0 if text else 128)
 
-    monkeypatch.setattr(report.subprocess, "run", count)
-    assert report.old_figures() == [
+    monkeypatch.setattr(figures.subprocess, "run", count)
+    assert figures.old_figures() == [
         "late.json: measured at 2222222, 100 commits ago",
         "other.json: measured at 3333333, an unknown number of commits ago",
     ]
@@ -75,18 +76,28 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_two_heads_on_two_kinds_of_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_heads_on_two_kinds_of_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Time and error of the same data side by side; two decimals; what did not run stands last."""
     found = report.read("head") | {"rows": ROWS, "skipped": {"torch": "too old"}}
     (tmp_path / "head.json").write_text(json.dumps(found))
-    for name in report.HEADS:
-        monkeypatch.setitem(report.FILES, name, str(tmp_path / "head.json"))
+    for name in figures.HEADS:
+        monkeypatch.setitem(figures.FILES, name, str(tmp_path / "head.json"))
     lines = report.two_heads().splitlines()
-    assert lines[3] == "| **chunked_head**" + 2 * " | 10.2, 10.4 | 1.0 | 2.0e-03, 1.0e-03" + " |"
+    assert lines[3] == "| **chunked_head**" + 2 * " | 10.20, 10.40 | 1.0 | 2.0e-03, 1.0e-03" + " |"
     assert lines[4].startswith("| `F.linear_cross_entropy` | did not run: too old |") and "commit be47ae3." in lines[-1]
     text = report.heads("head")
     assert "**8 x 2 x 9, trained-like data**" in text and "**8 x 2 x 9, flat data**" in text
-    assert "| **chunked_head** | 10.2 ms (10.1 to 10.3) | 1.02 | 1.0 GiB | 1.0e-03 | 2.0e-03 | - |" in text
+    assert "| **chunked_head** | 10.20 ms (10.10 to 10.30) | 1.02 | 1.0 GiB | 1.0e-03 | 2.0e-03 | - |" in text
+    slower = [row | {"ms": 1.01 * row["ms"]} for row in ROWS]
+    (tmp_path / "other").mkdir()
+    monkeypatch.setitem(figures.FILES, "head", "head.json")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "HEADS", ("head",))
+    (tmp_path / "other" / "head.json").write_text(json.dumps(found | {"rows": slower}))
+    assert report.main(["--beside", str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().out.count("| +1.0 % |") == len(ROWS)
 
 
 def test_numbers_of_near_dots_are_apart() -> None:
@@ -101,7 +112,7 @@ def test_numbers_of_near_dots_are_apart() -> None:
 
 
 def test_no_result_is_kept_that_nothing_shows() -> None:
-    assert {path.name for path in report.RESULTS.iterdir()} <= set(report.FILES.values())
+    assert {path.name for path in figures.RESULTS.iterdir()} <= set(figures.FILES.values())
 
 
 def test_figures_of_gpus_are_of_those() -> None:
@@ -113,11 +124,11 @@ def test_figures_of_gpus_are_of_those() -> None:
 
 
 def test_a_sitting_writes_what_is_shown() -> None:
-    assert {file for file, _, _ in sitting.PARTS.values()} <= set(report.FILES.values())
+    assert {file for file, _, _ in sitting.PARTS.values()} <= set(figures.FILES.values())
     pytest.importorskip("rich")
     from benchmarks import losses
 
-    assert set(losses.WORKLOADS) <= set(report.NAMES)
+    assert set(losses.WORKLOADS) <= set(figures.NAMES)
 
 
 def test_every_table_is_shown() -> None:
