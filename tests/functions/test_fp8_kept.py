@@ -198,6 +198,7 @@ def test_between_forward_and_backward(place: Place) -> None:
     """Where backward makes the logits again, with the same copy."""
     hidden, weight, target = operands(place)
     hidden.requires_grad_()
+    weight.requires_grad_()  # of a frozen one the forward pass makes the gradient
     loss = of_call(place, reduction="none")(hidden, weight, target, fp8_weight=quantise(weight, backend=place.backend))
     by_data(weight)
     loss.sum().backward()

@@ -91,6 +91,8 @@ def fp8_calls() -> None:
         given = operands(256, hidden, vocab, torch.bfloat16)
         linear_cross_entropy(*given, reduction="none", **options).sum().backward()
         linear_cross_entropy(*given, **options).backward()
+        temperature = torch.ones(256)
+        linear_logprobs(*given, temperature=temperature, skip_ignored=True, **options).sum().backward()
         given = operands(256, hidden, vocab, torch.float16)
         mix = losses.entropy() + losses.cross_entropy(label_smoothing=0.1) + losses.z_loss(temperature=2.0)
         more: dict[str, Any] = {"bias": torch.zeros(vocab, dtype=torch.float16), "softcap": 30.0}
