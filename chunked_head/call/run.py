@@ -65,6 +65,8 @@ def prepared(
     tokens, plan, spans = planned(tokens, hidden, makes_grads or grads_asked_for(call), is_late)
     # the first messages between ranks with other tokens: this rank has passed all checks that can raise
     objective = objective_of(tokens)
+    if plan.row_factors and spec.coupled and isinstance(objective, ScalarObjective):
+        objective.forward_coefficients = {}  # of all tokens at once, with their values; backward scales them
     temperature, shard = tokens.structure.temperature, call.shard
     if shard is not None:
         fields = request_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
