@@ -121,7 +121,8 @@ def test_losses_and_metrics_have_one_kernel_for_all_numbers(factory: Callable[..
         of_sums = [[each._replace(numbers=()) for each in demand.sums] for _, demand in (one, other)]
         assert of_sums[0] == of_sums[1]
         others = one[0].split[1] != other[0].split[1] or one[1].sums != other[1].sums
-        assert others or option.startswith("teacher_")
+        # what sees all tokens runs in PyTorch, of no kernel
+        assert others or option.startswith("teacher_") or one[0].segment_metrics
     if first.scope == "token" and "topk_logprobs" not in first.needs:
         kernel, again = arithmetic(one), arithmetic(other)
         assert kernel is not None and kernel is again
