@@ -91,8 +91,8 @@ def rounded(value, dtype: tl.constexpr):
     """A value in another dtype. The interpreter cuts off what does not fit bf16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
-        even = (bits + 32767 + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-        value = tl.where(tl.abs(value) < float("inf"), even, value)
+        nearest = ((bits + 32767 + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        value = tl.where(tl.abs(value) < float("inf"), nearest, value)
     return value.to(dtype)
 
 

@@ -23,6 +23,7 @@ TESTS: dict[str, Sequence[str]] = {
     ],
     "functions/test_dhidden.py::test_parts_have_one_sum": ("70-72-600-triton-interpreted-tile0-chosen",),
     "kernels/test_grad_logits.py::test_recomputed_losses": ("cross-entropy-triton-interpreted",),
+    "kernels/test_heavy.py::test_what_is_mended": ("triton-interpreted-True-0.0625-None-13",),
     "kernels/test_kernels.py::test_add_rows": ("triton-interpreted-pieces-float32",),
     "kernels/test_kernels.py::test_dweight": ("triton-interpreted-sizes2-float16-tile1-False-False",),
     "kernels/test_quantised.py::test_exp_logits": ("triton-interpreted-sizes2-tile1-exponentials-False",),
