@@ -253,6 +253,9 @@ class HeadWork(LocalWork):
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
             fp8 = self.backend.rounded_head(weight, self.fp8_weight)
+            if self.plan.e4m3_gradients and sizes.hidden_grad:
+                make, copy = self.backend.transposed, self.fp8_weight
+                fp8 = fp8._replace(transposed=make(fp8.weight.values) if copy is None else copy.transposed(make))
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     def forward(self, operands: Sequence[Any]) -> tuple[RowStats, Gradients | None]:

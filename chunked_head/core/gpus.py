@@ -6,7 +6,7 @@ other, and on those before sm_80, which have no bf16 matmuls, BLAS makes fp32 lo
 
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ class Gpu(NamedTuple):
     warp: int = 32
     fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
     fp8: bool = False  # it multiplies e4m3 (OCP's) operands
+    e4m3_gradients: bool = False  # measured: the gradients' products of e4m3 operands are faster
 
     def __str__(self) -> str:
         return self.name
@@ -55,7 +56,8 @@ def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in registers, 227 KB."""
     few = Tile(block_m=64, warps=4, stages=4)
     logits, product = Tile(e4m3_stages=4), Tile()
-    return Gpu(name, shared, multiprocessors, logits, product, few, own_dhidden=True, own_stored=(512, 1024), fp8=True)
+    own: dict[str, Any] = {"own_dhidden": True, "own_stored": (512, 1024)}
+    return Gpu(name, shared, multiprocessors, logits, product, few, **own, fp8=True, e4m3_gradients=True)
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:

@@ -24,6 +24,7 @@ def power_of_2(size: int) -> int:
 
 
 STRIPS_AT_ONCE = 8  # of relative logits that one program turns into gradients
+E4M3_ROWS = 64 if INTERPRETED else 128  # and columns of exponentials that are rounded at a time
 PRODUCT_ROWS = 128  # most rows of logits' gradients that dweight's product reads at a time
 
 

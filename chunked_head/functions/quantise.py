@@ -28,7 +28,8 @@ def quantise(
             linear_cross_entropy(hidden, model.lm_head.weight, target, precision="fp8", fp8_weight=head).backward()
         optimizer.step()
 
-    ``quantize`` is the same. It takes a byte for each number of the weight, and has one scale. A direction that hidden
+    ``quantize`` is the same. It takes a byte for each number of the weight, two from the first call on
+    that makes gradients of e4m3 operands, and has one scale. A direction that hidden
     states share is taken out of them before they are rounded, and makes its part of logits exactly: that of the
     weight's mean row, or of the mean of ``hidden`` [..., hidden], some rows of the calls'. ``vocab_size`` and
     ``parallel`` are those of the calls, where they have some: rows that stand for no id are not looked at. Of a DTensor

@@ -15,7 +15,7 @@ import torch
 from ..core.checks import name
 from ..core.memory import Cache
 from .plans import MAX_HALF_CHUNKS, OTHER_BUDGETS, Plan, Schedule, needed_by
-from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, rows_of
+from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, balanced, padded_e4m3, rows_of
 
 GOOD_CHUNK = 2048  # fewer rows starve matmuls; passes over the weight's gradient cost more
 FEW_HALF_CHUNKS = 4  # so many 16-bit sums come before an fp32 accumulator, which takes 4 % of a call
@@ -174,7 +174,8 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     columns = sizes.vocab + sizes.teacher_columns * sizes.teacher_made
     logits = rows * columns * sizes.dtype.itemsize
     if logits <= share:
-        return share + e4m3_copy(sizes)
+        # exponentials in e4m3 take as much as those in 16 bits
+        return share * (1 + sizes.e4m3_gradients) + e4m3_copy(sizes)
     # logits count in the operands' dtype, whatever the buffer keeps
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0
@@ -183,8 +184,9 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
 
 
 def e4m3_copy(sizes: Sizes) -> int:
-    """Bytes of the weight's e4m3 copy that a call makes, whatever its chunks are."""
-    return sizes.vocab * sizes.hidden if sizes.fp8 == "made" else 0
+    """Bytes of the weight's e4m3 copies that a call makes, whatever its chunks are."""
+    has_transposed = sizes.e4m3_gradients and sizes.hidden_grad
+    return sizes.hidden * (sizes.vocab * (sizes.fp8 == "made") + padded_e4m3(sizes.vocab) * has_transposed)
 
 
 def of_one_row(

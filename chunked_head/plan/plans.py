@@ -23,6 +23,7 @@ from .sizes import (
     Phase,
     Sizes,
     cast_rows,
+    padded_e4m3,
     peak_of,
     phase_bytes,
 )
@@ -111,6 +112,11 @@ class Plan:
         """True where a dense teacher's logits and pair statistics are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
+    @property
+    def e4m3_gradients(self) -> bool:
+        """True where dhidden and dweight are products of e4m3 operands."""
+        return self.schedule == "forward" and self.sizes.e4m3_gradients
+
     @functools.cached_property
     def in_common(self) -> dict[str, str]:
         """The plan's fields that are equal on all ranks that share a vocabulary, as text by name."""
@@ -171,6 +177,9 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer("weight cast for autocast", (rows, sizes.hidden), sizes.dtype, SWEEP, LOOP, "cast")
     if sizes.fp8 == "made":
         yield Buffer("weight in e4m3", (sizes.vocab, sizes.hidden), torch.float8_e4m3fn, SWEEP, LOOP)
+    if plan.e4m3_gradients and sizes.hidden_grad:
+        shape = sizes.hidden, padded_e4m3(sizes.vocab)
+        yield Buffer("weight in e4m3, transposed", shape, torch.float8_e4m3fn, SWEEP, LOOP)
     if sizes.fp8:
         yield Buffer("weight times a direction", (sizes.vocab,), torch.float32, SWEEP, LOOP)
     if sizes.teacher_cast:
@@ -325,6 +334,9 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("teacher", f"logits of {s.teacher_columns} ids, {source}"))
     if s.fp8:
         rows.append(("logits' operands", f"e4m3, the weight's copy {s.fp8}; probable ids' logits of {name(s.dtype)}"))
+        if s.any_grad:
+            operands = "e4m3, targets and heavy ids apart" if plan.e4m3_gradients else name(s.dtype)
+            rows.append(("gradients' operands", operands))
     if s.gpu is not None:
         rows.append(("GPU", s.gpu.name))
     if plan.schedule == "recompute":

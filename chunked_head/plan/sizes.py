@@ -169,6 +169,13 @@ class Sizes:
         """True where a product of operands can be stored in ``dtype``: their own dtype, or one of 32 bits or more."""
         return dtype == self.dtype or dtype.itemsize >= 4
 
+    @functools.cached_property
+    def e4m3_gradients(self) -> bool:
+        """True where gradients of the forward pass are products of e4m3 operands: of stored exponentials, with fp8."""
+        able = self.gpu is not None and self.gpu.e4m3_gradients and self.store.name == "fast"
+        whole = self.hidden_ranks == 1 and not self.deterministic  # cuBLAS chooses by the number of rows
+        return self.fp8 is not None and able and whole and self.any_grad and not self.late_upstream
+
     @property
     def grads_in_matmul(self) -> bool:
         """True where the matmul of tiles with known statistics stores 16-bit gradients and no logits."""
@@ -283,6 +290,11 @@ def rows_of(tokens: int, chunks: int) -> int:
 def padded_columns(columns: int) -> int:
     """Elements of a 16-bit row, padded so that the next row starts on 16 bytes, as the tensor copy engine demands."""
     return math.ceil(columns / 8) * 8
+
+
+def padded_e4m3(columns: int) -> int:
+    """Numbers of a row in e4m3, padded to 16 bytes."""
+    return math.ceil(columns / 16) * 16
 
 
 def cast_rows(hidden: int) -> int:

@@ -90,6 +90,10 @@ class Backend:
         self.quantise_(None, weight, direction, common, expected=prints)
         return RoundedHead(quantised_weight.matrix._replace(common=common), direction)
 
+    def transposed(self, matrix: Tensor) -> Tensor:
+        """A matrix in e4m3, rows as columns, which are padded by zeros to a multiple of 16."""
+        raise NotImplementedError  # no store of torch operations multiplies gradients in e4m3
+
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
         (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.by_name

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.memory import RECORDERS, recorder
+from ..core.private import private
 from ..plan.sizes import cast_rows, slices
 
 # rows and columns of each thread from which on BLAS sums in one order; elements of a smaller product at a time
@@ -147,6 +148,17 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     if RECORDERS and (listening := recorder()) is not None:
         listening.called(multiply, a, b, out, first, written=out)
+
+
+def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
+    """``out = a @ b.T`` in fp32 of e4m3 operands [m, k] and [n, k], n and k multiples of 16. ``unit``: [] fp32, 1."""
+    found = private("_scaled_mm") if a.is_cuda else None
+    if found is not None:
+        found[0](a, b.t(), unit, unit, out_dtype=out.dtype, use_fast_accum=False, out=out)
+        return
+    dtype = torch.bfloat16 if sums_halves(a.device) else torch.float32
+    for k in slices(a.shape[1], cast_rows(len(a) + len(b))):
+        multiply(a[:, k].to(dtype), b[:, k].to(dtype).t(), out, k.start == 0)
 
 
 def accumulate(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:

@@ -3,8 +3,8 @@
 import functools
 import math
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -43,10 +43,19 @@ class QuantisedWeight:
     weight: Tensor
     version: int
     prints: dict[torch.dtype, Tensor]  # [rows] int32 each
+    more: dict[str, Tensor] = field(default_factory=dict)  # what later calls have added
 
     def __post_init__(self) -> None:
         watch_optimizers()
         CURRENT.add(self)
+
+    def transposed(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """[hidden, padded rows] e4m3, for products of gradients: made once, by the first call that has some."""
+        if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self.more.get("transposed", make(self.matrix.values))  # the graph's memory is not ours to keep
+        if "transposed" not in self.more:
+            self.more["transposed"] = make(self.matrix.values)
+        return self.more["transposed"]
 
     def checked(self, weight: Tensor, rows: int) -> Self:
         """The copy, for a call whose weight has so many ``rows`` that stand for ids; ValueError if it is another's or
@@ -99,6 +108,7 @@ class RoundedHead(NamedTuple):
 
     weight: Quantised
     direction: Tensor  # [hidden] fp32, as ``direction_of`` makes it
+    transposed: Tensor | None = None  # [hidden, padded vocab] e4m3: the weight's numbers, for dhidden
 
     def columns(self, tile: slice) -> "RoundedHead":
         values, scale, common = self.weight

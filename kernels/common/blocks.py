@@ -7,6 +7,7 @@ from ...core import tiles
 
 ELSEWHERE, BEHIND = tl.constexpr(tiles.ELSEWHERE), tl.constexpr(tiles.BEHIND)
 INTERPRETED = tl.constexpr(tiles.INTERPRETED)
+LARGEST_E4M3 = tl.constexpr(tiles.LARGEST_E4M3)
 
 
 @triton.jit
@@ -61,6 +62,17 @@ def dot(a, b, total):
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Rounded to the nearest, of two to the even one. The interpreter's conversion of what is rounded is wrong."""
+    if INTERPRETED:
+        exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 2.0**-6))), -6.0)
+        unit = tl.exp2(exponent - 3.0)
+        x = ((x / unit + 12582912.0) - 12582912.0) * unit
+        x = tl.minimum(tl.maximum(x, -LARGEST_E4M3), LARGEST_E4M3)
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit

@@ -238,12 +238,13 @@ PER_CALL = (
 )  # fmt: skip
 # pointers to one number, or to one or a few per row: they start at any row, and no thread reads several rows at a time
 PER_ROW = (
-    "alpha_ptr", "begin_ptr", "beta_ptr", "column_ptr", "count_ptr", "counted_ptr", "end_ptr", "factor_ptr",
-    "hidden_scale_ptr", "ids_ptr", "inverse_ptr", "level_ptr", "logit_ptr", "logprob_ptr", "lse_ptr", "mask_ptr",
-    "occurrences_ptr", "offset_ptr", "one_or_nan_ptr", "order_ptr", "paired_ptr", "rest_ptr", "row_offset_ptr",
-    "row_ptr", "row_scale_ptr", "softmax_factor_ptr", "sorted_ptr", "source_ptr", "sparse_ptr", "start_ptr",
+    "alpha_ptr", "begin_ptr", "beta_ptr", "column_ptr", "count_ptr", "counted_ptr", "dlogit_ptr", "end_ptr",
+    "factor_ptr", "hidden_scale_ptr", "ids_ptr", "inverse_ptr", "level_ptr", "logit_ptr", "logprob_ptr", "lse_ptr",
+    "mask_ptr", "most_ptr", "occurrences_ptr", "offset_ptr", "one_or_nan_ptr", "order_ptr", "paired_ptr",
+    "place_ptr", "power_ptr", "rest_ptr", "row_offset_ptr", "row_ptr", "row_scale_ptr", "share_ptr",
+    "softmax_factor_ptr", "sorted_ptr", "sorted_target_ptr", "source_ptr", "sparse_ptr", "start_ptr",
     "target_factor_ptr", "target_logit_ptr", "target_ptr", "teacher_rest_ptr", "teacher_row_scale_ptr",
-    "teacher_start_ptr", "weight_scale_ptr", "zero_or_nan_ptr",
+    "teacher_start_ptr", "term_ptr", "weight_scale_ptr", "zero_or_nan_ptr",
     *[f"{name}{i}_ptr" for name in ("number", "output", "vector", "start", "rest") for i in range(32)],
 )  # fmt: skip
 

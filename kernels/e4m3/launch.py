@@ -3,7 +3,10 @@
 import torch
 
 from ...core.gpus import multiprocessors_of
-from ...core.tiles import Quantised, cdiv, power_of_2
+from ...core.records import ALL_ROWS, Counted
+from ...core.tiles import E4M3_ROWS, Quantised, cdiv, power_of_2
+from ..common.operands import Strips
+from .gradients import both_orders_kernel, set_apart_kernel, transposed_rows_kernel
 from .quantise import quantise_kernel, sum_parts_kernel
 
 
@@ -40,3 +43,70 @@ def quantise(
     for divisor in (None, second_divisor):
         launch(None, sums, divisor)
         sum_parts_kernel[(1,)](scale, second_divisor, sums, programs, BLOCK=power_of_2(programs), num_warps=4)
+
+
+def set_apart(
+    exp: torch.Tensor,  # [rows, vocab] 16 bit, as ``level_rows`` leaves them; 0 at heavy ids afterwards
+    places: torch.Tensor,  # [rows, 1 + n] int32: the row's target and heavy ids, -1 for none
+    terms: torch.Tensor,  # [rows, 1 + n] fp32: dlogits there
+    power: torch.Tensor,  # [rows] fp32: what exponentials are to be divided by
+    share: torch.Tensor,  # [rows] fp32: softmax factor times power
+    most: torch.Tensor,  # [rows] fp32: the largest number of share * (hidden - mean)
+    hidden: torch.Tensor | None,  # [rows, hidden] contiguous; None: ``most`` is not made
+    mean: torch.Tensor | None,  # [hidden] fp32
+    heavy_ids: torch.Tensor,  # [rows, n] int32, -1 behind the last
+    heavy_logits: torch.Tensor,  # [rows, n] fp32
+    strips: Strips,
+    strip: int,  # columns
+    level: torch.Tensor,
+    target: torch.Tensor,
+    target_logit: torch.Tensor,
+    factors: torch.Tensor,  # [2 or more, rows] fp32: softmax_factor, in place times the power and the weight's scale;
+    # target_factor
+    weight_scale: torch.Tensor,  # [] fp32
+    counted: Counted = ALL_ROWS,
+) -> None:
+    (rows, vocab), count, width = exp.shape, strips.offset.shape[0], 0 if hidden is None else hidden.shape[1]
+    columns = power_of_2(count)
+    at_once = max(1, min(8, 4096 // columns))
+    set_apart_kernel[(cdiv(rows, at_once),)](
+        exp, factors[0], places, terms, power, share, most, hidden, mean, heavy_ids, heavy_logits, strips.offset,
+        strips.sums[0], level, target, target_logit, factors[1], weight_scale, *counted, rows, vocab, count,
+        strips.offset.stride(0), exp.stride(0), width,
+        SLOTS=heavy_ids.shape[1], STRIP=strip, BLOCK_ROWS=at_once, STRIPS=columns,
+        BLOCK=min(power_of_2(max(width, 1)), 512), num_warps=4,
+    )  # fmt: skip
+
+
+def both_orders(
+    out: torch.Tensor | None,  # [rows, columns] e4m3, a multiple of 16
+    transposed: torch.Tensor | None,  # [columns, padded rows] e4m3, a multiple of 16
+    matrix: torch.Tensor,  # [rows, columns] 16 bit or e4m3, contiguous columns
+    power: torch.Tensor | None = None,  # [rows] fp32; None for 1
+    share: torch.Tensor | None = None,  # [rows] fp32, with the power: where it is 0 a row becomes 0
+    sums: torch.Tensor | None = None,  # [rows / E4M3_ROWS, columns] fp32: of share * out over so many rows
+    counted: Counted = ALL_ROWS,
+) -> None:
+    """``matrix / power`` in e4m3; 0 in rows that do not count, and in what is padded."""
+    (rows, columns), block = matrix.shape, E4M3_ROWS
+    padded_rows, padded_columns = cdiv(rows, 16) * 16, cdiv(columns, 16) * 16
+    both_orders_kernel[cdiv(padded_rows, block), cdiv(padded_columns, block)](
+        out, transposed, sums, matrix, power, share, *counted, rows, padded_rows, columns, padded_columns,
+        matrix.stride(0), ROWS=block, COLUMNS=block, num_warps=8,
+    )  # fmt: skip
+
+
+def transposed_rows(
+    out: Quantised,  # [hidden, padded rows] e4m3, one scale
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    mean: torch.Tensor,  # [hidden] fp32
+    share: torch.Tensor,  # [rows] fp32
+    most: torch.Tensor,  # [rows] fp32
+    counted: Counted = ALL_ROWS,
+) -> None:
+    """``(share * (hidden - mean)).T`` in e4m3."""
+    (rows, width), padded = hidden.shape, out.values.shape[1]
+    transposed_rows_kernel[cdiv(padded, 64), cdiv(width, 64)](
+        out.values, out.scale, hidden, mean, share, most, *counted, rows, padded, width,
+        ROWS=64, COLUMNS=64, AT_ONCE=256, num_warps=4,
+    )  # fmt: skip

@@ -19,22 +19,11 @@ import triton
 import triton.language as tl
 
 from ...core import tiles
-from ..common.blocks import INTERPRETED
+from ..common.blocks import to_e4m3
 from ..common.launcher import kernel
 
 LARGEST, LEAST = tl.constexpr(tiles.LARGEST_E4M3), tl.constexpr(tiles.LEAST_SCALE)
 SAMPLED_ROWS = tl.constexpr(tiles.SAMPLED_ROWS)
-
-
-@triton.jit
-def to_e4m3(x):
-    """Rounded to the nearest, of two to the even one. The interpreter's conversion of what is rounded is wrong."""
-    if INTERPRETED:
-        exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 2.0**-6))), -6.0)
-        unit = tl.exp2(exponent - 3.0)
-        x = ((x / unit + 12582912.0) - 12582912.0) * unit
-        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-    return x.to(tl.float8e4nv)
 
 
 @triton.jit

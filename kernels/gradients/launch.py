@@ -165,6 +165,7 @@ def level_rows(
     transform: Transform,  # without a cap
     counted: Counted = ALL_ROWS,
     occurrences: torch.Tensor | None = None,  # [rows] int32: tokens of the call with the row's target
+    apart: bool = False,  # exponentials at targets are 0 in all rows
 ) -> None:
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
@@ -175,7 +176,7 @@ def level_rows(
         strips.offset, strips.sums[0], level, terms.target, occurrences, terms.target_logit, *softmax[:2], logprob,
         softmax.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
         transform.logit_scale, transform.row_scale,
-        BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),
+        BLOCK_ROWS=block_rows, STRIP=strip, APART=apart, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),
         num_warps=4,
     )  # fmt: skip
 

@@ -248,6 +248,7 @@ def level_rows_kernel(
     row_scale_ptr,  # [rows] fp32, or None for 1
     BLOCK_ROWS: tl.constexpr,
     STRIP: tl.constexpr,
+    APART: tl.constexpr,  # E at the target is 0 in all rows
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -278,6 +279,8 @@ def level_rows_kernel(
         # e^-60 of the largest
         in_vocab = first & counts & (target < vocab)
         fits = in_vocab & (level == target_logit) & (tl.abs(factor) > LEAST_FACTOR)
+        if APART:
+            fits &= target < 0
         if occurrences_ptr is not None:
             fits &= tl.load(occurrences_ptr + offs_row, mask=in_rows, other=0) > MOST_APART
         ratio = at_target / tl.where(fits, factor, 1.0)

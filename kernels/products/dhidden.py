@@ -170,3 +170,40 @@ def finish_dhidden_kernel(
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
     store_dhidden((dhidden_ptr, hidden), factors, product, row, column, rows, False)
+
+
+@kernel
+def finish_with_apart_kernel(
+    # outputs
+    dhidden_ptr,  # [rows, hidden]
+    # inputs
+    product_ptr,  # [rows, hidden] fp32, of e4m3 operands
+    weight_ptr,  # [vocab, hidden]
+    target_ptr,  # [rows] int64, -1 where a row does not count
+    softmax_factor_ptr,  # [rows] fp32
+    place_ptr,  # [rows, PLACES] int32: ids that stand apart, -1 for none
+    term_ptr,  # [rows, PLACES] fp32: dlogits there
+    count_ptr,  # [] int64: rows of the call that count; None for all
+    # sizes
+    first_row,  # of the chunk within the call
+    rows,
+    hidden,
+    PLACES: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # all places
+    COLUMNS: tl.constexpr,
+):
+    """``dhidden = softmax_factor * product + sum_i term[i] weight[place[i]]``, 0 where a row does not count."""
+    row = tl.program_id(0).to(tl.int64)
+    if row < counted_rows(count_ptr, first_row, rows):
+        cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = cols < hidden
+        slot = tl.arange(0, AT_ONCE)
+        places = tl.load(place_ptr + row * PLACES + slot, mask=slot < PLACES, other=-1)
+        total = tl.load(product_ptr + row * hidden + cols, mask=mask, other=0.0) * tl.load(softmax_factor_ptr + row)
+        for i in range(0, tl.max(tl.where(places >= 0, slot + 1, 0), 0)):
+            place = tl.load(place_ptr + row * PLACES + i).to(tl.int64)
+            in_weight = mask & (place + cols * 0 >= 0)  # the interpreter takes no mask that is one number
+            w = tl.load(weight_ptr + place * hidden + cols, mask=in_weight, other=0.0).to(tl.float32)
+            total += tl.load(term_ptr + row * PLACES + i) * w
+        total = tl.where(tl.load(target_ptr + row) >= 0, total, 0.0)
+        tl.store(dhidden_ptr + row * hidden + cols, total.to(dhidden_ptr.dtype.element_ty), mask=mask)

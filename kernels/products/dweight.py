@@ -43,6 +43,9 @@ def dweight_kernel(
     grad_ptr,
     hidden_desc,  # [rows, hidden], block [BLOCK_K, BLOCK_N], 0 behind the rows that count
     hidden_ptr,
+    scale_ptr,  # [] fp32 of e4m3 operands, which lie [vocab, rows] and [hidden, rows]; None for 16-bit ones
+    sum_ptr,  # [vocab] fp32, with the scale
+    mean_ptr,  # [hidden] fp32: what rows of hidden states lack, times ``sum`` in the product
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
@@ -51,6 +54,7 @@ def dweight_kernel(
     hidden,
     grad_stride,  # from row to row
     ADD: tl.constexpr,
+    PROMOTED: tl.constexpr,  # rows whose products tensor cores add up before they are added in fp32; None: all
     BY_MEMORY: tl.constexpr,  # where it is described
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -67,14 +71,35 @@ def dweight_kernel(
     dw_matrix = dweight_desc, dweight_ptr, hidden, vocab, hidden
     g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
+    if scale_ptr is not None:
+        g_matrix = grad_desc, grad_ptr, grad_stride, vocab, rows
+        h_matrix = hidden_desc, hidden_ptr, grad_stride, hidden, rows
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=grad_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if PROMOTED is not None:
+            total = acc
         for k in range(0, counted, BLOCK_K):
-            g = load_tile(g_matrix, k, row_start, BLOCK_K, BLOCK_M, False)
-            h = load_tile(h_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
-            acc = dot(g.T, h, acc)
+            if scale_ptr is None:
+                g = load_tile(g_matrix, k, row_start, BLOCK_K, BLOCK_M, False)
+                h = load_tile(h_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
+                acc = dot(g.T, h, acc)
+            else:
+                g = load_tile(g_matrix, row_start, k, BLOCK_M, BLOCK_K, False)
+                h = load_tile(h_matrix, column_start, k, BLOCK_N, BLOCK_K, False)
+                acc = dot(g, h.T, acc)
+            if PROMOTED is not None:  # noqa: SIM102  (what follows is compiled only where it is there)
+                if (k + BLOCK_K) % PROMOTED == 0:
+                    total += acc
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if PROMOTED is not None:
+            acc += total
+        if scale_ptr is not None:
+            offs_row, offs_col = row_start + tl.arange(0, BLOCK_M), column_start + tl.arange(0, BLOCK_N)
+            sums = tl.load(sum_ptr + offs_row, mask=offs_row < vocab, other=0.0)
+            mean = tl.load(mean_ptr + offs_col, mask=offs_col < hidden, other=0.0)
+            acc = acc * tl.load(scale_ptr) + sums[:, None] * mean[None, :]
         left, right = column_halves(acc, BLOCK_M, BLOCK_N)
         add_or_store(dw_matrix, row_start, column_start, left, ADD, BY_MEMORY)
         add_or_store(dw_matrix, row_start, column_start + BLOCK_N // 2, right, ADD, BY_MEMORY)
@@ -193,37 +218,27 @@ def load_terms(rows_ptr, factors, entry, row, cols, width, stride):
     return terms
 
 
-@kernel
-def add_rows_kernel(
-    # outputs
-    out_ptr,  # [places, width], added to
-    # inputs
-    rows_ptr,  # [rows, width]
-    row_ptr,  # [entries] int64 or int32, -1 for none; None where rows are the entries
-    factor_ptr,  # [entries] fp32
-    softmax_factor_ptr,  # [entries] fp32, or None with ratio_ptr
-    ratio_ptr,  # [entries] fp32
-    sorted_ptr,  # [entries] int32: places, equal ones together, -1 for none
-    order_ptr,  # [entries] int64: the entry of each; None where they are in order
-    # sizes
+@triton.jit
+def add_piece(
+    piece,  # of the entries
+    out_ptr,
+    rows_ptr,
+    entry_pointers,  # pointers to entries' rows and to their order
+    factors,  # pointers: factor, softmax_factor, ratio
+    sorted_ptr,
     entries,
     width,
-    stride,  # from row to row
+    stride,
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SCAN: tl.constexpr,
-    PRECISION: tl.constexpr,  # of fp32 operands
+    PRECISION: tl.constexpr,
 ):
-    """``out[place[i]] +=`` the term of entry i, entries in sorted pieces of a fixed size.
-
-    A program finishes the places that begin in its piece, with the entries of the last one that lie in later pieces:
-    the order of every sum is fixed, and it is rounded once.
-    """
-    end = (tl.program_id(0) + 1) * PIECE
-    position = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    """Adds the places that begin in a piece, with the entries of the last one that lie in later pieces."""
+    end = (piece + 1) * PIECE
+    position = piece * PIECE + tl.arange(0, PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    entry_pointers, factors = (row_ptr, order_ptr), (factor_ptr, softmax_factor_ptr, ratio_ptr)
     place = tl.load(sorted_ptr + position, mask=position < entries, other=-1)
     previous = tl.load(sorted_ptr + position - 1, mask=(position > 0) & (position < entries), other=-2)
     last = tl.load(sorted_ptr + end - 1, mask=end < entries, other=-1)
@@ -258,3 +273,45 @@ def add_rows_kernel(
         entry, row = next_entry, next_row
     total += tl.where(reaches[:, None], following[None, :], 0.0)
     tl.store(out_pointers, (sum_so_far.to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def add_rows_kernel(
+    # outputs
+    out_ptr,  # [places, width], added to
+    # inputs
+    rows_ptr,  # [rows, width]
+    row_ptr,  # [entries] int64 or int32, -1 for none; None where rows are the entries
+    factor_ptr,  # [entries] fp32
+    softmax_factor_ptr,  # [entries] fp32, or None with ratio_ptr
+    ratio_ptr,  # [entries] fp32
+    sorted_ptr,  # [entries] int32: places, equal ones together, -1 for none
+    order_ptr,  # [entries] int64: the entry of each; None where they are in order
+    none_ptr,  # [] int64: how many entries are none, and come first; or None where all pieces have a program
+    # sizes
+    entries,
+    width,
+    stride,  # from row to row
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SCAN: tl.constexpr,
+    PRECISION: tl.constexpr,  # of fp32 operands
+):
+    """``out[place[i]] +=`` the term of entry i, entries in sorted pieces of a fixed size.
+
+    A program finishes the places that begin in its piece: the order of every sum is fixed, and it is rounded once.
+    """
+    entry_pointers, factors = (row_ptr, order_ptr), (factor_ptr, softmax_factor_ptr, ratio_ptr)
+    if none_ptr is None:
+        add_piece(
+            tl.program_id(0), out_ptr, rows_ptr, entry_pointers, factors, sorted_ptr, entries, width, stride,
+            BLOCK, PIECE, AT_ONCE, SCAN, PRECISION,
+        )  # fmt: skip
+    else:
+        first = (tl.load(none_ptr) // PIECE).to(tl.int32)
+        for piece in range(first + tl.program_id(0), tl.cdiv(entries, PIECE), tl.num_programs(0)):
+            add_piece(
+                piece, out_ptr, rows_ptr, entry_pointers, factors, sorted_ptr, entries, width, stride,
+                BLOCK, PIECE, AT_ONCE, SCAN, PRECISION,
+            )  # fmt: skip

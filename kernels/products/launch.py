@@ -7,12 +7,13 @@ import torch
 from ...core.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
 from ...core.memory import empty
 from ...core.records import ALL_ROWS, Counted
-from ...core.tiles import INTERPRETED, Tile, cdiv, power_of_2
-from ..common.operands import matrix, row_stride
-from .dhidden import dhidden_kernel, finish_dhidden_kernel
+from ...core.tiles import INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2
+from ..common.operands import as_quantised, matrix, row_stride
+from .dhidden import dhidden_kernel, finish_dhidden_kernel, finish_with_apart_kernel
 from .dweight import add_rows_kernel, dweight_kernel, pick_columns_kernel, put_rows_kernel, sort_columns_kernel
 
 PIECE = 16  # entries of equal or neighbouring columns that a program adds up
+SPARSE = 16  # pieces for each program where most entries are none
 MOST_COUNTED = 8192  # so many entries are sorted by comparing all pairs: one launch, not ten
 
 
@@ -68,23 +69,53 @@ def finish_dhidden(
     )
 
 
+def finish_with_apart(
+    out: torch.Tensor,  # [rows, hidden]
+    product: torch.Tensor,  # [rows, hidden] fp32, of e4m3 operands
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    target: torch.Tensor,  # [rows] int64, -1 where a row does not count
+    softmax_factor: torch.Tensor,  # [rows] fp32
+    places: torch.Tensor,  # [rows, n] int32: ids that stand apart, -1 for none
+    terms: torch.Tensor,  # [rows, n] fp32: dlogits there
+    counted: Counted = ALL_ROWS,
+) -> None:
+    """``out = softmax_factor * product + sum_i terms[i] * weight[places[i]]``, 0 where a row does not count"""
+    (rows, hidden), count = product.shape, places.shape[1]
+    block = min(power_of_2(hidden), 1024)
+    finish_with_apart_kernel[rows, cdiv(hidden, block)](
+        out, product, weight, target, softmax_factor, places, terms, *counted, rows, hidden,
+        PLACES=count, AT_ONCE=power_of_2(count), COLUMNS=block, num_warps=4,
+    )  # fmt: skip
+
+
 def dweight(
     out: torch.Tensor,  # [vocab, hidden] contiguous
-    grad: torch.Tensor,  # [rows, vocab] 16 bit
-    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    grad: Matrix,  # [rows, vocab] 16 bit; or e4m3 [vocab, padded rows]
+    hidden: Matrix,  # [rows, hidden] contiguous; or e4m3 [hidden, padded rows]
     first: bool,
     tile: Tile,
     counted: Counted = ALL_ROWS,
+    # of e4m3 operands: sums [vocab] and mean [hidden] fp32, whose outer product is added
+    common: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
+    promoted: int | None = None,  # rows whose products of e4m3 tensor cores sum by themselves; None: all
 ) -> None:
     """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
-    (rows, vocab), width = grad.shape, hidden.shape[1]
+    scale, (vocab, width) = None, out.shape
+    tile = tile.for_operand(hidden)
+    blocks = (tile.block_k, tile.block_m), (tile.block_k, tile.block_n)
+    if isinstance(hidden, Quantised):
+        hidden, scale, rows = hidden.values, hidden.scale, hidden.values.shape[1]
+        blocks = (tile.block_m, tile.block_k), (tile.block_n, tile.block_k)
+    else:
+        rows = len(hidden)
+    grad = as_quantised(grad)[0]
     programs = programs_of(tile, vocab, width, grad.device)
     dweight_kernel[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
-        *matrix(grad, tile.block_k, tile.block_m, tile),
-        *matrix(hidden, tile.block_k, tile.block_n, tile),
-        *counted, rows, vocab, width, row_stride(grad, tile),
-        ADD=not first, BY_MEMORY=tile.described and out.dtype == torch.float32 and not INTERPRETED,
+        *matrix(grad, *blocks[0], tile),
+        *matrix(hidden, *blocks[1], tile),
+        scale, *common, *counted, rows, vocab, width, row_stride(grad, tile),
+        ADD=not first, PROMOTED=promoted, BY_MEMORY=tile.described and out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -152,6 +183,7 @@ def add_rows(
     row: torch.Tensor | None = None,  # [entries] int64 or int32, -1 for none; None: in the order of ``rows``
     together: bool = False,  # equal places are together already, and int32
     products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),  # softmax_factor, ratio [entries]
+    sparse: bool = False,  # most places are -1
 ) -> None:
     """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits each time; and what ``ratio *
     (softmax_factor * rows)`` lost where its last product was rounded to bf16."""
@@ -165,8 +197,11 @@ def add_rows(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(out.device)
     at_once = 32 if width % 16 == 0 else 16  # registers, where vectors are read in pieces
-    add_rows_kernel[cdiv(entries, PIECE), cdiv(width, block)](
-        out, rows, row, factors, *products, *places[:2], entries, width, rows.stride(0),
+    pieces, none = cdiv(entries, PIECE), None
+    if sparse:  # those come first
+        pieces, none = cdiv(pieces, SPARSE), (places.columns < 0).sum()
+    add_rows_kernel[pieces, cdiv(width, block)](
+        out, rows, row, factors, *products, *places[:2], none, entries, width, rows.stride(0),
         BLOCK=block, PIECE=PIECE, AT_ONCE=at_once, SCAN=256, PRECISION="ieee" if gpu is None else gpu.fp32_products,
         num_warps=2,
     )  # fmt: skip

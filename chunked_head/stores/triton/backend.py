@@ -27,6 +27,7 @@ from ...kernels.e4m3 import launch as e4m3
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
+from ...plan.sizes import padded_e4m3
 from ..backend import Backend
 from ..matmul import sums_halves
 from ..operands import TeacherHead
@@ -65,6 +66,11 @@ class TritonBackend(Backend):
     scale_rows = staticmethod(gradients.scale_rows)
     merge_softmax = staticmethod(statistics.merge_softmax)
     quantise_ = staticmethod(e4m3.quantise)
+
+    def transposed(self, matrix: Tensor) -> Tensor:
+        out = matrix.new_empty(matrix.shape[1], padded_e4m3(len(matrix)))
+        e4m3.both_orders(None, out, matrix)
+        return out
 
     def check(self, device: torch.device, dtype: torch.dtype, label: str) -> None:
         if device.type != "cuda" and not INTERPRETED:

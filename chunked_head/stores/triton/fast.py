@@ -17,6 +17,7 @@ from ..gradients import Gradients
 from ..operands import Head, Rows
 from ..store import terms_of, transform
 from .relative import RelativeStore
+from .rounded import RoundedGradients
 from .store import counted_of
 
 
@@ -31,11 +32,14 @@ class FastStore(RelativeStore):
     name = "fast"
     description = "exponentials relative to the target"
     adds_by_chunk = False  # rows of all ranks: targets' terms are added chunk by chunk
+    rounded: RoundedGradients | None = None  # products of e4m3 operands
 
     @classmethod
     def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
         yield from super().chunk_buffers(sizes, rows, last, stored)
-        if last < LOOP or not sizes.weight_grad:
+        if last >= LOOP and sizes.e4m3_gradients:
+            yield from RoundedGradients.buffers(sizes, rows)
+        if last < LOOP or not sizes.weight_grad or sizes.e4m3_gradients:
             return
         # tokens sorted by target, chunk by chunk where hidden states come so
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
@@ -51,6 +55,7 @@ class FastStore(RelativeStore):
         self.level = empty(self.rows, dtype=torch.float32, device=device)
         # as level_rows makes them, each aligned like the others whatever the number of tokens
         self.factors = empty(3, strip_rows(self.sizes.tokens), dtype=torch.float32, device=device)
+        self.rounded = RoundedGradients(self.sizes, self.rows, head) if plan.e4m3_gradients else None
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         tokens, exp = rows.tokens, self.stored.logits
@@ -58,7 +63,7 @@ class FastStore(RelativeStore):
         row_factors, ordered, occurrences = self.factors[:, tokens.start :], None, None
         # hidden states of all ranks' tokens, which are here for this chunk only
         chunk_hidden = rows.source if rows.order is not None and self.all_rows.order is None else None
-        if grads.weight is not None:
+        if grads.weight is not None and self.rounded is None:
             ordered = self.every_target_sorted if chunk_hidden is None else self.sorted_targets(rows.target)
             occurrences = ordered.occurrences
             if occurrences is not None and chunk_hidden is None:
@@ -68,7 +73,7 @@ class FastStore(RelativeStore):
         gradients.level_rows(
             exp,
             row_factors,
-            None if grads.weight is None else rows.hidden,
+            None if grads.weight is None or self.rounded is not None else rows.hidden,
             self.stored_strips,
             self.gpu.strip_width(relative=False),
             self.level,
@@ -77,7 +82,11 @@ class FastStore(RelativeStore):
             transform(self.head, rows.scale),
             counted_of(rows),
             occurrences,
+            self.rounded is not None,
         )
+        if self.rounded is not None:
+            self.add_rounded(self.rounded, rows, stats, grads)
+            return
         if grads.hidden is not None:
             factors = products.Factors(rows.target, *row_factors[:2])
             self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
@@ -88,9 +97,26 @@ class FastStore(RelativeStore):
                 self.add_target_rows(chunk_hidden, ordered, rows.first, grads.weight, rows.order)
                 self.adds_by_chunk = True
 
+    def add_rounded(self, rounded: RoundedGradients, rows: Rows, stats: RowStats, grads: Gradients) -> None:
+        """Products of e4m3 operands with a chunk's exponentials, which are at one level."""
+        tokens, counted, strip = rows.tokens, counted_of(rows), self.gpu.strip_width(relative=False)
+        row_factors = self.factors[:, tokens.start :]
+        assert self.level is not None
+        rounded.make(self.stored.logits, row_factors, self.stored_strips, strip, self.level, rows, stats, counted)
+        if grads.hidden is not None:
+            out = grads.hidden_rows(tokens)
+            product = self.part_sums[: out.numel()].view(out.shape)
+            rounded.put_dhidden(out, product, row_factors[0], rows, counted)
+            grads.hidden_done(tokens)
+        if grads.weight is not None:
+            rounded.add_dweight(grads.weight, rows.first == 0 and grads.fresh, counted)
+
     def finish(self, grads: Gradients) -> None:
         super().finish(grads)
-        if grads.weight is not None and not self.adds_by_chunk:
+        if self.rounded is not None:
+            if grads.weight is not None:
+                self.rounded.add_apart(grads.weight, self.all_rows.hidden, self.all_rows.order)
+        elif grads.weight is not None and not self.adds_by_chunk:
             self.add_target_rows(self.all_rows.hidden, self.every_target_sorted, 0, grads.weight, self.all_rows.order)
 
     def add_target_rows(

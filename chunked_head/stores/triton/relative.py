@@ -275,7 +275,7 @@ def part_sums(sizes: Sizes, rows: int) -> int:
     """Bytes of the parts' sums where dhidden is made in parts, or of its product where BLAS multiplies exponentials."""
     if sizes.gpu is None or not sizes.hidden_grad:
         return 0
-    if sizes.store.name == "fast" and not sizes.own_dhidden:
+    if sizes.store.name == "fast" and (sizes.e4m3_gradients or not sizes.own_dhidden):
         return rows * sizes.hidden * 4
     return sizes.dhidden_split(rows).units * sizes.gpu.product.elements * 4
 

@@ -33,6 +33,11 @@ def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
+def is_aligned(out: Tensor) -> bool:
+    """True where rows start on 16 bytes; a buffer of the caller's may start anywhere."""
+    return out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
+
+
 class FrequentRows:
     """Rows of the weight's gradient for ids that are the targets of many tokens, summed over chunks in float32.
 
@@ -73,7 +78,8 @@ def step_of_frequent(tokens: int) -> int:
 
 def sums_frequent(sizes: Sizes, rows: int, dtype: torch.dtype) -> bool:
     """True where a weight's gradient in ``dtype`` rounds its sums over chunks of ``rows``."""
-    several = rows < sizes.tokens and sizes.hidden_ranks == 1  # else its rows are added to after each chunk
+    # else its rows are added to after each chunk, or most of their terms stand apart
+    several = rows < sizes.tokens and sizes.hidden_ranks == 1 and not sizes.e4m3_gradients
     return several and sizes.returns_weight_grad and dtype == sizes.dtype == torch.bfloat16
 
 
@@ -108,9 +114,7 @@ class HalfStore(MatmulStore):
         return quantised, head.fp8.weight
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
-        # a buffer of the caller's may start anywhere
-        aligned = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
-        if gain is None and aligned and own_dweight(self.plan, stored=first):
+        if gain is None and is_aligned(out) and own_dweight(self.plan, stored=first):
             products.dweight(out, dlogits, rows.hidden, first, self.gpu.product, counted_of(rows))
         else:
             super().add_dweight(zero_uncounted_(dlogits, rows), rows, out, first, gain)

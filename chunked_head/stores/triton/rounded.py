@@ -1,0 +1,132 @@
+"""Gradients of stored exponentials by products of e4m3 operands, in which targets and heavy ids stand apart."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...core.memory import empty
+from ...core.records import Counted
+from ...core.stats import RowStats
+from ...core.tiles import E4M3_ROWS, Quantised, cdiv
+from ...kernels.common.operands import Strips
+from ...kernels.e4m3 import launch as e4m3
+from ...kernels.products import launch as products
+from ...plan.sizes import LOOP, SWEEP, Buffer, Sizes, padded_e4m3
+from ..matmul import multiply_e4m3
+from ..operands import Head, Rows
+from .store import is_aligned
+
+SUMMED = 4096  # rows of e4m3 operands that tensor cores sum, in 13 bits; sums of more are added up in fp32
+E4M3 = torch.float8_e4m3fn
+
+
+class RoundedGradients:
+    """The e4m3 operands of a chunk's products, and what stands apart in the gradients of all tokens.
+
+    dhidden is a product of a chunk's exponentials and the transposed weight, dweight one of the transposed exponentials
+    and hidden states. ``places`` [tokens, 1 + n] int32: each row's target and heavy ids, -1 for none; ``terms`` the
+    gradients of their logits, fp32, whose part of dhidden is added with the product and that of dweight at the end.
+    """
+
+    @staticmethod
+    def buffers(sizes: Sizes, rows: int) -> Iterator[Buffer]:
+        padded, columns, entries = padded_e4m3(rows), padded_e4m3(sizes.vocab), 1 + sizes.demand.heavy
+        if sizes.hidden_grad:
+            yield Buffer("exponentials in e4m3", (rows, columns), E4M3, SWEEP, LOOP)
+        if sizes.weight_grad:
+            yield Buffer("exponentials in e4m3, transposed", (columns, padded), E4M3, SWEEP, LOOP)
+            yield Buffer("hidden states in e4m3, transposed", (sizes.hidden, padded), E4M3, SWEEP, LOOP)
+            shape = cdiv(rows, E4M3_ROWS) + 1, columns
+            yield Buffer("sums of exponentials in e4m3", shape, torch.float32, SWEEP, LOOP)
+            # sorted by place
+            yield Buffer("order of gradients apart", (sizes.tokens, entries, 5), torch.int32, LOOP, LOOP)
+        yield Buffer("gradients apart", (sizes.tokens, entries, 2), torch.float32, SWEEP, LOOP)
+
+    def __init__(self, sizes: Sizes, rows: int, head: Head):
+        device, padded, columns = head.weight.device, padded_e4m3(rows), padded_e4m3(sizes.vocab)
+        self.head, self.sizes, self.columns, entries = head, sizes, columns, 1 + sizes.demand.heavy
+        assert sizes.gpu is not None
+        self.tile = sizes.gpu.product
+        if sizes.hidden_grad:
+            self.unit = torch.ones((), device=device)
+            self.exp = empty(rows, columns, dtype=E4M3, device=device)
+        if sizes.weight_grad:
+            self.transposed = empty(columns * padded, dtype=E4M3, device=device)
+            self.hidden = empty(sizes.hidden * padded, dtype=E4M3, device=device)
+            self.scale = empty(1, dtype=torch.float32, device=device)[0]
+            self.sums = empty(cdiv(rows, E4M3_ROWS) + 1, columns, dtype=torch.float32, device=device)
+        self.power, self.share, self.most = empty(3, rows, dtype=torch.float32, device=device).unbind()
+        self.places = empty(sizes.tokens, entries, dtype=torch.int32, device=device)
+        self.terms = empty(sizes.tokens, entries, dtype=torch.float32, device=device)
+
+    def make(
+        self,
+        exp: Tensor,
+        factors: Tensor,
+        strips: Strips,
+        strip: int,
+        level: Tensor,
+        rows: Rows,
+        stats: RowStats,
+        counted: Counted,
+    ) -> None:
+        """Operands of a chunk's products, of what ``level_rows`` has left."""
+        count, fp8 = len(exp), self.head.fp8
+        assert fp8 is not None and stats.heavy_ids is not None and stats.heavy_logits is not None
+        mean, hidden = None, None
+        if self.sizes.weight_grad:
+            hidden, number = rows.hidden, (rows.target >= 0).sum().clamp_(min=1)
+            mean = hidden.sum(0, dtype=torch.float32).div_(number)
+        e4m3.set_apart(
+            exp,
+            self.places[rows.tokens],
+            self.terms[rows.tokens],
+            self.power,
+            self.share,
+            self.most,
+            hidden,
+            mean,
+            stats.heavy_ids,
+            stats.heavy_logits,
+            strips,
+            strip,
+            level,
+            rows.target,
+            stats.target_logit,
+            factors,
+            fp8.weight.scale,
+            counted,
+        )
+        padded, out, transposed, sums = padded_e4m3(count), None, None, None
+        if self.sizes.hidden_grad:
+            out = self.exp[:count]
+        if mean is not None:
+            sums, self.common = self.sums[: cdiv(padded, E4M3_ROWS)], (self.sums[-1], mean)
+            transposed = self.transposed[: self.columns * padded].view(self.columns, padded)
+            states = self.hidden[: self.sizes.hidden * padded].view(self.sizes.hidden, padded)
+            self.operands = Quantised(transposed[: self.sizes.vocab], self.scale), Quantised(states, self.scale)
+            e4m3.transposed_rows(self.operands[1], rows.hidden, mean, self.share, self.most, counted)
+        e4m3.both_orders(out, transposed, exp, self.power, self.share, sums, counted)
+        if sums is not None:
+            torch.sum(sums, 0, out=self.sums[-1])
+
+    def put_dhidden(self, out: Tensor, product: Tensor, softmax_factor: Tensor, rows: Rows, counted: Counted) -> None:
+        """The gradient of a chunk's hidden states. ``product``: memory [rows, hidden] fp32."""
+        assert self.head.fp8 is not None and self.head.fp8.transposed is not None
+        multiply_e4m3(self.exp[: len(out)], self.head.fp8.transposed, product, self.unit)
+        entries = self.places[rows.tokens], self.terms[rows.tokens]
+        products.finish_with_apart(out, product, self.head.weight, rows.target, softmax_factor, *entries, counted)
+
+    def add_dweight(self, out: Tensor, first: bool, counted: Counted) -> None:
+        """Adds a chunk's product, or stores it where it is the ``first``."""
+        tile = self.tile if is_aligned(out) else self.tile._replace(described=False)
+        rows = self.operands[1].values.shape[1]
+        products.dweight(out, *self.operands, first, tile, counted, self.common, SUMMED if rows > SUMMED else None)
+
+    def add_apart(self, out: Tensor, hidden: Tensor, order: Tensor | None) -> None:
+        """Adds what stands apart, of all tokens, to the weight's gradient: each id's in the order of tokens."""
+        tokens, entries = self.places.shape
+        row = torch.arange(tokens, device=out.device) if order is None else order
+        row = row.repeat_interleave(entries, output_size=tokens * entries)
+        products.add_rows(out, hidden, self.places.view(-1), self.terms.view(-1), row, sparse=True)
