@@ -1,1 +1,1 @@
-"""From statistics to losses, metrics and coefficients, on vectors of tokens."""
+"""The arithmetic of losses and metrics: it makes their values and the coefficients of gradients from statistics."""

@@ -15,25 +15,26 @@ from ..metrics import Metric
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Losses and metrics at their softmaxes: all that decides the arithmetic's code, but for its inputs."""
+    """Losses and metrics, each with the view (the index of its softmax). The code of the losses' arithmetic depends on
+    nothing else but its inputs."""
 
-    summands: tuple[tuple[Summand, int], ...]  # with the view that each sees
+    summands: tuple[tuple[Summand, int], ...]  # each with its view
     metrics: tuple[tuple[Metric, int], ...]
     views: tuple[View, ...]
     pairing: Pairing | None
     sums: tuple[VocabularySum, ...]
-    leaves: frozenset[str]  # statistics in which losses are differentiated
+    leaves: frozenset[str]  # names of the statistics by which autograd differentiates losses
     vocab: int
-    temperature: float = 1.0  # of the first view; it goes into the head's scale and cap
-    teacher: Teacher | None = None  # its temperature resolved: None for that of each token
-    weighted: int | None = None  # index of the summand with the class weights of weighted_sum
-    segment_metrics: tuple[tuple[Metric, int], ...] = ()  # those that must see all tokens
-    beta: float | None = None  # of the first loss that names one: the mixture that metrics see
+    temperature: float = 1.0  # temperature of the first view; the head's scale and cap are divided by it
+    teacher: Teacher | None = None  # with its temperature resolved; None there means each token's own
+    weighted: int | None = None  # index of the summand whose class weights ``weighted_sum`` takes
+    segment_metrics: tuple[tuple[Metric, int], ...] = ()  # metrics of segments, which read all tokens at once
+    beta: float | None = None  # beta of the first loss with one, which metrics of the JSD take
 
     @functools.cached_property
     def split(self) -> tuple[tuple, tuple[float, ...]]:
-        """A key, equal for structures that compile to the same code, and that code's arguments: floats of the options,
-        ratios of further softmaxes."""
+        """Returns a key, equal for structures with the same code, and the numbers that are arguments of the code: the
+        floats of options, and the ratios of further softmaxes."""
         numbers = [number for measure, _ in (*self.summands, *self.metrics) for number in measure.key_and_numbers[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])
@@ -55,7 +56,7 @@ class Structure:
         }
 
     def with_numbers(self, numbers: Iterable[Any]) -> "Structure":
-        """The structure at other numbers, which may be tensors []."""
+        """The structure with other numbers in place of those that ``split`` returns: floats or tensors []."""
         floats = iter(numbers)
         summands = tuple([(summand.with_numbers(floats), view) for summand, view in self.summands])
         metrics = tuple([(metric.with_numbers(floats), view) for metric, view in self.metrics])
@@ -81,19 +82,20 @@ class Structure:
 
     @functools.cached_property
     def widths(self) -> list[int]:
-        """Numbers that each summand and metric has per token, 0 for those with values of other units."""
+        """Number of values per token of each summand and metric; 0 for values per segment or pair."""
         return [measure.width for measure, _ in (*self.summands, *self.metrics)]
 
 
 def structure_of(
     losses: Losses,
     metrics: Sequence[Metric],
-    temperature: float | None,  # the call's, None where each token has one
+    temperature: float | None,  # the call's; None where each token has its own
     vocab: int,
     columns: int = 0,  # K of teacher_ids
-    teacher_vocab: int | None = None,  # of a dense teacher
+    teacher_vocab: int | None = None,  # number of a dense teacher's ids
 ) -> tuple[Structure, Demand]:
-    """Losses and metrics at their softmaxes, and their statistics; ValueError where no call has it all."""
+    """Groups losses and metrics by softmax; returns the groups and the statistics that they need. ValueError for more
+    softmaxes, teachers or class weights than one call can have."""
     summands = [summand for _, summand in losses.terms]
     measures: list[Summand | Metric] = [*summands, *metrics]
     for kind, labels in (
@@ -113,7 +115,7 @@ def structure_of(
     dense = [summand for summand in summands if summand.teacher is not None]
 
     def softmax_of(measure: Summand | Metric) -> tuple[float, int | None]:
-        """The temperature of a part's softmax, and the number of ids where it is not over all."""
+        """Returns the temperature of the softmax that ``measure`` reads, and its number of ids; None: all ids."""
         if isinstance(measure, Metric) and measure.needs & set(DENSE):
             name = f"metrics.{measure.kind}"
             if not dense:
@@ -164,7 +166,7 @@ def structure_of(
         smoothing_weights(summands, names), of_segments, beta,
     )  # fmt: skip
     fields = {name: FIELDS[name] for measure in measures for name in measure.fields if name in FIELDS}
-    # segments' ids twice: those in range are a copy
+    # an int field takes 16 bytes per token: the ids, and a copy with -1 for ids out of range
     sizes = {"float": 4, "int": 16, "bool": 1}
     demand = Demand(
         views=views,
@@ -184,7 +186,8 @@ def structure_of(
 
 
 def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, Sum]:
-    """Sums over the vocabulary that a loss or metric reads, by the statistics' names; ``beta`` for a metric."""
+    """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: that of a JSD which a metric
+    reads."""
     if isinstance(measure, Summand):
         return dict(measure.sums)
     divergences = {name: DIVERGENCES[name] for name in sorted(measure.needs) if name in DIVERGENCES}
@@ -201,7 +204,7 @@ def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, Sum]:
 def all_sums(
     summand_views: list[tuple[Summand, int]], metric_views: list[tuple[Metric, int]], beta: float | None
 ) -> tuple[VocabularySum, ...]:
-    """The sums over the vocabulary of a call, each once at each of its softmaxes and numbers."""
+    """The sums over the vocabulary of a call, without repetition: they differ in function, numbers or softmax."""
     needed = dict[tuple[SumFunction, tuple[float, ...], int], bool]()
     measures: list[tuple[Summand | Metric, int]] = [*summand_views, *metric_views]
     for measure, view in measures:
@@ -214,12 +217,13 @@ def all_sums(
 
 def pair_up(
     summand_views: list[tuple[Summand, int]],
-    statistics: tuple[Statistic, ...],  # of its logits
+    statistics: tuple[Statistic, ...],  # of the teacher's logits
     sums: Sequence[VocabularySum],
     columns: int,
     temperatures: Sequence[float | None],
 ) -> tuple[Teacher | None, Pairing | None]:
-    """The one dense teacher of a call, and the softmax that it is paired with."""
+    """Returns the dense teacher of a call, and the student's softmax that it is paired with; (None, None) without one.
+    ValueError for two different teachers."""
     dense = {summand.label: (summand.teacher, view) for summand, view in summand_views if summand.teacher is not None}
     if not dense:
         return None, None
@@ -233,14 +237,15 @@ def pair_up(
             "or make two calls"
         )
     ((teacher, view),) = kinds
-    # a user's loss may be any function of the sums, whatever their own slopes are
+    # a user's loss of the sums may have a gradient that waits for them, whatever the slopes of the sums are
     last = all(s.function.is_early and s.function.is_paired for s in sums)
     last = last and all(summand.kind != "custom" for summand, _ in summand_views)
     return teacher, Pairing(view, columns, statistics, last)
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:
-    """Index of the summand with the class weights of ``weighted_sum``, of which there is one."""
+    """Index of the summand whose class weights ``weighted_sum`` takes; None if nothing reads it. ValueError for
+    different class weights."""
     weighted = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not weighted:
         return None

@@ -4,17 +4,17 @@ For ``n`` tokens let ``s`` be their statistics ([n] each, ``logprob``, ``lse``, 
 be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (or [segments], [pairs]), and
 ``f_i = coefficient_i / D_i`` the factor, [].
 
-1. Values: ``v_i = m_i w_i l_i(s)``. Those of tokens are rows of a table [rows, n], with those of the metrics behind
-   them; ``totals`` adds up the tables of all chunks in one go.
+1. Values: ``v_i = m_i w_i l_i(s)``. Values of tokens are rows of a table [rows, n], losses' rows first, then metrics';
+   ``totals`` sums up the complete table once.
 2. Derivatives: autograd on these vectors gives ``g_s = d/ds sum_i f_i sum v_i``, [n] for each statistic.
 3. Coefficients: with ``ds/dx_j`` by the chain rule the gradient of the logits is, in each row,
 
        dL/dx_j = sum_s g_s ds/dx_j = p_j (alpha + eta (x_j - lse)) - beta 1[j = target] - kappa omega_j - ...
 
-   whose factors, [n] each, ``coefficients_of`` makes of ``g_s``; the kernels know nothing else of a loss.
+   ``coefficients_of`` makes alpha, eta, ..., [n] each, from ``g_s``; kernels of gradients read nothing else of a loss.
 
-``evaluate`` does so by ``values_of`` in PyTorch, for any loss, or where losses are the library's by a Triton kernel
-that is written from a trace of it (``vectors.py``).
+``evaluate`` runs ``values_of`` in PyTorch; or, if all losses are the library's, a Triton kernel that is written from a
+trace of ``values_of`` (``vectors.py``).
 """
 
 import functools
@@ -45,20 +45,21 @@ KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 
 class Inputs(NamedTuple):
-    """Operands of the arithmetic but for the statistics, of some tokens."""
+    """The inputs of the losses' arithmetic for n tokens, without the statistics."""
 
     target: Tensor  # [n] int64, -1 where a token does not count
     fields: Named
     num_segments: int | None
-    factors: Tensor  # [summands] coefficient / D of each
-    tensors: list[Named]  # of each summand
-    metric_weights: Named  # [n] for each weighting but "token"
-    token_fields: frozenset[str] = frozenset()  # of ``fields``, sliced with the tokens
-    withheld: frozenset[str] = frozenset()  # fields of the call that are not among ``fields``
-    rank_sums: RankSums | None = None  # where segments are summed over ranks
+    factors: Tensor  # [summands] each one's coefficient / D
+    tensors: list[Named]  # for each summand, its ``tensors`` by name
+    metric_weights: Named  # by weighting, "token" excepted: [n] from ``weights_in``
+    token_fields: frozenset[str] = frozenset()  # names of ``fields`` that have a row for each token
+    withheld: frozenset[str] = frozenset()  # names of fields of the call that are not in ``fields``
+    rank_sums: RankSums | None = None  # sums over ranks, where ranks hold different tokens
 
     def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
-        """The inputs with ``change(tensor, dim)`` in place of each tensor; ``dim``: along which tokens are, or None."""
+        """The inputs with ``change(tensor, dim)`` in place of each tensor; ``dim``: the dimension of tokens, or
+        None."""
         along = {name: 0 if name in self.token_fields else None for name in self.fields}
         return self._replace(
             target=change(self.target, 0),
@@ -75,7 +76,7 @@ class Inputs(NamedTuple):
 
 
 def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Named, list[Tensor], list[Tensor]]:
-    """Coefficients, a tensor [n] for each row of the table, and the values of segments and pairs."""
+    """Returns coefficients by name; the rows of the table, each [n]; and the values of segments and pairs."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.rank_sums, inputs.withheld)
     leaves = masked(leaves, batch.mask)
     dtype, sloped_names = leaves["lse"].dtype, structure.leaves if structure.summands else ()
@@ -85,7 +86,7 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         with torch.set_grad_enabled(bool(sloped)):
             loss_leaves = leaves
             if sloped:
-                is_zero = inputs.factors[i] == 0  # a factor of 0 takes an infinite slope out by selection
+                is_zero = inputs.factors[i] == 0  # a factor of 0 gives 0 by selection: the slope may be infinite
                 loss_leaves = leaves | {
                     name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped.items()
                 }
@@ -106,7 +107,7 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         if loss.requires_grad:
             with anomalies_at(batch.mask):
                 grads = torch.autograd.grad(loss, tuple(sloped.values()), allow_unused=True, materialize_grads=True)
-        # again by selection: a loss may have had an infinite slope where a token does not count
+        # 0 by selection where a token does not count: a loss may have an infinite slope there
         slopes = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
         coefficients = coefficients_of(structure, slopes, leaves)
     metric_stats, masks = dict[Any, Stats](), dict[str, Tensor]()
@@ -128,7 +129,8 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
 
 
 def values_by(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
-    """Values of a loss or metric, one for each unit of ``mask``. A user's function reads copies."""
+    """Values of a loss or metric, one for each element of ``mask`` (a token, segment or pair). A user's function gets
+    copies of its arguments."""
     if measure.builtin:
         return measure.values(stats, batch, tensors)
     values = measure.values(Stats(Copies(stats.values)), batch.copies(), Copies(tensors or {}))
@@ -139,12 +141,12 @@ def values_by(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, tensor
 
 
 def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves: Named) -> Stats:
-    """The statistics that a loss or metric sees, at one softmax."""
+    """The ``Stats`` that a loss or metric reads: those of its softmax ``view``."""
     suffix, ratio = SUFFIX[view], structure.views[view].ratio
     lse = leaves["lse" + suffix]
     values = {"logprob": leaves["logprob" + suffix], "lse": lse}
     if not measure.reads_target:
-        del values["logprob"]  # there may be no target
+        del values["logprob"]  # a call without targets has none
     for statistic in OF_LOSSES:
         names = vectors_at(statistic, view)
         if names[0] in leaves:
@@ -157,12 +159,12 @@ def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves:
 
 
 def masked(vectors: Named, mask: Tensor) -> Named:
-    """Vectors [n] or [n, c], 0 where a token does not count: by selection, since a nan may stand there."""
+    """Vectors [n] or [n, c] with 0 where ``mask`` [n] is false; by selection, since they may be nan there."""
     return {n: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for n, value in vectors.items()}
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:
-    """Mask of the units that count: tokens that do, segments with such a token, pairs of two such segments."""
+    """Mask of the tokens that count, of the segments with such a token, or of the pairs of two such segments."""
     if unit == "token":
         return batch.mask
     counted = batch.segment_count() > 0
@@ -174,7 +176,8 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
-    """Mask of the units that count and, of segments and pairs, that this rank adds to its loss: one rank adds each."""
+    """``unit_mask``, but each segment or pair is True on only one of the ranks that hold different tokens: that rank
+    adds its value to the loss."""
     if unit == "token":
         return batch.mask
     counted = unit_mask(unit, batch)
@@ -186,7 +189,7 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
 def arithmetic_of(
     structure: Structure, leaves: Named, inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
-    """The kernel for inputs like these, or None; and the arguments that it may read."""
+    """Returns the kernel for inputs like these, or None without one; and the list of its arguments."""
     if not structure.builtin:
         return None, []
     tensors = [
@@ -203,7 +206,8 @@ def arithmetic_of(
 def make_arithmetic(
     structure: Structure, leaves: Named, inputs: Inputs, arguments: list[Tensor | float]
 ) -> Arithmetic | None:
-    """A kernel of ``values_of``; None for fp64, sums over segments and several columns of a token."""
+    """A kernel of ``values_of``, traced on inputs like these; None for fp64, for sums over segments, and for losses
+    with several columns per token."""
     measures = [measure for measure, _ in (*structure.summands, *structure.metrics)]
     wider = any(measure.scope != "token" for measure in measures) or any(leaf.dim() > 1 for leaf in leaves.values())
     gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in arguments)
@@ -221,7 +225,7 @@ def make_arithmetic(
         names[:] = coefficients
         return list(coefficients.values()), rows
 
-    dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along
+    dims: list[int | None] = [0] * len(leaves)  # for each argument the dimension of tokens, or None
 
     def note(value: Tensor, dim: int | None) -> Tensor:
         dims.append(dim)
@@ -229,7 +233,7 @@ def make_arithmetic(
 
     inputs.map(note)
     dims += [None] * (len(arguments) - len(dims))  # numbers
-    # a trace begins without whatever modes and hooks there are around the call
+    # in a thread of its own, modes and hooks around the call do not reach the trace
     kernel = in_own_thread(functools.partial(vector_kernel, function, arguments, dims))
     return None if kernel is None else (kernel, tuple(names))
 
@@ -237,9 +241,9 @@ def make_arithmetic(
 def evaluate(
     structure: Structure, stats: RowStats, inputs: Inputs, rows: slice, backend: Backend | None, table: Tensor
 ) -> tuple[Named, list[Tensor]]:
-    """Coefficients of the tokens ``rows``, and values [units] or [c, units] of segments and pairs; values of tokens go
-    into ``table`` [rows of the table, tokens]. By a Triton kernel if there is one, else in PyTorch, without the hooks
-    of an activation checkpoint: the vectors' graph is freed in here."""
+    """Returns coefficients of the tokens ``rows`` by name, and values [units] or [c, units] of segments and pairs;
+    writes values of tokens to ``table`` [values, tokens]. A Triton kernel runs if there is one, else PyTorch. Hooks of
+    an activation checkpoint do not run: the graph of the vectors ends in this function."""
     if backend is not None and backend.name == "triton":
         arithmetic, arguments = arithmetic_of(structure, stats.by_name, inputs)
         if arithmetic is not None:
@@ -257,22 +261,22 @@ def evaluate(
 
 
 def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]], one_or_nan: Tensor) -> list[Tensor]:
-    """Sums over all tokens of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
+    """Sums over all tokens of the values of each summand and each metric, or extrema: 0-d, or [c] for c components.
 
-    ``unit_values``: values of segments and pairs, by chunk. Where an id was out of range, sums of metrics are nan here,
-    and those of summands by their denominators.
+    ``unit_values``: values of segments and pairs, by chunk. If an id was out of range, sums of metrics are nan; sums of
+    summands become nan later, by their denominators.
     """
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan
-    # a chunk's own segments are those that count in it
+    # each chunk has values of the segments with tokens in it only
     of_units = (torch.cat(of_chunks, -1) for of_chunks in zip(*unit_values, strict=True))
     row, reduced = 0, []
     reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
     for reduce, width in zip(reductions, structure.widths, strict=True):
         values = next(of_units) if width == 0 else table[row : row + width]
         if reduce != "mean":
-            values = torch.nn.functional.pad(values, (0, 1), value=OF_NOTHING[reduce])  # there may be none
+            values = torch.nn.functional.pad(values, (0, 1), value=OF_NOTHING[reduce])  # so that amax has an element
             total = values.amax(-1) if reduce == "max" else values.amin(-1)
         else:
             total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
@@ -282,13 +286,13 @@ def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]],
 
 
 def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
-    """Derivatives with respect to statistics -> factors of the gradient identity's terms, by the chain rule:
+    """The coefficients of a gradient's terms, from the derivatives ``grads`` of the loss by statistics. The chain rule
+    needs the statistics' derivatives by a row of logits:
 
         d logprob = 1[target] - p,   d lse = p,   d sum f = s - p total,   d x_k = 1[k]
 
-    and those of ``core/statistics.py``, each times the inverse ratio of the softmax's temperature to that of the
-    logits. ``f`` is the function of a sum over the vocabulary, ``s`` its slope and ``total`` the sum of s
-    (``core/divergences.py``).
+    and those of ``core/statistics.py``, each times the ratio of the view. ``f`` is the function of a sum over the
+    vocabulary, ``s`` its slope and ``total`` the sum of s (``core/records.py``, ``SumFunction``).
     """
     total: Named = {}
 
@@ -315,7 +319,7 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
         sums: dict[object, Any] = {"value": leaves[name], "slopes": leaves.get(f"{name}_total")}
         if vocabulary_sum.function.total != "gradient":
             slopes: Any = sums.get(vocabulary_sum.function.total, vocabulary_sum.function.total)
-            # a user's slopes may be infinite where the loss takes none of them
+            # where g is 0, a user's slopes may be infinite
             share = torch.where(g == 0, 0.0, g * slopes) if vocabulary_sum.function.source else g * slopes
             add_coefficient("alpha" + SUFFIX[vocabulary_sum.view], -share)
         add_coefficient(name, g)

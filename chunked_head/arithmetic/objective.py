@@ -2,8 +2,8 @@
 
 A call returns a sum of losses as one number, with parts and metrics (``ScalarObjective``), a sum of losses for each
 token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep calls ``visit`` for each chunk,
-which gives coefficients where the forward pass makes gradients; ``outputs`` follows once, at its end. A backward that
-makes gradients calls ``coefficients_for`` with the upstream gradients. The arithmetic is that of ``evaluate.py``.
+which returns coefficients if the forward pass makes gradients. ``outputs`` is called once, after the sweep. A backward
+that makes gradients calls ``coefficients_for`` with the upstream gradients. ``evaluate.py`` has the arithmetic.
 """
 
 import functools
@@ -25,18 +25,18 @@ from ..stores.operands import Kept, TeacherHead
 from .demand import Structure
 from .evaluate import Inputs, Named, coefficients_of, evaluate, masked, totals
 
-MOST_AT_ONCE = 1 << 16  # tokens in one evaluation of all tokens' coefficients
+MOST_AT_ONCE = 1 << 16  # most tokens in one evaluation of coefficients in backward
 
 
 def snapshot(value: float | Tensor, template: Tensor) -> float | Tensor:
-    """A number as a float, a tensor as a copy, since the caller may change it before backward."""
+    """A float of a number; of a tensor a copy like ``template``, since the caller may change it before backward."""
     if isinstance(value, Tensor):
         return value.detach().to(device=template.device, dtype=template.dtype, copy=True)
     return float(value)
 
 
 def product_of(value: Tensor, *factors: float | Tensor) -> Tensor:
-    """The product, without a launch for a factor that is the number 1."""
+    """``value`` times the factors. A factor that is the number 1 takes no launch."""
     for factor in factors:
         if isinstance(factor, Tensor) or factor != 1.0:
             value = value * factor
@@ -44,40 +44,42 @@ def product_of(value: Tensor, *factors: float | Tensor) -> Tensor:
 
 
 class Expected(NamedTuple):
-    """The upstream gradient that the forward pass assumes where it makes gradients."""
+    """The upstream gradient for which a forward pass makes gradients."""
 
     upstream: float | Tensor
     one_or_nan: Tensor
 
     def factors(self, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """[] ratio of ``upstream`` to the expected gradient, and [] 1 or nan: the factors of gradients made for
-        that."""
+        """Returns the factors by which gradients for the expected upstream gradient become those for ``upstream``: the
+        ratio [] of both, and [] 1 or nan."""
         ratio = upstream.to(self.one_or_nan.dtype)
         if isinstance(self.upstream, Tensor) or self.upstream != 1.0:
             ratio = torch.where(upstream == self.upstream, 1.0, ratio / self.upstream)
         return ratio, self.one_or_nan
 
     def one_or_nan_for(self, upstream: Tensor) -> Tensor:
-        """[] factor of gradients that cannot be scaled: ``one_or_nan``, and nan unless ``upstream`` is as expected."""
+        """[] the factor of a caller's buffer, which cannot be scaled: ``one_or_nan`` if ``upstream`` is the expected
+        one, else nan."""
         return torch.where(upstream == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
 
 
 @dataclass(eq=False, kw_only=True)
 class Objective:
-    """The result that a call computes from statistics. Common fields: tensors per token or per column."""
+    """Computes a call's results from statistics, and coefficients from upstream gradients. This base class has the
+    fields that all objectives share."""
 
     demand: Demand
     structure: Structure
     targets: Tensor  # [tokens] int64, -1 where a token does not count
-    columns: Tensor | None  # [tokens, K] int64, -1 for none
+    columns: Tensor | None  # [tokens, K] int64: each token's ``teacher_ids``, -1 for no id
     teacher: TeacherHead | None
     class_weights: Tensor | None
-    scale: Tensor | None  # [tokens] factor of a token's logits, None for 1
-    column_sets: Kept | None  # columns of tokens whose softmax is over a set; None: all are over the vocabulary
-    one_or_nan: Tensor  # [] nan where an id is out of range, which makes all results nan
-    dtype: torch.dtype  # of statistics and values
-    differentiable: int = 1  # how many of the first outputs take a gradient
-    expected: Expected | None = None  # upstream gradient of a forward pass that makes gradients
+    scale: Tensor | None  # [tokens] factor of a token's logits; None: 1
+    column_sets: Kept | None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
+    one_or_nan: Tensor  # [] a factor of all results: nan if an id is out of range, else 1
+    dtype: torch.dtype  # dtype of statistics and values
+    differentiable: int = 1  # number of the first outputs that take a gradient
+    expected: Expected | None = None  # the upstream gradient for which the forward pass makes gradients
     # True where ranks hold different tokens. Losses that sum segments over ranks are then evaluated once, in the
     # forward pass: ranks have different plans and must send the same messages.
     exchanges: bool = False
@@ -85,10 +87,11 @@ class Objective:
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        """Coefficients of the tokens ``rows``; None where gradients need other tokens' statistics too.
+        """Takes the values of the tokens ``rows``. Returns their coefficients; None if gradients need other tokens'
+        statistics as well, or without ``gradient``.
 
-        ``closed``: no other tokens belong to the segments of these. ``values``: keep the values of these tokens; False
-        where a teacher's statistics come later, with the gradients, so that ``outputs`` has to compute all values.
+        ``closed``: the segments of these tokens have no other tokens. ``values``: keep the tokens' values; False if a
+        teacher's statistics are made later, with the gradients, so that ``outputs`` computes all values.
         """
 
     @functools.cached_property
@@ -108,7 +111,7 @@ class Objective:
         raise NotImplementedError
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        """Values that the call returns, from statistics of all tokens, once all chunks have been visited."""
+        """The values that the call returns, from the statistics of all tokens; called after the last chunk."""
         raise NotImplementedError
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
@@ -124,20 +127,20 @@ class LossObjective(Objective):
     ``take_values`` returns and empties them at the end. Both are empty before and after a pass.
     """
 
-    inputs: Inputs  # of all tokens; factors at the expected upstream gradient
-    loss_coefficients: list[float | Tensor]  # of the summands, tensors []
+    inputs: Inputs  # those of all tokens; ``factors`` have the expected upstream gradient in them
+    loss_coefficients: list[float | Tensor]  # of the summands; tensors are []
     backend: Backend | None  # kernels of the arithmetic; None: plain PyTorch
-    # Coefficients of the forward pass by the first row of their chunk, for backward: a user's function may return
-    # something else by then. None: backward computes coefficients again.
+    # Coefficients of the forward pass by the first row of their chunk, kept for backward, since a user's function might
+    # return others when it runs again. None: backward computes coefficients again.
     forward_coefficients: dict[int, Named] | None
-    # [values, tokens] values of tokens, summed for all tokens at once so that sums do not depend on chunks
+    # [values, tokens]: values of tokens; they are summed over all tokens at once, so that sums do not depend on chunks
     table: Tensor | None = None
     unit_values: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
     coupled: bool = False  # a loss reads other tokens' statistics
 
     def evaluate(self, stats: RowStats, rows: slice, gradient: bool) -> Named:
-        """Puts values of the tokens ``rows`` into ``table`` and ``unit_values``; returns coefficients, none without
-        ``gradient``."""
+        """Puts values of the tokens ``rows`` into ``table`` and ``unit_values``. Returns coefficients by name; an empty
+        dict without ``gradient``."""
         structure = self.structure if gradient or self.forward_coefficients is not None else self.structure.values_only
         if self.table is None:
             width, device = sum(structure.widths), self.targets.device
@@ -155,7 +158,8 @@ class LossObjective(Objective):
         return table, unit_values
 
     def coefficients_at_once(self, stats: RowStats) -> Named:
-        """Coefficients of all tokens at the expected upstream gradient: those of the forward pass, or computed here."""
+        """Coefficients of all tokens for the expected upstream gradient: those that the forward pass has kept, or
+        computed here."""
         chunks = [chunk for _, chunk in sorted((self.forward_coefficients or {}).items())]
         if not chunks:
             tokens = len(self.targets)
@@ -169,7 +173,7 @@ class LossObjective(Objective):
 class ScalarObjective(LossObjective):
     """A sum of losses, each reduced by itself."""
 
-    inverse: list[Tensor]  # [] 1 / D of each summand: 0 for a normalizer of 0, nan where an id is out of range
+    inverse: list[Tensor]  # [] 1 / D of each summand: 0 for a normalizer of 0, nan if an id is out of range
     is_normalized: bool  # some denominator is a normalizer, which may be 0
     expected: Expected
     counts: list[Tensor]  # [] divisors of the metrics
@@ -206,18 +210,18 @@ class ScalarObjective(LossObjective):
         else:
             sums = totals(structure, table, unit_values, self.one_or_nan)
             loss_values = list(map(torch.mul, sums[:count], self.inverse))
-            if self.is_normalized:  # by selection: a normalizer of 0 gives 0 at any sum
+            if self.is_normalized:  # by selection: a normalizer of 0 gives 0 even for an infinite sum
                 loss_values = [
                     torch.where(d == 0, d, value) for d, value in zip(self.inverse, loss_values, strict=True)
                 ]
             self.loss_values[:], self.metric_totals[:] = loss_values, sums[count:]
-        # the sum has memory of its own, which a caller may write to
+        # the sum has memory of its own: a caller may write to it
         first, *further = map(torch.mul, self.loss_values, self.loss_coefficients)
         return (sum(further, first),)
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
-        """Metrics by name, of all tokens. Metrics that read all tokens at once are computed here, not with the
-        chunks."""
+        """Metrics of all tokens by name. ``Structure.segment_metrics``, which read all tokens at once, are computed
+        here; the others were computed with the chunks."""
         metric_totals, of_segments = [*self.metric_totals], self.structure.segment_metrics
         if of_segments and not self.targets.shape[0] and not self.exchanges:
             metric_totals += self.of_nothing(of_segments)
@@ -277,7 +281,7 @@ class TokenObjective(LossObjective):
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         token_upstream = counted_upstream(upstream[0], self.targets)
-        # by selection where the upstream gradient is 0: a loss may have an infinite slope there
+        # 0 by selection where the upstream gradient is 0: a loss may have an infinite slope there
         slopes = self.coefficients_at_once(stats)
         scaled = {name: value * over_columns(token_upstream, value) for name, value in slopes.items()}
         return Coefficients.from_dict(masked(scaled, token_upstream != 0))
@@ -290,7 +294,7 @@ def counted_upstream(upstream: Tensor | None, targets: Tensor) -> Tensor:
 
 
 def over_columns(values: Tensor, template: Tensor) -> Tensor:
-    """``values`` [n] as [n, 1] where ``template`` is [n, c], so that they multiply each of its columns."""
+    """``values`` [n], as [n, 1] if ``template`` is [n, c], so that they broadcast over its columns."""
     return values if template.dim() == 1 else values[:, None]
 
 
@@ -314,7 +318,7 @@ class StatsObjective(Objective):
             if value.is_floating_point():
                 values.append(torch.where(is_counted, value + zero_or_nan, zero_or_nan))
             else:
-                values.append(value * is_counted)  # for integers a product selects
+                values.append(value * is_counted)  # integers are never nan, so a product suffices
         return tuple(values)
 
     def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
@@ -325,7 +329,7 @@ class StatsObjective(Objective):
         if name == "mean_logit":
             return stats["weighted_sum"] / self.structure.vocab
         if name == "log_sum_sq_probs":
-            # not the difference of both lse, which has lost what lies below an ulp of the logits
+            # a difference of two lse would lose all that is below an ulp of the logits
             differences = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("start", "rest"))
             return torch.sub(*differences)
         value = stats[LEAF.get(name, name)]
@@ -346,12 +350,12 @@ class StatsObjective(Objective):
             for name, gradient in zip(self.names[: self.differentiable], upstream, strict=False)
             if gradient is not None
         }
-        if "logprob" not in grads:  # the kernels always read alpha and beta
+        if "logprob" not in grads:  # kernels read alpha and beta in every call
             grads["logprob"] = torch.zeros(len(self.targets), dtype=self.dtype, device=self.targets.device)
         if (slope := grads.pop("mean_logit", None)) is not None:
             grads["weighted_sum"] = slope / self.structure.vocab
         if (slope := grads.pop("log_sum_sq_probs", None)) is not None:
             grads["lse" + SUFFIX[1]] = slope
             grads["lse"] = grads["lse"] - 2 * slope if "lse" in grads else -2 * slope
-        # by selection: where a token does not count statistics may be missing or nan
+        # by selection: where a token does not count, statistics may be uninitialised or nan
         return Coefficients.from_dict(masked(coefficients_of(self.structure, grads, stats.by_name), self.targets >= 0))

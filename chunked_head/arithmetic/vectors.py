@@ -1,9 +1,9 @@
 """A function of numbers per token as one Triton kernel, written from a trace of it: the losses' arithmetic.
 
-Each value of the trace is a number per token [n] or one number []. Inputs are tensors and floats: an argument each, so
-that the kernel serves every value. It reads those that are used, computes node after node, and writes the outputs. A
-function with anything else (sums over segments, several columns per token, an operation that ``core/tracing.py`` does
-not have) has no kernel.
+Each value of the trace has a number per token [n], or is one number []. Inputs are tensors and floats. Each is an
+argument of the kernel, so that one kernel serves all their values. The kernel loads the inputs that are used, computes
+node after node, and writes the outputs. A function with anything else (sums over segments, several columns per token,
+an operation that ``core/tracing.py`` lacks) has no kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from ..kernels.common.sums import defined
 Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 BLOCK = 1024 if INTERPRETED else 256
 LENGTHS = (5, 7)  # numbers of tokens of the two traces; a function whose traces differ has no kernel
-SIZES = ["first", "rows", "chunk_stride", "table_stride"]  # arguments that follow the number of tokens
+SIZES = ["first", "rows", "chunk_stride", "table_stride"]  # arguments whose values depend on the number of tokens
 
 
 class VectorKernel:
-    """A kernel for the tokens ``rows`` of inputs that hold all tokens: it writes ``chunk`` [outputs, tokens of the
-    chunk] and ``table`` [outputs, tokens], both fp32, with as many outputs each as its trace has."""
+    """A kernel that reads the tokens ``rows`` of inputs of all tokens, and writes two fp32 outputs: ``chunk`` [outputs,
+    tokens of ``rows``], and ``rows`` of ``table`` [outputs, tokens]. The trace has the number of outputs of each."""
 
     def __init__(self, source: str, used: Sequence[int], inputs: int, outputs: tuple[int, int]):
         """``used``: indices of the inputs that the source reads. ``inputs``: number of all inputs."""
@@ -53,9 +53,9 @@ class VectorKernel:
 def vector_kernel(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
 ) -> VectorKernel | None:
-    """The kernel of a function of inputs like these, with outputs of a chunk and of all tokens, each [n]; or None.
-    ``token_dims``: the dimension of each input that counts tokens, or None. The function gets floats as float32
-    tensors []; the kernel takes any float."""
+    """The kernel of ``function``, traced on inputs like these; None if it cannot be traced. ``function`` returns two
+    lists of outputs [n], for ``chunk`` and for ``table``. ``token_dims``: for each input the dimension of tokens, or
+    None. The function gets a float as a float32 tensor []; the kernel takes any float in its place."""
     try:
         first, second = (VectorWriter(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
     except NoKernelError:
@@ -68,8 +68,8 @@ def vector_kernel(
 def trace(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
-    """The trace for so many tokens, whose outputs are those of a chunk and then those of all tokens; and the number of
-    the former."""
+    """Returns the trace for ``tokens`` tokens, whose outputs are those of ``chunk``, then those of ``table``; and the
+    number of the former."""
     samples, counts = [], []
     for value, dim in zip(inputs, token_dims, strict=True):
         shape, dtype = ([], torch.float32) if isinstance(value, float) else ([*value.shape], value.dtype)
@@ -87,8 +87,8 @@ def trace(
 
 
 class VectorWriter(Writer):
-    """Writer of a trace's kernel: ``source``, ``used`` (indices of the inputs that it reads) and ``counts`` (numbers of
-    outputs of a chunk, and of all tokens)."""
+    """Writes the kernel of a trace: its ``source``, ``used`` (indices of the inputs that it reads) and ``counts``
+    (numbers of outputs of ``chunk`` and of ``table``)."""
 
     def __init__(
         self, graph: fx.GraphModule, local: int, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]

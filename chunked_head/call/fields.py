@@ -1,4 +1,4 @@
-"""Fields of a call's batch, a dense teacher's included: names of those that losses and metrics read, and checks."""
+"""The fields of a call's batch, a dense teacher's included: which ones losses and metrics read, and their checks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +23,8 @@ FIELDS_OF_UNIT = {
     "token": (),
     "segment": ("segments",),
     "pair": ("segments", "pairs"),
-}  # fields that values per unit need
-MOST_PADDING = 1023  # ids, as the vocabulary is padded to multiples of at most 1024
+}  # fields that a loss or metric with one value per token, segment or pair needs
+MOST_PADDING = 1023  # ids; a vocabulary is padded to a multiple of 1024 at most
 NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # options that may name a field
 TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
     "float": ("floating-point", Tensor.is_floating_point),
@@ -34,7 +34,8 @@ TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
 
 
 def kinds_of(measures: Iterable[Summand | Metric]) -> dict[str, Field]:
-    """Kinds of all fields by name, those included that only losses and metrics declare."""
+    """The kind of each field by name: of the library's ``FIELDS`` and of fields that ``measures`` declare. ValueError
+    where two of them declare one name with different kinds."""
     field_kinds = dict(FIELDS)
     for measure in measures:
         for field, kind in measure.extra_fields.items():
@@ -50,7 +51,7 @@ def kinds_of(measures: Iterable[Summand | Metric]) -> dict[str, Field]:
 
 
 def fields_named_by(measure: Summand | Metric) -> dict[str, Field]:
-    """Kinds, by name, of the fields that ``token_weights`` and ``normalizer`` name in place of a tensor."""
+    """The kind of each field whose name stands in ``token_weights`` or ``normalizer`` in place of a tensor, by name."""
     kind_by_name = {getattr(measure, option, None): kind for option, kind in NAMING.items()}
     return {name: kind for name, kind in kind_by_name.items() if isinstance(name, str)}
 
@@ -218,15 +219,15 @@ def check_vocabularies(call: Call[Any], rows: int) -> None:
 def make_teacher(
     fields: Mapping[str, Tensor], options: Teacher, columns: int, dtype: torch.dtype | None
 ) -> TeacherHead:
-    """The dense teacher over the ids that it shares with the student. ``dtype``: of its matmul under autocast, else
-    None."""
+    """The dense teacher, with the weight and bias of its first ``columns`` ids, which the student has too. ``dtype``:
+    that of its matmul under autocast, else None."""
     temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
     return TeacherHead(
         fields.get("teacher_logits"),
         fields.get("teacher_hidden"),
         None if weight is None else weight[:columns].detach(),
-        None if bias is None else bias[:columns].detach().contiguous(),  # as kernels read it
+        None if bias is None else bias[:columns].detach().contiguous(),  # kernels read no strides of a bias
         options.logit_scale / temperature,
         None if options.softcap is None else options.softcap / temperature,
         options.temperature is None,

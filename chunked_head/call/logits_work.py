@@ -19,12 +19,12 @@ from .tokens import Tokens
 
 @dataclass(eq=False, kw_only=True)
 class LogitsWork(LocalWork):
-    """The work of a call on logits that exist already."""
+    """The work of a sweep over logits that exist already: statistics forward, the logits' gradient in backward."""
 
     width: int  # number of columns that stand for an id; the others are padding
 
     def head(self, logits: Tensor) -> Head:
-        """A head without weight: scale and softcap, from raw logits to those that a softmax sees."""
+        """A head without weight: the scale and softcap that turn the caller's logits into the softmax's."""
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
@@ -36,8 +36,8 @@ class LogitsWork(LocalWork):
     def late_gradients(
         self, operands: Sequence[Tensor], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None]:
-        """The gradient of the logits, [tokens, vocab]; with ``inplace`` it overwrites them. All nan for an id out of
-        range."""
+        """The gradient of the logits, [tokens, vocab]; with ``inplace`` it overwrites them. It is nan everywhere if an
+        id of the call is out of range."""
         one_or_nan = self.objective.one_or_nan
         masked_upstream = tuple(None if gradient is None else gradient * one_or_nan for gradient in upstream)
         coefficients = self.objective.coefficients_for(stats, masked_upstream)
@@ -55,7 +55,7 @@ class LogitsWork(LocalWork):
         return Gradients(grad, None, None)
 
     def begin(self, logits: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
-        """The store, a function from the only chunk to its rows, and its span."""
+        """Returns the store, a function that returns all ``Rows``, and the spans: the one chunk of all rows."""
         demand, backend = self.objective.demand, self.backend
         if self.shard is not None:
             demand = demand.of_columns(self.width)

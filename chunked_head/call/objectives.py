@@ -1,4 +1,5 @@
-"""The objective of a call: factors, denominators and counts, made before any logit, without waiting for the device."""
+"""The objective of a call: losses with their factors, denominators and counts. It is made before any logit, and the
+host does not wait for the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,8 +32,8 @@ IDS = ("segments", "documents")
 
 
 def objective_of(tokens: Tokens) -> Objective:
-    """The objective of a call: a sum of losses as one number or for each token, or statistics of each token. Where
-    ranks hold different tokens, this sends the first messages: the agreement, and counts."""
+    """The objective of a call: the sum of losses, as one number or one per token; or statistics of each token. Where
+    ranks hold different tokens, it sends the call's first messages: one compares their calls, one adds their counts."""
     call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
         in_common = request_fields(tokens) | {"vocab": str(call.vocab)}
@@ -83,7 +84,7 @@ def objective_of(tokens: Tokens) -> Objective:
 
 
 def of_each_token(tokens: Tokens) -> Objective:
-    """The weighted sum of losses for each token, or the statistics that the call returns."""
+    """The objective of a call that returns numbers per token: the weighted sum of losses, or statistics."""
     call, spec = tokens.call, tokens.spec
     if call.outputs == ("values",):
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.call.losses.terms]
@@ -101,8 +102,8 @@ def of_each_token(tokens: Tokens) -> Objective:
 def fields_of(
     tokens: Tokens, factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Fields of ``Objective`` by name. With ``factors`` of the summands, [summands], also those of
-    ``LossObjective``."""
+    """Fields of ``Objective`` by name. With ``factors`` [summands], coefficients over denominators, also those that
+    ``LossObjective`` adds."""
     demand, structure, one_or_nan = tokens.spec.demand, tokens.structure, tokens.one_or_nan
     column_sets = tokens.column_sets
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
@@ -127,7 +128,7 @@ def fields_of(
     }
     if factors is None:
         return fields
-    # copies, for the same reason
+    # copies: the caller may change these tensors before backward reads them
     tensors = [
         {name: value.to(factors.dtype, copy=True) for name, value in summand.tensors.items()}
         for _, summand in tokens.call.losses.terms
@@ -148,8 +149,8 @@ def fields_of(
 
 
 def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
-    """[] 1 / D in the statistics' dtype, D the denominator of a loss. D is 1 where nothing counts. The result is 0 for
-    a normalizer of 0."""
+    """``1 / D`` [] in the statistics' dtype, D the denominator of a loss: 1 for a sum, or where nothing counts. Returns
+    0 for a normalizer of 0, and nan if an id of the call is out of range."""
     call, one_or_nan = tokens.call, tokens.one_or_nan
     normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
     if (summand.reduction or call.reduction) != "mean":
@@ -176,7 +177,8 @@ def count_units(unit: str, tokens: Tokens) -> Tensor:
 
 
 def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Weights of tokens [n] by weighting, without "token", and the divisor [] of each metric."""
+    """Returns the tokens' weights [n] by the name of a weighting, "token" excepted (it has none), and the divisor [] of
+    each metric."""
     weights: dict[str, Tensor] = {}
     groups: dict[str, Tensor] = {}  # by weighting: number of segments or documents with a token
     counts, units = [], {"token": tokens.counted}
@@ -223,7 +225,8 @@ def local_total(summand: Summand, tokens: Tokens) -> Tensor:
 
 
 def shown(value: Any) -> str:
-    """Text of a plain value; of any other its type, since its text may differ between processes."""
+    """The text of a number, string or other plain value. For another object it is its type's name, since its own text
+    may differ between processes."""
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 
@@ -232,7 +235,7 @@ def request_fields(tokens: Tokens) -> dict[str, str]:
     call, batch = tokens.call, tokens.batch
     texts = {"function": call.function}
     for name in ("reduction", "normalizer", "upstream"):
-        value = getattr(call, name)  # without the number: another one makes no other kind of call
+        value = getattr(call, name)  # numbers are left out: the kind of call does not depend on them
         texts[name] = "number" if isinstance(value, int | float) else shown(value)
     for coefficient, summand in tokens.call.losses.terms:
         factor = float(coefficient) if isinstance(coefficient, int | float) else "tensor"

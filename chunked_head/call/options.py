@@ -26,19 +26,19 @@ from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_b
 from ..stores.quantised import QuantisedWeight
 
 Result = TypeVar("Result")
-# effect of another value: "spec": another Spec; "numbers": the Spec's numbers are made again; "call": the same Spec
+# what changes with an option's value: "spec": the Spec; "numbers": the Spec's numbers only; "call": neither
 Decides = Literal["spec", "numbers", "call"]
 NO_LOSSES = Losses(())
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Checks options of a head, without any tensor."""
+    """Raises for a bad value among ``options``, by name; no operand is needed."""
     for name, value in options.items():
         CHECKS[name](value)
 
 
 class OptionsModule(nn.Module):
-    """A module with its options as attributes, as torch's losses: later calls see a change of one."""
+    """A module with its options as attributes, as torch's losses have them: a call reads their values of that time."""
 
     names: tuple[str, ...]
 
@@ -70,12 +70,12 @@ def check_fp8_weight(fp8_weight: QuantisedWeight | None) -> None:
 
 
 def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], Any]:
-    """The check of a finite number in ``[least, most]``."""
+    """A function that raises for a value of ``argument`` that is no finite number in ``[least, most]``."""
     return lambda value: checks.number(None, argument, value, least, most)
 
 
 def choice(argument: str, *allowed: str | None) -> Callable[[Any], Any]:
-    """The check of one of several words."""
+    """A function that raises for a value of ``argument`` that is none of ``allowed``."""
     return lambda value: checks.choice(None, argument, value, allowed)
 
 
@@ -83,24 +83,25 @@ class Execution(TypedDict, total=False):
     """Keywords of every function on hidden states: memory, order of sums, ranks.
 
     Attributes:
-        memory_budget: most bytes, a number or a string such as "512MiB", of everything beside the gradients (and the
-            weight that autocast casts). None: 1.25 GiB, or a chunk of 2048 tokens if larger, and an fp32 accumulator
-            on top where a 16-bit weight's gradient would else be added over more than 8 chunks. Less for each of the
-            ranks that share the vocabulary: docs/guides/memory.md.
-        chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives; also of a
-            backward that makes gradients.
-        accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
-            weight's own over few chunks), ``torch.float32`` or the weight's dtype. Under ``torch.compile`` 16-bit
-            gradients wait for the upstream gradient in float32 only where it is named here.
+        memory_budget: most bytes that the call may allocate beside the gradients (and the weight's copy that autocast
+            makes): a number, or a string such as "512MiB". None: 1.25 GiB, or the bytes of a chunk of 2048 tokens if
+            those are more; an fp32 accumulator comes on top where a 16-bit weight's gradient would else add up over
+            more than 8 chunks. Ranks that share the vocabulary have less each: docs/guides/memory.md.
+        chunk_tokens: most tokens in a chunk, instead of the number that the budget gives. Chunks are of equal size. It
+            holds for the forward pass and for a backward that makes gradients.
+        accumulate_dtype: dtype in which the weight's gradient adds up over chunks: ``torch.float32`` or the weight's
+            dtype. None: float32 where the budget holds it, else the weight's dtype over few chunks. Under
+            ``torch.compile``, 16-bit gradients of a forward pass are kept in float32 until backward only with
+            ``torch.float32`` here.
         accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
-            weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
-            for a float64 weight. Backward then gives ``weight`` no gradient. It is added in the forward pass, and you
-            promise one backward with the upstream gradient ``upstream``, or 1: with any other, ``hidden``'s gradient
-            and the buffer become nan. A buffer that is cleared between the two loses the gradient unnoticed. Gradients
-            made in backward (``reduction="none"``, a second backward, an activation checkpoint's) are added there, at
-            any upstream gradient. Without gradients, or with a frozen weight, nothing is written. Where a call raises
-            when a part of its gradient lies in the buffer, the next call with that buffer raises too, until it is
-            zeroed (docs/guides/sft.md).
+            weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. It is float32, or
+            float64 for a float64 weight. Backward then gives ``weight`` no gradient. The gradient is added in the
+            forward pass, and you promise one backward with the upstream gradient ``upstream``, or 1 without it: with
+            any other, ``hidden``'s gradient and the buffer become nan. Clearing the buffer between forward and backward
+            loses the gradient unnoticed. Gradients that are made in backward (``reduction="none"``, a second backward,
+            an activation checkpoint's) are added in backward, at any upstream gradient. Without gradients, or with a
+            frozen weight, nothing is written. If a call raises after it has added a part of its gradient, the next call
+            with that buffer raises too, until the buffer is zeroed (docs/guides/sft.md).
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
             operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). ``"wait"`` does it
             for any operands and waits for their number, which a CUDA graph cannot. The gradient of hidden states is
@@ -164,7 +165,8 @@ class Call(Generic[Result]):
     """The request of a user, made by any public function: operands, options, losses, metrics, batch.
 
     ``outputs``: names of the values that are returned for each token; empty where the call returns one loss.
-    ``result``: makes of an ``Outcome`` what the public function returns; for values per token it closes over no tensor.
+    ``result``: turns an ``Outcome`` into the public function's return value. For values per token it holds no tensor
+    of the call.
     """
 
     function: str
@@ -219,7 +221,7 @@ class Call(Generic[Result]):
                 f"{type(self.batch).__name__}"
             )
         shape = rows.shape[::-1] if weight is None else weight.shape
-        self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # the target's shape; of all operands
+        self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # of the target; of all operands
         self.local_vocab = shape[0] if shape else 0  # rows on this rank, padding included
         if isinstance(self.temperature, Tensor):
             self.temperatures: Tensor | None = self.temperature  # [...] one per token
@@ -275,7 +277,8 @@ class Call(Generic[Result]):
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
     def check_arguments(self) -> torch.dtype:
-        """Raises for wrong operands and options. Returns the dtype of matmuls, or of the arithmetic on logits."""
+        """Raises for wrong operands and options. Returns the dtype of the matmuls; for logits that exist, the dtype in
+        which their statistics are computed."""
         dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
         dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
         check_options({name: getattr(self, name) for name in OPTIONS})
@@ -293,7 +296,7 @@ class Call(Generic[Result]):
         return dtype
 
     def check_ranks(self) -> None:
-        """Raises where options do not go with ranks that share the vocabulary, or hold other tokens."""
+        """Raises for options that do not go with ``VocabParallel`` or ``TokenParallel``."""
         logits, ranks, reduces, tokens = self.weight is None, 1, True, self.token_parallel
         if self.shard is not None:
             ranks, reduces = self.shard.parallel.ranks, self.shard.parallel.reduce_dhidden
@@ -306,7 +309,7 @@ class Call(Generic[Result]):
             "skip_ignored does not go with sequence_sharded=True; leave it False": sharded and self.skip_ignored,
             "sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions":
                 sharded and not self.leading,
-            # two shares have one sum; torch.distributed adds more in an order that depends on a row's place
+            # a + b = b + a, but torch.distributed adds more shares in an order that depends on a row's place
             "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient; use "
             "reduce_dhidden=False and a sum of your own, or deterministic=False":
                 self.deterministic and summed and ranks > 2,
@@ -319,7 +322,7 @@ class Call(Generic[Result]):
 
 OPTIONS = {row.name: row for row in fields(Call) if "check" in row.metadata}
 STATIC = attrgetter(*[name for name, row in OPTIONS.items() if row.metadata["decides"] == "spec"])
-# checks by name, also of arguments that stand for a loss or a field
+# checks by argument's name: of the options, and of arguments that become a loss or a field
 CHECKS: dict[str, Callable[[Any], Any]] = {name: row.metadata["check"] for name, row in OPTIONS.items()} | {
     "label_smoothing": number("label_smoothing", 0.0, 1.0),
     "z_loss": number("z_loss", 0.0),
@@ -334,8 +337,8 @@ DEFAULTS = {row.name: row.default for row in fields(Call) if row.name in HeadOpt
 def call_of(
     function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: HeadOptions, **call_fields: Any
 ) -> Call[Any]:
-    """A call on hidden states; a TypeError for keywords that are none of ``HeadOptions``'s. ``call_fields``: further
-    fields."""
+    """A call on hidden states. ``call_fields``: further fields of ``Call``. TypeError for ``options`` that
+    ``HeadOptions`` lacks."""
     if options.keys() - DEFAULTS.keys():
         refuse_names(function, options.keys() - DEFAULTS.keys())
     if not PLAIN_TYPES.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
@@ -356,7 +359,7 @@ def logits_call_of(
     inplace: bool = False,
     **call_fields: Any,
 ) -> Call[Any]:
-    """A call on logits that exist already. ``call_fields`` as in ``call_of``; TypeError for keywords that
+    """A call on logits that exist already. ``call_fields``: further fields of ``Call``. TypeError for ``options`` that
     ``LogitsOptions`` lacks."""
     if options.keys() - LogitsOptions.__annotations__.keys():
         refuse_names(function, options.keys() - LogitsOptions.__annotations__.keys())
@@ -368,7 +371,7 @@ def logits_call_of(
 
 
 def refuse_names(function: str, unknown: Set[str]) -> NoReturn:
-    """A TypeError for the first of some keywords that a function does not have."""
+    """Raises TypeError for the first of the keywords ``unknown``, which ``function`` does not take."""
     first = min(unknown)
     field = function in ("linear_loss", "logits_loss") and first in FIELDS
     # parameters of the public function, whose signature lists all keywords

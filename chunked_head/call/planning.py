@@ -1,4 +1,4 @@
-"""The plan of a call on hidden states: what decides it, and the order of rows that it asks for."""
+"""The plan of a call on hidden states: its key, its sizes, and the order in which rows run."""
 
 import warnings
 from dataclasses import replace
@@ -22,11 +22,11 @@ GradFlags = tuple[bool, bool, bool]  # which gradients are made: of hidden state
 
 
 class PlanKey(NamedTuple):
-    """All that decides a call's plan besides its Spec and a dense teacher's tensors: the key of ``Spec.plans``."""
+    """The key of ``Spec.plans``: all that a plan depends on besides the Spec and a dense teacher's tensors."""
 
     tokens: int
     makes_grads: GradFlags
-    is_late: bool  # the call runs inside of a backward, which wants its gradients there
+    is_late: bool  # the call runs inside of a backward, and makes its gradients in it
     by_segments: bool  # chunks end where segments end
     is_copied: bool  # hidden states are copied to get the shape [tokens, hidden]
     is_moved: bool  # rows run in another order than the caller's
@@ -46,13 +46,14 @@ def grads_asked_for(call: Call[Any]) -> GradFlags:
 
 
 def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: bool) -> tuple[Tokens, Plan, Spans | None]:
-    """The tokens in the order in which they run, the plan, and spans of rows that wait for each other only (None: each
-    chunk is one). ``hidden`` [tokens, hidden]; ``is_late``: inside of a backward. ValueError where no plan fits."""
+    """Returns the tokens in the order in which they run, the plan, and the spans: chunks whose gradients wait for each
+    other's statistics and for no others (None: each chunk is a span). ``hidden`` [tokens, hidden]; ``is_late``: the
+    call runs inside of a backward. ValueError where no plan fits."""
     call, packing, groups, weight, buffer_dtype = tokens.call, tokens.packing, tokens.groups, tokens.call.weight, None
     assert weight is not None
     if call.accumulate_into is not None and call.gradient_buffer is not None:
         buffer_dtype = call.gradient_buffer.buffer.dtype
-    # a view shares memory with its source, a copy does not; sets of columns read rows in the order in which they run
+    # hidden states that are a view have the caller's memory; sets of columns read rows packed, as they run
     packs_hidden = packing is not None and tokens.column_sets is not None
     key = PlanKey(
         len(tokens.targets),
@@ -69,7 +70,7 @@ def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: boo
     )
     plan = plan_or_reason(tokens, key)
     if isinstance(plan, str) and key.by_segments:
-        # the budget has no room for the gradient of hidden states in another order
+        # the budget has no room for a second gradient of hidden states, in the order in which rows run
         groups, plan = None, plan_or_reason(tokens, key._replace(by_segments=False))
     if isinstance(plan, str):
         raise ValueError(plan)
@@ -88,9 +89,9 @@ def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: boo
 
 
 def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
-    """The plan of a key, from the Spec's cache or made; or the reason why no plan fits."""
+    """The plan of a key, from the Spec's cache or new; or the reason why no plan fits, as text."""
     call, spec, weight = tokens.call, tokens.spec, tokens.call.weight
-    is_cached = tokens.teacher is None  # else its tensors decide too
+    is_cached = tokens.teacher is None  # a plan depends on a teacher's tensors, which the key leaves out
     plan = spec.plans.get(key) if is_cached else None
     if plan is None:
         sizes = sizes_of(
@@ -120,7 +121,7 @@ def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
     sizes_of_call = key.tokens, *weight.shape[::-1], spec.dtype
     if sizes_of_plan != sizes_of_call:
         raise mismatch("a plan", sizes_of_plan, sizes_of_call)
-    # Specs of other numbers share plans, and their demands differ in numbers
+    # Specs that differ in numbers share plans; this Spec's demand, with its numbers, takes the place of the plan's
     return plan if sizes.demand == spec.demand else replace(plan, sizes=replace(sizes, demand=spec.demand))
 
 
@@ -153,7 +154,7 @@ def sizes_of(
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.size_fields) | traits
     columns, has_bias_grad = traits.pop("columns", call.local_width), makes_grads[2]
     store: Any = SetStore
-    if not (call.kept_everywhere or spec.demand.columns_only):  # else no softmax is over the vocabulary
+    if not (call.kept_everywhere or spec.demand.columns_only):  # some softmax is over the vocabulary
         is_plain = has_plain_rows and call.softcap is None and not has_bias_grad
         store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), is_plain, teacher)
     fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
@@ -184,7 +185,7 @@ def sizes_of(
 
 
 def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
-    """Raises where an option needs our own matmuls and these operands run in others."""
+    """Raises ValueError where an option needs this library's matmuls and a call of these sizes runs in BLAS's."""
     is_own_fp8 = sizes.fp8 is not None and tokens.spec.backend.bounds_rows
     if not (sizes.skips or sizes.deterministic or is_own_fp8):
         return

@@ -1,8 +1,8 @@
-"""Sweeps that run from a recording: which sweeps can, and the key that finds a recording.
+"""Recordings of sweeps: which sweeps can be recorded, and the key that finds a recording.
 
 The first sweep of a key runs normally, the second is recorded (``kernels/common/recording.py``), later ones replay it.
-A key holds everything that a sweep depends on except addresses and contents of tensors. Where
-memory lies otherwise than in the recorded sweep, the sweep runs normally.
+A key holds everything that a sweep depends on except addresses and contents of tensors. If the replay
+finds a tensor in memory where the recorded steps cannot run on it, the sweep runs normally.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from ..stores.operands import Head
 # from ``HeadWork``, hidden states and a head to the results of ``sweep.sweep``
 Sweep = Callable[[Any, Tensor, Head], tuple[RowStats, Gradients | None]]
 ALIGNED = 16  # bytes
-NOT_YET = object()  # ``RecordedSweep.steps`` of a sweep that has run once
-FEW_TOKENS = 8192  # above it torch sorts the targets, and the device takes longer than the host
+NOT_YET = object()  # ``RecordedSweep.steps`` of a sweep that has run once and was not recorded yet
+FEW_TOKENS = 8192  # with more, torch sorts the targets, which no recording has, and host time is hidden anyway
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ def is_recordable(plan: Plan, objective: Objective) -> bool:
 
 
 def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
-    """Tensors that the sweep may read or add to, in an order that the Spec decides."""
+    """Tensors that the sweep may read or add to, in an order that is the same for all calls of a Spec."""
     objective = work.objective
     tensors = [hidden, head.weight, head.bias, head.class_weights, objective.targets, objective.scale]
     if isinstance(objective, LossObjective):
@@ -69,10 +69,11 @@ def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
 
 
 def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
-    """``sweep(work, hidden, head)``: replays the recording of its key, records it, or runs it."""
+    """The results of ``sweep(work, hidden, head)``: replays its key's recording, or runs the sweep and perhaps
+    records it."""
     plan, objective, recordings = work.plan, work.objective, work.recordings
     assert recordings is not None
-    if getattr(objective, "table", None) is not None:  # values of an earlier sweep, which this one adds to
+    if getattr(objective, "table", None) is not None:  # it holds an earlier sweep's values, to which this one adds
         return sweep(work, hidden, head)
     inputs = inputs_of(work, hidden, head)
     # ``buffer.fresh``: the first product of the first stream is stored in the buffer, all others are added
@@ -97,14 +98,14 @@ def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[R
     tables = [objective.table] if scalar else []
     gradients = [] if grads is None else [grad for grad in (grads.hidden, grads.weight) if grad is not None]
     if not scalar or objective.table is not None:
-        # backward alone reads the statistics of a scalar loss; those of values per token are returned
+        # statistics of a scalar loss are read by backward only; a call with values per token returns them
         steps = recorder.end([*named_stats.values(), *tables, *gradients], len(named_stats) if scalar else 0)
         recordings[key] = RecordedSweep(plan, steps, tuple(named_stats))
     return stats, grads
 
 
 def results_of(work: Any, recording: RecordedSweep, results: list[Tensor]) -> tuple[RowStats, Gradients | None]:
-    """Results of a recording as those of a sweep."""
+    """The tensors that a recording returns, as the statistics and gradients that ``sweep`` returns."""
     tensors = iter(results)
     stats = RowStats.from_dict({name: next(tensors) for name in recording.stats})
     if isinstance(work.objective, ScalarObjective):

@@ -1,4 +1,4 @@
-"""The run of a call: its tokens, plan, objective and work (in this order), and its autograd Function."""
+"""The run of a call: makes its tokens, plan, objective and work, in this order, and runs its autograd Function."""
 
 import contextlib
 import itertools
@@ -23,21 +23,21 @@ from .spec import Spec
 from .sweep import HeadWork, LocalWork
 from .tokens import Tokens, tokens_of
 
-Grads = tuple[Tensor | None, ...]  # of the operands
+Grads = tuple[Tensor | None, ...]  # gradients of the operands, or upstream gradients of the outputs
 
 
 class Outcome(NamedTuple):
     """A call that ran, and its results."""
 
     outputs: tuple[Tensor, ...]
-    plan: Plan | None = None  # None also for logits that exist
+    plan: Plan | None = None  # None for logits that exist, and in a compiled graph
     tokens: Any = None  # ``Tokens``
     objective: Any = None
     stats: Any = None  # ``RowStats``
 
 
 def run(call: Call[Any], spec: Spec) -> Outcome:
-    """Runs the call at once, differentiable."""
+    """Runs the call eagerly. Its outputs are differentiable."""
     stats = list[RowStats]()
     with on_device(call.device):
         tokens, work, operands = prepared(tokens_of(call, spec))
@@ -54,8 +54,9 @@ def run(call: Call[Any], spec: Spec) -> Outcome:
 def prepared(
     tokens: Tokens, makes_grads: GradFlags | None = None
 ) -> tuple[Tokens, HeadWork | LogitsWork, tuple[Any, ...]]:
-    """The tokens in the order in which they run, the work of the call, and its operands: hidden states
-    [tokens, hidden], weight and bias, or logits. ``makes_grads``: None for the gradients that autograd asks for."""
+    """Returns the tokens in the order in which they run, the work of the sweep, and the operands: hidden states
+    [tokens, hidden], weight and bias; or logits. ``makes_grads``: whether gradients of hidden states, weight and bias
+    are made; None: those that autograd asks for."""
     call, spec = tokens.call, tokens.spec
     if call.weight is None:
         logits, on_logits = logits_work(tokens, objective_of(tokens))
@@ -63,7 +64,7 @@ def prepared(
     hidden = call.rows if call.rows.dim() == 2 else call.rows.reshape(-1, call.rows.shape[-1])
     is_late = makes_grads is None and in_backward()
     tokens, plan, spans = planned(tokens, hidden, makes_grads or grads_asked_for(call), is_late)
-    # the first messages between ranks with other tokens: this rank has passed all checks that can raise
+    # sends the first messages between ranks; it comes after all checks that can raise on this rank alone
     objective = objective_of(tokens)
     if plan.row_factors and spec.coupled and isinstance(objective, ScalarObjective):
         objective.forward_coefficients = {}  # of all tokens at once, with their values; backward scales them
@@ -93,20 +94,20 @@ def prepared(
 class Backward:
     """The backward of one call: all that it needs besides the tensors that autograd saves.
 
-    Autograd saves the operands, statistics that the call returns (as attributes they would keep their graph alive) and
-    a teacher's tensors (freed after backward), in this order.
+    Autograd saves, in this order, the operands; statistics, where the call returns them (an attribute would keep their
+    graph alive); and a teacher's tensors, which are freed after backward.
     """
 
-    work: LocalWork  # with empty tensors in place of a teacher's
+    work: LocalWork  # has empty tensors in place of a teacher's
     stats: RowStats | None  # None: autograd saves them
-    names: tuple[str, ...]  # of the statistics that autograd saves
-    has_grads: bool  # some operand has a gradient
+    names: tuple[str, ...]  # names of the statistics that autograd saves
+    has_grads: bool  # some operand takes a gradient
 
     def gradients(
         self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
     ) -> Grads:
-        """Gradients of the operands: ``grads`` of the forward pass, scaled; or made here, if that made none.
-        Where this raises, the caller's buffer notes that a part of a gradient may lie in it."""
+        """Gradients of the operands. ``grads``: those of the forward pass, which are scaled by ``upstream``; None: they
+        are made here. If this raises, the caller's buffer notes that a part of a gradient may lie in it."""
         work, buffer, loss_upstream = self.work, self.work.gradient_buffer, upstream[0]
         expected = work.objective.expected
         try:
@@ -123,7 +124,7 @@ class Backward:
             assert expected is not None and loss_upstream is not None and work.plan is not None
             factors, one_or_nan = expected.factors(loss_upstream), expected.one_or_nan
             if buffer is not None and grads.weight is not None:
-                # the buffer holds a gradient at the expected upstream gradient: wrong at any other
+                # the buffer holds the gradient for the expected upstream gradient; for any other it becomes nan
                 one_or_nan = expected.one_or_nan_for(loss_upstream)
                 factors = *factors[:1], one_or_nan
             return grads.finish(work.backend, factors, one_or_nan, work.plan.sizes)
@@ -151,10 +152,12 @@ class Pass:
 
 
 class Loss(torch.autograd.Function):
-    """Outputs of a call; of several, on streams of hidden states, the sum of their losses.
+    """The autograd Function of a call, which returns its outputs; or of the calls on several streams of hidden states,
+    which returns the sum of their losses.
 
-    ``buffer``: a ``StreamsBuffer`` where the streams' gradients of the weight add up, else None. ``stats``: a list to
-    which the statistics of each call are appended. Operands: hidden states of each, weight and bias or None; or logits.
+    ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. ``stats``: a list
+    to which the statistics of each call are appended. Operands: the hidden states of each call, weight, and bias or
+    None; or logits.
     """
 
     @staticmethod
@@ -183,8 +186,8 @@ class Loss(torch.autograd.Function):
             ctx.ends = [*itertools.accumulate([len(p.saved) for p in passes], initial=len(operands))]
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.grads = None if is_late else [p.grads for p in passes]
-            # Under an activation checkpoint reading saved tensors runs the forward pass again, with its messages: all
-            # ranks with other tokens must read, or none. True: backward reads even if it has its gradients already.
+            # Under an activation checkpoint, reading saved tensors runs the forward pass again, with its messages, so
+            # all ranks that exchange them must read or none. ``reads_saved``: backward reads even if it has gradients.
             # Nor does a change of an operand pass unseen where gradients wait for each token's own.
             waits = [work for work in works if work.objective.exchanges or work.has_row_factors]
             ctx.reads_saved, ctx.is_overwritten = bool(waits), False
@@ -205,13 +208,13 @@ class Loss(torch.autograd.Function):
             )
         backwards, buffer, has_graph = ctx.backwards, ctx.buffer, torch.is_grad_enabled()
         grads, ctx.grads = ctx.grads, None
-        # read once: an activation checkpoint gives saved tensors no second time
+        # read in one place: an activation checkpoint raises at a second read of saved tensors
         saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or ctx.reads_saved or has_graph else ()
         operands, count, by_stream = saved[: ctx.operands], len(backwards), list[Grads]()
         with torch.no_grad(), kernel_context(present[0].device):
             ctx.is_overwritten = backwards[0].work.inplace
             if ctx.is_overwritten:
-                # kernels write unseen: another node that saved the logits must raise, even if this one raises too
+                # autograd does not see what kernels write; with a new version, other nodes that saved the logits raise
                 torch.autograd.graph.increment_version(saved[0])
             if buffer is not None and grads is None:
                 buffer.begin(backwards[0].work)
@@ -230,7 +233,7 @@ class Loss(torch.autograd.Function):
                 weight = weight if buffer is None else buffer.finished(backwards, upstream, grads is None)
                 gradients = [*hidden, weight, summed(biases)]
         if has_graph:
-            # with create_graph gradients as constants would silently drop a gradient penalty, or a product with them
+            # with create_graph: constant gradients would silently drop the derivative of a gradient penalty
             inputs = [x for x in (*operands, *present) if x is not None and x.requires_grad]
             gradients = [None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in gradients]
         return None, None, None, *gradients
@@ -241,7 +244,7 @@ class Loss(torch.autograd.Function):
 
 
 def summed(grads: Grads) -> Tensor | None:
-    """The sum of gradients, rounded once; None of none."""
+    """The sum of the gradients that are no None, added in fp32 at least and rounded once; None where all are None."""
     present = [grad for grad in grads if grad is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -274,7 +277,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 class OnlyOnce(torch.autograd.Function):
-    """A gradient without a second derivative: asking for that raises."""
+    """Identity on a gradient; differentiating it again raises."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:

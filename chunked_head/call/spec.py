@@ -1,4 +1,4 @@
-"""The Spec of a call: every decision that no tensor's content affects, checked and made once for calls of one key."""
+"""The Spec of a call: every decision that does not depend on tensors' contents, made once for all calls of one key."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,8 +27,8 @@ from ..stores.quantised import e4m3_missing
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, fields_to_read
 from .options import STATIC, Call, check_options
 
-TENSORS = frozenset((Tensor, nn.Parameter))  # their metadata say all there is to check; a subclass's may not
-# types of options that are equal where they mean the same
+TENSORS = frozenset((Tensor, nn.Parameter))  # types whose metadata are all that checks read; other subclasses hide more
+# types of options whose values compare equal exactly where they decide the same
 PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
 PER_TOKEN = frozenset([TEMPERATURE, *[name for name, field in FIELDS.items() if field.kind in ("token", "row")]])
 MOST_SPECS, MOST_PLANS, MOST_RECORDINGS = 512, 256, 64
@@ -41,22 +41,22 @@ class Spec:
     dtype: torch.dtype  # of the matmuls
     statistics_dtype: torch.dtype
     backend: Backend
-    structure: Structure | None  # None with a user's function, which must not outlive the call: ``structure_at``
+    structure: Structure | None  # None with a user's function, which must not outlive the call; ``Tokens`` has it then
     demand: Demand  # the statistics that losses, metrics and the result need
     field_names: tuple[str, ...]  # fields that losses and metrics read
     field_kinds: Mapping[str, Field]  # kind and type of every field, by name
     request: Request
     coupled: bool  # a token's loss needs other tokens' statistics; gradients wait for them
-    by_segments: bool  # these are statistics of the token's segment or pair only
+    by_segments: bool  # ``coupled``, but by statistics of the token's own segment or pair only
     late_factors: int  # as in ``Sizes``, where hidden states alone take a gradient; 2 for several
-    columns: int  # K of teacher_ids, 0 without
+    columns: int  # K of ``teacher_ids`` [tokens, K]; 0 without them
     teacher_vocab: int | None  # of a dense teacher
-    numbers: tuple[Any, ...] = ()  # floats of the head, losses and metrics, at which the structure is made
+    numbers: tuple[Any, ...] = ()  # floats of the head, losses and metrics; ``structure`` is made for them
     withheld: frozenset[str] = frozenset()  # names of the fields in the batch that no loss or metric reads
     autocast: bool = False  # autocast gives the dtype of the matmuls
     # by ``planning.PlanKey``; Specs that differ in numbers share them
     plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))
-    # ``recording.RecordedSweep`` by all else that a sweep depends on; Specs that differ in numbers do not share them
+    # ``recording.RecordedSweep`` by the key of ``run_recorded``; Specs that differ in numbers do not share them
     recordings: Cache[Hashable, Any] = field(init=False, default_factory=lambda: Cache(MOST_RECORDINGS))
 
 
@@ -74,7 +74,7 @@ def spec_of(call: Call[Any]) -> Spec:
     if spec is None:
         spec, is_new = build(call, numbers), True
     elif spec.numbers != numbers:
-        # the key is equal, so that only numbers are checked and only what is made of them is made again
+        # the key is equal: only numbers need a check, and only structure and demand depend on them
         check_options({"softcap": call.softcap, "logit_scale": call.logit_scale, "temperature": call.temperature})
         structure, demand = structure_at(call, spec.field_names, spec.columns, spec.teacher_vocab)
         spec = replace(spec, structure=spec.structure and bare(structure), demand=demand, numbers=numbers)
@@ -90,7 +90,7 @@ def spec_of(call: Call[Any]) -> Spec:
 
 
 def check_every_call(call: Call[Any], spec: Spec) -> None:
-    """Raises what is wrong with arguments that are not in the Spec's key: they may differ at every call."""
+    """Raises for wrong arguments among those that are not in the Spec's key, and so may differ at every call."""
     if call.normalizer is not None or call.upstream is not None:
         checks.refuse({
             'normalizer goes with reduction="mean" only; multiply the result instead':
@@ -142,7 +142,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     measures = [*summands, *metrics]
     options = call.function, call.outputs, static, types, call.accumulate_into is None, type(call.fp8_weight)
     modes = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, torch.is_grad_enabled()
-    # tensors: those with a row for each token without the number of tokens, so that calls of other lengths share a key
+    # a tensor with a row for each token enters without the number of tokens: calls of other lengths share the key
     kinds = {name: kind for s in summands for name, kind in s.extra_fields.items()}
     kinds |= {s.token_weights: Field("token") for s in summands if isinstance(s.token_weights, str)}
     loss_tensors = [tensor for s in summands for tensor in s.tensors.values()]
@@ -156,7 +156,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         metadata_of(shared),
         tuple([of_field(name, value, kinds, call) for name, value in batch.items() if name not in PER_TOKEN]),
     )
-    # losses and metrics: functions without numbers, and which of their tensors, softmaxes and sums are the same
+    # losses and metrics enter without numbers; besides, which of their tensors, temperatures and sums are equal
     temperatures = [call.plain_temperature]
     temperatures += [call.plain_temperature if m.temperature is None else m.temperature for m in measures]
     sums = [vocab_sum for measure in measures for vocab_sum in measure.sums.values()]
@@ -193,7 +193,7 @@ def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
 
 def of_field(name: str, value: Tensor, kinds: Mapping[str, Field], call: Call[Any]) -> Hashable:
     """``metadata`` of a field without its number of tokens, segments, pairs or kept ids, so that calls of other lengths
-    share a key. Where a check compares that number with another field's, the comparison's result is in the key."""
+    share a key. If a check compares that number with another field's, the key has the result of the comparison."""
     batch: Any = call.batch
     leading, segments, shape = call.leading, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:
@@ -227,7 +227,7 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
         checks.check_int("num_segments", call.num_segments, 1)
     check_fields(call, names, kinds)
     autocast = torch.is_autocast_enabled(call.device.type) and dtype != torch.float64
-    teacher_vocab = check_dense_teacher(call, names, dtype, autocast)  # checked as the student's operands are
+    teacher_vocab = check_dense_teacher(call, names, dtype, autocast)  # has the dtype of the student's matmuls
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in names else 0
     if call.outputs and call.outputs != ("values",):
         most, top_k = call.vocab if call.shard is None else min(call.shard.rows), call.top_k
@@ -252,7 +252,7 @@ def decided(
     columns: int,
     teacher_vocab: int | None,
 ) -> Spec:
-    """The Spec of a call whose arguments have been checked, or of the sizes that ``plan()`` is asked about."""
+    """The Spec of a call whose arguments have been checked; ``plan()`` makes such a call of sizes alone."""
     structure, demand = structure_at(call, field_names, columns, teacher_vocab)
     summands = [summand for _, summand in call.losses.terms]
     is_coupled = not call.outputs and "segment" in [summand.scope for summand in summands]
@@ -280,13 +280,13 @@ def decided(
 def structure_at(
     call: Call[Any], field_names: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Structure, Demand]:
-    """Losses and metrics at the call's numbers, and the statistics that losses, metrics and the result need."""
+    """Returns losses and metrics with the call's numbers, and the statistics that losses, metrics and result need."""
     measures = call.losses, call.metrics
     structure, demand = structure_of(*measures, call.plain_temperature, call.vocab, columns, teacher_vocab)
     if call.outputs and call.outputs != ("values",):
         squares = "log_sum_sq_probs" in call.outputs
         view = 0 if demand.pairing is None else demand.pairing.view
-        # the square of a probability is one at half the temperature
+        # squared probabilities are a softmax at half the temperature, up to a factor
         views = (*demand.views, View(2.0)) if squares else demand.views
         statistics = needed([(name, view) for name in call.outputs], len(views))
         of_slopes = needed([(name, view) for name in call.planned], len(views))
@@ -297,7 +297,7 @@ def structure_at(
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
     if "kept_ids" in field_names:
-        # exponentials are relative to a target's logit, which rows with sets do not have
+        # rank one stores exponentials relative to the target's logit, which no matmul makes for rows with sets
         demand = demand._replace(rank_one=False)
     if call.precision is not None and not (call.kept_everywhere or demand.columns_only):
         demand = demand._replace(heavy=HEAVY)
@@ -316,7 +316,7 @@ def check_losses(call: Call[Any]) -> None:
                 is_unreduced and summand.scope != "token",
             f'{label} names a reduction or normalizer of its own beside reduction="none"; leave it out':
                 is_unreduced and (reduction is not None or normalizer is not None),
-            # a coefficient on any other device is copied from there
+            # a coefficient on any other device than meta is copied to the operands' device
             f"the coefficient of {label}, or the stream's weight, is on the meta device, without value; pass a number":
                 isinstance(coefficient, Tensor) and coefficient.device.type == "meta",
             f'normalizer of {label} goes with reduction="mean" only; multiply the result instead':
@@ -329,7 +329,8 @@ def check_losses(call: Call[Any]) -> None:
 
 
 def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
-    """Raises for calls whose logits cannot be made of e4m3 operands. ``gpu``: a GPU in place of the device's."""
+    """Raises for calls whose logits cannot be made from e4m3 operands. ``gpu``: the GPU to check instead of the call's
+    device."""
     if call.precision is None:
         checks.refuse({'fp8_weight goes with precision="fp8"; pass both': call.fp8_weight is not None})
         return
@@ -351,7 +352,7 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
 
 
 def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> None:
-    """Raises for calls whose softmaxes cannot be over sets of columns."""
+    """Raises for calls with ``kept_ids`` or candidates whose losses or options do not go with sets of columns."""
     if "kept_ids" not in field_names:
         missing = "kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing"
         checks.refuse({missing: call.kept_everywhere})

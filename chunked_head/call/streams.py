@@ -1,4 +1,4 @@
-"""Calls on several streams of hidden states, one after the other, with one accumulator of the weight's gradient."""
+"""Calls on several streams of hidden states: they run one after the other and add to one gradient of the weight."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,31 +22,33 @@ from .tokens import tokens_of
 class StreamsBuffer(GradientBuffer):
     """The gradient that the streams of one call add to, until the call's backward returns it."""
 
-    fresh = True  # False once a stream with tokens has added to the sums
+    fresh = True  # no stream with tokens has added to the sums yet: the first product is stored, not added
 
     def __init__(self, weight: Tensor):
         super().__init__(weight, torch.empty(0, dtype=sum_dtype(weight.dtype), device=weight.device))
 
     def begin(self, work: LocalWork) -> None:
-        """Allocates the sums of one pass over all streams. ``work``: that of any stream."""
+        """Allocates the sums [vocab, hidden] of one pass over all streams. ``work``: the work of any stream."""
         assert work.plan is not None
         self.buffer = self.buffer.new_empty(self.weight.shape)
         self.buffer[work.plan.sizes.vocab :].zero_()  # rows that stand for no id
         self.fresh = True
 
     def added(self, work: LocalWork, grads: Gradients | None) -> None:
-        """Notes that a stream has added to the sums. ``grads``, the stream's gradients, lose their reference to the
-        sums."""
+        """Notes that a stream has added to the sums, and takes the reference to the sums out of ``grads``, the stream's
+        gradients."""
         self.fresh = self.fresh and not len(work.objective.targets)
         if grads is not None:
             grads.without_weight()
 
     def handed_over(self) -> None:
-        """None for each stream: the backward of all streams returns the gradient, once."""
+        """The weight's gradient that one stream hands over: None, since the backward of all streams returns the sums
+        once."""
 
     def finished(self, backwards: Sequence[Backward], upstream: Grads, is_late: bool) -> Tensor:
-        """The sums in the weight's dtype, nan if an id of any stream was out of range; lets go of them, since a graph
-        may outlive its backward. ``is_late``: made in backward, with the upstream gradient in them."""
+        """The sums in the weight's dtype; nan if an id of any stream was out of range. Drops the reference to them,
+        since a graph may outlive its backward. ``is_late``: the sums were made in backward and have the upstream
+        gradient in them."""
         work, one_or_nan = backwards[0].work, [b.work.objective.one_or_nan for b in backwards]
         factors: tuple[Tensor, ...] = (torch.stack(one_or_nan).prod(),)
         if not is_late:
@@ -63,10 +65,10 @@ class StreamsBuffer(GradientBuffer):
 
 @dataclass(frozen=True, eq=False)
 class Streams(Generic[Result]):
-    """A request on several streams: a ``Call`` for each, whose losses have the stream's weight as a factor."""
+    """A request on several streams: one ``Call`` for each stream, its losses multiplied by the stream's weight."""
 
     calls: tuple[Call[Any], ...]
-    losses: tuple[Losses, ...]  # of each stream, without its weight
+    losses: tuple[Losses, ...]  # losses of each stream, without the stream's weight as a factor
     result: Callable[[Tensor, list[Outcome]], Result]
 
     def run(self) -> Result:
@@ -78,7 +80,7 @@ class Streams(Generic[Result]):
             prepared_streams = [prepared(tokens) for tokens in tokens_of_streams]
             works: list[Any] = [work for _, work, _ in prepared_streams]  # ``HeadWork`` each
             if any(work.plan.schedule == "recompute" for work in works):
-                # if one stream waits for backward all do: their sums must take the same factor
+                # if one stream makes gradients in backward, all do: their sums take one factor
                 works = [work if work.plan.schedule == "loss only" else work.recomputing() for work in works]
             hidden = [operands[0] for _, _, operands in prepared_streams]
             (total,) = Loss.apply(works, buffer, stats, *hidden, first_call.weight, first_call.bias)
@@ -95,8 +97,8 @@ class Streams(Generic[Result]):
 
 
 def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], StreamsBuffer | None]:
-    """The calls with a common buffer for the weight's gradient, and that buffer. None, and the calls as they are, where
-    the caller gives a buffer or the weight takes no gradient."""
+    """Returns the calls with a common buffer for the weight's gradient, and that buffer; or the unchanged calls and
+    None, if the caller passes ``accumulate_into`` or the weight takes no gradient."""
     first, weight = calls[0], calls[0].weight
     assert weight is not None
     request = Request(first.memory_budget)

@@ -60,9 +60,10 @@ def sweep(
     head: Head,
     stats_and_coefficients: tuple[RowStats, Coefficients] | None = None,
 ) -> tuple[RowStats, Gradients | None]:
-    """One pass over chunks of tokens: statistics, and gradients where the plan makes them in this pass.
+    """Runs one pass over chunks of tokens. Returns the statistics of all tokens, and the gradients if the plan makes
+    them in this pass.
 
-    ``stats_and_coefficients``: of all tokens, in a backward that recomputes logits. Only gradients are made then.
+    ``stats_and_coefficients``: those of all tokens, in a backward that recomputes logits, which makes only gradients.
     """
     objective, tokens = work.objective, len(work.objective.targets)
     is_recompute = stats_and_coefficients is not None
@@ -76,9 +77,9 @@ def sweep(
     store, rows_of, spans = work.begin(operand, head, stats, grads, is_recompute)
     has_sums, plan = bool(objective.demand.sums), work.plan
     has_row_factors = plan is not None and plan.row_factors and not is_recompute
-    # a teacher's statistics come with the gradients
+    # statistics of student and teacher are then made along with the gradients
     is_teacher_last = plan is not None and plan.teacher_last
-    is_closed = work.spans is not None and work.has_vocabulary_rows  # no other tokens belong to a span's segments
+    is_closed = work.spans is not None and work.has_vocabulary_rows  # each span has all tokens of its segments
 
     def filled(chunk: slice) -> tuple[Rows, RowStats]:
         rows, out = rows_of(chunk), stats if chunk.stop - chunk.start == tokens else stats.narrow(chunk)
@@ -130,7 +131,8 @@ Loop = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
 
 @dataclass(eq=False, kw_only=True)
 class LocalWork:
-    """The work of a call on one rank: all that a sweep reads besides the operands, which take gradients."""
+    """The work of a call on one rank: all that a sweep reads besides its operands (hidden states and head, or
+    logits)."""
 
     backend: Backend
     objective: Objective
@@ -139,7 +141,7 @@ class LocalWork:
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
     plan: Plan | None = None  # None for logits that exist already
     gradient_buffer: GradientBuffer | None = None  # the caller's buffer, to which the weight's gradient is added
-    spans: Spans | None = None  # rows that wait for each other only; None: each chunk of the plan is one
+    spans: Spans | None = None  # chunks that wait for each other's statistics only; None: each chunk is a span
     inplace: bool = False  # the gradient overwrites the logits
 
     def forward(self, operands: Sequence[Any]) -> tuple[RowStats, Gradients | None]:
@@ -179,8 +181,8 @@ class LocalWork:
 
     @functools.cached_property
     def local_targets(self) -> Tensor:
-        """[tokens] int64: targets as columns of this rank; ``ELSEWHERE``: of another rank, -1: the token does not
-        count."""
+        """[tokens] int64: each target's column on this rank; ``ELSEWHERE`` if the column is on another rank, -1 where a
+        token does not count."""
         targets = self.objective.targets
         return targets if self.shard is None else self.shard.local_targets(targets)
 
@@ -205,14 +207,14 @@ class LocalWork:
 
     @functools.cached_property
     def local_columns(self) -> Tensor | None:
-        """[tokens, K] int64: the K ids of each token as columns of this rank, -1 for other ranks'; None: no such
-        ids."""
+        """[tokens, K] int64: each token's ``teacher_ids`` as columns of this rank, -1 for an id of another rank; None
+        without such ids."""
         columns = self.objective.columns
         return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
 
     @functools.cached_property
     def token_checks(self) -> Tensor:
-        """[tokens] numbers that have to be equal on ranks that share the vocabulary."""
+        """[tokens] numbers that ranks that share the vocabulary compare: equal where they have the same tokens."""
         assert self.shard is not None
         numbers, scale, column_sets = self.objective.targets, self.objective.scale, self.objective.column_sets
         if column_sets is not None:
@@ -226,7 +228,7 @@ class LocalWork:
 
     @property
     def class_weights(self) -> Tensor | None:
-        """[vocab] of this rank's columns, in the dtype of statistics."""
+        """[vocab] class weights of this rank's columns, in the dtype of statistics; None without any."""
         weights = self.objective.class_weights
         return weights if weights is None or self.shard is None else weights[self.shard.local_ids].contiguous()
 
@@ -238,18 +240,18 @@ class HeadWork(LocalWork):
     plan: Plan
     request: Request = DEFAULT_REQUEST
     packing: Packing | None = None  # the order in which rows run; None: the caller's
-    recordings: Cache[Any, RecordedSweep] | None = None  # of the Spec; None where the sweep cannot be recorded
-    fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight
+    recordings: Cache[Any, RecordedSweep] | None = None  # ``Spec.recordings``; None where the sweep cannot be recorded
+    fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight in e4m3
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
-        """The head in the dtype of the matmuls. Under autocast this casts the weight, once for the pass."""
+        """The head in the dtype of the matmuls. Under autocast it is a copy, made once for the pass."""
         sizes = self.plan.sizes
         bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
         weight = weight.to(sizes.dtype)
         if sizes.padding:
             weight = weight[: sizes.vocab]
         if len(weight) == 1:
-            weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels
+            weight = weight.view(-1).view(weight.shape)  # with the usual strides, which kernels take
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
         if sizes.fp8:
             fp8 = self.backend.rounded_head(weight, self.fp8_weight)
@@ -277,8 +279,7 @@ class HeadWork(LocalWork):
         return factors if self.shard is None else self.shard.own_tokens(factors).contiguous()
 
     def recomputing(self) -> "HeadWork":
-        """The work with a plan that makes gradients in backward. A second backward over a retained graph needs it
-        too."""
+        """The work with a plan that makes gradients in backward, as a second backward over a retained graph does."""
         if self.plan.schedule == "recompute":
             return self
         plan = find_late_plan(self.plan.sizes, self.request)
@@ -299,7 +300,8 @@ class HeadWork(LocalWork):
     def recompute(
         self, operands: Sequence[Any], stats: RowStats, coefficients: Coefficients
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias from all tokens' coefficients: computes the logits again."""
+        """Computes the logits again. Returns the gradients of hidden states, weight and bias from all tokens'
+        coefficients."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
         _, grads = sweep(self, hidden, self.head(weight, bias), (stats, coefficients))
@@ -315,7 +317,7 @@ class HeadWork(LocalWork):
         grads = Gradients.empty(plan.sizes, hidden_dtype, plan.weight_accumulate, hidden.device, self.gradient_buffer)
         grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
         if grads.hidden is not None and self.packing is not None and self.packing.count is not None:
-            grads.hidden.zero_()  # products leave out rows that do not count
+            grads.hidden.zero_()  # products do not write rows of tokens that do not count
         return grads
 
     def begin(self, hidden: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
@@ -327,7 +329,7 @@ class HeadWork(LocalWork):
             sets = SetStore(backend, head, self.column_sets, set_rows, self.objective.demand)
             if not self.has_vocabulary_rows:
                 return sets, lambda chunk: set_rows, [(set_rows.tokens,)]
-        teacher = None if teacher is None else teacher.cast_head()  # once, as the weight
+        teacher = None if teacher is None else teacher.cast_head()  # one cast for the pass, as the weight's
         targets, columns, scale = self.softmax_targets, self.local_columns, self.objective.scale
         order, count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
         every_row = Rows(hidden, targets, columns, scale, teacher, count, order=order)
@@ -339,13 +341,13 @@ class HeadWork(LocalWork):
             clean_teacher_hidden = teacher.weight.new_empty(most, teacher_hidden.shape[1])
 
         def rows_of(chunk: slice) -> Rows:
-            """Rows of a chunk. ``Rows.hidden`` is memory in which the store puts clean rows of ``Rows.source``; a
-            teacher's rows are clean."""
+            """The rows of a chunk. The store copies ``Rows.source`` to ``Rows.hidden``, with 0 where a token does not
+            count; a teacher's rows have 0 there already."""
             count = chunk.stop - chunk.start
             rows = every_row if count == tokens else every_row.narrow(chunk)
             source, order, teacher_rows = rows.hidden, rows.order, rows.teacher
             if gathered is not None:
-                source, order = gathered.chunk(chunk)  # rank after rank; clean rows stand in the call's order
+                source, order = gathered.chunk(chunk)  # rows rank after rank; the store copies them in the call's order
             if teacher_rows is not None and teacher_rows.hidden is not None:
                 clean, raw = clean_teacher_hidden[:count], teacher_rows.hidden if rows.order is None else teacher_hidden
                 backend.clean_rows(clean, raw, rows.target, rows.order)

@@ -1,4 +1,4 @@
-"""The tokens of a call: targets and fields as vectors [tokens], a row for each row of hidden states."""
+"""The tokens of a call: targets [tokens] and fields [tokens, ...], in the order in which hidden states run."""
 
 import functools
 import itertools
@@ -32,15 +32,16 @@ LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """An order of a call's rows: those that count first, in the caller's order; or segments in the order of chunks.
+    """A permutation of a call's rows: those that count come first, in the caller's order; or segments stand in the
+    order of chunks.
 
-    Chunks read hidden states in it, and their gradient is put back at the end of a pass. Matmuls are over all of
-    ``order``, or stop at ``count``, where only the device knows how many rows count.
+    Chunks gather hidden states by ``order``; the gradient of hidden states is put back into the caller's order at the
+    end of a pass. Matmuls run over all rows of ``order``, or over the first ``count``, which only the device knows.
     """
 
-    order: Tensor  # [packed] int64: place of each row in the call's tensors
+    order: Tensor  # [packed] int64: index of each row in the call's tensors
     count: Tensor | None  # [] int64: number of rows that count, the first ones; None: all of ``order`` do
-    tokens: int  # of the call
+    tokens: int  # number of tokens of the call, packed or not
 
     @classmethod
     def by_target(cls, targets: Tensor, wait: bool) -> "Packing":
@@ -55,7 +56,7 @@ class Packing:
         return values.index_select(0, self.order)
 
     def places(self, rows: Tensor) -> Tensor:
-        """Places in this order of rows of the call; -1 for rows that it leaves out, and for -1."""
+        """Indices in ``order`` of the call's rows ``rows``; -1 for rows that ``order`` leaves out, and for -1."""
         place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self.order] = torch.arange(len(self.order), device=rows.device)
         return place[rows]  # -1 reads the last element, which is -1
@@ -68,16 +69,17 @@ class Packing:
 
 @dataclass(eq=False)
 class RangeChecks:
-    """Checks of ids and temperatures, tensors whose values may be wrong.
+    """Checks of the values in tensors of ids and temperatures.
 
     On the CPU a wrong value raises. Elsewhere ``is_wrong`` collects a flag [] bool for each check, and ``mark`` turns
-    the numbers of the call, and so all its results, into nan.
+    numbers that all results are multiplied by into nan.
     """
 
     is_wrong: list[Tensor] = field(default_factory=list)
 
     def in_range(self, name: str, ids: Tensor, number: int, none: int | None) -> Tensor:
-        """Ids in [0, number), or ``none`` where that is an id; -1 in place of others. IndexError on the CPU."""
+        """``ids`` with -1 in place of those that are neither in [0, number) nor equal to ``none``. Such an id raises
+        IndexError on the CPU and sets a flag elsewhere. ``none``: the value for no id; None: there is no such value."""
         wrong = (ids < 0) | (ids >= number)
         if none is not None:
             wrong &= ids != none
@@ -88,7 +90,8 @@ class RangeChecks:
         return torch.where(wrong, -1, ids)
 
     def scale_of(self, temperature: Tensor, ignored: Tensor) -> Tensor:
-        """1 / temperature [tokens], 1 where ``ignored`` [tokens] bool. ValueError on the CPU for one not above 0."""
+        """``1 / temperature`` [tokens], 1 where ``ignored`` [tokens] bool is true. A temperature that is not positive
+        and finite raises ValueError on the CPU and sets a flag elsewhere."""
         wrong = ~ignored & ~((temperature > 0) & (temperature < torch.inf))
         if reading_is_free(wrong) and wrong.any():
             raise ValueError(
@@ -109,14 +112,15 @@ class Targets(NamedTuple):
     """The targets of a call, and the numbers that follow from them, in the statistics' dtype."""
 
     targets: Tensor  # [tokens] int64, -1 where a token does not count
-    counted: Tensor  # [] number of tokens that count; in ``Tokens`` of all ranks where ``rank_sums`` is there
-    one_or_nan: Tensor  # [] nan where an id or a temperature is out of range (on the CPU that raises)
+    counted: Tensor  # [] number of tokens that count; in ``Tokens`` with ``rank_sums``, on all ranks together
+    one_or_nan: Tensor  # [] 1; nan if an id or a temperature is out of range (on the CPU that raises)
     inverse: Tensor  # [] one_or_nan / counted, or one_or_nan where no token counts
 
 
 @dataclass(eq=False)
 class Tokens:
-    """A checked call with the fields of its rows of hidden states; 0 (ids -1) where a token does not count."""
+    """A checked call with its targets and fields, one row per row of hidden states. Where a token does not count,
+    fields are 0 and ids -1."""
 
     call: Call[Any]
     spec: Spec
@@ -129,9 +133,9 @@ class Tokens:
     token_fields: frozenset[str]  # names of the fields that have a row for each token
     teacher: TeacherHead | None
     scale: Tensor | None = None  # [tokens] factor of a token's logits, 1 / temperature
-    column_sets: Kept | None = None  # columns of tokens whose softmax is over a set; None: all are over the vocabulary
+    column_sets: Kept | None = None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
     packing: Packing | None = None
-    groups: tuple[Group, ...] | None = None  # rows that wait for each other only; None: no such groups are known
+    groups: tuple[Group, ...] | None = None  # rows whose gradients wait for each other's statistics only; None: unknown
     rank_sums: RankSums | None = None  # where ranks hold different tokens
 
     @functools.cached_property
@@ -163,7 +167,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
             columns = pairing.columns if call.shard is None else call.local_width
             teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
-        # ``teacher_entries``, which ``lay_fields`` adds, has no kind and a row for each token
+        # ``teacher_entries`` has a row for each token, but no kind: ``lay_fields`` adds it
         token_fields = frozenset([name for name in fields if name not in kinds or kinds[name].kind in ("token", "row")])
     tokens = Tokens(call, spec, structure, *targets, fields, token_fields, teacher, scale)
     if "kept_ids" in spec.field_names and len(tokens.targets):
@@ -178,8 +182,8 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
 
 
 def structure_of_call(call: Call[Any], spec: Spec) -> Structure:
-    """The structure of a call with a user's function, which no Spec keeps. A target that the call has counts as read:
-    such a function may read it in some calls only."""
+    """The structure of a call with a user's function; no Spec keeps it. If the call has a target, the structure reads
+    it, since a user's function may read it in some calls only."""
     structure, _ = structure_at(call, spec.field_names, spec.columns, spec.teacher_vocab)
     if call.target is None:
         return structure
@@ -193,11 +197,11 @@ def structure_of_call(call: Call[Any], spec: Spec) -> Structure:
 def lay_fields(
     spec: Spec, call: Call[Any], target: Tensor | None, batch: Mapping[str, Tensor], leading: tuple[int, ...]
 ) -> tuple[Targets, dict[str, Tensor]]:
-    """Targets and fields at the hidden states that predict them, 0 (ids -1) where a token does not count.
-    ``target`` and fields as the caller gives them, of the shape ``leading``."""
+    """Targets and fields in the rows of the hidden states that predict them (``shift``), 0 (ids -1) where a token does
+    not count. ``target`` and ``batch`` are the caller's; ``leading``: the shape of the target."""
     dtype, kinds, ignore_index = spec.statistics_dtype, spec.field_kinds, call.ignore_index
     if target is None:
-        # every token counts, with id 0, which the caller's ignore_index may be
+        # every token counts, with id 0; -1 takes the place of the caller's ignore_index, which may be 0
         ignore_index = -1
         target = torch.zeros(leading, dtype=torch.int64, device=call.device)
     mask = batch["mask"] if "mask" in spec.field_names else None
@@ -271,12 +275,12 @@ def rows_of_field(
 def columns_of_teacher(
     fields: Mapping[str, Tensor], targets: Tensor, vocab: int, checks: RangeChecks
 ) -> dict[str, Tensor]:
-    """Fields ``teacher_ids`` [tokens, K], -1 where an entry does not count; and ``teacher_entries`` [tokens, K] bool,
-    the entries that count, where the batch has log-probabilities."""
+    """Returns the field ``teacher_ids`` [tokens, K], with -1 where an entry does not count; and, if the batch has the
+    teacher's log-probabilities, ``teacher_entries`` [tokens, K] bool, true where one counts."""
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     valid = (targets >= 0)[:, None]
     if logprobs is not None:
-        valid = valid & ~(logprobs <= PADDING)  # nan counts: an error should show
+        valid = valid & ~(logprobs <= PADDING)  # an entry of nan counts, so that the error shows in the loss
     if "teacher_mask" in fields:
         valid = valid & fields["teacher_mask"]
     ids = checks.in_range("teacher_ids", torch.where(valid, ids, -1), vocab, -1).contiguous()
@@ -314,8 +318,8 @@ def reading_is_free(tensor: Tensor) -> bool:
 def of_all_ranks(
     shard: Shard, call: Call[Any], spec: Spec, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Mapping[str, Tensor], tuple[int, ...]]:
-    """Targets and fields of all ranks' tokens, gathered from ranks that hold different tokens; and their leading
-    shape."""
+    """Gathers targets and fields from ranks that hold different tokens. Returns both for all ranks' tokens, and their
+    leading shape."""
     dims, count = len(call.leading), math.prod(call.leading)
     per_token = [name for name in spec.field_names if spec.field_kinds[name].kind in ("token", "row")]
     local = {name: batch[name].flatten(0, dims - 1) for name in per_token}
@@ -329,7 +333,7 @@ def of_all_ranks(
 
 
 def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
-    """The tokens in the order of ``groups``; as they are where that is their order already."""
+    """The tokens in the order of ``groups``; the same object if they are in this order already."""
     ranges = [rows for group in groups for rows in group]
     if all(rows.start < following.start for rows, following in itertools.pairwise(ranges)):
         return tokens
@@ -338,8 +342,8 @@ def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
 
 
 def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...], everywhere: bool) -> Kept:
-    """Sets of columns from the batch's kept_ids. Wrong ids or offsets raise on the CPU and make all results nan
-    elsewhere. ``everywhere``: the user promises that every token that counts has a set."""
+    """Sets of columns from the batch's ``kept_ids`` and ``kept_offsets``. Wrong ids or offsets raise on the CPU and
+    make all results nan elsewhere. ``everywhere``: the user promises that every token that counts has a set."""
     targets, vocab = tokens.targets, tokens.call.vocab
     ids, offsets, set_bias = batch["kept_ids"].reshape(-1).contiguous(), batch.get("kept_offsets"), None
     if "candidate_bias" in batch:
@@ -373,7 +377,8 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
 
 
 def packed(tokens: Tokens, packing: Packing) -> Tokens:
-    """The tokens in the order of ``packing``. Hidden states, a teacher's included, stay in the caller's order."""
+    """The tokens with targets and fields in the order of ``packing``. Hidden states of student and teacher stay in the
+    caller's order."""
     teacher, column_sets, scale, per_token = tokens.teacher, tokens.column_sets, tokens.scale, tokens.token_fields
     if teacher is not None and teacher.logits is not None:
         if packing.count is not None:

@@ -1,1 +1,2 @@
-"""Calls inside of ``torch.compile``: custom operators of tensors, and recipes that hold all the rest."""
+"""Calls inside of ``torch.compile``: custom operators whose arguments are tensors and the key of a recipe, which holds
+all other arguments."""

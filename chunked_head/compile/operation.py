@@ -1,4 +1,4 @@
-"""The decorator of public functions: a call runs at once, or is an operator where ``torch.compile`` traces a graph."""
+"""The decorator of public functions: it runs a call eagerly, or puts an operator into a graph of ``torch.compile``."""
 
 import functools
 import inspect
@@ -22,16 +22,18 @@ from .recipes import TASKS, described
 P = ParamSpec("P")
 Result = TypeVar("Result")
 OPERANDS = ("hidden", "weight", "bias", "logits")
-# arguments that no graph holds: groups of ranks, lengths of segments (other numbers at every step), copies in e4m3
+# arguments with which a call runs outside of graphs: process groups, lengths of segments (new numbers at every step),
+# weights in e4m3
 EAGER = ("parallel", "segment_lengths", "fp8_weight")
-# by public function: from its operator's outputs and its arguments to what it returns
+# by public function's name: the function from the operator's outputs and the arguments to the result
 IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
 
 
 def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
-    """A public function, which runs the call that ``function`` makes of checked arguments.
+    """Decorates a function from arguments to a ``Call``: the public function runs that call and returns its result.
 
-    Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
+    Under ``torch.compile`` ``function`` runs while the graph is traced, on tensors without data, and its checks raise
+    then.
     """
     function_name, signature = function.__name__, inspect.signature(function)
     names = tuple(signature.parameters)
@@ -72,7 +74,7 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
 def execute(
     function: Callable[..., Call[Result] | Streams[Result]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
-    """The result of the call that a public function's arguments make, at once and differentiable."""
+    """Makes the call of a public function's arguments and runs it eagerly. The result is differentiable."""
     call = function(*args, **kwargs)
     calls = (call,) if isinstance(call, Call) else call.calls
     try:
@@ -88,7 +90,7 @@ def execute(
 def as_operator(name: str, arguments: dict[str, Any]) -> Any:
     """The result of one operator call in the graph being traced; None where no operator can stand for the call.
 
-    A compiler traces this function: it consists of tuples, attributes and that call.
+    A compiler traces this function, so it uses nothing but tuples, attributes and the operator.
     """
     from .tracing import registered
 
@@ -96,7 +98,7 @@ def as_operator(name: str, arguments: dict[str, Any]) -> Any:
     device = operands[0].device
     number = arguments.get("normalizer")
     if isinstance(number, NUMBERS) and not isinstance(number, bool) and number >= 0 and number < INFINITY:
-        # a tensor may change at every step without another graph
+        # a number would be a constant of the graph; a tensor may change at every step
         arguments = arguments | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * number}
     tensors: list[Tensor] = []
     description = tuple([(key, described(value, tensors)) for key, value in arguments.items() if key not in OPERANDS])
@@ -109,6 +111,6 @@ def as_operator(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def in_graph_values(outputs: list[Tensor], arguments: dict[str, Any]) -> Tensor:
-    """Values of tokens in the target's shape, each at its target's place."""
+    """Values per token [...], the operator's first output, each at its target's position."""
     rows = arguments["hidden"] if "hidden" in arguments else arguments["logits"]
     return at_targets(outputs[0], rows.shape[:-1], arguments.get("shift", 0))

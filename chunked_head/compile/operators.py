@@ -1,15 +1,15 @@
 """The two operators of compiled graphs: ``forward``, with its autograd formula, and ``backward``.
 
-``forward`` returns values first: one vector per output of the call, or the loss and one vector of its parts and metrics
-(``SCALAR``). Where an operand takes a gradient, either of two things follows:
+``forward`` returns the call's values first: one vector for each of ``Call.outputs``; or the loss [], and one vector of
+its parts and metrics (``SCALAR``). If an operand takes a gradient, further outputs follow:
 
-- gradients, of a loss of hidden states: the expected upstream gradient, then the operands' gradients at it;
-- of values per token, a number that is 0 where one does not count, and rows of hidden's gradient at upstream
-  gradients of 1, where no other operand takes one (``has_row_factors``);
-- statistics, of every other call (``has_late_gradients``): ``backward`` makes the gradients from them.
+- for a loss of hidden states, the expected upstream gradient [], and the operands' gradients for it;
+- for values per token, if only hidden states take a gradient (``has_row_factors``), a factor per token that is 0 where
+  one does not count, and the rows of hidden's gradient for upstream gradients of 1;
+- for every other call (``has_late_gradients``), statistics, from which ``backward`` makes the gradients.
 
-Arguments of both: ``operands`` are hidden states, weight and perhaps bias, or logits; ``tensors`` all other tensors of
-the call; ``key`` its recipe; ``needs_grad`` has a flag for each operand.
+Arguments of both operators: ``operands``, hidden states, weight and perhaps bias, or logits; ``tensors``, all other
+tensors of the call; ``key``, the key of its recipe; ``needs_grad``, for each operand whether it takes a gradient.
 """
 
 import functools
@@ -45,31 +45,31 @@ INTEGERS = ("argmax", "top_k_ids")
 WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")
 
 
-# ---- a graph's dispatch
+# ---- the dispatcher's state in a graph
 
 
 class Dispatch(NamedTuple):
-    """Private names of torch about its dispatcher, from ``torch._C``."""
+    """Private objects of ``torch._C`` that read and set a thread's dispatch keys."""
 
-    keys: Any  # enumeration of dispatch keys
-    key_set: Any  # class of sets of them
-    included: Callable[[], Any]  # the keys that this thread has switched on
-    guard: Callable[[Any, Any], Any]  # context with keys switched on, and others off
+    keys: Any  # the enumeration of dispatch keys
+    key_set: Any  # the class of a set of dispatch keys
+    included: Callable[[], Any]  # returns the keys that this thread includes
+    guard: Callable[[Any, Any], Any]  # context that includes a set of keys and excludes another
 
 
 DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
 
 
 def dispatch() -> Dispatch | None:
-    """The names above; None where this torch lacks one."""
+    """The objects of ``Dispatch``; None if this torch lacks one of them."""
     names = private(*DISPATCH)
     return None if names is None else Dispatch(*names)
 
 
 def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """``function``, run with the dispatch of autograd and ``torch.func`` switched on.
+    """``function``, run with the dispatch keys of autograd and ``torch.func`` switched on.
 
-    A graph runs operators with both switched off, and losses are differentiated to their statistics by them.
+    A graph runs operators with both switched off, but autograd differentiates losses by their statistics.
     """
 
     @functools.wraps(function)
@@ -85,7 +85,7 @@ def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., li
 
 @functools.cache
 def switched_off() -> Any:
-    """Dispatch keys that stay switched off where nothing is traced and nothing differentiated: autocast's."""
+    """The set of autocast's dispatch keys, the only ones that stay excluded in an operator."""
     names = dispatch()
     assert names is not None
     keys = names.key_set(names.keys.Undefined)
@@ -105,11 +105,11 @@ class Work(NamedTuple):
     spec: Spec
     tokens: Tokens
     sweep: HeadWork | LogitsWork
-    operands: Sequence[Any]  # of ``sweep``
+    operands: Sequence[Any]  # the operands of ``sweep``
 
 
 def work_of(key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad: Sequence[bool]) -> Work:
-    """The recipe's call on these tensors, with its plan and objective."""
+    """The call of the recipe ``key`` on these tensors, with its plan and objective."""
     call, spec = recipe_of(key).call(operands, tensors)
     hidden_grad, weight_grad, bias_grad = (*needs_grad, False, False)[:3]
     tokens, sweep, sweep_operands = prepared(tokens_of(call, spec), (hidden_grad, weight_grad, bias_grad))
@@ -117,7 +117,7 @@ def work_of(key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad:
 
 
 def has_late_gradients(call: Call[Any]) -> bool:
-    """True where ``backward`` makes the gradients: of values per token, and of logits."""
+    """True for calls whose gradients ``backward`` makes: those that return values per token, and those on logits."""
     return bool(call.outputs) or call.weight is None
 
 
@@ -145,7 +145,7 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
 
 
 def returned_values(work: Work, stats: RowStats) -> list[Tensor]:
-    """The operator's first outputs: values per token in the call's order, or the loss and its packed parts."""
+    """The operator's first outputs: values per token in the caller's order; or the loss [] and ``packed``."""
     objective, packing = work.sweep.objective, work.tokens.packing
     outputs = objective.outputs(stats)
     if isinstance(objective, ScalarObjective):
@@ -154,7 +154,7 @@ def returned_values(work: Work, stats: RowStats) -> list[Tensor]:
 
 
 def packed(call: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:
-    """One vector: parts, then sums and count or the extremum of each metric, in the order of the call's arguments."""
+    """One vector of the loss's parts, then of each metric sums and count, or the extremum; in the caller's order."""
     numbers = [*objective.loss_values]
     metrics = objective.metric_values(stats)
     for metric in call.metrics:
@@ -179,9 +179,10 @@ def counts_and_rows(work: Work, stats: RowStats, grads: Any) -> list[Tensor]:
 
 
 def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor, Grads]:
-    """The expected upstream gradient [], and the operands' gradients at it.
+    """Returns the expected upstream gradient [], and the operands' gradients for it.
 
-    ``grads``: from the forward sweep, without the upstream gradient; None where the plan leaves them to backward.
+    ``grads``: gradients of the forward sweep, not yet multiplied by the upstream gradient; None if the plan makes them
+    in backward: they are then made here.
     """
     sweep, objective = work.sweep, work.sweep.objective
     assert isinstance(objective, ScalarObjective) and isinstance(sweep, HeadWork)
@@ -203,9 +204,8 @@ def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor,
 
 
 def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Dtypes of the gradients of hidden states, weight and bias until the upstream gradient comes.
-
-    They are the operands' own; fp32 where ``accumulate_dtype`` says so, and in fp16, whose range they may exceed.
+    """The dtypes of the operator's gradients of hidden states, weight and bias, before they are multiplied by the
+    upstream gradient: the operands'; fp32 if ``accumulate_dtype`` is, and for fp16, whose range they may exceed.
     """
     assert call.weight is not None
     hidden, weight = call.rows.dtype, call.weight.dtype
@@ -223,7 +223,8 @@ def in_shape(grads: Grads, operands: Sequence[Tensor], needs_grad: Sequence[bool
 
 @forward.register_fake
 def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad: list[bool]) -> list[Tensor]:
-    """Tensors of the shapes of ``forward``'s outputs; raises what is wrong with the arguments."""
+    """Tensors without data of the shapes and dtypes of ``forward``'s outputs, for tracing. Raises for wrong
+    arguments."""
     call, spec = recipe_of(key).call(operands, tensors)
     first, dtype = operands[0], spec.statistics_dtype
     tokens = math.prod(first.shape[:-1])
@@ -284,9 +285,9 @@ def backward_outputs(
 
 
 class SavedGradients(NamedTuple):
-    """Autograd's saved tensors are the expected upstream gradient and the gradients at it."""
+    """The saved tensors of autograd's formula are the expected upstream gradient and the gradients for it."""
 
-    dtypes: list[torch.dtype]  # of the operands that take them
+    dtypes: list[torch.dtype]  # dtypes of the operands that take a gradient
 
 
 class SavedRows(NamedTuple):
@@ -296,15 +297,15 @@ class SavedRows(NamedTuple):
 
 
 class SavedStatistics(NamedTuple):
-    """Autograd's saved tensors are operands, other tensors, and statistics."""
+    """The saved tensors of autograd's formula are operands, other tensors and statistics, in this order."""
 
-    operands: int  # how many
+    operands: int  # number of operands
     tensors: int
-    values: int  # outputs whose upstream gradients ``backward`` takes
+    values: int  # number of outputs whose upstream gradients ``backward`` takes
 
 
 def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    """Saves what the gradient needs, and no more."""
+    """Saves on ``ctx`` the tensors that ``differentiate`` reads."""
     operands, tensors, key, needs_grad = inputs
     call, spec = recipe_of(key).call(operands, tensors)
     names = call.outputs or SCALAR
@@ -351,10 +352,10 @@ def scaled_rows(ctx: Any, saved: SavedRows, upstream: Tensor) -> Tensor:
 
 
 def scaled(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:
-    """Saved gradients times the upstream gradient [] over the expected one."""
+    """The saved gradients, multiplied by the ratio of the upstream gradient [] to the expected one."""
     expected, *grads = ctx.saved_tensors
     ratio = torch.where(upstream == expected, 1.0, upstream / expected)
-    # plain arithmetic, which a compiler does in place: the gradients have no other reader
+    # plain arithmetic: a compiler runs it in place, since nothing else reads these gradients
     return [
         (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
         for grad, dtype in zip(grads, saved.dtypes, strict=True)

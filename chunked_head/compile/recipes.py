@@ -1,7 +1,7 @@
-"""Recipes: the arguments of a call but its tensors. A graph holds the tensors, and the key of the recipe.
+"""Recipes: the arguments of a call without its tensors. The operator in a graph takes the tensors and the recipe's key.
 
-``described`` takes the two apart while a compiler traces it, which guards all that it reads. ``restored`` is its
-inverse at run time.
+``described`` separates tensors from the rest. A compiler traces it, and so guards every value that it reads.
+``restored`` is its inverse at run time.
 """
 
 import functools
@@ -25,25 +25,25 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {
     kind: (record, tuple([field.name for field in fields(record) if field.init]))
     for kind, record in (("summand", Summand), ("metric", Metric))
 }
-FORMAT = 4  # of the operators' outputs, in keys of compiled graphs on disk: raise it with changes
+FORMAT = 4  # version of the operators' outputs, a part of keys, which are on disk with graphs: raise it with a change
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
-# one for each call that a graph has been traced with; never removed, since the graph's code names its recipe and no
-# event says when that code is freed
+# recipes by key, one for each call in a traced graph; never removed, since the graph's code has the key, and no event
+# tells when that code is freed
 RECIPES: dict[str, "Recipe"] = {}
-FUNCTIONS = dict(DIVERGENCES)  # of sums over the vocabulary in recipes, by name
+FUNCTIONS = dict(DIVERGENCES)  # functions of sums over the vocabulary, by the name that recipes have
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything of a call but its tensors."""
+    """A public function's name and its arguments without tensors."""
 
     function: str
-    arguments: tuple  # described
+    arguments: tuple  # as ``described`` returns them
     autocast: torch.dtype | None
 
     def call(self, operands: list[Tensor], tensors: list[Tensor]) -> tuple[Call[Any], Spec]:
-        """The call, and its Spec: the arguments checked, as the public function does."""
+        """Returns the call on these tensors, and its Spec. Arguments are checked as in the public function."""
         arguments = {name: restored(value, tensors) for name, value in self.arguments}
         if len(operands) > 2:
             arguments["bias"] = operands[2]
@@ -83,13 +83,13 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
     if type(value) in (list, tuple):
         return "tuple", tuple([described(item, tensors) for item in value])
     if isinstance(value, NUMBERS):
-        # through a set: a number that a graph would hold open becomes what it is now
+        # a member of a set is a constant for the compiler: a symbolic number becomes its present value
         return "plain", next(iter({value}))
     return "plain", value
 
 
 def restored(description: tuple, tensors: list[Tensor]) -> Any:
-    """The value of a description, with the tensors that it numbers."""
+    """The value that ``described`` has described; ``tensors``: the list that it appended to."""
     kind, content = description
     if kind == "tensor":
         return tensors[content]
@@ -109,8 +109,8 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
-    """The key of a recipe, which is noted: equal in every process, since compiled graphs are kept on disk. Empty where
-    the arguments have a user's function, which no graph holds."""
+    """Stores the recipe of a call and returns its key, which is equal in every process, since compiled graphs are kept
+    on disk. Returns "" for arguments with a user's function, which no graph holds."""
     if is_users(arguments):
         return ""
     note_functions(arguments)
@@ -121,7 +121,7 @@ def registered(function: str, arguments: tuple, autocast: torch.dtype | None) ->
 
 
 def text_of(value: Any) -> str:
-    """Text that is equal only for equal plain values."""
+    """A text of plain values: different values have different texts."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(text_of, value))})"
     if isinstance(value, tuple):
@@ -136,7 +136,7 @@ def text_of(value: Any) -> str:
 
 
 def is_users(value: Any) -> bool:
-    """True where a function among plain values is not the library's."""
+    """True if ``value``, nested tuples of plain values and functions, has a function that is not the library's."""
     if isinstance(value, functools.partial):
         value = (value.func, value.args, *value.keywords.values())
     if isinstance(value, tuple):
@@ -145,7 +145,8 @@ def is_users(value: Any) -> bool:
 
 
 def note_functions(description: Any) -> None:
-    """Notes the functions of sums over the vocabulary that a description names, for ``restored``."""
+    """Adds the functions of sums over the vocabulary in a description to ``FUNCTIONS``, where ``restored`` finds
+    them."""
     if isinstance(description, tuple):
         if len(description) == 2 and description[0] == "sum" and isinstance(description[1], tuple):
             name = description[1][0]

@@ -1,4 +1,5 @@
-"""Recipes for a compiler: this module imports the compiler, and is imported where a graph is traced."""
+"""``registered`` as a function that a compiler calls while it traces. This module imports the compiler; hence it is
+imported only while a graph is traced."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Argument errors, raised once and before any work: the argument, what was expected, what came, what to do."""
+"""Errors of arguments, raised before any work. A text names the argument, what was expected, what came, and a
+remedy."""
 
 import difflib
 import inspect
@@ -14,11 +15,11 @@ from .divergences import SOFT_TARGETS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INFINITY = float("inf")
-PLAIN = frozenset({type(None), bool, int, float, str})  # values are equal where they mean the same
+PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values compare equal exactly if they mean the same
 BACKENDS = (None, "triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
-# a log-probability above 0 by rounding: 16-bit logits below 256 less their logsumexp
+# largest log-probability that may come of rounding: 16-bit logits below 256 minus their logsumexp
 MOST_ROUNDED = 0.5
 SWAPPED = "hidden and weight look swapped: hidden comes first"
 
@@ -30,7 +31,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    """Checks shapes, dtypes and devices of hidden states and head, or of logits; returns the dtype of matmuls."""
+    """Checks shapes, dtypes and devices of hidden states and head, or of logits. Returns the dtype of the matmuls, or
+    of the logits."""
     rows_name = "logits" if weight is None else "hidden"
     tensors = {rows_name: rows, "weight": weight, "target": target, "bias": bias}
     for argument, tensor in tensors.items():
@@ -61,7 +63,7 @@ def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, b
 
 
 def weight_remedy(rows: Tensor, weight: Tensor) -> str:
-    """What to do about a weight whose columns are not those of the hidden states."""
+    """The remedy for a weight with another number of columns than the hidden states, for an error's text."""
     if 0 in weight.shape or rows.shape[-1] != weight.shape[0]:
         return "if a sharding framework left an empty or partial weight, gather it first"
     remedies = [
@@ -73,13 +75,13 @@ def weight_remedy(rows: Tensor, weight: Tensor) -> str:
 
 
 def are_swapped(rows: Tensor, weight: Tensor, target: Tensor | None) -> bool:
-    """True where the weight has as many rows as there are targets, as hidden states have."""
+    """True where hidden states and weight are probably swapped: the weight has a row per target."""
     alike = rows.dim() == 2 and weight.dim() > 1 and rows.shape[-1] == weight.shape[-1]
     return alike and target is not None and math.prod(weight.shape[:-1]) == target.numel()
 
 
 def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
-    """What to do about a target whose shape is not the leading one of hidden states or logits."""
+    """The remedy for a target whose shape is not the leading shape of hidden states or logits, for an error's text."""
     rows_name, leading, shape = "logits" if weight is None else "hidden", tuple(rows.shape[:-1]), tuple(target.shape)
     if weight is not None and are_swapped(rows, weight, target):
         return SWAPPED
@@ -125,7 +127,7 @@ def check_ids(argument: str, target: Tensor) -> None:
 def check_weights(
     argument: str, weights: Any, shape: tuple[int, ...] | None = None, device: torch.device | None = None
 ) -> None:
-    """Checks constants that multiply losses, their shape and device where those are known."""
+    """Checks class weights or token weights: their type, and their shape and device if these are given."""
     check_tensor(argument, weights, optional=False)
     if shape is not None:
         check_shape(argument, weights, weights.shape == shape, f"{shape}", "nothing is broadcast")
@@ -139,7 +141,7 @@ def check_weights(
 
 
 def check_logprobs(argument: str, values: Tensor, most: float = MOST_ROUNDED) -> None:
-    """Raises for numbers that are no log-probabilities. It reads them, which is free on a CPU alone."""
+    """Raises for numbers that are no log-probabilities. It reads the values, so it is for tensors on a CPU."""
     if not values.numel():
         return
     smallest, largest = map(float, values.aminmax())  # a nan compares as False
@@ -189,7 +191,7 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, ope
 
 
 def check_temperature(temperature: float | Tensor) -> None:
-    """Checks a number, or a tensor with one per token as far as that needs no tokens."""
+    """Checks a temperature: a number, or the type of a tensor with one per token."""
     if not isinstance(temperature, Tensor):
         number(None, "temperature", temperature, 0.0, open_=True)
         return
@@ -234,15 +236,15 @@ def check_factor(argument: str, value: float | Tensor | None, device: torch.devi
 
 
 def name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` of ``torch.bfloat16``."""
+    """The name of a dtype, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def number(
     where: str | None, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
 ) -> float:
-    """A finite number in ``[least, most]``, or ``(least, most]`` where ``open_``, as a float. ``where``: the function
-    whose argument it is, None for an option of calls."""
+    """``value`` as a float; raises unless it is a finite number in ``[least, most]``, with ``open_`` in
+    ``(least, most]``. ``where``: the function whose argument it is, for the text; None for an option of calls."""
     real = isinstance(value, NUMBERS) and not isinstance(value, bool)
     if real and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
         return float(value)
@@ -253,14 +255,14 @@ def number(
 
 
 def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
-    """A number from ``least`` on, or infinity, which bounds nothing, as a float."""
+    """``value`` as a float; raises unless it is a number of at least ``least``, or infinity."""
     if type(value) is float and (value > least or (value == least and not open_)):
         return value
     return number(where, argument, value, least, open_=open_)
 
 
 def choice(where: str | None, argument: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    """The option ``value``, a string or None, where it is one of those ``allowed``; ``where`` as in ``number``."""
+    """``value``, a string or None; raises unless it is among ``allowed``. ``where`` as in ``number``."""
     if not (value is None or isinstance(value, str)) or value not in allowed:
         label = argument if where is None else f"{argument} of {where}"
         raise ValueError(f"{label} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
@@ -268,7 +270,7 @@ def choice(where: str | None, argument: str, value: Any, allowed: tuple[Any, ...
 
 
 def refuse(errors: Mapping[str, Any]) -> None:
-    """A ValueError with the first message, of those in order, whose condition holds."""
+    """Raises ValueError with the first of the messages, the keys, whose value is true."""
     for message, holds in errors.items():
         if holds:
             raise ValueError(message)
@@ -281,12 +283,12 @@ def flag(argument: str, value: Any) -> bool:
 
 
 def nearest(name: Any, names: Iterable[str]) -> str:
-    """The name that was probably meant, for the end of an error; empty where no name is like it."""
+    """The end of an error's text that suggests the most similar of ``names``; "" where none is similar."""
     matches = difflib.get_close_matches(str(name), names, 1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-# by an option that others' functions have: an option of the functions that the remedy is for, and the remedy
+# by the name of another library's option: an option that a function must have for the remedy to apply, and the remedy
 INSTEAD = {
     "cu_seqlens": ("segment_lengths", "pass segment_lengths=cu_seqlens.cpu(), which may be cumulated"),
     "num_items_in_batch": ("normalizer", "pass normalizer=num_items_in_batch"),
@@ -312,7 +314,7 @@ def answer_names(module: str, hints: Mapping[str, str]) -> None:
 
 
 def remedy_for(unknown: Any, options: Collection[str]) -> str:
-    """What to do about an option that is none of ``options``, for the end of an error."""
+    """The end of an error's text with the remedy for an option that is none of ``options``."""
     required_option, remedy = INSTEAD.get(unknown, ("", ""))
     return f"; {remedy}" if required_option in options else nearest(unknown, options)
 
@@ -333,7 +335,8 @@ def in_a_line(error: BaseException) -> str:
 
 
 def mismatch(cached: str, made_for: Any, used_for: Any) -> RuntimeError:
-    """The error of a cached thing that meets another kind of call than its own: its key leaves something out."""
+    """The error for a cached object that is found by a call of another kind than it was made for: its key is
+    incomplete."""
     return RuntimeError(
         f"{cached} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
         "mistake in chunked_head and none of yours; please report it with the losses, metrics and options of the "

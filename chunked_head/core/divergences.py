@@ -1,7 +1,8 @@
 """The library's sums over the vocabulary: divergences of the student's softmax p and a dense teacher's q.
 
-Each is a function of two logarithms in PyTorch, with its slope ``df / d log p`` up to a multiple of p, and in Triton
-(``kernels/common/sums.py``). A probability of 0 has no part in a sum, whatever its logarithm; one that is nan shows.
+Each is a function of ``log p`` and ``log q`` that returns a term f and its slope ``df / d log p``, up to a multiple of
+p. It exists in PyTorch here and in Triton in ``kernels/common/sums.py``. A probability of 0 adds 0 to a sum, whatever
+its logarithm; a probability of nan makes the sum nan.
 """
 
 import math
@@ -14,7 +15,7 @@ from .memory import Cache
 from .records import SumFunction
 from .tiles import LOG_FLOOR
 
-SOFT_TARGETS = 'losses.forward_kl("cross_entropy")'  # for class probabilities as targets
+SOFT_TARGETS = 'losses.forward_kl("cross_entropy")'  # the loss to suggest for targets that are class probabilities
 
 
 def forward_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +25,7 @@ def forward_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """``p (log p - log q)``: KL(p || q), of a log q of at least -1e4"""
+    """``p (log p - log q)``: KL(p || q), with log q clamped to at least -1e4"""
     term = weighted(log_p.exp(), log_p - log_q.clamp(min=LOG_FLOOR))
     return term, term
 
@@ -49,9 +50,10 @@ def tvd_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tvd_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
-    """``p (sign(p - q) - sum p sign) / 2``. Where p and q hardly overlap, sign and its mean are both nearly 1, and the
-    logarithm of the overlap needs their small difference: 1 is taken out of both, since probabilities of rounded logits
-    do not quite add up to 1. The sign of a column above 2/3 follows from the sum, as in the kernels."""
+    """``p (sign(p - q) - sum p sign) / 2``. Where p and q hardly overlap, the sign and its mean are both nearly 1, and
+    the gradient is their small difference; hence 1 is subtracted from both before they are summed, since rounded
+    probabilities do not add up to exactly 1. For a column with p above 2/3 the sign follows from the sum, as in the
+    kernels."""
     p, q, below = log_p.exp(), log_q.exp(), -2 * total
     by_sum = torch.where(below < 1 - p / 2, 0.0, torch.where(below > 1 + p / 2, 2 * p, p))
     return (p * below - torch.where(p > 0.75, by_sum, part_below(p, q))) / 2
@@ -77,7 +79,7 @@ def part_below(p: Tensor, q: Tensor) -> Tensor:
 
 
 class Sum(NamedTuple):
-    """A sum over the vocabulary at its numbers."""
+    """A sum over the vocabulary: its function and the values of the function's numbers."""
 
     function: SumFunction
     numbers: tuple[float, ...] = ()
@@ -95,5 +97,5 @@ DIVERGENCES = {
         SumFunction("teacher_entropy", teacher_entropy_terms, None),
     )
 }
-# those of users, by name, of which a graph's recipe keeps what it reads
+# users' functions by name; a graph's recipe keeps the functions that it reads
 TRACED: Cache[str, SumFunction] = Cache(256)

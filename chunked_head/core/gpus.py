@@ -1,7 +1,8 @@
-"""Abilities of each kind of GPU, and how our matmuls run there: nothing else asks a device what it is. Without Triton.
+"""The table of GPU architectures: what each can do, and the tiles of our matmuls on it. No other file asks a device for
+its architecture. Needs no Triton.
 
-An NVIDIA GPU that is not listed is taken for the newest older one of its generation, as machine code would be. On any
-other, and on those before sm_80, which have no bf16 matmuls, BLAS makes fp32 logits.
+An unlisted NVIDIA GPU has the row of the newest older architecture of its generation, as machine code does. On other
+devices, and before sm_80 (no bf16 matmuls), BLAS makes fp32 logits.
 """
 
 import functools
@@ -13,24 +14,25 @@ import torch
 from .memory import Cache
 from .tiles import INTERPRETED, Tile, cdiv
 
-RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
+RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset of relative logits
 
 
 class Gpu(NamedTuple):
-    """An architecture. Of the tiles only Hopper's are measured on a GPU of its own."""
+    """The row of an architecture. Only Hopper's tiles have been measured on its GPU."""
 
     name: str
     shared: int  # bytes of shared memory per program, a bound that tests check
-    multiprocessors: int  # of the GPU that a plan assumes where there is none to ask
+    multiprocessors: int  # number that a plan assumes where no such GPU is present
     logits: Tile
-    # of the gradients' products: its step over rows is at most a tile of any other, behind which nothing was written
+    # tile of the gradients' products; its step over rows is at most the rows of any other tile, so that it reads no row
+    # that was not written
     product: Tile
-    few: Tile | None = None  # of few rows' logits, bound by reading the weight
-    own_dhidden: bool = False  # faster than BLAS's
-    own_stored: tuple[int, int] = (0, -1)  # least and most rows of dweight's stored product: as fast, sooner launched
+    few: Tile | None = None  # tile of the logits of few rows, where reading the weight takes the time
+    own_dhidden: bool = False  # our product for dhidden is faster than BLAS's
+    own_stored: tuple[int, int] = (0, -1)  # least and most rows with which our product stores dweight as fast as BLAS's
     warp: int = 32
-    fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
-    fp8: bool = False  # it multiplies e4m3 (OCP's) operands
+    fp32_products: str = "tf32x3"  # Triton's ``input_precision`` for small products of fp32 operands
+    fp8: bool = False  # tensor cores multiply e4m3 (OCP's) operands
     e4m3_gradients: bool = False  # measured: the gradients' products of e4m3 operands are faster
 
     def __str__(self) -> str:
@@ -40,20 +42,20 @@ class Gpu(NamedTuple):
         return hash(self.name)  # a plan's sizes are looked up at each call
 
     def logits_tile(self, rows: int) -> Tile:
-        """Tile of the logits' matmul for a chunk of ``rows``; all have the strips of ``strips_of``."""
+        """Tile of the logits' matmul for a chunk of ``rows``. All have the same strips (``strips_of``)."""
         return self.few if self.few is not None and rows <= self.few.block_m else self.logits
 
     def strip_width(self, relative: bool) -> int:
-        """Columns of a strip: of its own width where it has an offset of its own."""
+        """Columns of a strip: with ``relative`` logits RELATIVE_STRIP, else a tile's columns."""
         return RELATIVE_STRIP if relative else self.logits.block_n
 
     def strips_of(self, vocab: int, relative: bool) -> int:
-        """Number of column strips in a row of ``vocab`` logits: those of its tiles."""
+        """Number of column strips in a row of ``vocab`` logits, where each tile has complete strips."""
         return cdiv(vocab, self.logits.block_n) * (self.logits.block_n // self.strip_width(relative))
 
 
 def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
-    """Tensor copies, sums in registers, 227 KB."""
+    """A row for Hopper: the tensor copy engine, accumulators in registers, 227 KB of shared memory."""
     few = Tile(block_m=64, warps=4, stages=4)
     logits, product = Tile(e4m3_stages=4), Tile()
     own: dict[str, Any] = {"own_dhidden": True, "own_stored": (512, 1024)}
@@ -61,14 +63,15 @@ def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
-    """Tensor copies, sums in tensor memory, of which 256 columns at a time would not fit the registers. sm_120, of the
-    same generation, has neither and runs as Ampere."""
+    """A row for Blackwell: the tensor copy engine, and accumulators in tensor memory, of which 256 columns at a time
+    would not fit the registers. sm_120, of the same generation, has neither and runs as Ampere."""
     logits = Tile(block_n=128, warps=4, per_multiprocessor=2)
     return Gpu(name, shared, multiprocessors, logits, product=Tile(), fp8=True)
 
 
 def ampere(name: str, shared: int, multiprocessors: int, fp8: bool = False) -> Gpu:
-    """Copies through pointers; of three stages two lie in shared memory, 96 KB."""
+    """A row for Ampere and others without the tensor copy engine: loads through pointers. Two of three stages lie in
+    shared memory, 96 KB."""
     tile = Tile(described=False)
     return Gpu(name, shared, multiprocessors, tile, product=tile, fp8=fp8)
 
@@ -115,7 +118,8 @@ def gpu_named(text: str) -> Gpu | None:
 
 
 def run_as(name: str) -> Gpu:
-    """A row of the table; interpreted, in tiles that suit small tensors, and 4 programs to test the persistent loop."""
+    """The row of an architecture. Under Triton's interpreter it has tiles for small tensors, and 4 multiprocessors, so
+    that tests run the persistent loop."""
     gpu = GPUS[name]
     if not INTERPRETED:
         return gpu
@@ -130,18 +134,18 @@ def run_as(name: str) -> Gpu:
     )  # fmt: skip
 
 
-HERE = os.environ.get("CHUNKED_HEAD_ARCH")  # in place of what GPUs there are; for tests
+HERE = os.environ.get("CHUNKED_HEAD_ARCH")  # an architecture that replaces the present GPU's, for tests; or None
 if HERE is not None and HERE not in GPUS:
     raise ValueError(f"CHUNKED_HEAD_ARCH must be one of {', '.join(GPUS)}, got {HERE!r}")
 
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Architecture of the device; None where our matmuls do not run."""
+    """The row of the device's architecture; None where our matmuls do not run."""
     if HERE is not None:
         return run_as(HERE)
     if INTERPRETED or (device.type == "cuda" and not torch.cuda.is_available()):
-        return run_as("sm_90")  # a plan for a GPU where there is none
+        return run_as("sm_90")  # interpreted, or a plan for a GPU on a machine without one
     if device.type != "cuda":
         return None
     if torch.version.hip is not None:
@@ -150,14 +154,14 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def newest(major: int, minor: int) -> Gpu | None:
-    """The newest architecture of its generation in the table that is no newer; None for none."""
+    """The newest listed architecture of the generation ``major`` that is not newer than ``major.minor``; or None."""
     older = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
     return next((GPUS[name] for name in older if name in GPUS), None)
 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """Multiprocessors of the GPU that is there, or of the one that a plan assumes."""
+    """Number of multiprocessors of the device; without a GPU, the number in the table's row."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count
     gpu = gpu_of(device)
@@ -171,7 +175,8 @@ def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> in
 
 
 class DhiddenSplit(NamedTuple):
-    """Number of parts over the vocabulary of each tile in dhidden's last turn, and of places for their sums."""
+    """The split of dhidden's tiles in the last turn: into how many parts over the vocabulary each is cut, and for how
+    many partial sums there is room."""
 
     pieces: int = 1
     units: int = 0
@@ -179,17 +184,18 @@ class DhiddenSplit(NamedTuple):
 
 UNCUT = DhiddenSplit()
 MOST_PARTS = 16
-LEAST_STEPS = 4  # over the vocabulary in a part
-SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # asked for each chunk of each call
+LEAST_STEPS = 4  # least steps over the vocabulary in a part
+SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # results of ``dhidden_split``, which every chunk of every call needs
 
 
 def dhidden_split(
     tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
 ) -> DhiddenSplit:
-    """The split that takes the fewest turns: all multiprocessors multiply to the end, or nearly.
+    """The split with which dhidden's product takes the least time, since all multiprocessors work nearly to its end.
 
-    144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles; in 11 parts these take a turn's
-    eleventh. A part costs its sums' way to memory and back, about 0.2 % of a turn, and room: it has to save 0.5 %.
+    144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles only; cut into 11 parts each, these
+    take an eleventh of a turn. A part's sums go to memory and back, which takes about 0.2 % of a turn and memory, so a
+    split has to save 0.5 %.
     """
     most_units = 4 * multiprocessors if most_units is None else most_units
     key = tile, rows, hidden, vocab, multiprocessors, most_units

@@ -1,4 +1,4 @@
-"""The table of what is kept from call to call (``Cache``), and the tensors that a sweep makes (``empty``)."""
+"""``Cache``, the table for all that is kept from call to call, and ``empty``, which makes the tensors of a sweep."""
 
 import itertools
 import threading
@@ -14,15 +14,16 @@ RECORDERS: dict[int, Any] = {}
 
 
 class Cache(Generic[Key, Value]):
-    """Values by key, at most ``most``: the least recently used go first. No other kind of table outlives a call.
+    """A table of at most ``most`` values by key; the least recently used are removed first. Nothing else in the library
+    outlives a call.
 
-    Threads may share one. Keys are equal as in a dict: where 1, 1.0 and True differ, a key holds their types as well.
+    Threads may share a cache. Keys compare as in a dict: where 1, 1.0 and True must differ, a key has their types too.
     A hit takes no lock and hashes the key once.
     """
 
     def __init__(self, most: int):
         self.most = most
-        self._entries: dict[Key, list[Any]] = {}  # the value, and when it was asked for
+        self._entries: dict[Key, list[Any]] = {}  # by key: the value, and the number of the lookup that used it last
         self._clock = itertools.count()
         self._lock = threading.RLock()  # of threads that add or remove
 
@@ -35,8 +36,8 @@ class Cache(Generic[Key, Value]):
         return value
 
     def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value, made where there is none, outside of the lock: ``make`` may take seconds and ask this cache too.
-        Where two threads make one at once, both get that of the first to be done."""
+        """The value of a key; ``make()`` if there is none. ``make`` runs without the lock, since it may take seconds
+        and may use this cache. If two threads make a value at once, both get that of the first to finish."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._add(key, make(), anew=False)
@@ -49,7 +50,7 @@ class Cache(Generic[Key, Value]):
         self._add(key, value, anew=True)
 
     def _add(self, key: Key, value: Value, anew: bool) -> list[Any]:
-        gone = []  # let go of behind the lock: a destructor may come back here
+        gone = []  # removed values, freed after the lock is released: a destructor may use this cache
         with self._lock:
             entries = self._entries
             entry = entries.setdefault(key, [value, 0])
@@ -59,7 +60,7 @@ class Cache(Generic[Key, Value]):
             entry[1] = next(self._clock)
             if len(entries) > self.most:
                 oldest = [key for key, _ in sorted(entries.items(), key=lambda item: item[1][1])]
-                # a few more at a time, since to find them takes a look at all
+                # removes some more at a time, since finding the oldest sorts all entries
                 gone += [entries.pop(key) for key in oldest[: len(entries) - self.most + self.most // 64]]
         return entry
 
@@ -98,7 +99,7 @@ def empties(
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty`` of stores, statistics and gradients."""
+    """``torch.empty`` for tensors of stores, statistics and gradients; tells this thread's ``Recorder`` of them."""
     tensor = torch.empty(*shape, dtype=dtype, device=device)
     if RECORDERS and (listening := recorder()) is not None:
         listening.add_memory(tensor)

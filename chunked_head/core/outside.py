@@ -1,4 +1,5 @@
-"""A function that breaks a graph. Its decorator imports the compiler: import it only while a graph is traced."""
+"""``outside``: runs a function outside of a graph of ``torch.compile``. Its decorator imports the compiler, so import
+this module only while a graph is traced."""
 
 from collections.abc import Callable
 from typing import Any

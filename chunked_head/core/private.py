@@ -1,4 +1,4 @@
-"""Private names of torch, looked up when first needed, each with a slower way for a torch without it."""
+"""Private names of torch, looked up at first use. Each function has a slower way for a torch without the name."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @functools.cache
 def private(*names: str) -> tuple[Any, ...] | None:
-    """Objects of torch by names such as ``"_C._current_graph_task_id"``; None where one of them is missing."""
+    """The objects of torch with these names, such as ``"_C._current_graph_task_id"``; None if torch lacks one."""
     objects = []
     for name in names:
         value: Any = torch
@@ -27,7 +27,7 @@ def private(*names: str) -> tuple[Any, ...] | None:
 
 
 def under_hooks() -> bool:
-    """True where autograd gives what it saves to hooks, of an activation checkpoint or of offloading."""
+    """True where autograd passes saved tensors to hooks, as inside of an activation checkpoint or of offloading."""
     try:
         with disable_saved_tensors_hooks("to switch them off raises where there are some"):
             return False
@@ -36,15 +36,15 @@ def under_hooks() -> bool:
 
 
 def plain_saving() -> AbstractContextManager[Any]:
-    """A context without hooks on what autograd saves, for functions that are differentiated inside it."""
-    # the innermost hooks are those that are called
+    """A context in which autograd passes saved tensors to no hooks, for functions that are differentiated inside it."""
+    # autograd calls the innermost hooks only
     return saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else nullcontext()
 
 
 @functools.cache
 def answering() -> Any:
-    """A mode's class that answers anomaly mode, which is on in all threads and asks each gradient whether it has a nan.
-    ``mask`` [rows]: rows that are looked at; None: none, as of a trace, whose tensors have no numbers."""
+    """The class of a mode that answers anomaly mode, which asks for each gradient, in all threads, if it has a nan. The
+    mode's ``mask`` [rows] says which rows are looked at; None: no row, as in a trace, whose tensors have no numbers."""
     modes = private("utils._python_dispatch.TorchDispatchMode")
     if modes is None:
         return None
@@ -68,8 +68,8 @@ def answering() -> Any:
 
 
 def anomalies_at(mask: Tensor | None) -> AbstractContextManager[Any]:
-    """A context in which anomaly mode looks at the rows of gradients that count, ``mask`` [rows], or at none: others
-    may be nan, and are taken out by selection."""
+    """A context in which anomaly mode looks at gradients' rows where ``mask`` [rows] is true; None: at no row. Other
+    rows may be nan; they are replaced by 0 later."""
     is_on = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     return answering()(mask) if is_on and answering() is not None else nullcontext()
 
@@ -88,8 +88,8 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
 
 
 def is_traced() -> bool:
-    """True in a graph of torch.compile and inside of a transform of torch.func, where tensors may have no values; also
-    where torch does not tell."""
+    """True while torch.compile traces, and inside of a transform of torch.func, where tensors may have no values. True
+    if this torch cannot tell."""
     if torch.compiler.is_compiling():
         return True
     active = private("_C._are_functorch_transforms_active")
@@ -112,31 +112,33 @@ FORWARD_MODE = (
 
 
 def refuse_transforms() -> None:
-    """Raises inside of a transform of torch.func; if torch does not tell, transforms refuse our Function."""
+    """Raises inside of a transform of torch.func. If this torch cannot tell, the transform itself refuses our
+    Function."""
     active = private("_C._are_functorch_transforms_active")
     if active is not None and active[0]():
         raise RuntimeError(TRANSFORMS)
 
 
 def refuse_batched(upstream: Tensor) -> None:
-    """Raises for several upstream gradients at once; if torch does not tell, an operation without a rule does."""
+    """Raises for a batch of upstream gradients (``is_grads_batched``). If this torch cannot tell, an operation without
+    a batching rule raises."""
     keys = private("_C._dispatch_keys")
     if keys is not None and "Batched" in str(keys[0](upstream)):  # the key itself has no name in Python
         raise RuntimeError(BATCHED)
 
 
 def in_backward() -> bool:
-    """True while autograd is running a backward: then a forward is a checkpointed region being computed again.
+    """True while autograd runs a backward; a forward pass is then an activation checkpoint's second run.
 
-    The non-reentrant kind throws the new graph away, so gradients are left to a backward that may never come. Where
-    torch does not tell, so are those of every call under hooks such as a checkpoint's, at one matmul more.
+    The call then makes no gradients in its forward pass, since a non-reentrant checkpoint discards the new graph. If
+    this torch cannot tell, True for every call under hooks on saved tensors: it costs one matmul more.
     """
     task = private("_C._current_graph_task_id")
     return under_hooks() if task is None else task[0]() != -1
 
 
 def breaks_graph(function: Callable[P, Result]) -> Callable[P, Result]:
-    """``torch.compiler.disable``, which imports the compiler: here that waits until a graph is being traced."""
+    """``torch.compiler.disable(function)``, but the compiler is imported only when a graph is traced."""
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""Arguments of kernels: tuples of torch tensors and numbers; nothing here needs Triton."""
+"""Records of torch tensors and numbers that launches of kernels take. Needs no Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,9 +8,10 @@ import torch
 
 
 class Counted(NamedTuple):
-    """Number of a call's rows that count, and a chunk's first row among them: rows behind are not computed."""
+    """The number of a call's rows that count, which come first, and a chunk's first row in the call. Later rows are not
+    computed."""
 
-    number: torch.Tensor | None = None  # [] int64; None: all
+    number: torch.Tensor | None = None  # [] int64; None: all rows count
     first_row: int = 0
 
 
@@ -18,11 +19,11 @@ ALL_ROWS = Counted()
 
 
 class KeptEntries(NamedTuple):
-    """Columns that rows keep, an entry for each; a row's stand together."""
+    """The sets of columns that rows' softmaxes are over: n entries, those of a row together, one for each column."""
 
-    columns: torch.Tensor  # [n] int32, -1 for none
-    begins: torch.Tensor  # [rows] int64
-    ends: torch.Tensor  # [rows] int64, equal to begins for a row that keeps none
+    columns: torch.Tensor  # [n] int32, -1 for an entry without a column
+    begins: torch.Tensor  # [rows] int64: a row's first entry
+    ends: torch.Tensor  # [rows] int64: the entry after a row's last; equal to begins for a row without a set
     target: torch.Tensor  # [rows] int64
 
 
@@ -39,15 +40,15 @@ PLAIN = Transform()
 
 
 class Stored(NamedTuple):
-    """Logits in a buffer: raw, or relative to the offsets of their strips."""
+    """Logits in a buffer: raw logits; or fp16 logits relative to an offset for each row and strip of columns."""
 
     logits: torch.Tensor  # [rows, columns], columns contiguous
-    offset: torch.Tensor | None  # [strips, rows] fp32; then what follows is in the logits already
+    offset: torch.Tensor | None  # [strips, rows] fp32; None: raw. Relative logits have bias and transform
     bias: torch.Tensor | None = None
     transform: Transform = PLAIN
 
     def narrow(self, rows: slice) -> "Stored":
-        """A slice of the rows, none of which has a scale of its own."""
+        """The stored logits of a slice of rows; for logits without a scale per row."""
         offset = None if self.offset is None else self.offset[:, rows]
         return self._replace(logits=self.logits[rows], offset=offset)
 
@@ -62,7 +63,7 @@ class Statistic:
     """
 
     name: str
-    vectors: tuple[str, ...] = field(compare=False)  # their names
+    vectors: tuple[str, ...] = field(compare=False)  # names of the vectors
     words: tuple[str, ...] = field(compare=False)  # names of the values that losses, metrics and calls read
     row: Callable[["RowBlock"], tuple[torch.Tensor, ...]] | None = field(compare=False, repr=False)  # of all columns
     # vectors [pieces, rows] and the pieces' probabilities, which a list does not read
@@ -72,9 +73,9 @@ class Statistic:
     # (derivative by the first vector, the vector, the softmax's ratio) -> coefficients; None: there is no derivative
     slopes: Callable[..., dict[str, torch.Tensor]] | None = field(default=None, compare=False, repr=False)
     ids: tuple[str, ...] = field(default=(), compare=False)  # vectors that hold ids: int32, of a list int64
-    of_softmax: bool = field(default=False, compare=False)  # there is one of each softmax, else one of the logits
-    file: str = field(default="", compare=False)  # of its jit functions, where it has not its name
-    of_all: str = field(default="", compare=False)  # what needs it, where sets of columns have none
+    of_softmax: bool = field(default=False, compare=False)  # True: one for each softmax; False: one of the logits
+    file: str = field(default="", compare=False)  # file of its jit functions; "": the statistic's name
+    of_all: str = field(default="", compare=False)  # the reader of a statistic that sets of columns lack, for an error
     width: int = 0  # columns of a list
 
     def __repr__(self) -> str:  # as ranks name it where their calls differ
@@ -85,11 +86,11 @@ class RowBlock(NamedTuple):
     """Some rows of logits ``x`` [n, columns] and their exponentials."""
 
     x: torch.Tensor
-    top: torch.Tensor  # [n] the largest
+    top: torch.Tensor  # [n] the largest logit
     z: torch.Tensor  # ratio (x - top)
     e: torch.Tensor  # exp(z)
-    total: torch.Tensor  # [n] of e
-    columns: torch.Tensor | None  # [n, columns] ids; None for those in order
+    total: torch.Tensor  # [n] the sum of e
+    columns: torch.Tensor | None  # [n, columns] ids of the columns; None: 0, 1, 2, ...
     class_weights: torch.Tensor | None  # [columns]
 
 
@@ -102,17 +103,17 @@ class Shares(NamedTuple):
 
 
 class StatisticOutputs(NamedTuple):
-    """Outputs of a statistic, [rows] each."""
+    """A statistic, and the tensors [rows] that a kernel writes its vectors to."""
 
     statistic: Statistic
     vectors: tuple[torch.Tensor, ...]
 
 
 class Outputs(NamedTuple):
-    """Outputs for statistics of a softmax over each row, [rows] fp32; None for those not wanted."""
+    """Tensors [rows] fp32 that a softmax's statistics are written to; None for one that is not wanted."""
 
     lse: torch.Tensor | None = None
-    start: torch.Tensor | None = None  # always there, as rest
+    start: torch.Tensor | None = None  # never None in a call, nor is ``rest``
     rest: torch.Tensor | None = None
     logprob: torch.Tensor | None = None
     target_logit: torch.Tensor | None = None
@@ -124,12 +125,12 @@ class Outputs(NamedTuple):
 
     @property
     def vectors(self) -> list[torch.Tensor]:
-        """Those of all statistics."""
+        """The vectors of all statistics."""
         return [vector for _, vectors in self.statistics for vector in vectors]
 
 
 class Places(NamedTuple):
-    """Places of a softmax's statistics among the numbers of a piece of the vocabulary."""
+    """Indices of a softmax's statistics among the numbers that a rank sends for its piece of the vocabulary."""
 
     start: int
     rest: int
@@ -138,8 +139,8 @@ class Places(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax of a gradient: ``log p = (ratio x - start) + rest`` over its first columns, and its term
-    ``p (alpha + eta log p)``; [rows] fp32."""
+    """A softmax in a gradient: ``log p = (ratio x - start) + rest`` over the first ``columns``, and its term
+    ``p (alpha + eta log p)``. Vectors are [rows] fp32."""
 
     start: torch.Tensor
     rest: torch.Tensor
@@ -150,34 +151,34 @@ class Softmax(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Vectors that a gradient is made of, but for a teacher's and class weights."""
+    """Vectors [rows] that a gradient of logits is made from; a teacher's and class weights are apart."""
 
-    target: torch.Tensor  # [rows] int64, of the vocabulary
+    target: torch.Tensor  # [rows] int64: target as a column of the vocabulary
     target_logit: torch.Tensor  # [rows] fp32, as all that follow
     beta: torch.Tensor | None
     kappa: torch.Tensor | None
-    softmaxes: tuple[Softmax, ...]  # the first over all columns at ratio 1
+    softmaxes: tuple[Softmax, ...]  # the first has all columns and ratio 1
 
 
 @dataclass(frozen=True)
 class SumFunction:
-    """The function ``f`` of a sum over the vocabulary ``sum_j f(log p_j, log q_j)``, elementwise: p the student's
-    softmax, q a dense teacher's. Equal to another of the same ``name``.
+    """The elementwise function f of a sum over the vocabulary, ``sum_j f(log p_j, log q_j)``: p is the student's
+    softmax, q a dense teacher's. Functions of equal ``name`` are equal.
 
-    With the slope ``s_j = df / d log p_j``, up to a multiple of p_j, and ``total = sum_j s_j`` a coefficient c of the
-    sum adds ``c (s_j - p_j total)`` to the gradient of a logit. ``total`` is a number that is known beforehand,
-    ``"value"`` where it is the sum itself, ``"slopes"`` where it is another sum, ``"gradient"`` where it is that and
-    ``gradient`` reads it, and None of a sum that takes no gradient.
+    Let ``s_j = df / d log p_j``, up to a multiple of p_j, and ``T = sum_j s_j``. A coefficient c of the sum adds
+    ``c (s_j - p_j T)`` to the gradient of logit j. ``total`` says how T is found: a number is T itself; ``"value"``: T
+    is the sum of f; ``"slopes"``: T is summed in a vector of its own; ``"gradient"``: likewise, and the function
+    ``gradient`` reads it; None: the sum takes no gradient.
     """
 
-    name: str  # of its jit functions: NAME_terms and, with ``gradient``, NAME_gradient
-    # (log_p, log_q, *numbers) -> f, s: of PyTorch, and the same of Triton
+    name: str  # prefix of its jit functions: NAME_terms and, with ``gradient``, NAME_gradient
+    # (log_p, log_q, *numbers) -> f, s in PyTorch
     terms: Callable[..., tuple[torch.Tensor, torch.Tensor]] = field(compare=False, repr=False)
     total: float | Literal["value", "slopes", "gradient"] | None = field(default="slopes", compare=False)
     gradient: Callable[..., torch.Tensor] | None = field(default=None, compare=False, repr=False)  # s - p total
-    numbers: int = field(default=0, compare=False)  # that it takes
+    numbers: int = field(default=0, compare=False)  # how many numbers it takes
     is_paired: bool = field(default=True, compare=False)  # reads log q
-    source: str = field(default="", compare=False, repr=False)  # of a user's jit function
+    source: str = field(default="", compare=False, repr=False)  # source of the jit function of a user's; else ""
 
     @property
     def has_total(self) -> bool:
@@ -186,28 +187,28 @@ class SumFunction:
 
     @property
     def is_early(self) -> bool:
-        """True where no gradient waits for one of its sums."""
+        """True where the term of a gradient needs neither the sum of f nor that of the slopes."""
         return self.total is None or isinstance(self.total, float)
 
 
 class SumOutputs(NamedTuple):
-    """A sum over the vocabulary to be made, [rows] fp32 each."""
+    """A sum over the vocabulary that a kernel makes, and the tensors [rows] fp32 that it writes."""
 
     function: SumFunction
     numbers: tuple[float, ...]
     value: torch.Tensor
-    total: torch.Tensor | None  # of the slopes; None where not wanted
+    total: torch.Tensor | None  # the sum of the slopes; None if it is not wanted
 
 
 class SumTerm(NamedTuple):
-    """A sum's term of a gradient."""
+    """The term of a sum over the vocabulary in a gradient of logits."""
 
     function: SumFunction
     numbers: tuple[float, ...]
-    view: int  # of the softmax p among those of the gradient
-    coefficient: torch.Tensor | None  # [rows] fp32; None for no term
-    total: torch.Tensor | None  # [rows] fp32 of the slopes, where the term reads it
-    partial: torch.Tensor | None = None  # [row_programs, rows] fp32: the sum itself, each program's part; None if known
+    view: int  # index of the softmax p in ``Terms.softmaxes``
+    coefficient: torch.Tensor | None  # [rows] fp32; None: the sum has no term
+    total: torch.Tensor | None  # [rows] fp32 sum of the slopes, if the term reads it
+    partial: torch.Tensor | None = None  # [row_programs, rows] fp32: each program's part of the sum, if it is made here
 
 
 class TeacherSoftmax(NamedTuple):
@@ -216,4 +217,4 @@ class TeacherSoftmax(NamedTuple):
     stored: Stored
     start: torch.Tensor  # [rows] fp32: log q = (y - start) + rest
     rest: torch.Tensor
-    columns: int  # of those of the student that the teacher has
+    columns: int  # number of the student's columns that the teacher has

@@ -19,13 +19,13 @@ Softmax = tuple[Tensor, Tensor, Tensor]  # start, rest and lse
 
 
 def entropy_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """``-sum p log p``; a probability of 0 has no part in it, whatever its logarithm."""
+    """``-sum p log p``; a probability of 0 adds 0, whatever its logarithm."""
     expected = torch.where(block.e == 0, 0.0, block.e * block.z).sum(1)
     return (block.total.log() - expected / block.total,)
 
 
 def entropy_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
-    """``sum_r p_r (entropy_r - log p_r)``, ``p_r`` the probability of a piece."""
+    """``sum_r p_r (entropy_r - log p_r)``, ``p_r`` the probability of piece r of the vocabulary."""
     p, log_p = shares.share / shares.share.sum(0), shares.log_share - shares.log_sum
     return (torch.where(p > 0, p * (vectors[0] - log_p), 0.0).sum(0),)
 
@@ -41,9 +41,9 @@ def entropy_slopes(grad: Tensor, entropy: Tensor, ratio: float) -> dict[str, Ten
 
 
 def weighted_sum_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """``sum omega x``, omega the class weights or 1."""
+    """``sum_j omega_j x_j``, omega the class weights, or 1 without any."""
     weights = block.class_weights
-    # selection, so that a logit of -inf with weight 0 does not become nan
+    # masked_fill, so that a logit of -inf with weight 0 gives 0 and not nan
     weighted = block.x if weights is None else (block.x * weights).masked_fill_(weights == 0, 0.0)
     return (weighted.sum(1),)
 
@@ -57,7 +57,7 @@ def weighted_sum_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: floa
 
 
 def weighted_sum_slopes(grad: Tensor, weighted_sum: Tensor, ratio: float) -> dict[str, Tensor]:
-    """``d weighted_sum = omega``, of logits whatever the softmax's ratio."""
+    """``d weighted_sum / dx_j = omega_j``; it does not depend on the softmax's ratio."""
     return {"kappa": -grad}
 
 
@@ -71,7 +71,7 @@ def top_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
 def top_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
     logits, ids = vectors
     largest = logits.amax(0)
-    # of equal logits the first column's
+    # the first column of equal logits
     first = torch.where(logits == largest, ids, torch.inf).amin(0)
     return largest, torch.where(first.isinf(), ids[0], first)
 
@@ -156,7 +156,7 @@ TOP_K = Statistic(
     "top_k", ("top_k_logits", "top_k_ids"), ("top_k_logprobs", "top_k_ids"), None, top_k_of_pieces, top_k_values,
     ids=("top_k_ids",), of_all="top_k",
 )  # fmt: skip
-STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order of ranks' messages
+STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order in which ranks send them
 LISTS = COLUMNS, TOP_K
 OF_LOSSES = *STATISTICS, COLUMNS  # that losses and metrics may read
 WORDS = tuple([word for statistic in OF_LOSSES for word in statistic.words])
@@ -176,7 +176,8 @@ def lists_of(words: Container[str], columns: int, top_k: int) -> tuple[Statistic
 
 
 def needed(words: Iterable[tuple[str, int]], views: int) -> tuple[tuple[Statistic, ...], ...]:
-    """The statistics of each softmax, for the values that are read and the softmaxes where they are."""
+    """The statistics of each of ``views`` softmaxes. ``words``: names of the values that are read, each with the view
+    at which it is read."""
     pairs = {(word, view) for word, read in words for view in (read, None)}
 
     def is_needed(statistic: Statistic, view: int) -> bool:

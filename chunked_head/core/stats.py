@@ -10,7 +10,7 @@ from torch import Tensor
 from .memory import Cache, empties
 from .records import Statistic, SumFunction
 
-SUFFIX = ("", "2")  # of the names of a softmax's statistics and coefficients, by view
+SUFFIX = ("", "2")  # by view: the end of the names of a softmax's statistics and coefficients
 
 
 class View(NamedTuple):
@@ -23,14 +23,14 @@ class View(NamedTuple):
 class Pairing(NamedTuple):
     """A dense teacher paired with the student's softmax."""
 
-    view: int  # of Demand.views
-    columns: int  # that both vocabularies have
-    statistics: tuple[Statistic, ...] = ()  # of the teacher's logits
-    last: bool = False  # no gradient depends on their sums: made along with the gradient
+    view: int  # index of the student's softmax in ``Demand.views``
+    columns: int  # number of columns that both vocabularies have
+    statistics: tuple[Statistic, ...] = ()  # statistics of the teacher's logits
+    last: bool = False  # no gradient depends on sums over both softmaxes: these are made along with the gradient
 
 
 class VocabularySum(NamedTuple):
-    """A sum over the vocabulary at one softmax; its vectors are ``sum0``, ``sum1`` and so on, in their order."""
+    """A sum over the vocabulary at one softmax. Number i of ``Demand.sums`` has the vector ``sum<i>``."""
 
     function: SumFunction
     numbers: tuple[float, ...]
@@ -39,21 +39,22 @@ class VocabularySum(NamedTuple):
 
     @property
     def has_total(self) -> bool:
-        """True where the gradient needs the sum of slopes, a vector ``sum0_total``."""
+        """True where the gradient needs the sum of the slopes, the vector ``sum<i>_total``."""
         return self.is_differentiated and self.function.has_total
 
 
 class Demand(NamedTuple):
-    """The statistics that a call needs besides ``lse``, ``logprob`` and ``target_logit``, and those of its gradient."""
+    """The statistics that a call needs, for its results and its gradient, besides ``lse``, ``logprob`` and
+    ``target_logit``."""
 
-    views: tuple[View, ...] = (View(),)  # the first over all columns at ratio 1
+    views: tuple[View, ...] = (View(),)  # the softmaxes; the first has all columns and ratio 1
     statistics: tuple[tuple[Statistic, ...], ...] = ((),)  # for each view
     lists: tuple[Statistic, ...] = ()  # logits of some columns of each row
     heavy: int = 0  # most ids of a row whose exact logits replace those of e4m3 operands; 0 where none do
     pairing: Pairing | None = None
-    sums: tuple[VocabularySum, ...] = ()  # over the vocabulary, made once softmaxes are known
-    rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view
-    columns_only: bool = False  # only logits of each row's own columns, up to a constant of the row
+    sums: tuple[VocabularySum, ...] = ()  # sums over the vocabulary, made once the softmaxes are known
+    rank_one: bool = True  # the gradient of a row is alpha p - beta 1[target], at the first view
+    columns_only: bool = False  # only logits of each row's own columns are needed, up to a constant per row
     values: int = 0  # numbers per token that losses and metrics make
     field_bytes: int = 0  # bytes per token of the fields that they read
 
@@ -73,29 +74,31 @@ class Demand(NamedTuple):
         return sum(statistic.width for statistic in self.lists if not statistic.ids)
 
     def of_columns(self, columns: int | None) -> "Demand":
-        """The demand of a rank's columns; None: what ranks of other columns have in common."""
-        # a second softmax over fewer columns goes with a teacher of fewer, which is refused
+        """The demand of a rank with ``columns`` columns; None: the part that is equal on ranks with different numbers
+        of columns."""
+        # a view with fewer columns than the vocabulary takes the rank's number; ranks refuse a smaller teacher
         views = tuple(view if view.columns is None else view._replace(columns=columns) for view in self.views)
         pairing = None if self.pairing is None else self.pairing._replace(columns=columns or 0)
         return self._replace(views=views, pairing=pairing)
 
     @property
     def numbers_per_token(self) -> int:
-        """Numbers of four bytes per token that all statistics are."""
+        """Number of 4-byte numbers per token that all statistics take."""
         forms = layout_of(self).forms.values()
         return sum((form.numbers or 1) * (2 if form.ids == torch.int64 else 1) for form in forms)
 
 
 class Form(NamedTuple):
-    """A vector of statistics of each row."""
+    """The shape and dtype of a statistic."""
 
-    numbers: int | None = None  # of a row, where it has so many; None: one, in a vector
-    ids: torch.dtype | None = None  # of one that holds ids; None: it is floating-point
-    sent: bool = True  # ranks send it each other
+    numbers: int | None = None  # K for a shape [rows, K]; None for [rows]
+    ids: torch.dtype | None = None  # the dtype of ids; None: floating-point numbers
+    sent: bool = True  # ranks that share the vocabulary send it to each other
 
 
 class Names(NamedTuple):
-    """Names of a softmax's vectors, as ``records.Outputs`` has them; of those that no call has too."""
+    """Names of a softmax's vectors, in the fields of ``records.Outputs``; also of vectors that the call does not
+    make."""
 
     lse: str
     start: str
@@ -118,7 +121,7 @@ OF_DEMAND: Cache[Demand, Layout] = Cache(256)
 
 @functools.cache
 def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
-    """Names of a statistic's vectors; of the logits there is one, whatever the view."""
+    """Names of a statistic's vectors: with the view's suffix, unless the statistic is of the logits."""
     return tuple([name + SUFFIX[view] for name in statistic.vectors]) if statistic.of_softmax else statistic.vectors
 
 
@@ -182,7 +185,7 @@ def names_of_sums(demand: Demand) -> list[str]:
 
 
 class Vectors:
-    """Vectors of numbers per token by name, None for those not made."""
+    """Vectors of numbers per token, as attributes and by name; None for a vector that is not made."""
 
     by_name: dict[str, Tensor]  # those that there are; shared, not to be changed
 
@@ -218,7 +221,7 @@ class RowStats(Vectors):
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
-        # memory of their own: outputs of a graph's operator must not share any
+        # each vector has memory of its own, since outputs of a graph's operator must not share any
         forms = layout_of(demand).forms
         shapes = [(tokens,) if numbers is None else (tokens, numbers) for numbers, _, _ in forms.values()]
         tensors = empties(shapes, [ids or dtype for _, ids, _ in forms.values()], device)
@@ -251,7 +254,8 @@ class Coefficients(Vectors):
 
 
 def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
-    """Values [rows, ...] moved to the targets that their rows predict [*leading, ...], 0 elsewhere; differentiable."""
+    """Values [rows, ...] of predicting rows, moved to the positions of their targets [*leading, ...]; 0 elsewhere.
+    Differentiable."""
     if len(leading) == 1 and not shift:
         return values
     values = values.reshape((*leading, *values.shape[1:]))

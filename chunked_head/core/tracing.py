@@ -1,7 +1,7 @@
 """The source of a function of numbers in Triton, written from a trace of it in PyTorch.
 
-A trace is of elementwise operations: the tables below say which, and how Triton writes each. What a ``Writer`` reads,
-and what shape its numbers have, is for those who write a kernel with it.
+A trace consists of elementwise operations; the tables below list them, with the Triton expression of each. A subclass
+of ``Writer`` says how inputs are read and which shape values have.
 """
 
 import math
@@ -16,7 +16,7 @@ from .private import answering
 NAMES = {
     torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
 }  # fmt: skip
-# aten's operations by how they take operands: in the result's dtype, in their common one, as truth values
+# aten's operations in three tables: operands are cast to the result's dtype, to their common dtype, or to truth values
 ARITHMETIC = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
     "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "abs": "tl.abs({0})",
@@ -31,15 +31,15 @@ COMPARED = {
     "ge": "{0} >= {1}", "isnan": "{0} != {0}", "logical_not": "{0} == 0", "bitwise_not": "{0} == 0",
 }  # fmt: skip
 LOGICAL = {"logical_and": "{0} & {1}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}"}
-# the same numbers in another shape or dtype
+# operations that return their input's numbers in another shape or dtype
 SAME = {"detach", "alias", "clone", "expand", "view", "_to_copy", "lift_fresh_copy"}
 FILLED = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
-FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the number
+FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # index of the filling argument
 POWERS = {1: "{0}", 2: "{0} * {0}"}
 
 
 class NoKernelError(Exception):
-    """Raised for a trace that is no function of one token's numbers."""
+    """Raised for a trace with an operation that has no elementwise Triton expression."""
 
 
 def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tensor]) -> fx.GraphModule:
@@ -53,31 +53,31 @@ def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tenso
         raise NoKernelError("this torch has other modes")
 
     def without_anomalies(operands: list[Tensor]) -> list[Tensor]:
-        with answer(None):  # also where another thread switches anomaly mode on meanwhile
+        with answer(None):  # another thread may switch on anomaly mode meanwhile
             return function(operands)
 
     return make_fx(without_anomalies, tracing_mode="fake")(samples)
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the operation that a node calls, without aten's prefix; that of an input."""
+    """The name of the operation that a node calls, without aten's prefix; for an input node, the input's name."""
     return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
 
 
 def has_one_reader(node: fx.Node) -> bool:
-    """True for new numbers that one operation reads: where that writes in place, nothing sees the old ones."""
+    """True for a node that makes a new tensor and has one reader: the reader may write to it in place unseen."""
     return node.op == "call_function" and len(node.users) == 1 and name_of(node) not in {*SAME, "select"}
 
 
 class Writer:
-    """Lines that compute values of a trace, each once."""
+    """Writes the lines that compute the values of a trace, each value once."""
 
-    shape = "(BLOCK,)"  # of numbers
-    overrides: ClassVar[dict[str, str]] = {}  # operations in another way than the table's
+    shape = "(BLOCK,)"  # expression of the shape of values
+    overrides: ClassVar[dict[str, str]] = {}  # by operation: an expression in place of the table's
 
     def __init__(self, traced: fx.GraphModule):
         self.lines: list[str] = []
-        self.names: dict[str, str] = {}  # by expression, so that each is computed once
+        self.names: dict[str, str] = {}  # names of values by expression, so that each is computed once
         self.values: dict[fx.Node, str] = {}
         self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
         (end,) = traced.graph.find_nodes(op="output")
@@ -85,11 +85,11 @@ class Writer:
         self.outputs: list[fx.Node] = list(outputs)
 
     def read(self, node: fx.Node) -> str:
-        """The name of an input."""
+        """The name of the variable that holds an input; a subclass loads it."""
         raise NotImplementedError
 
     def select(self, vector: fx.Node, dim: int, i: int) -> str:
-        """One number of an input."""
+        """The expression of element ``i`` of an input along ``dim``."""
         raise NoKernelError(str(vector))
 
     def assign(self, expression: str) -> str:
@@ -103,7 +103,7 @@ class Writer:
             raise NoKernelError(node.op)
         operation, dtype = name_of(node), node.meta["val"].dtype
         if operation.endswith("_") and has_one_reader(node.args[0]):  # type: ignore[arg-type]
-            operation = operation.removesuffix("_")  # as older torch writes where a minimum's gradient goes
+            operation = operation.removesuffix("_")  # older torch has such operations in the gradient of a minimum
         if node.meta["val"].dim() > 1 or dtype not in NAMES:
             raise NoKernelError(str(node))
         tensors = [arg for arg in node.args if isinstance(arg, fx.Node)]
@@ -122,7 +122,7 @@ class Writer:
         if operation == "clamp":
             bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
             x = self.cast(node.args[0], dtype)
-            for side, beyond in ("min", "<"), ("max", ">"):  # a nan is neither and stays, as in PyTorch
+            for side, beyond in ("min", "<"), ("max", ">"):  # a nan compares false with either and stays, as in PyTorch
                 if bounds.get(side) is not None:
                     bound = self.cast(bounds[side], dtype)
                     x = self.assign(f"tl.where({x} {beyond} {bound}, {bound}, {x})")
@@ -155,7 +155,7 @@ class Writer:
         return self.assign(f"tl.full({self.shape}, {text}, {NAMES[dtype]})")
 
     def cast(self, value: Any, dtype: torch.dtype) -> str:
-        """An operand in a dtype."""
+        """The expression of an operand cast to a dtype."""
         if not isinstance(value, fx.Node):
             return self.constant(value, dtype)
         source_dtype = value.meta["val"].dtype
@@ -164,7 +164,7 @@ class Writer:
         if value in self.inputs:
             name = self.read(value)
         else:
-            if value not in self.values:  # values read for their shape only may be any
+            if value not in self.values:  # a value that is read only for its shape has no expression
                 self.values[value] = self.value(value)
             name = self.values[value]
         if source_dtype == dtype:

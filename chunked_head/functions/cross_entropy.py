@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head or of logits, and the modules."""
+"""Cross-entropy of a linear head or of logits, and the modules ``ChunkedHead`` and ``CrossEntropyLoss``."""
 
 import inspect
 from collections.abc import Hashable
@@ -44,30 +44,30 @@ def linear_cross_entropy(
     upstream: float | Tensor | None = None,
     **options: Unpack[HeadOptions],
 ) -> Call[Tensor]:
-    """Cross-entropy of a linear head, without its logits. Same value and gradients as
+    """Cross-entropy of a linear head, computed without holding its logits. Value and gradients are those of
 
         logits = F.linear(hidden, weight, bias).float()
         loss = F.cross_entropy(logits.flatten(0, -2), target.flatten(), class_weights, ignore_index=ignore_index,
                                reduction=reduction, label_smoothing=label_smoothing)
 
-    in memory that does not grow with ``tokens x vocab``. With the further options, per token
+    in memory that does not grow with ``tokens x vocab``. With further options the loss of a token is l, in
 
-        x = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)        # each part only where asked
+        x = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)        # each option only if given
         l = cross_entropy(x, target, class_weights, label_smoothing) + z_loss * x.logsumexp(-1) ** 2
         loss = sum(token_weights * l over tokens that count) / D
 
-    A token counts where its target is not ``ignore_index`` and ``mask``, if given, is True; whatever stands in the
-    others (nan too) changes nothing.
+    A token counts if its target is not ``ignore_index`` and ``mask``, if given, is True. Values of tokens that do not
+    count, nan too, change nothing.
 
     Args:
         hidden: hidden states [..., hidden], any leading dimensions; float32, bfloat16, float16, on the CPU float64.
-        weight: [vocab, hidden], the dtype of ``hidden``. Under ``torch.autocast`` both may be of any dtype: matmuls
-            run in autocast's, each gradient comes in its input's.
-        target: token ids [...] int64, the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
-            ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since to
-            raise would be to wait for the device. Nothing is read or written out of bounds.
-        bias: [vocab], the dtype of ``weight``.
-        class_weights: [vocab], as in ``F.cross_entropy``; they weigh the cross-entropy, not the z-loss.
+        weight: [vocab, hidden], of the dtype of ``hidden``. Under ``torch.autocast`` both may have any dtype: matmuls
+            run in autocast's dtype, and each gradient has its input's dtype.
+        target: token ids [...] int64, of the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
+            ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since raising
+            would make the host wait for the device. Nothing is read or written out of bounds.
+        bias: [vocab], of the dtype of ``weight``.
+        class_weights: [vocab], as in ``F.cross_entropy``; they multiply the cross-entropy, not the z-loss.
         ignore_index: target of tokens that do not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` (fp32 values of target's shape, 0 where a token does not count).
         normalizer: D for ``reduction="mean"``: a number or a 0-d tensor on the device, such as the token count of all
@@ -80,15 +80,16 @@ def linear_cross_entropy(
         softcap: cap of the logits, as in Gemma 2; positive or None.
         logit_scale: factor of the logits before the cap.
         shift: pairs the hidden state at position t with the target (mask, token weight) at t + shift along the last
-            leading dimension, without a copy of the hidden states. Per-token values stand at their target's place.
-            Sequences no longer than ``shift`` predict nothing: loss 0, zero gradients, per-token values 0.
-        upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
-            before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
-        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The
-            loss is this rank's share: D is of all ranks' tokens, an ``all_reduce(SUM)`` of the losses (and of the
-            weight's gradients) gives the whole batch's; with ``average=True`` the mean does. ``VocabParallel``: they
-            hold different rows of the head, and ``tokens=`` of it says both.
-        The rest: how the call runs, by the keywords of ``chunked_head.Execution``: ``memory_budget``,
+            leading dimension, without a copy of the hidden states. Values per token are returned at the target's
+            position. Sequences of at most ``shift`` tokens have loss 0 and zero gradients.
+        upstream: the gradient of the loss that ``backward`` will start with, if it is known (a loss scale). Gradients
+            are multiplied by it before they are rounded. With any other upstream gradient they are correct as well,
+            up to that rounding. A number other than 0, or a 0-d tensor.
+        parallel: a ``TokenParallel``: ranks hold different tokens of one batch. The loss is this rank's share, with the
+            D of all ranks' tokens: an ``all_reduce(SUM)`` of the losses (and of the weight's gradients) gives the whole
+            batch's; with ``average=True`` the mean does. Or a ``VocabParallel``: ranks hold different rows of the head;
+            with its ``tokens=``, groups of them hold different tokens as well.
+        The rest: the keywords of ``chunked_head.Execution``, which say how the call runs: ``memory_budget``,
             ``chunk_tokens``, ``accumulate_into`` and others.
 
     Returns:
@@ -113,7 +114,8 @@ def linear_cross_entropy(
 
 
 def plain_loss(label_smoothing: float, z_loss: float) -> Losses:
-    """The cross-entropy of class ids without class weights; TypeError, ValueError for numbers that are wrong."""
+    """The cross-entropy without class weights, plus ``z_loss`` times the z-loss. TypeError or ValueError for wrong
+    numbers."""
     coefficients = label_smoothing, z_loss
     loss = LOSSES.get(coefficients) if type(label_smoothing) is type(z_loss) is float else None
     if loss is None:
@@ -131,19 +133,19 @@ def z_term(z_loss: float) -> Losses:
 def with_class_weights(
     call: Call[Tensor], label_smoothing: float, z_loss: float, class_weights: Tensor | None
 ) -> Call[Tensor]:
-    """The call, of hidden states or of logits, with weights of classes."""
+    """The call, on hidden states or logits, with the loss for these class weights."""
     if class_weights is not None:
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
         call.losses = loss + z_term(z_loss)
     return call
 
 
-# by label_smoothing and z_loss: what calls find out about a loss lives as long as the loss
+# losses by label_smoothing and z_loss: calls with equal numbers share the loss object, which caches its keys
 LOSSES: Cache[Hashable, Losses] = Cache(64)
 
 
 def first_output(outcome: Outcome) -> Tensor:
-    """The loss, or values per token, of a call that ran."""
+    """The only output of a call that ran: the loss, or its values per token."""
     return outcome.outputs[0]
 
 
@@ -155,10 +157,10 @@ IN_GRAPH["linear_cross_entropy"] = in_graph_cross_entropy
 
 
 class ChunkedHead(nn.Module):
-    """A language model's head: ``forward`` gives the loss, ``logits`` what ``nn.Linear`` would.
+    """A language model's head: ``forward`` returns the loss, ``logits`` the logits.
 
-    Parameters and ``state_dict`` are those of ``nn.Linear(hidden_size, vocab_size, bias)``. Options are
-    ``linear_cross_entropy``'s.
+    Parameters and ``state_dict`` are those of ``nn.Linear(hidden_size, vocab_size, bias)``. Options are those of
+    ``linear_cross_entropy``.
 
         head = ChunkedHead(4096, 128256)
         loss = head(hidden, target)            # F.cross_entropy(head.logits(hidden).flatten(0, -2), target.flatten())
@@ -183,7 +185,7 @@ class ChunkedHead(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "ChunkedHead":
-        """A head that shares the parameters of ``linear`` (and so whatever they are tied to)."""
+        """A head with the same parameter objects as ``linear``, so that tied weights stay tied."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
         head = cls.__new__(cls)
@@ -192,7 +194,7 @@ class ChunkedHead(nn.Module):
         return head
 
     def adopt(self, linear: nn.Linear, options: dict[str, Any]) -> None:
-        """Takes the parameters of ``linear``, and the options, which are checked."""
+        """Sets the parameters to those of ``linear``, and the options, after a check of them."""
         parameters = inspect.signature(linear_cross_entropy).parameters.values()
         names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"}
         unknown = options.keys() - names
@@ -216,7 +218,7 @@ class ChunkedHead(nn.Module):
         return linear_cross_entropy(hidden, self.weight, target, bias=self.bias, **{**self.options, **options})
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., vocab] for inference, in the dtype of ``hidden``: with the options' scale and cap."""
+        """Logits [..., vocab] for inference, in the dtype of ``hidden``, with ``logit_scale`` and ``softcap``."""
         x = nn.functional.linear(hidden, self.weight, self.bias)
         scale, softcap = self.options.get("logit_scale", 1.0), self.options.get("softcap")
         if scale != 1.0:
@@ -229,25 +231,25 @@ class ChunkedHead(nn.Module):
 
 
 class CrossEntropyLoss(OptionsModule):
-    """``torch.nn.CrossEntropyLoss`` of class ids, in two passes over the logits and no copy of them.
+    """``torch.nn.CrossEntropyLoss`` for targets that are class ids: two passes over the logits, and no copy of them.
 
-    ``forward(input, target)``: ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none, and
-    PyTorch's [N, C, d1, ...] with [N, d1, ...]; the latter is copied, its classes last, unless they are contiguous.
-    Where a shape could be read either way (all dimensions but the first are equal) it is refused. Ranks that share the
-    classes have them last.
+    ``forward(input, target)``: either ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none;
+    or PyTorch's [N, C, d1, ...] with [N, d1, ...], which is copied with classes last unless a view has that layout.
+    ValueError for shapes that could be either (all dimensions but the first are equal). With ``VocabParallel`` classes
+    must be last.
 
     Args:
-        weight: [C], a buffer, where columns are padding or other ranks' [vocab_size]; ignore_index, reduction,
-            label_smoothing: as PyTorch's. ``size_average`` and ``reduce``, deprecated there, are refused.
+        weight: [C] class weights, kept as a buffer; [vocab_size] if columns are padding or other ranks have some.
+        ignore_index, reduction, label_smoothing: as in PyTorch. ``size_average`` and ``reduce``, which PyTorch has
+            deprecated, are refused.
         z_loss: coefficient of ``lse ** 2``, with the denominator of the cross-entropy.
         softcap, logit_scale, inplace, vocab_size, backend: as in ``logits_loss``.
-        parallel: likewise; with ``reduction="none"`` ranks with other tokens share nothing, and
-            ``average=True`` is refused. A copy of the module shares the process group; to save it, save what it is
-            made of.
+        parallel: as in ``logits_loss``. With ``reduction="none"`` ``TokenParallel`` has no effect, and ``average=True``
+            is refused. A copy of the module shares the process group, which cannot be pickled: save the arguments.
 
-    Differences from PyTorch: the loss is fp32 for 16-bit input; no tokens, or none that count, give loss 0 with zero
-    gradients rather than nan; whatever stands in a row that does not count (nan too) changes nothing; a target out of
-    range raises an IndexError on the CPU and makes the loss nan elsewhere.
+    Differences from PyTorch: the loss is fp32 for 16-bit input; without a token that counts it is 0 with zero
+    gradients, not nan; values in rows that do not count, nan too, change nothing; a target out of range raises an
+    IndexError on the CPU and makes the loss nan elsewhere.
     """
 
     weight: Tensor | None
@@ -316,8 +318,8 @@ IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy
 
 
 def classes_last(logits: Tensor, target: Tensor, split: bool) -> Tensor:
-    """Logits [..., C]: a view of PyTorch's [N, C, d1, ...], and any others as they are. ValueError where the shapes can
-    be read either way, and for PyTorch's where ranks ``split`` the classes."""
+    """Logits [..., C]: those of PyTorch's shape [N, C, d1, ...] as a view, any others unchanged. ValueError for shapes
+    that could be either, and for PyTorch's shape where ranks ``split`` the classes."""
     for argument, tensor in (("input", logits), ("target", target)):
         checks.check_tensor(argument, tensor, optional=False)
     checks.check_ids("target", target)

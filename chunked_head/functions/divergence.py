@@ -42,11 +42,11 @@ def linear_divergence(
     mask: Tensor | None = None,  # [...] bool
     **options: Unpack[HeadOptions],
 ) -> Call[Tensor | Divergence]:
-    """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
-    gradients as, for ``divergence="forward_kl"``,
+    """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Values and gradients are,
+    for ``divergence="forward_kl"``, those of
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
-        y = the same of the teacher's
+        y = the same, from the teacher's head and options
         q = y.softmax(-1)
         divergence = (q * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1)
         entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
@@ -57,24 +57,25 @@ def linear_divergence(
     gradient and no entropy is returned.
 
     Args:
-        target: token ids whose ``ignore_index`` says what does not count; None where every token does, or ``mask``
-            says it.
+        target: token ids, of which only ``ignore_index`` is read: such a token does not count. None: all tokens count,
+            except by ``mask``.
         divergence: ``"forward_kl"`` KL(q || p), ``"reverse_kl"`` KL(p || q), ``"jsd"`` or ``"tvd"``, as
             ``chunked_head.losses`` defines them.
-        beta: of the JSD, the weight of q in the mixture; 0 is the forward, 1 the reverse divergence.
+        beta: weight of q in the JSD's mixture; 0 is the forward, 1 the reverse divergence.
         teacher_logits, or teacher_hidden with teacher_weight and perhaps teacher_bias: indexed like the hidden states;
-            they take no gradient. Of vocabularies that differ, as padding does, the first ids, which both have, are
-            compared (``losses.forward_kl``).
-        teacher_logit_scale, teacher_softcap: of the teacher's logits.
+            they take no gradient. If the vocabularies differ in size, by padding, p and q are over the first ids, which
+            both have (``losses.forward_kl``).
+        teacher_logit_scale, teacher_softcap: scale and softcap of the teacher's logits.
         temperature: divides the logits; a number, or a tensor [...] with one per token.
-        teacher_temperature: of the teacher only, a number; None: ``temperature``, which is the student's.
+        teacher_temperature: temperature of the teacher, a number; None: ``temperature``.
         entropy: whether to return the student's entropy too, in nats.
-        mask: [...] bool, tokens that count, in addition to ``ignore_index``. The others have 0 and no gradient.
+        mask: [...] bool, false where a token does not count, in addition to ``ignore_index``. Tokens that do not count
+            have value 0 and no gradient.
         The rest: as in ``linear_logprobs``.
 
     Returns:
-        ``divergence`` [...], or with ``entropy=True`` a named tuple ``(divergence, entropy)``; fp32 (fp64 for fp64),
-        differentiable.
+        ``divergence`` [...], or with ``entropy=True`` a named tuple ``(divergence, entropy)``, in fp32 (fp64 for fp64
+        operands). Both are differentiable.
 
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``.
@@ -95,7 +96,7 @@ def linear_divergence(
 def divergence_of(
     divergence: str, beta: float, temperature: float | None, logit_scale: float, softcap: float | None
 ) -> Losses:
-    """The loss whose values per token are the divergence; its options are checked."""
+    """The loss whose values per token are the divergence. Raises for wrong options."""
     choice("linear_divergence", "divergence", divergence, tuple(KINDS))
     options: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
     if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
@@ -106,7 +107,7 @@ def divergence_of(
 
 
 def result_of(values: Sequence[Tensor]) -> Any:
-    """The divergence alone, or with the entropy."""
+    """The divergence; or, of two values, a ``Divergence`` with the entropy."""
     return values[0] if len(values) == 1 else Divergence(*values)
 
 

@@ -1,5 +1,5 @@
-"""Arguments that become fields of the batch: mask and weights, candidates in the place of the vocabulary, and lengths
-of segments."""
+"""Arguments that become fields of the batch: ``mask``, ``token_weights``, ``candidates``, which replace the vocabulary,
+and ``segment_lengths``."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -
 
 
 def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: Tensor | None) -> Call[Any]:
-    """The call with the candidates as each token's ``kept_ids``, so that every token keeps a set."""
+    """The call with the field ``kept_ids`` of the candidates, a set of ids for every token."""
     flag("kept_everywhere", call.kept_everywhere)
     batch: Any = call.batch
     if candidates is None:
@@ -52,13 +52,13 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
             f"candidate_bias must have the shape of candidates, {tuple(shape)}, got {tuple(candidate_bias.shape)}"
         )
     fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
-    token_shape = *call.leading, shape[-1]  # [K] of all tokens becomes each token's
+    token_shape = *call.leading, shape[-1]  # candidates [K] are expanded to [..., K]
     expanded = {name: value.expand(token_shape) for name, value in fields.items() if value is not None}
     return replace(call, batch={**(batch or {}), **expanded}, kept_everywhere=True)
 
 
 def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> Call[Any]:
-    """The call with the field ``segments``, their number, and their lengths and pairs on the host (``Segments``)."""
+    """The call with the field ``segments``, ``num_segments``, and ``Segments``: lengths and pairs on the host."""
     batch: Any = call.batch
     lengths, tokens = numbers(segment_lengths), math.prod(call.leading)
     if "segments" in (batch or {}):
@@ -85,7 +85,7 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
         raise ValueError(f"num_segments is {call.num_segments}, segment_lengths are of {len(lengths)}; leave it out")
     fields, pairs_on_host = dict(batch or {}), tuple[tuple[int, int], ...]()
     pairs = fields.get("pairs")
-    if isinstance(pairs, Tensor) and pairs.shape[1:] == (2,):  # others fail in the call's checks
+    if isinstance(pairs, Tensor) and pairs.shape[1:] == (2,):  # the call's checks raise for any others
         if pairs.device.type != "cpu":
             raise ValueError(
                 f"batch['pairs'] must be on the CPU beside segment_lengths, got {pairs.device}: the host decides by "
@@ -114,7 +114,7 @@ def differences(lengths: tuple[int, ...], tokens: int, num_segments: int | None)
 
 
 def numbers(lengths: Any) -> tuple[int, ...]:
-    """Segment lengths as a tuple of ints; TypeError, ValueError for others."""
+    """Segment lengths as a tuple of ints; TypeError or ValueError for anything but a list or a CPU tensor of ints."""
     values = lengths
     if isinstance(lengths, Tensor):
         if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):

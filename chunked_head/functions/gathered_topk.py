@@ -1,4 +1,4 @@
-"""Top-K distillation of student logits that were gathered already."""
+"""Top-K distillation from student logits that the caller has gathered."""
 
 import torch
 from torch import Tensor
@@ -32,15 +32,15 @@ def gathered_topk_kl(
 ) -> Tensor:
     """``losses.topk_kl`` of the student's logits at the teacher's ids, by plain autograd.
 
-    ``student_logits`` [..., K] are gathered from final logits (scaled and capped), before ``temperature``, which
-    divides them here. ``lse`` [...] is ``logsumexp(logits / temperature)`` over the vocabulary, through which gradients
-    flow as well; only ``normalize="topk"`` does without. ``teacher_logprobs`` [..., K] and ``teacher_mask`` [..., K] as
-    in ``losses.topk_kl``; ``teacher_ids`` [..., K] serve to count a repeated id once and may be left out where none is.
-    Divergences, normalisations and the teacher's options are those of ``losses.topk_kl``.
+    ``student_logits`` [..., K] are gathered from scaled and capped logits, and this function divides them by
+    ``temperature``. ``lse`` [...] is ``logsumexp(logits / temperature)`` over the vocabulary; gradients flow
+    through it as well. It is needed unless ``normalize="topk"``. ``teacher_logprobs`` [..., K] and ``teacher_mask``
+    [..., K] are as in ``losses.topk_kl``. ``teacher_ids`` [..., K] make a repeated id count once; leave them out if no
+    id is repeated. The other options are those of ``losses.topk_kl``.
 
-    Positions where ``mask`` [...] is false give 0 and take zero gradients, whatever stands there. ``reduction="mean"``
-    divides the sum of ``token_weights * value`` by ``normalizer``, else by the number of positions that count; the
-    result is 0-d, or [...] for ``"none"``. fp32 for half inputs.
+    Positions where ``mask`` [...] is false have value 0 and zero gradients, whatever their inputs are.
+    ``reduction="mean"`` divides the sum of ``token_weights * value`` by ``normalizer``, or without one by the number of
+    positions that count. The result is 0-d, or [...] for ``"none"``; fp32 for 16-bit inputs.
     """
     choice(WHERE, "reduction", reduction, ("mean", "sum", "none"))
     options = topk_options(WHERE, divergence, normalize, beta, teacher_renormalize, teacher_temperature)

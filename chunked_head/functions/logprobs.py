@@ -1,4 +1,4 @@
-"""Per-token statistics of a linear head or of logits, differentiable, for a loss of the caller's own."""
+"""Differentiable statistics per token of a linear head or of logits, for a loss that the caller writes."""
 
 import itertools
 from collections import namedtuple
@@ -83,7 +83,7 @@ def linear_logprobs(
     candidate_bias: Tensor | None = None,  # of their shape
     **options: Unpack[HeadOptions],
 ) -> Call[Tensor | tuple[Tensor, ...]]:
-    """Log-probabilities of targets, and what else is asked for. Same values and gradients as
+    """Log-probabilities of targets, and the other values that are asked for. Values and gradients are those of
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
         logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
@@ -91,7 +91,7 @@ def linear_logprobs(
         lse, argmax, top_k = x.logsumexp(-1), x.argmax(-1), x.log_softmax(-1).topk(k)
         mean_logit, log_sum_sq_probs = x.mean(-1), (2 * x.log_softmax(-1)).logsumexp(-1)
 
-    without the logits, for a loss of one's own:
+    without holding the logits, for a loss of your own:
 
         logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
         (-(advantages * logprobs) - 0.01 * entropy).mean().backward()
@@ -103,34 +103,34 @@ def linear_logprobs(
     under LoRA), each row of it is made in the forward pass and multiplied in ``backward``: two matmuls, and three with
     another result that is differentiable (entropy, lse, mean_logit, log_sum_sq_probs). ``plan()`` says which.
 
-    A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
-    a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on as many ranks give the same
-    bits: docs/inference.md says so for an inference engine and a trainer that both call it.
+    A token's log-probability is the same in every call and under every loss: passed as ``old_logprobs`` of a loss, it
+    makes a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on equally many ranks have
+    the same bits, so that an inference engine and a trainer can both call it (docs/inference.md).
 
     Args:
-        entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.
+        entropy, lse, argmax: whether to return these too: entropy and lse [...] fp32 in nats, argmax [...] int64.
         mean_logit: mean of the logits over the vocabulary, [...] fp32 (TRL's ``logits/chosen`` averages it).
-        log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32: WPO's weight, less a sign Rényi's entropy of
-            order 2. It takes a second softmax, at half the temperature.
+        log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32, for the weights of WPO; its negative is Rényi's
+            entropy of order 2. It takes a second softmax, at half the temperature.
         top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
             Not with ``deterministic=True``.
         temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
-        mask: [...] bool, tokens that count, besides ``ignore_index``. The others have 0 everywhere (ids too), without
-            gradient.
-        kept_ids, kept_offsets: sets of ids that the softmaxes of tokens are over, as samplers keep them (top-p, top-k,
-            min-p): token t's are ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets
-            ``kept_ids[t]``, -1 for none. They are indexed like the target, which is added where it is missing; a token
-            without ids has the whole vocabulary. Of tokens with a set no logits are made but those of its ids. Not with
-            mean_logit and top_k.
-        kept_everywhere: a promise that every token that counts has a set: then nothing is done over the vocabulary. A
-            broken promise raises on the CPU, and gives nan elsewhere.
+        mask: [...] bool, false where a token does not count, in addition to ``ignore_index``. All values of a token
+            that does not count are 0 (ids too), without gradient.
+        kept_ids, kept_offsets: a set of ids for each token, over which its softmax is: those that a sampler has kept
+            (top-p, top-k, min-p). Token t has ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets
+            ``kept_ids[t]``, in which -1 is no id. Tokens are indexed like the target. A set gets its token's target if
+            it lacks it; an empty set is the whole vocabulary. For a token with a set, only the logits of its ids are
+            made. Not with mean_logit and top_k.
+        kept_everywhere: True promises that every token that counts has a set; then no work is done over the vocabulary.
+            A broken promise raises on the CPU, and makes results nan elsewhere.
         candidates, candidate_bias: as in ``linear_loss``.
-        The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their
-            target's place under ``shift``.
+        The rest: as in ``linear_cross_entropy``, except that ``accumulate_into`` is added to in backward. With
+            ``shift``, values are returned at the target's position.
 
     Returns:
         ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, mean_logit, log_sum_sq_probs, argmax,
-        top_k_logprobs, top_k_ids)`` of those that were asked for, in this order; fp32 (fp64 for fp64).
+        top_k_logprobs, top_k_ids)`` of those that were asked for, in this order; fp32 (fp64 for fp64 operands).
 
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
@@ -176,14 +176,15 @@ class LogprobsOfTrainer:
 def outputs_and_batch(
     flags: Sequence[bool], top_k: int | None, mask: Tensor | None, kept_ids: Tensor | None, kept_offsets: Tensor | None
 ) -> dict[str, Any]:
-    """Arguments of a call: its outputs, the batch, and the function that makes the result."""
+    """Fields of ``Call`` by name: the outputs, the batch, and the function that makes the result."""
     names, fields = output_names(flags, top_k), {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
     batch = {name: value for name, value in fields.items() if value is not None}
     return {"outputs": names, "batch": batch, "result": lambda outcome: result_of(outcome.outputs, names)}
 
 
 def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
-    """Names of the results, in order; those that take a gradient come first. ``flags``: by ``FLAGS``."""
+    """Names of the results, in order; differentiable ones come first. ``flags``: whether each of ``FLAGS`` is
+    returned."""
     for name, value in zip(FLAGS, flags, strict=True):
         flag(name, value)
     return (
@@ -193,7 +194,7 @@ def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, 
     )
 
 
-# by names of the results; all are made at import, since torch.compile cannot trace the making of a type
+# named tuples by the names of the results, all made at import, since torch.compile cannot trace the making of a type
 CHOICES = itertools.product((False, True), repeat=len(FLAGS) + 1)
 RESULT_TYPES = {
     names: namedtuple("LogProbs", names) for names in [output_names(flags, top_k) for *flags, top_k in CHOICES]
@@ -201,7 +202,7 @@ RESULT_TYPES = {
 
 
 def result_of(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
-    """One value alone, or several as a named tuple."""
+    """The values as a named tuple; a single value alone."""
     return values[0] if len(names) == 1 else RESULT_TYPES[names](*values)
 
 
@@ -231,12 +232,11 @@ def logits_logprobs(
     kept_everywhere: bool = False,
     **options: Unpack[LogitsOptions],
 ) -> Call[Any]:
-    """The results of ``linear_logprobs``, from logits that exist already: for a loss of one's own, or per-token values
-    of any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
-    gradient.
+    """The results of ``linear_logprobs`` from logits that exist already. It makes one pass over the logits and one more
+    in ``backward``, and no tensor of their size but the gradient.
 
-    Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,
-    parallel and backend as ``logits_loss``.
+    Args, Returns, Raises: as ``linear_logprobs``; logits, vocab_size, parallel and backend as ``logits_loss``. There is
+    no ``top_k``: use ``logits.topk``.
     """
     return logits_call_of(
         "logits_logprobs", logits, target, options, temperature=temperature, kept_everywhere=kept_everywhere,

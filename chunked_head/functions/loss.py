@@ -1,4 +1,4 @@
-"""Any sum of losses of a linear head, or of logits, with metrics."""
+"""Sums of losses of a linear head or of logits, with metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,14 @@ from .fields import with_candidates, with_fields, with_segments
 class LossOutput:
     """Results of ``linear_loss`` and ``logits_loss``.
 
-    ``loss``: 0-d, or [...] as the target with ``reduction="none"``, differentiable. ``parts``: each summand's own
-    reduced value, 0-d and detached; ``loss`` is their sum with the coefficients. ``metrics``: by name, each with
-    ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on the device. Both are empty with ``reduction="none"``.
-    With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how the call ran;
-    None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph may run at other
-    lengths. ``streams``: of a call on several streams one ``LossOutput`` for each, whose loss is detached and not
-    multiplied by the stream's weight; such a call has no ``parts``, ``metrics`` and ``plan`` but those of its streams.
+    ``loss``: 0-d, or of target's shape with ``reduction="none"``; differentiable. ``parts``: by name, each summand's
+    reduced value, 0-d and detached, without its coefficient. ``metrics``: by name, each with ``.value`` and with
+    ``.sum`` and ``.count``, or ``.extremum``; on the device. ``parts`` and ``metrics`` are empty with
+    ``reduction="none"``. With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's.
+    ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``,
+    where a graph may run at other lengths. ``streams``: for a call on several streams one ``LossOutput`` each, whose
+    loss is detached and not multiplied by the stream's weight. Such a call has ``parts``, ``metrics`` and ``plan`` in
+    ``streams`` only.
     """
 
     loss: Tensor
@@ -75,15 +76,15 @@ def linear_loss(
     upstream: float | Tensor | None = None,
     **options: Unpack[HeadOptions],
 ) -> Call[LossOutput] | Streams[LossOutput]:
-    """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
+    """Any sum of losses of a linear head, with metrics, from one softmax pass. Values and gradients are those of
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
         logprob = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]     # and lse, entropy, ... of x
-        part = [(m * w * l(stats, batch)).sum() / D for l in losses]          # the values of each loss, unreduced
+        part = [(m * w * l(stats, batch)).sum() / D for l in losses]          # l returns unreduced values
         loss = sum(c * p for c, p in zip(coefficients, part))
 
-    without the logits. A token counts (m = 1) where its target is not ``ignore_index`` and ``mask``, if given,
-    is True; what stands elsewhere, in any tensor, changes nothing. w are token weights, D is below.
+    without holding the logits. A token counts (m = 1) if its target is not ``ignore_index`` and ``mask``, if given, is
+    True. Values of other tokens, in any tensor, change nothing. w are ``token_weights``, D is ``normalizer``.
 
         out = linear_loss(hidden, weight, target, losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy(),
                           batch={"old_logprobs": old, "advantages": advantages}, metrics=[metrics.clip_fraction()])
@@ -132,8 +133,8 @@ def linear_loss(
             segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment
             and per pair are the whole batch's. ``VocabParallel``: they hold different rows of the head.
 
-    Several streams go through one head where ``hidden`` is a list, as for heads of multi-token prediction (DeepSeek-V3,
-    2412.19437) or the steps of a drafter in training (EAGLE-3, 2503.01840). The same value and gradients as
+    A list ``hidden`` has several streams of hidden states for one head, as in multi-token prediction (DeepSeek-V3,
+    2412.19437) or the training steps of a drafter (EAGLE-3, 2503.01840). Value and gradients are those of
 
         outs = [linear_loss(h, weight, target, loss, shift=k, ...) for h, k in zip(hidden, shift)]
         loss = sum(w * out.loss for w, out in zip(stream_weights, outs))
@@ -237,11 +238,11 @@ def logits_loss(
     **options: Unpack[LogitsOptions],
 ) -> Call[LossOutput]:
     """``linear_loss`` on logits that exist already: any sum of losses, with metrics, from one pass over the logits, and
-    their gradient from one more in ``backward``. Same values and gradients as there, with
+    their gradient from one more in ``backward``. Values and gradients are those of ``linear_loss``, with
 
         x = softcap * tanh(logit_scale * logits.float() / softcap) / temperature
 
-    without another tensor of the logits' size but the gradient, and with ``inplace`` without that:
+    No tensor of the logits' size is made but the gradient, and with ``inplace`` not even that:
 
         logits = model(tokens).logits
         out = logits_loss(logits, tokens, losses.cross_entropy() + 1e-4 * losses.z_loss(), shift=1, inplace=True)
@@ -249,28 +250,28 @@ def logits_loss(
 
     Args:
         logits: [..., vocab], any leading dimensions; float32, bfloat16, float16, on the torch backend float64. They are
-            copied where columns are not contiguous, or no one stride reaches all rows, as in ``logits[:, :-1]``: pass
-            all of them, with ``shift=1``.
+            copied if columns are not contiguous, or if rows are not evenly spaced, as those of ``logits[:, :-1]``: pass
+            all logits, with ``shift=1``.
         target, loss, batch, mask, token_weights, num_segments, metrics, reduction, normalizer, ignore_index, shift: as
-            in ``linear_loss``; of dense teachers ``teacher_logits``. What stands in the logits of tokens that do not
-            count changes nothing.
+            in ``linear_loss``. A dense teacher must have ``teacher_logits``. Logits of tokens that do not count change
+            nothing.
         softcap, logit_scale, temperature: as above.
-        inplace: writes the gradient over the logits. ``backward`` then leaves gradients in ``logits``, runs once, and
-            makes autograd raise in whatever else saved the logits for its own backward. Logits must be computed from
-            something: a leaf, whose ``.grad`` would be the leaf itself, is refused.
-        vocab_size: how many of the columns, the first ones, stand for an id; None: all. What stands in the others
-            changes nothing, and their gradient is 0.
-        parallel: as in ``linear_loss``. ``VocabParallel``: ``logits`` [..., vocab / ranks] are each rank's own columns
-            for the same tokens (Megatron's output layer without its gather), ``teacher_logits`` likewise.
-            ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, are refused. Ranks that were
-            given different tokens get nan where targets differ; without targets nothing would show it.
-        backend: ``"triton"`` or ``"torch"``; None: the device's own.
+        inplace: True writes the gradient over the logits. ``backward`` then leaves gradients in ``logits`` and runs
+            once; autograd raises in any other operation's backward that has saved the logits. Logits that are a leaf
+            are refused, since the leaf would become its own ``.grad``.
+        vocab_size: number of the first columns that stand for an id; None: all. Values in the other columns change
+            nothing, and their gradient is 0.
+        parallel: as in ``linear_loss``. With ``VocabParallel``, ``logits`` [..., vocab / ranks] are each rank's columns
+            for the same tokens (Megatron's output layer without its gather), and ``teacher_logits`` likewise.
+            ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, are refused. If the ranks'
+            targets differ, results are nan; without targets, different tokens on the ranks go unnoticed.
+        backend: ``"triton"`` or ``"torch"``. None: Triton on GPUs that have our kernels, else torch.
 
-    The upstream gradient is known when gradients are made, and comes in before they are rounded: 16-bit gradients lose
-    nothing to ``normalizer`` or to a loss scale.
+    Gradients are made in backward and multiplied by the upstream gradient before they are rounded, so that 16-bit
+    gradients lose no accuracy to ``normalizer`` or to a loss scale.
 
     Returns:
-        ``LossOutput``: ``.loss`` 0-d, fp32 (fp64 for fp64), and as in ``linear_loss``; ``.plan`` is None.
+        ``LossOutput``, as in ``linear_loss``: ``.loss`` is 0-d, fp32 (fp64 for fp64 logits); ``.plan`` is None.
 
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``, of tokens that count.
@@ -291,9 +292,9 @@ def logits_loss(
 IN_GRAPH["logits_loss"] = in_graph_loss
 
 
-# ---- several streams of hidden states: the arguments of each, and its results
+# ---- several streams of hidden states: each stream's arguments and results
 
-# arguments that take a list of one value for each stream; for others a list is one value for all
+# arguments that take a list with one value per stream; for any other argument a list is one value for all streams
 PER_STREAM = ("mask", "token_weights", "temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 
@@ -306,7 +307,8 @@ def streams_of(
     stream_weights: Sequence[float | Tensor] | None,
     arguments: Mapping[str, Any],
 ) -> Streams[Any]:
-    """The calls of ``make``, which is ``linear_loss``, for each stream. ``arguments``: the other ones."""
+    """The request on several streams: ``make``, which is ``linear_loss``, makes the call of each. ``arguments``: all
+    further arguments of ``linear_loss``, by name."""
     count = len(hidden)
     if not count:
         raise ValueError("hidden must be a tensor or a list of one tensor or more, got an empty list")

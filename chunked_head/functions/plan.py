@@ -1,4 +1,4 @@
-"""The plan of a call that has not been made."""
+"""``plan``: the plan of a call, from its sizes alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -67,24 +67,26 @@ def plan(
 
         print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
 
-    The call is one of ``linear_cross_entropy``; with ``loss`` of ``linear_loss``; with ``returns``, names such as
-    ``("logprobs", "entropy")``, or ``top_k`` of ``linear_logprobs``. Arguments that are not listed are the call's own.
+    The call is one of ``linear_cross_entropy``; with ``loss`` it is one of ``linear_loss``; with ``returns``, names
+    such as ``("logprobs", "entropy")``, or with ``top_k`` it is one of ``linear_logprobs``. Arguments that are not
+    described here are those of that function.
 
     Args:
         tokens, hidden, vocab: sizes of the whole call, over all ranks.
-        dtype: of the matmuls. ``hidden_dtype`` and ``weight_dtype``: of the tensors, where autocast makes them differ.
+        dtype: dtype of the matmuls.
+        hidden_dtype, weight_dtype: dtypes of the tensors, where autocast casts them; None: ``dtype``.
         accumulate_into: True, or the buffer's dtype, where the weight's gradient is added to a buffer of the caller's.
         hidden_grad, weight_grad: whether hidden states and weight take a gradient.
         bias: whether the head has one; it takes a gradient where the weight does.
-        teacher_k: K of ``teacher_ids``.
+        teacher_k: K of ``teacher_ids`` [..., K]; 0 without them.
         teacher_vocab: rows of a dense teacher's head; None: as many as the student's.
         teacher_hidden, teacher_dtype: columns and dtype of a dense teacher's hidden states; None where it has logits.
-        segment_lengths: whether the call has this argument.
-        ranks: how many ranks share the vocabulary (``VocabParallel``), in ``torch.chunk``'s pieces. The plan is that of
-            the first rank.
+        segment_lengths: whether the call passes ``segment_lengths``.
+        ranks: number of ranks that share the vocabulary (``VocabParallel``), in ``torch.chunk``'s pieces. The plan is
+            that of the first rank.
         sequence_sharded: as in ``VocabParallel``.
-        device: the GPU where there is one, else the CPU; or the name of a card or an architecture, such as ``"H100"``
-            or ``"sm_89"``, for a GPU that is absent.
+        device: a device; or the name of a card or an architecture, such as ``"H100"`` or ``"sm_89"``, for a GPU that
+            this machine lacks. None: the GPU if there is one, else the CPU.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or no plan meets the request.
@@ -123,7 +125,7 @@ def plan(
         memory_budget=memory_budget, chunk_tokens=chunk_tokens, top_k=top_k, accumulate_dtype=accumulate_dtype,
         losses=terms, metrics=measured, outputs=names, result=lambda plan: plan,
     )  # fmt: skip
-    call.device = place  # of a GPU that may be absent
+    call.device = place  # the device may be a GPU that this machine lacks
     readers = measures_of(call)  # summands and metrics
     id_reader = next((reader.label for reader in readers if "teacher_ids" in reader.fields), None)
     if id_reader is not None and not teacher_k:
@@ -149,7 +151,7 @@ def plan(
     )
 
 
-# least values of sizes, those of a teacher or None
+# least values of sizes; a teacher's sizes may be None
 SIZES = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0, "teacher_vocab": 1, "teacher_hidden": 1}
 DTYPES = ("dtype", "hidden_dtype", "weight_dtype", "teacher_dtype")
 NONE_ALLOWED = ("teacher_vocab", "teacher_hidden", *DTYPES[1:])
@@ -192,7 +194,7 @@ def buffer_dtype_of(
 
 
 def returned_names(returns: Sequence[str], top_k: int | None, takes_loss: bool) -> tuple[str, ...]:
-    """Names of all that ``linear_logprobs`` returns; empty for a call of another function."""
+    """Names of the values that a call of ``linear_logprobs`` returns; empty for a call of another function."""
     if not isinstance(returns, list | tuple):
         raise TypeError(f"returns must be a list of names, got {returns!r}")
     if top_k is not None:
@@ -220,7 +222,8 @@ def loss_of(loss: Losses | Function | None, label_smoothing: float) -> Losses:
 def dense_teacher(
     spec: Spec, width: int | None, teacher_dtype: torch.dtype, autocast_dtype: torch.dtype | None
 ) -> TeacherHead | None:
-    """The teacher of a call that reads one: of hidden states ``width`` wide, or of logits where that is None."""
+    """The dense teacher of a call, on the meta device: hidden states [tokens, ``width``] and a head, or logits if
+    ``width`` is None. None for a call without a dense teacher."""
     if spec.demand.pairing is None:
         return None
     if width is None:
@@ -234,7 +237,7 @@ def on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
-    """A device, and the GPU that stands for one where an architecture or a card is named."""
+    """Returns the device, and the ``Gpu`` if ``device`` names an architecture or a card, else None."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
     absent_gpu = gpu_named(device) if isinstance(device, str) else None

@@ -1,4 +1,4 @@
-"""A weight in e4m3, which callers keep."""
+"""``quantise``: a weight in e4m3, which the caller keeps for several calls."""
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def quantise(
         raise ValueError(missing)
     with on_device(local_weight.device), torch.no_grad():
         matrix = local_weight[:rows].contiguous()
-        if local_weight.dtype in HALVES:  # else autocast casts it to one of them
+        if local_weight.dtype in HALVES:  # any other dtype is that of a weight that autocast casts
             fingerprints = {local_weight.dtype: torch.empty(rows, dtype=torch.int32, device=local_weight.device)}
         else:
             fingerprints = {dtype: device_backend.fingerprints(matrix.to(dtype)) for dtype in HALVES}

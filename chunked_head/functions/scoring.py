@@ -13,7 +13,8 @@ NAMES = "logprob", "rank", "decoded_token"  # of vLLM's record of a token
 
 
 class Score(NamedTuple):
-    """``logprobs`` [tokens] fp32, 0 where ``is_scored`` [tokens] is False: where nothing predicts the token."""
+    """Log-probabilities ``logprobs`` [tokens] fp32. ``is_scored`` [tokens] bool is False for tokens that no hidden
+    state predicts; their ``logprobs`` are 0."""
 
     logprobs: Tensor
     is_scored: Tensor
@@ -25,9 +26,9 @@ class Score(NamedTuple):
 
 
 def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, slice]]:
-    """Windows of a text of ``length`` tokens, at most ``context`` long and ``stride`` apart, each with the slice of the
-    text that it scores: what no window before has scored, but a window's first token, which nothing predicts. They are
-    those of HuggingFace's page on the perplexity of fixed-length models."""
+    """Windows of a text of ``length`` tokens, of at most ``context`` tokens and ``stride`` apart. Each comes with the
+    slice of the text that it scores: the tokens that no earlier window has scored, without the window's first token,
+    which it cannot predict. HuggingFace's page on the perplexity of fixed-length models has the same windows."""
     for name, value, least in (("length", length, 0), ("context", context, 2), ("stride", stride, 1)):
         check_int(name, value, least)
     if stride > context:
@@ -46,7 +47,8 @@ def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, sli
 def score(
     states: Callable[[Tensor], Tensor], weight: Tensor, ids: Tensor, context: int, stride: int, **options: Any
 ) -> Score:
-    """Log-probabilities of a text's tokens ``ids`` [tokens], each with ``context - stride`` tokens before it or all.
+    """Log-probabilities of a text's tokens ``ids`` [tokens], each predicted from at least ``context - stride`` tokens
+    before it, or from all if there are fewer.
     ``states``: a window's ids [n] -> its hidden states [n, hidden]. ``options``: of ``linear_logprobs``."""
     logprobs = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
     is_scored = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -60,9 +62,10 @@ def load_prompt_logprobs(prompts: Iterable[Sequence[Any]], length: int | None = 
     """Fields of a batch for ``losses.topk_kl`` from log-probabilities of prompts, for a call with ``shift=1``.
 
     ``prompts``: for each an entry per token: None, vLLM's ``prompt_logprobs`` ({id: record}, ids as text from its
-    server), or SGLang's ``input_top_logprobs`` ([(logprob, id, text), ...]). An entry is of the distribution that
-    predicts its token, so it comes to the hidden state before. K is that of the longest entry; what is missing, rows
-    behind a prompt up to ``length`` (None: the longest prompt) and the last one have -inf, which the loss leaves out.
+    server), or SGLang's ``input_top_logprobs`` ([(logprob, id, text), ...]). An entry has the distribution that
+    predicts its token, so it is moved to the row of the token before. K is the length of the longest entry. Missing
+    entries, and rows from a prompt's last token up to ``length`` (None: the longest prompt), have -inf, which the loss
+    leaves out.
 
     Returns ``teacher_ids`` int64 and ``teacher_logprobs`` fp32, [prompts, length, K], on the CPU.
     """

@@ -1,1 +1,1 @@
-"""The head inside of other libraries' models and trainers; none of them is imported before it is asked for."""
+"""The head inside of other libraries' models and trainers. A library is imported with its module here, not before."""

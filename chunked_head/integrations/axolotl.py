@@ -42,7 +42,8 @@ class ChunkedHeadArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_chunked_head(cls, data: Any) -> Any:
-        """Raises for wrong options, for another library's head with this one, and where it would have no part."""
+        """Raises for wrong options, for another library's head beside this one, and for losses that do not use the
+        model's head."""
         try:
             check_options(data.get(KEY) or {})
         except TypeError as error:
@@ -65,7 +66,7 @@ class ChunkedHeadPlugin(BasePlugin):
         return f"{__name__}.{ChunkedHeadArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Once a model has its adapters, before a trainer is made."""
+        """Patches the model. Axolotl calls it once the model has its adapters, before it makes a trainer."""
         patch_model(model, when="always", **dict(cfg.get(KEY) or {}))
 
 

@@ -2,10 +2,10 @@
 
     from chunked_head.integrations.cut_cross_entropy import linear_cross_entropy
 
-in the place of the same import from ``cut_cross_entropy``, which is not needed. Gradients are exact, with nothing
-filtered out of them. No tokens that count give loss 0 rather than nan.
+replaces the same import from ``cut_cross_entropy``, which need not be installed. Gradients are exact, with nothing
+filtered out of them. Without a token that counts, the loss is 0, not nan.
 
-``translated`` and ``init_of``, tables of another library's options, serve ``liger.py`` too.
+``translated`` and ``init_of``, which read a table of another library's options, are used by ``liger.py`` as well.
 """
 
 import enum
@@ -21,13 +21,13 @@ from ..core.checks import PLAIN
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 
-# for an option of another library: ours of the same meaning, or our options for each of its values, ``...`` being any
-# other one
+# for an option of another library: the name of ours with the same meaning; or for each of its values our options, where
+# the key ``...`` is any other value
 Ours = str | Mapping[Any, str | dict[str, Any]]
 
 
 def translated(table: Mapping[str, Ours], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """This library's options for those of ``arguments`` that the table has.
+    """Translates those of ``arguments``, another library's options, that the table has. Returns this library's options.
 
     Raises:
         TypeError, ValueError: a value is wrong, or refused; the message has the other library's name of the option.
@@ -54,7 +54,8 @@ def translated(table: Mapping[str, Ours], arguments: Mapping[str, Any]) -> dict[
 
 
 def init_of(function: Callable[..., Any], table: Mapping[str, Ours]) -> Any:
-    """``__init__`` of an ``OptionsModule`` whose options are the table's, in its order, with a function's defaults."""
+    """The ``__init__`` of an ``OptionsModule``. Its options are those of the table, in order, with the defaults of
+    ``function``."""
     parameters = inspect.signature(function).parameters
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.Signature([self_parameter, *(parameters[name] for name in table)])

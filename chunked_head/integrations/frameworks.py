@@ -1,6 +1,6 @@
-"""Training frameworks as records: ``Framework`` has the versions that were tested, and the names that ours replace.
+"""``Framework``: a training framework's tested versions, and the names in it that this library replaces.
 
-``call_through`` runs a computation of ours in the place of a module's forward, inside of the module's hooks.
+``call_through`` runs a function in place of a module's forward, between the module's hooks.
 """
 
 import importlib
@@ -17,13 +17,13 @@ from torch import nn
 from ..call.options import CHECKS
 from ..core.checks import nearest
 
-Place = tuple[str, str]  # a framework's module, and a name in it, dotted for a method
-REPLACED: dict[Place, tuple[Any, Any]] = {}  # the framework's object and ours
+Place = tuple[str, str]  # a framework's module, and a name in it; for a method, the class's and its name with a dot
+REPLACED: dict[Place, tuple[Any, Any]] = {}  # by place: the framework's object, and ours that has replaced it
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A training framework. Another version than those tested is served as long as these names are what they were.
+    """A training framework. An untested version is supported if the names in ``uses`` have the same parameters.
 
     Attributes:
         package: its name on the package index.
@@ -51,7 +51,8 @@ class Framework:
             raise ImportError(f"{self.package} is not installed: {command}") from None
 
     def tested_objects(self) -> dict[Place, Any]:
-        """The framework's own objects in the places that are as tested. A warning says how the other places differ."""
+        """The framework's objects in those places whose parameters are as tested. Warns of the other places, and says
+        how they differ."""
         version, objects, differences = self.version(), dict[Place, Any](), []
         for place, parameters in self.uses.items():
             theirs = REPLACED[place][0] if place in REPLACED else looked_up(place)
@@ -73,7 +74,8 @@ class Framework:
         return len(self.tested_objects()) == len(self.uses)
 
     def require(self, fits: bool, name: str) -> None:
-        """RuntimeError unless ``fits``: class ``name`` builds on the framework's own, whose names are not as tested."""
+        """Raises RuntimeError unless ``fits``: class ``name`` cannot subclass the framework's class, whose names are
+        not as tested."""
         if not fits:
             raise RuntimeError(
                 f"{name} is not there for {self.package} {self.version()}, as the warning at its import says; leave it "
@@ -81,7 +83,7 @@ class Framework:
             )
 
     def replace(self, ours: Callable[[Place, Any], Any]) -> None:
-        """Puts ``ours(place, theirs)`` in each place that is as tested."""
+        """Replaces the object ``theirs`` of each place that is as tested by ``ours(place, theirs)``."""
         for place, theirs in self.tested_objects().items():
             REPLACED[place] = theirs, ours(place, theirs)
             self.assign(place, REPLACED[place][1])
@@ -135,10 +137,10 @@ def differs(theirs: Any, tested: str) -> str:
 
 
 def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> Any:
-    """``compute(*args)`` where ``module(*args)`` would run its forward: between the module's hooks.
+    """Calls ``module(*args)`` with ``compute(*args)`` in place of its forward, and returns the result.
 
-    Hooks are what gathers a sharded weight before its use (FSDP, Megatron's overlapped parameter gather) and frees it
-    again, and makes both known to autograd.
+    The module's hooks run before and after it: they gather a sharded weight before its use and free it afterwards
+    (FSDP, Megatron's overlapped parameter gather), in backward too.
     """
     instance_forward = vars(module).get("forward")
     module.forward = compute
@@ -151,7 +153,8 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
 
 
 def check_named(options: Mapping[str, Any], names: Collection[str], note: str = "") -> None:
-    """Checks options by keyword: TypeError for a name that is not among ``names``, and what a value's check raises."""
+    """Checks options by name. TypeError for a name that is not among ``names``; TypeError or ValueError for a wrong
+    value. ``note``: the end of the former's text."""
     for name, value in options.items():
         if name not in names:
             listing = ", ".join(sorted(names))

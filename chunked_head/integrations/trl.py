@@ -49,7 +49,7 @@ STEP: ContextVar[tuple[Any, Any] | None] = ContextVar("step", default=None)  # S
 
 
 class ForeseenLoss(NamedTuple):
-    """A loss [] whose gradients exist, and its derivatives by the tokens' log-probabilities [N]."""
+    """A loss [] whose gradients are made already, and its derivatives [N] by the tokens' log-probabilities."""
 
     loss: Tensor
     slopes: Tensor
@@ -57,7 +57,7 @@ class ForeseenLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class LogProbSeam:
-    """Stands for TRL's ``ChunkedLogProbFunction``."""
+    """The object that replaces TRL's autograd function ``ChunkedLogProbFunction``."""
 
     options: Execution  # of each call
     returned: int = len(OUTPUTS)  # TRL 1.14's, which takes no ``outputs``, returns the first two
@@ -120,7 +120,7 @@ class LogProbSeam:
 
 @dataclass(frozen=True)
 class DivergenceSeam:
-    """Stands for TRL's ``ChunkedDivergenceFunction``."""
+    """The object that replaces TRL's autograd function ``ChunkedDivergenceFunction``."""
 
     options: Execution  # of each call
 

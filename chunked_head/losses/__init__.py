@@ -1,5 +1,5 @@
-"""The losses: functions that return sums of losses, to be added, subtracted and multiplied by numbers. docs/losses.md
-says what other libraries have under these names, and where they differ."""
+"""The losses: functions that return ``Losses``, which can be added, subtracted and multiplied by numbers.
+docs/losses.md compares each with the loss of the same name in other libraries."""
 
 from ..core.checks import answer_names
 from .base import FIELDS, Field, Losses, Summand, Teacher

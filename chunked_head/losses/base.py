@@ -29,13 +29,13 @@ class Field(NamedTuple):
     """Kind and type of a field of ``batch``.
 
     ``token``: indexed like the target and moved with it by ``shift``; ``row``: indexed like the hidden states;
-    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used as it is; ``kept``: the sets of
-    ids that tokens' softmaxes are over, which the call reads and no loss does.
+    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used as it is; ``kept``: sets of ids
+    that tokens' softmaxes are over, which losses do not read.
     """
 
     kind: Kind
     type: Literal["float", "int", "bool"] = "float"
-    trailing: int = 0  # number of dimensions behind those of the kind
+    trailing: int = 0  # number of dimensions after those of the kind: 1 for ``teacher_ids`` [tokens, K]
 
 
 FIELDS: dict[str, Field] = {
@@ -77,16 +77,16 @@ class Teacher(NamedTuple):
     temperature: float | None = None  # None: the loss's temperature
     logit_scale: float = 1.0
     softcap: float | None = None
-    beta: float | None = None  # of the Jensen-Shannon divergence; None for losses that have none
+    beta: float | None = None  # weight of ``q`` in the Jensen-Shannon divergence; None for other losses
 
 
 class SummandOptions(TypedDict, total=False):
-    """Options of every loss; None: that of the call.
+    """Options of every loss. Where one is None, the call's argument holds.
 
-    ``temperature`` divides the logits that the loss sees. ``token_weights``, a tensor of target's shape or the name of
-    a token field of ``batch``, multiply each token's value and are no part of the denominator. ``normalizer``, a
-    number, a 0-d tensor or the name of a constant field, is the denominator for ``reduction="mean"``. ``name`` is the
-    key in ``out.parts``.
+    ``temperature`` divides the logits that the loss reads. ``token_weights`` multiply each token's value and do not
+    enter the denominator: a tensor of target's shape, or the name of a token field of ``batch``. ``normalizer`` is the
+    denominator for ``reduction="mean"``: a number, a 0-d tensor, or the name of a constant field. ``name`` is the key
+    in ``out.parts``.
     """
 
     temperature: float | None
@@ -104,7 +104,7 @@ LIBRARY = __name__.partition(".")[0] + "."
 
 
 def is_library(function: Any) -> bool:
-    """True for a module-level function of the library. It lives as long as the process."""
+    """True for a function that this library defines at module level, and that hence is never freed."""
     plain = type(function) is FunctionType and "<" not in function.__qualname__
     return plain and str(function.__globals__.get("__name__")).startswith(LIBRARY)
 
@@ -113,9 +113,9 @@ def is_library(function: Any) -> bool:
 class Measure:
     """A loss or a metric of a call: ``function(stats, batch, **options, **tensors)`` gives values, one per unit."""
 
-    kind: str  # the name of its factory
+    kind: str  # name of the function that made it, such as "grpo"
     function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)  # all but their floats decide what is compiled
+    options: Mapping[str, Any] = field(default_factory=dict)  # compiled code depends on all of them but floats
     needs: frozenset[str] = frozenset()
     fields: Collection[str] = ()  # a tuple
     optional_fields: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Measure:
     reads_target: bool = True
     temperature: float | None = None
     name: str | None = None
-    # sums over the vocabulary, by the names of their statistics
+    # sums over the vocabulary, by the name of the statistic
     sums: Mapping[str, Sum] = field(default_factory=dict, kw_only=True)
 
     label: str = field(init=False, repr=False)  # the user's name, else the kind
@@ -151,33 +151,34 @@ class Measure:
 
     @functools.cached_property
     def key_and_numbers(self) -> tuple[Hashable, tuple[float, ...]]:
-        """A key of the function and its options without floats, and the floats; None and () for a user's function.
-        Code is compiled for the key and takes the floats as arguments."""
+        """Returns a key of the function and its options without floats, and the floats. Code is compiled for the key
+        and takes the floats as arguments. For a user's function: None and ()."""
         numbers: list[float] = []
         options = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
         return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
 
     @functools.cached_property
     def builtin(self) -> bool:
-        """True for the library's own functions, which read their arguments only. A user's may read other things:
-        nothing that outlives a call depends on it."""
+        """True for a function of the library, which reads its arguments only. A user's function may read anything else,
+        so no cache that outlives a call depends on its results."""
         return self.key_and_numbers[0] is not None
 
     def with_numbers(self, numbers: Iterator[Any]) -> Self:
-        """The measure with its options' floats replaced by the next of ``numbers``, floats or tensors []."""
+        """The measure with the floats of its options replaced, in order, by the next of ``numbers``: floats or tensors
+        []."""
         return replace(self, options={name: join_numbers(v, numbers) for name, v in self.options.items()})
 
     @functools.cached_property
     def settings(self) -> tuple:
-        """The floats of the options, of the temperature, the teacher and the sums: ``signature`` leaves them out."""
+        """The floats in options, temperature, teacher and sums, which ``signature`` leaves out."""
         _, numbers = self.key_and_numbers
         teacher, sums = getattr(self, "teacher", None), [vocab_sum.numbers for vocab_sum in self.sums.values()]
         return numbers, self.temperature, teacher, *sums
 
     @property
     def reads(self) -> tuple:
-        """Name, fields, statistics, scope and the type of the temperature: a key of what the measure reads in a
-        call."""
+        """A key of what the measure reads in a call: name, fields, statistics, scope, and the type of the
+        temperature."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
         sums = tuple([(name, vocab_sum.function) for name, vocab_sum in self.sums.items()])
         return self.name or self.kind, fields, self.needs, sums, self.scope, self.reads_target, type(self.temperature)
@@ -188,14 +189,14 @@ class Measure:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Summand(Measure):
-    """One loss; its values are unreduced."""
+    """One loss of a sum of losses. Its function returns unreduced values."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # [vocab] each: inputs of compiled code
-    separable: bool = True  # of scope "segment": values depend on one segment's or pair's tokens only
+    separable: bool = True  # for scope "segment": each value depends on the tokens of one segment or pair only
     teacher: Teacher | None = None
-    # (batch, **tensors) -> what each token adds to the default denominator (None: 1)
+    # (batch, **tensors) -> [n] numbers that sum up to the default denominator; None: each token counts 1
     counted: Callable[..., Tensor] | None = None
-    of_columns: bool = False  # reads logits of the token's ``teacher_ids`` only, up to a constant of the token
+    of_columns: bool = False  # reads logits of the token's ``teacher_ids`` only, and no lse: a common constant is free
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
@@ -237,7 +238,7 @@ class Losses:
         return Losses(self.terms + as_losses(addend, "a summand").terms)
 
     def times(self, factor: float | Tensor) -> "Losses":
-        """``self * factor``. Inside of ``torch.compile`` it takes a tensor, for which ``*`` raises there."""
+        """``self * factor``. Inside of ``torch.compile``, where ``*`` with a tensor raises, it takes a tensor too."""
         if isinstance(factor, Tensor):
             shared.check_factor("the coefficient of a loss", factor)
         else:
@@ -278,12 +279,13 @@ def text_of(value: Any) -> str:
     return f"{value:.6g}" if type(value) is float else getattr(value, "__name__", repr(value))
 
 
-# makes a loss of a plain function; ``user.py`` appends ``custom``, since it imports this file
+# the function that makes a loss of a plain function: ``user.py``, which imports this file, appends ``custom``
 TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []
 
 
 def as_losses(loss: Any, argument: str = "loss") -> Losses:
-    """A sum of losses as it is, or of a plain function by ``custom(function, scope="token")``."""
+    """``loss`` itself if it is a ``Losses``; a plain function as ``custom(function, scope="token")``. TypeError for
+    anything else."""
     if isinstance(loss, Losses):
         return loss
     if getattr(loss, "__module__", "").startswith(PACKAGE):
@@ -304,8 +306,8 @@ FACTORY_RESULTS: Cache[tuple, Any] = Cache(256)
 
 
 def once(factory: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wraps a factory of losses or metrics: equal numbers, flags and strings give the same object, checked once.
-    With any other argument, such as a tensor, each call makes a new object."""
+    """Wraps a function that makes losses or metrics. Calls with equal numbers, flags and strings return the same
+    object, checked once. With any other argument, such as a tensor, each call makes a new object."""
 
     def noted(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
         result: Result = factory(*args, **options)
@@ -333,8 +335,8 @@ def make(
     needs: Iterable[str] = (),
     **traits: Any,
 ) -> Losses:
-    """A sum of one loss. ``summand_options``: the user's ``SummandOptions``. ``traits``: further fields of ``Summand``.
-    TypeError or ValueError, naming the loss, for options that do not fit."""
+    """``Losses`` of one summand. ``summand_options``: the user's ``SummandOptions``. ``traits``: further fields of
+    ``Summand``. TypeError or ValueError, naming the loss, for wrong options."""
     shared.refuse_unknown("losses", kind, summand_options, SUMMAND)
     summand = Summand(kind, function, options or {}, frozenset(needs), **traits, **summand_options)
     where = f"losses.{kind}"
@@ -357,8 +359,9 @@ def make(
 
 
 def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
-    """A key of plain values or tuples of them; None for others. Every float is replaced by its type and appended to
-    ``numbers``; strings, flags, None and counts, which decide the code, stay with their types."""
+    """A key of ``values``: plain values or tuples of them; None if there are others. Each float is appended to
+    ``numbers``, and the key has its type instead. Strings, flags, None and ints, which choose the code, are in the key
+    with their types."""
     key: list[Any] = [type(values)]
     for value in values:
         kind = type(value)

@@ -1,6 +1,6 @@
-"""Distillation from a dense teacher, or from one with K known log-probabilities per token.
+"""Distillation from a dense teacher, or from a teacher of which K log-probabilities per token are known.
 
-Throughout, ``p`` is the student's distribution and ``q`` the teacher's, which takes no gradient.
+In all docstrings ``p`` is the student's distribution, and ``q`` the teacher's, which takes no gradient.
 """
 
 import math
@@ -22,9 +22,10 @@ NOTHING: Mapping[str, Sum] = MappingProxyType({})
 class TeacherOptions(SummandOptions, total=False):
     """Options that every loss with a dense teacher takes.
 
-    The teacher's logits are ``teacher_softcap * tanh(teacher_logit_scale * y / teacher_softcap) / T``, the capping
-    where asked for. ``temperature`` is the student's and the teacher's; ``teacher_temperature`` is the teacher's alone.
-    ``t_squared`` multiplies value and gradient by ``temperature ** 2`` (Hinton et al., 1503.02531).
+    The teacher's logits are ``teacher_softcap * tanh(teacher_logit_scale * y / teacher_softcap) / T``; without
+    ``teacher_softcap`` they are ``teacher_logit_scale * y / T``. ``temperature`` is that of student and teacher;
+    ``teacher_temperature`` is that of the teacher alone. ``t_squared`` multiplies value and gradient by
+    ``temperature ** 2`` (Hinton et al., 1503.02531).
     """
 
     teacher_temperature: float | None
@@ -37,13 +38,14 @@ class TeacherOptions(SummandOptions, total=False):
 def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     """``(q * (q / p).log()).sum(-1)``: KL(q || p) to a dense teacher.
 
-    ``form="cross_entropy"`` leaves out the teacher's entropy, ``-(q * p.log()).sum(-1)``: the same gradient.
+    ``form="cross_entropy"`` is ``-(q * p.log()).sum(-1)``: it lacks the teacher's entropy and has the same gradient.
 
-    Fields, for this and the other dense losses: either ``teacher_logits`` [..., V_t], or ``teacher_hidden``
-    [..., H_t] with ``teacher_weight`` [V_t, H_t] and perhaps ``teacher_bias`` [V_t]. They are indexed like the hidden
-    states. The target is read for its ``ignore_index`` alone and may be None. Where the vocabularies differ in size, by
-    less than 1024 as padding does, both distributions are over the ids that they share, the first ``min(V, V_t)``. A
-    teacher may have any number more than the call's ``vocab_size``. ``teacher``: ``TeacherOptions``.
+    Fields, for this and the other losses of a dense teacher: either ``teacher_logits`` [..., V_t], or
+    ``teacher_hidden`` [..., H_t] with ``teacher_weight`` [V_t, H_t] and perhaps ``teacher_bias`` [V_t]. Logits and
+    hidden states are indexed like the student's hidden states. The target may be None; only its ``ignore_index`` is
+    read. The sizes of both vocabularies may differ by up to 1023, the padding of a head: then both distributions are
+    over the first ``min(V, V_t)`` ids. With ``vocab_size`` given, the teacher may have any number of ids above it.
+    ``teacher``: ``TeacherOptions``.
     """
     choice("losses.forward_kl", "form", form, ("kl", "cross_entropy"))
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
@@ -53,8 +55,8 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
 def reverse_kl(**teacher: Any) -> Losses:
     """``(p * (p / q).log()).sum(-1)``: KL(p || q) to a dense teacher; fields and options as ``forward_kl``.
 
-    Where the teacher excludes an id (a logit of -inf) that the student does not, the divergence is infinite; its
-    ``log q`` is taken to be -1e4 there, so that value and gradient are large but finite. ``jsd`` is bounded.
+    Where the teacher excludes an id that the student does not (a logit of -inf), the divergence is infinite. ``log q``
+    is taken to be -1e4 there, so that value and gradient are large but finite. ``jsd`` is bounded.
     """
     return dense("reverse_kl", ("reverse_kl",), teacher)
 
@@ -64,7 +66,7 @@ def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
     """``(beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)`` with ``m = beta * q + (1 - beta) * p``:
     ``beta * KL(q || m) + (1 - beta) * KL(p || m)`` to a dense teacher (GKD, 2306.13649).
 
-    ``beta`` 0 is ``forward_kl`` and 1 ``reverse_kl``, cases of their own: the formula tends to 0 at both ends. Fields
+    ``beta=0`` is ``forward_kl`` and ``beta=1`` is ``reverse_kl``, although the formula tends to 0 at both ends. Fields
     and other options as ``forward_kl``.
     """
     beta = number("losses.jsd", "beta", beta, 0.0, 1.0)
@@ -82,12 +84,12 @@ def tvd(**teacher: Any) -> Losses:
 
 @once
 def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any) -> Losses:
-    """``-a.log()`` with ``a = torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token of the
-    drafter ``p`` that is trained (Samarin et al., 2602.23881; ``speculators``). Fields and other options as
+    """``-a.log()`` with ``a = torch.min(p, q).sum(-1)``: ``a`` is the probability that a verifier ``q`` accepts a token
+    of the trained drafter ``p`` (Samarin et al., 2602.23881; ``speculators``). Fields and other options as
     ``forward_kl``.
 
-    ``form="log"``: ``-log(max(a, least))``, whose gradient is that of ``tvd`` over ``a``: 0 below ``least``.
-    ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd`` with ``w = exp(-eta * a)``, which takes no gradient.
+    ``form="log"``: ``-log(max(a, least))``. Its gradient is that of ``tvd`` divided by ``a``, and 0 for ``a`` below
+    ``least``. ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd``, with ``w = exp(-eta * a)`` without gradient.
     """
     choice("losses.lk", "form", form, ("log", "hybrid"))
     eta, least = number("losses.lk", "eta", eta, 0.0), number("losses.lk", "least", least, 0.0, 1.0, open_=True)
@@ -119,8 +121,8 @@ def dense(
     options: dict[str, Any] | None = None,
     sums: Mapping[str, Sum] = NOTHING,
 ) -> Losses:
-    """A loss of a dense teacher: ``function`` of these statistics, by default their sum. ``teacher_options``:
-    ``TeacherOptions``. ``sums``: sums over the vocabulary, by the names of statistics that are not the library's."""
+    """A loss of a dense teacher: ``function`` of ``statistics``, by default their sum. ``teacher_options``: the user's
+    ``TeacherOptions``. ``sums``: the sums over the vocabulary that define further statistics, by name."""
     refuse_unknown("losses", kind, teacher_options, TeacherOptions.__annotations__)
     where, summand = f"losses.{kind}", dict(teacher_options)
     temperature, softcap = summand.pop("teacher_temperature", None), summand.pop("teacher_softcap", None)
@@ -139,9 +141,9 @@ def dense(
     )  # fmt: skip
 
 
-# a teacher's log-probability up to this is padding: collators use -1e9, -inf or the dtype's minimum
+# largest log-probability of a teacher that is padding: collators pad with -1e9, -inf or the dtype's minimum
 PADDING = -1e6
-NONE = -1e30  # log-probability of entries that do not count: finite, its exp 0 at any temperature
+NONE = -1e30  # log-probability of entries that do not count: finite, and its exp is 0 at any temperature
 
 
 @once
@@ -157,27 +159,29 @@ def topk_kl(
 ) -> Losses:
     """``(t * (t / s).log()).sum(-1) + rest_t * (rest_t / rest_s).log()`` with ``s`` and ``t`` [..., K] the student's
     and the teacher's probabilities of ``teacher_ids``, ``rest_s = 1 - s.sum(-1)`` and ``rest_t = 1 - t.sum(-1)``: a
-    divergence from a teacher of whom K log-probabilities a token are known.
+    divergence from a teacher of which K log-probabilities per token are known.
 
-    Fields: ``teacher_ids``, ``teacher_logprobs`` [..., K], and ``teacher_mask`` if entries are missing; indexed like
-    the hidden states. The target may be None.
+    Fields: ``teacher_ids`` [..., K], ``teacher_logprobs`` [..., K], and ``teacher_mask`` [..., K] if entries are
+    missing. They are indexed like the hidden states. The target may be None.
 
     ``divergence`` is ``forward`` KL(t || s), ``reverse`` KL(s || t), ``jsd`` (``beta``: 0 is forward, 1 reverse) or
-    ``tvd``:
+    ``tvd``. ``normalize`` says over which outcomes:
 
-    - ``normalize="tail"``: over K + 1 outcomes, the last being any other id.
-    - ``normalize="vocab"``: of a teacher of whom other ids have probability 0. ``forward`` is below 0 where ``t`` sums
-      to less than 1; ``reverse`` leaves other ids out (they would be infinite); ``jsd`` and ``tvd`` count ``rest_s``.
-    - ``normalize="topk"``: both over the K ids alone; identically 0 for K = 1.
+    - ``tail``: over K + 1 outcomes, the last of which is any other id.
+    - ``vocab``: over the vocabulary, where the teacher's probability of other ids is 0. ``forward`` is below 0 where
+      ``t`` sums to less than 1; ``reverse`` leaves out other ids, whose terms are infinite; ``jsd`` and ``tvd`` count
+      ``rest_s``.
+    - ``topk``: over the K ids, with ``s`` and ``t`` normalised over them; the value is 0 for K = 1.
 
-    ``teacher_renormalize`` divides ``t`` by its sum first: by default for ``topk`` only. The log-probabilities are
-    taken to have been made at the loss's temperature. With ``teacher_temperature=T`` they are those of temperature 1,
-    and ``t ** (1 / T)`` is normalised anew: over K where the teacher is renormalised, for ``tail`` else over K and the
-    rest as one outcome. ``temperature`` is the student's; ``t_squared`` as in ``forward_kl``.
+    ``teacher_renormalize`` divides ``t`` by its sum first; by default it does for ``topk`` only. The teacher's
+    log-probabilities are those at the loss's temperature. With ``teacher_temperature=T`` they are those at temperature
+    1, and ``t ** (1 / T)`` is normalised: with ``teacher_renormalize`` over the K ids; else, for ``tail``, over the
+    K + 1 outcomes. ``temperature`` is the student's; ``t_squared`` as in ``forward_kl``.
 
-    An entry counts where ``teacher_mask`` says so and its log-probability is above -1e6 (-inf and -1e9 are padding);
-    its id may be anything otherwise. An id that counts twice counts once, with the larger of its log-probabilities. A
-    token without entries has value 0. Rests are at least the dtype's epsilon under a logarithm.
+    An entry counts where ``teacher_mask`` is true and its log-probability is above -1e6 (-inf and -1e9 are padding).
+    The id of an entry that does not count may be any number. Entries of equal ids count once, with the largest of their
+    log-probabilities. A token without entries has value 0. The logarithm of a rest is that of the dtype's epsilon at
+    least.
     """
     options = topk_options("losses.topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
     options["factor"] = squared("losses.topk_kl", summand.get("temperature"), t_squared)
@@ -224,7 +228,7 @@ def topk_options(
     return {
         "divergence": divergence,
         "normalize": normalize,
-        "beta": beta if divergence == "jsd" else 0.5,  # the others do not read it; one value, one compiled kernel
+        "beta": beta if divergence == "jsd" else 0.5,  # unread by the others; an equal value shares the kernel
         "teacher_renormalize": renormalize,
         "teacher_temperature": temperature,
     }
@@ -242,15 +246,15 @@ def squared(where: str, temperature: Any, t_squared: bool) -> float:
 def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:
     student = stats.topk_logprobs
     teacher = batch["teacher_logprobs"].to(student.dtype)
-    counts = batch.get("teacher_entries")  # found once for all tokens, where the call could
+    counts = batch.get("teacher_entries")  # made once for all tokens of a call
     if counts is None:
         counts = entries(teacher, batch["teacher_ids"], batch.get("teacher_mask"))
     return topk_divergence(student, teacher, counts, **options) * factor
 
 
 def entries(teacher: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Mask [..., K] of the teacher's entries that count: no padding, and of equal ids the likeliest."""
-    counts = ~(teacher <= PADDING)  # nan counts: an error should show
+    """Mask [..., K] of the teacher's entries that count: those that are no padding, and of equal ids the likeliest."""
+    counts = ~(teacher <= PADDING)  # an entry of nan counts, so that the error shows in the loss
     if mask is not None:
         counts = counts & mask
     if ids is None:
@@ -262,8 +266,8 @@ def entries(teacher: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
 
 
 def check_teacher(argument: str, teacher: Tensor, counts: Tensor, is_normalized: bool) -> None:
-    """Raises for a teacher's numbers that are no log-probabilities; read on a CPU alone, where that is free.
-    ``is_normalized``: a loss takes them as they are, so that a token's probabilities add up to at most 1."""
+    """Raises ValueError where a teacher's numbers are no log-probabilities. Tensors on a GPU are not checked, since the
+    host would wait. ``is_normalized``: the sum of a token's probabilities, too, must be at most 1."""
     if not counts.any():
         return
     check_logprobs(argument, teacher[counts], MOST_ROUNDED if is_normalized else INFINITY)
@@ -276,16 +280,16 @@ def check_teacher(argument: str, teacher: Tensor, counts: Tensor, is_normalized:
 
 
 def topk_divergence(
-    student: Tensor,  # [..., K]: log-probabilities, or for "topk" anything that differs from them by a constant
+    student: Tensor,  # [..., K]: log-probabilities; for "topk" plus any constant per token
     teacher: Tensor,  # [..., K]: log-probabilities
-    counts: Tensor,  # [..., K] bool: which entries count; no id counts twice
+    counts: Tensor,  # [..., K] bool: true where an entry counts; entries that count have different ids
     divergence: str,
     normalize: str,
     beta: float,
     teacher_renormalize: bool,
     teacher_temperature: float,
 ) -> Tensor:
-    """``topk_kl`` of gathered log-probabilities [...]."""
+    """Values [...] of ``topk_kl`` from gathered log-probabilities."""
     has_entries = counts.any(-1)
     s = torch.where(counts, student, NONE)
     t = torch.where(counts, teacher.detach(), NONE)
@@ -304,19 +308,19 @@ def topk_divergence(
     value = divergence_of(t.exp(), t, s, bounded, divergence, beta, counts)
     if normalize == "tail":
         p_left_out, log_p_left_out = remainder_of(bounded)
-        # renormalised probabilities add up to 1: what they leave would be a rounding error
+        # probabilities that are renormalised add up to 1, and 1 minus their sum would be a rounding error
         q_left_out, log_q_left_out = remainder_of(torch.zeros_like(t[..., :1]) if teacher_renormalize else t)
         outside = q_left_out, log_q_left_out, log_p_left_out, log_p_left_out
         value = value + divergence_of(*outside, divergence, beta, None, p_left_out)
     elif normalize == "vocab" and divergence == "tvd":
         value = value + 0.5 * remainder_of(bounded)[0]
     elif normalize == "vocab" and divergence == "jsd":
-        value = value - (1 - beta) * math.log(1 - beta) * remainder_of(bounded)[0]  # there m = (1 - beta) * p
+        value = value - (1 - beta) * math.log(1 - beta) * remainder_of(bounded)[0]  # for other ids m = (1 - beta) * p
     return torch.where(has_entries, value, 0.0)
 
 
 def remainder_of(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """1 minus the sum of probabilities [...], and its logarithm, finite where nothing is left."""
+    """Returns 1 minus the sum of probabilities [...], and its logarithm, which is finite where the former is 0."""
     remainder = (-torch.expm1(log_probabilities.logsumexp(-1))).clamp(min=0.0)
     return remainder, remainder.clamp(min=torch.finfo(remainder.dtype).eps).log()
 

@@ -1,4 +1,4 @@
-"""Losses of the target and of the logits alone: cross-entropy, focal, z-loss, entropy."""
+"""Losses that read the logits and at most the target: cross-entropy, focal, z-loss, entropy."""
 
 from typing import Any
 
@@ -18,13 +18,14 @@ def cross_entropy(
     entropy_scaling: float | None = None,
     **summand: Any,
 ) -> Losses:
-    """``-logprob``; with smoothing e and class weights c, as ``torch.nn.functional.cross_entropy``:
+    """``-logprob``; with label smoothing e and class weights c, as ``torch.nn.functional.cross_entropy`` has them:
     ``-(1 - e) * c[y] * logprob - e / V * (c * p.log()).sum(-1)``.
 
-    ``class_weights`` [V], floating point. With them the default denominator is the sum of the targets' weights over the
-    tokens that count, as PyTorch; ``normalizer`` and z-loss know nothing of them.
-    ``token_scaling`` multiplies a token's whole value by its detached probability (DFT), ``entropy_scaling`` a by
-    ``H^a``, H the detached entropy in nats (EAFT); the denominator stays the count. ``summand``: ``SummandOptions``.
+    ``class_weights`` [V], floating point. With them the default denominator is, as in PyTorch, the sum of the targets'
+    weights over the tokens that count. They do not change a ``normalizer`` or the z-loss.
+    ``token_scaling`` multiplies a token's value by the detached probability of its target (DFT). ``entropy_scaling`` a
+    multiplies it by ``H^a``, H the detached entropy in nats (EAFT). Neither changes the denominator. ``summand``:
+    ``SummandOptions``.
     """
     where = "losses.cross_entropy"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
@@ -73,7 +74,7 @@ def _cross_entropy(
 def focal(gamma: float = 2.0, **summand: Any) -> Losses:
     """``-(1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
 
-    The paper's alpha is a coefficient, or ``token_weights=alpha[target]``. ``summand``: ``SummandOptions``.
+    The paper's alpha is a factor of the loss, or ``token_weights=alpha[target]``. ``summand``: ``SummandOptions``.
     """
     return make("focal", _focal, summand, {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3) or None})
 
@@ -82,17 +83,17 @@ def _focal(stats: Stats, batch: Batch, gamma: float | None) -> Tensor:
     if gamma is None:
         return -stats.logprob
     wrong_probability = -torch.expm1(stats.logprob)
-    # a power below 1 has an infinite slope at 0, where the loss has none
+    # for gamma below 1 the power has an infinite slope at 0, where the loss's slope is 0
     certain = wrong_probability <= 0
     return torch.where(certain, 0.0, torch.where(certain, 1.0, wrong_probability) ** gamma) * -stats.logprob
 
 
 @once
 def poly1(epsilon: float = 1.0, **summand: Any) -> Losses:
-    """``-logprob + epsilon * (1 - logprob.exp())``: cross-entropy with another weight of its first power of 1 - p
-    (Leng et al., arXiv 2204.12511).
+    """``-logprob + epsilon * (1 - logprob.exp())``: in the series of cross-entropy in powers of 1 - p, the first power
+    has weight 1 + epsilon (Leng et al., arXiv 2204.12511).
 
-    ``epsilon`` is -1 at least, at which that power has no part. ``summand``: ``SummandOptions``.
+    ``epsilon`` is at least -1. ``summand``: ``SummandOptions``.
     """
     return make("poly1", _poly1, summand, {"epsilon": number("losses.poly1", "epsilon", epsilon, -1.0, 1e3)})
 
@@ -106,7 +107,7 @@ def unlikelihood(**summand: Any) -> Losses:
     """``-torch.log(1 - logprob.exp())``: takes probability from tokens that should not have been said
     (Welleck, arXiv 1908.04319).
 
-    Which tokens, ``token_weights`` say. The probability is taken to be at most 1 - 1e-6, without gradient beyond.
+    ``token_weights`` select these tokens. The probability is clamped to at most 1 - 1e-6, without gradient above.
     ``summand``: ``SummandOptions``.
     """
     return make("unlikelihood", _unlikelihood, summand)
@@ -114,7 +115,7 @@ def unlikelihood(**summand: Any) -> Losses:
 
 def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
     logprob = stats.logprob.clamp(max=-1e-6)
-    small = torch.log1p(-logprob.clamp(max=-0.5).exp())  # 1 - p would lose a small p, and p a large one
+    small = torch.log1p(-logprob.clamp(max=-0.5).exp())  # exact for small p; the other branch is for p near 1
     return -torch.where(logprob < -0.5, small, torch.log(-torch.expm1(logprob)))
 
 
@@ -122,7 +123,8 @@ def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
 def z_loss(**summand: Any) -> Losses:
     """``lse ** 2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 
-    Of the logits at the loss's temperature, scaled and capped. Needs no target. ``summand``: ``SummandOptions``.
+    ``lse`` is that of the scaled and capped logits, divided by the loss's temperature. The target may be None.
+    ``summand``: ``SummandOptions``.
     """
     return make("z_loss", _z_loss, summand, reads_target=False)
 
@@ -136,7 +138,7 @@ def entropy(**summand: Any) -> Losses:
     """``-(p * p.log()).sum(-1)`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a
     penalty.
 
-    Of the softmax at the loss's temperature. Needs no target. ``summand``: ``SummandOptions``.
+    ``p`` is the softmax at the loss's temperature. The target may be None. ``summand``: ``SummandOptions``.
     """
     return make("entropy", _entropy, summand, needs=("entropy",), reads_target=False)
 

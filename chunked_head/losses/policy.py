@@ -1,8 +1,8 @@
 """Losses of policy gradients: functions of the target's log-probability, advantages and older log-probabilities.
 
-``r = exp(logprob - old_logprobs)`` throughout, ``A`` the advantages, signs those of a loss to be minimised. Entropy
+In all docstrings ``r = exp(logprob - old_logprobs)``, and ``A`` are the advantages. Losses are to be minimised. Entropy
 bonus and KL to a reference are summands of their own. Normalisers (GRPO, Dr. GRPO, DAPO ...): ``chunked_head.weights``.
-Here are per-token losses, and what they share with those of segments (``policy_segments``).
+This file has losses per token, and functions that losses per segment (``policy_segments``) use as well.
 """
 
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from .batch import Batch, Stats, clamped, gate, kl_estimate
 class PolicyOptions(SummandOptions, total=False):
     """Options that every policy loss but ``kl_to_reference`` takes.
 
-    ``rollout``: weights against the mismatch of rollout engine and trainer, ``v = exp(old_logprobs -
-    rollout_logprobs)``, detached factors of the loss's values (of no other summand); without ``old_logprobs`` the
-    detached ``logprob`` stands for them. "truncate" clamps v to [rollout_min, rollout_max], "mask" takes 0 for a v
-    outside; a token so masked stays in every count and denominator. A token whose weight is 0 has value 0 whatever its
-    ratio is. None, the default: no weights.
-    ``rollout_level``: "token" (default), or "segment" for one v per segment, of the sum of its log-ratios; tokens of
-    segment -1 then have v = 1. For losses per segment, "token" takes the mean of the tokens' weights.
-    ``rollout_max``: by default 2 to truncate and 3 to mask. ``rollout_min``: None, the default, is 0.
+    ``rollout``: weights against the mismatch of rollout engine and trainer. The detached factor
+    ``v = exp(old_logprobs - rollout_logprobs)`` multiplies this loss's values (and no other summand's); without
+    ``old_logprobs``, the detached ``logprob`` stands in their place. "truncate" clamps v to [rollout_min, rollout_max];
+    "mask" sets v outside of it to 0, and the token still counts in every denominator. A token of weight 0 has value 0
+    whatever its ratio is. None, the default: no weights.
+    ``rollout_level``: "token" (default); or "segment", one v per segment from the sum of its log-ratios, and v = 1 for
+    tokens of segment -1. Losses per segment at level "token" take the mean of the segment's weights.
+    ``rollout_max``: by default 2 for "truncate" and 3 for "mask". ``rollout_min``: by default 0 (None).
     """
 
     rollout: str | None
@@ -45,7 +45,7 @@ class Rollout(NamedTuple):
 
 @once
 def reinforce(**policy: Any) -> Losses:
-    """``-A * logprob``: REINFORCE, and what every clipped loss is on policy.
+    """``-A * logprob``: REINFORCE. On policy (r = 1), every clipped loss has its gradient.
 
     Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs. ``policy``:
     ``PolicyOptions``.
@@ -55,7 +55,7 @@ def reinforce(**policy: Any) -> Losses:
 
 def _reinforce(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
     advantages = weighted(batch["advantages"], stats, batch, rollout)
-    # a log-probability of -inf must not meet an advantage of 0
+    # an advantage of 0 gives 0, even where the log-probability is -inf
     return -advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
@@ -71,12 +71,12 @@ def grpo(
     """``-torch.min(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)``: the clipped surrogate of PPO and GRPO.
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1 with the gradient of the ratio).
-    At a bound the gradient still flows; ``clip_low`` is at most 1, which clips nothing.
+    A ratio exactly at a bound keeps its gradient. ``clip_low`` is at most 1; 1 clips nothing.
     ``delta``: two-sided clip: r becomes ``min(r, delta)`` in the unclipped branch.
-    ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A``. Equal to ``delta = c`` where c >= 1 + clip_high; one
-    of the two can be given.
-    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient outside; None: not. GRPO, Dr.
-    GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``. ``policy``: ``PolicyOptions``.
+    ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A``. It equals ``delta = c`` for c >= 1 + clip_high; only
+    one of the two can be given.
+    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient outside; None: no clamp. GRPO,
+    Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``. ``policy``: ``PolicyOptions``.
     """
     clip = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
     if delta is not None and dual_clip is not None:
@@ -100,8 +100,8 @@ def cispo(
     """``-r.clamp(max=1 + clip_high).detach() * A * logprob``: the clipped ratio is a detached factor, so that no token
     loses its gradient (MiniMax-M1, arXiv 2506.13585).
 
-    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). No lower bound unless ``clip_low`` is set,
-    1 - clip_low. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
+    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``clip_low``: the ratio is at least
+    1 - clip_low; None: no lower bound. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
     """
     high = 1.0 + bound("losses.cispo", "clip_high", clip_high)
     low = None if clip_low is None else 1.0 - number("losses.cispo", "clip_low", clip_low, 0.0, 1.0)
@@ -138,13 +138,13 @@ def _sapo(
 ) -> Tensor:
     advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    # above temperatures of 1e-30 the gate is flat long before exp(80); a larger square would overflow in its gradient
+    # for tau above 1e-30 the gate is flat long before r = exp(80); its gradient would overflow with a larger r
     ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80.0).exp()
     positive, negative = (gate(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
     return -advantages * torch.where(advantages > 0, positive, negative)
 
 
-# ---- what they share
+# ---- functions that policy losses share
 
 
 def checked_clip(where: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def checked_clip(where: str, clip_low: float, clip_high: float, delta: float | N
     low, high = 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
     if delta is None:
         return {"low": low, "high": high, "ceiling": None}
-    # clip(r) caps what the min sees of A > 0 and stays a floor of what it sees of A < 0
+    # of the two ceilings, delta and the clip's, the surrogate's min takes the lower for A > 0, the higher for A < 0
     delta = bound(where, "delta", delta, open_=True)
     return {"low": low, "high": min(delta, high), "ceiling": max(delta, high)}
 
@@ -172,10 +172,10 @@ def old_logprobs(stats: Stats, batch: Batch) -> Tensor:
 
 
 def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None) -> Tensor:
-    """The ratio r such that ``-A r`` is the clipped surrogate: at most ``high`` where A > 0, at least ``low`` and at
-    most ``ceiling`` where A < 0, 1 where A = 0; nan stays nan elsewhere.
+    """The ratio r [n] for which ``-A r`` is the clipped surrogate: at most ``high`` where A > 0; at least ``low`` and
+    at most ``ceiling`` where A < 0; 1 where A = 0. A nan stays nan, except where A = 0.
 
-    Bounds act before exp: the gradient of a clamp after it would multiply 0 by an infinite ratio.
+    The logarithm is clamped, not the ratio: the gradient of the latter's clamp would multiply 0 by an infinite ratio.
     """
     ratio = log_ratio.detach().exp()
     above = (advantages > 0) & (ratio > high)
@@ -190,7 +190,7 @@ def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
-    """Weights [n] of tokens against the mismatch of rollout engine and trainer, detached."""
+    """Weights [n] of tokens against the mismatch of rollout engine and trainer (``PolicyOptions``), detached."""
     log_ratio = old_logprobs(stats, batch) - batch["rollout_logprobs"]
     if rollout.level == "segment":
         log_ratio = batch.per_token(batch.segment_sum(log_ratio))
@@ -201,7 +201,7 @@ def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
 
 
 def weighted(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """Advantages [n] times rollout weights; where either is 0 the value is 0, whatever the ratio is."""
+    """Advantages [n] times rollout weights; 0 where either is 0, even if the other is infinite or nan."""
     return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
 
 
@@ -212,7 +212,7 @@ def make_policy(
     policy: dict[str, Any],
     unit: str | None = None,  # None: a loss of tokens that knows no segments
 ) -> Losses:
-    """A policy loss. ``policy``: the user's ``PolicyOptions``; those of rollout weights become the option
+    """A policy loss. ``policy``: the user's ``PolicyOptions``, of which those about rollout weights become one option,
     ``rollout``."""
     where, summand, rollout = f"losses.{kind}", dict(policy), None
     refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
@@ -233,7 +233,7 @@ def make_policy(
         options["ratio_clamp"] = checked_clamp(where, options["ratio_clamp"])
     segments = unit is not None or (rollout is not None and rollout.level == "segment")
     fields = ("advantages", *["segments"] * segments, *["rollout_logprobs"] * (rollout is not None))
-    # REINFORCE has no ratio: old log-probabilities are part of its rollout weights only
+    # REINFORCE has no ratio and reads old log-probabilities for its rollout weights only
     optional = () if kind == "reinforce" and rollout is None else ("old_logprobs",)
     return make(
         kind, function, summand, {**options, "rollout": rollout}, fields=fields, optional_fields=optional,
@@ -259,14 +259,14 @@ def kl_to_reference(
     ``estimator``: "k3" is this, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``.
 
     Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens].
-    On samples of the policy, the gradient of k2 alone is that of the KL (k1's vanishes on average, k3's is that of
-    another divergence). "k1+", "abs+" and "k3+" have the value of the first and the gradient of k2.
-    ``bias_correction``: times r = exp(logprob - old_logprobs), with its gradient (DeepSeek-V3.2); r is 1 with its
-    gradient where old_logprobs are missing. With ``level="segment"`` r is that of the token's segment, of the mean of
-    its log-ratios.
-    ``log_ratio_clamp`` c: d is clamped to [-c, c]; ``kl_clamp`` c: the value, before the correction. No gradient where
-    a clamp acts, but ``kl_clamp`` leaves the gradient of a "+". ``ratio_clamp``: of log r, see ``grpo``.
-    ``summand``: ``SummandOptions``; rollout weights don't apply to it.
+    On samples of the policy, only k2 has the KL's gradient: k1's is 0 on average, and k3's is that of another
+    divergence. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and the gradient of k2.
+    ``bias_correction`` multiplies by r = exp(logprob - old_logprobs), which takes a gradient (DeepSeek-V3.2); without
+    old_logprobs r is 1 and has that gradient too. With ``level="segment"`` r is exp of the mean log-ratio over the
+    token's segment.
+    ``log_ratio_clamp`` c clamps d to [-c, c]. ``kl_clamp`` c clamps the value to [-c, c] before ``bias_correction``.
+    There is no gradient where a clamp acts, except that ``kl_clamp`` leaves the gradient of a "+". ``ratio_clamp``
+    clamps log r, see ``grpo``. ``summand``: ``SummandOptions``; rollout weights do not multiply this loss.
     """
     where = "losses.kl_to_reference"
     choice(where, "estimator", estimator, ESTIMATORS)
@@ -309,10 +309,10 @@ def estimated_kl(
     if kl_clamp is None:
         values = kl_estimate(d, estimator)
     else:
-        # outside of the clamp d has no part in the value: its slope may be infinite
+        # found without gradient: outside of the clamp the estimate's slope may be infinite
         value = kl_estimate(d.detach(), estimator)
         outside = ~(value.abs() <= kl_clamp) & ~d.isnan()
-        value = torch.where(value.isnan(), kl_clamp, value)  # the difference of two infinities
+        value = torch.where(value.isnan(), kl_clamp, value)  # nan is the difference of two infinities
         unclipped = kl_estimate(torch.where(outside, 0.0, d), estimator)
         values = torch.where(outside, clamped(value, kl_clamp), unclipped)
     if replaced:

@@ -26,10 +26,11 @@ def gspo(
     ``R = segment_mean(logprob - old_logprobs).exp()`` and ``A_s = segment_mean(A)`` (arXiv 2507.18071).
 
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``weighting``: "segment", one value per segment, their mean counting segments with a token that counts; "token", a
-    segment's value at each of its tokens. Tokens of segment -1 have value 0; by tokens they count.
-    ``level``: "segment"; or "token", GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` with each token's own
-    advantage, averaged over the segment by weighting "segment".
+    ``weighting``: "segment" has one value per segment, and the mean is over segments with a token that counts; "token"
+    has the segment's value at each of its tokens, and the mean is over tokens. Tokens of segment -1 have value 0, and
+    with "token" they count in the mean.
+    ``level``: "segment"; or "token", GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` (sg: without gradient) with
+    each token's own advantage, and for ``weighting="segment"`` the mean of these values over the segment.
     ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside.
     The paper clips at 3e-4 and 4e-4. ``policy``: ``PolicyOptions``.
     """
@@ -54,7 +55,7 @@ def _gspo(
     log_ratio = batch.segment_mean(token_log_ratio(stats, batch))
     if level == "token":
         advantages = torch.where(batch["segments"] >= 0, weighted(batch["advantages"], stats, batch, rollout), 0.0)
-        # R's value, each token's own gradient
+        # the value of log R, and each token's own gradient
         log_ratio = batch.per_token(log_ratio).detach() + (stats.logprob - stats.logprob.detach())
         values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip)
         return values if weighting == "token" else batch.segment_mean(values)
@@ -70,7 +71,7 @@ def _gspo(
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
     """``-A_s * segment_mean(clipped).exp()`` per segment, with ``A_s = segment_mean(A)`` and ``clipped =
     torch.where(per_token(A_s) > 0, r.log().clamp(max=clip_high), r.log().clamp(min=-clip_low))``: the geometric mean of
-    ratios, each clipped in log space on the side that its segment's advantage pushes to (arXiv 2507.20673).
+    ratios, each clipped from above for a positive advantage of its segment, else from below (arXiv 2507.20673).
 
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them the ratio is 1 with its
     gradient). ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
@@ -89,10 +90,10 @@ def _gmpo(
     advantages = _weighted_means(stats, batch, rollout)
     direction = batch.per_token(advantages)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    # a ratio at its bound keeps its gradient; that of torch.clamp is 1 there, and 0 from torch 2.14 on
+    # a ratio exactly at its bound keeps its gradient; torch.clamp's is 1 at a bound before torch 2.14, and 0 from it on
     upper = torch.where(log_ratio > clip_high, clip_high, log_ratio)
     lower = torch.where(log_ratio < -clip_low, -clip_low, log_ratio)
-    # an advantage of 0 has no direction and no gradient
+    # for an advantage of 0 the value is 0 without gradient
     log_ratio = torch.where(direction > 0, upper, torch.where(direction < 0, lower, 0.0))
     return -advantages * batch.segment_mean(log_ratio).exp()
 
@@ -109,7 +110,7 @@ def rloo(
     ``R = segment_sum(logprob - old_logprobs).exp()``, the ratio of complete answers, and ``A_s = segment_mean(A)``
     (arXiv 2402.14740, as TRL's trainer).
 
-    ``A_s`` is the caller's leave-one-out advantage.
+    ``advantages`` are leave-one-out advantages, which the caller computes.
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
     ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. ``policy``:
     ``PolicyOptions``.
@@ -125,7 +126,7 @@ def _rloo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollou
     return -advantages * clipped_ratio(log_ratio, advantages, **clip)
 
 
-LEAST_WEIGHT = 1e-8  # of a segment's ratio in VESPO, as TRL
+LEAST_WEIGHT = 1e-8  # least ratio w of a segment in VESPO, as in TRL
 
 
 @once
@@ -143,10 +144,9 @@ def vespo(
     2602.10693, as TRL).
 
     One value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. ``ratio_clamp`` c: a token's
-    log-ratio is clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` only, are
-    part of w: their logarithms, in the same range, are added to log w, and the value is not multiplied by them. Fields:
-    segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). ``policy``:
-    ``PolicyOptions``.
+    log-ratio is clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights (``rollout_level="token"`` only) do not
+    multiply the value: their logarithms are added to log w, with the same clamps. Fields: segments [tokens] int,
+    advantages [tokens], old_logprobs [tokens] (without them w = 1). ``policy``: ``PolicyOptions``.
     """
     if policy.get("rollout_level", "token") != "token":
         raise ValueError('rollout_level of losses.vespo must be "token": a segment\'s weight is a sum over its tokens')
@@ -182,12 +182,12 @@ def _vespo(
         k_neg * log_w - lambda_neg * log_w.expm1(),
     )
     is_weighted = (batch["segments"] >= 0) & (advantages != 0)
-    # phi alone may be beyond what fp32 holds where its product with the advantage is not
+    # phi alone may overflow fp32 where its product with the advantage does not
     root = (0.5 * log_phi).exp()
     return -torch.where(is_weighted, root * advantages * root, 0.0) * torch.where(is_weighted, stats.logprob, 0.0)
 
 
 def _weighted_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """Mean advantage of each segment [num_segments] times the mean of its tokens' rollout weights."""
+    """[num_segments] the mean advantage of each segment, times the mean of its tokens' rollout weights."""
     advantages = batch.segment_mean(batch["advantages"])
     return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))

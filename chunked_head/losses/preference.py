@@ -1,8 +1,8 @@
 """Losses of segments that are preferred or not: ORPO, KTO, DPO and its variants, SimPO, CPO.
 
-A segment's score is the sum or the mean over its counted tokens of ``logprob - ref_logprobs``, subtracted token by
-token: the difference of two long sums would lose what the loss is about. A segment without a counted token has score 0.
-``pair_weights`` [P] of a batch, constants, multiply the values of pairs (``weights.wpo``).
+A segment's score is the sum, or the mean, of ``logprob - ref_logprobs`` over its tokens that count; 0 without such a
+token. The subtraction is per token, since the difference of two long sums would round away the score. The constant
+field ``pair_weights`` [P] of a batch multiplies the values of pairs (``weights.wpo``).
 """
 
 import math
@@ -32,8 +32,8 @@ def orpo(beta: float = 0.1, **summand: Any) -> Losses:
 
 def _orpo(stats: Stats, batch: Batch, beta: float) -> Tensor:
     a = batch.segment_mean(stats.logprob)
-    # a probability that rounds to 1 counts as the nearest number below: odds and gradient stay finite, and still push
-    # a rejected segment down
+    # a probability that rounds to 1 is replaced by the next smaller number: odds and gradient stay finite, and the
+    # gradient still lowers a rejected segment's probability
     eps = torch.finfo(a.dtype).eps
     a = torch.where(a > -eps, a - (a + eps).detach(), a)
     # log1p(-exp(a)) would be more exact far below 0, by less than the rounding of a itself
@@ -55,12 +55,13 @@ def kto(
     torch.sigmoid(beta * (u - kl)))`` per segment, with ``u = segment_sum(logprob - ref_logprobs)``: KTO (arXiv
     2402.01306).
 
-    ``u`` is a mean with ``average``, ``desirable`` the field ``segment_labels``, ``kl`` the constant field
-    ``kl_baseline`` (0-d, [1], or one per segment), taken without gradient and at least 0; absent, it is 0.
+    ``average`` makes ``u`` the mean over tokens. ``desirable`` is the field ``segment_labels``. ``kl`` is the constant
+    field ``kl_baseline`` (0-d, [1], or one per segment), without gradient and clamped to at least 0; it is 0 where the
+    field is missing.
 
     Fields: ``segments``, ``segment_labels`` [num_segments] (true: desirable), ``ref_logprobs`` unless
-    ``reference_free``; ``kl_baseline`` if there is one. One value per segment; the weights are no part of the
-    denominator, which is the number of segments with a counted token.
+    ``reference_free``; ``kl_baseline`` is optional. One value per segment. The denominator is the number of segments
+    with a token that counts, without the weights.
     """
     where = "losses.kto"
     options = {
@@ -94,17 +95,17 @@ def _kto(
 
 
 def scores(stats: Stats, batch: Batch, reference: bool) -> Tensor:
-    """Terms [n] of which a segment's score is the sum or the mean, one for each token."""
+    """[n] each token's term of its segment's score: ``logprob``, with ``reference`` minus ``ref_logprobs``."""
     return stats.logprob - batch["ref_logprobs"] if reference else stats.logprob
 
 
 def total(values: Tensor, batch: Batch, average: bool) -> Tensor:
-    """Sum or mean [num_segments] over each segment's tokens."""
+    """[num_segments] the sum, with ``average`` the mean, of ``values`` [n] over each segment's tokens that count."""
     return batch.segment_mean(values) if average else batch.segment_sum(values)
 
 
 def of_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The chosen and the rejected segments' ``values``, each [P]."""
+    """Returns ``values`` [num_segments] of the chosen segments, and of the rejected ones, each [P]."""
     pairs = batch["pairs"]
     return values[pairs[:, 0]], values[pairs[:, 1]]
 
@@ -126,7 +127,7 @@ OF_MARGINS = (
     "exo_pair",
     "discopop",
 )  # variants that take a divergence
-MOST_EXPONENT = 80.0  # its exponential does not overflow fp32
+MOST_EXPONENT = 80.0  # exp of it does not overflow fp32
 
 
 @once
@@ -147,19 +148,19 @@ def dpo(
     ref_logprobs)``: direct preference optimisation (arXiv 2305.18290) and, by ``variant``, its relatives (names and
     defaults as TRL's ``loss_type``). docs/losses.md has the formula of each.
 
-    With ``label_smoothing`` eps it is ``-(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)`` of the difference d:
-    cDPO; ``exo_pair`` needs eps > 0 (its paper advises 1e-3), ``robust`` eps < 0.5.
-    ``divergence`` (f-DPO, 2309.16240): "reverse_kl", "forward_kl", "js", or "alpha" with ``divergence_alpha``, 1 for
-    reverse KL. It goes with the variants that read the difference of scores only. Exponents are at most 80 (40 for
-    ``ipo``, which squares), without gradient beyond.
+    With ``label_smoothing`` eps the value is ``-(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)`` (cDPO), where d
+    is the argument of ``logsigmoid`` above. ``exo_pair`` needs eps > 0 (its paper advises 1e-3), ``robust`` eps < 0.5.
+    ``divergence`` (f-DPO, 2309.16240): "reverse_kl", "forward_kl", "js", or "alpha" with ``divergence_alpha`` (1 is the
+    reverse KL). It goes with variants that read nothing but the difference of scores. Exponents are clamped to at most
+    80 (40 for ``ipo``, which squares), without gradient above.
 
-    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411): tokens of a pair's longer segment that stand behind the shorter one's
-    length weigh so much; a segment of several pairs is as long as its shortest. Not with ``TokenParallel``.
+    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411) is the weight of those tokens of a pair's longer segment that lie past
+    the shorter one's length; for a segment of several pairs, past the shortest one's. Not with ``TokenParallel``.
 
     Fields: ``segments``, ``pairs`` [P, 2] of (chosen, rejected) segment ids, and ``ref_logprobs`` unless
-    ``reference_free``. One value per pair; the mean is over pairs. ``average`` scores segments by their mean instead
-    of their sum; by default ``ipo`` and ``sigmoid_norm`` do. ``batch["pair_weights"]`` [P], if it is there, multiplies
-    the values (not those of ``aot``); it is no part of the denominator.
+    ``reference_free``. One value per pair; the mean is over pairs. ``average`` makes the score a mean over tokens;
+    None: it does for ``ipo`` and ``sigmoid_norm``. The optional field ``pair_weights`` [P] multiplies the values (not
+    those of ``aot`` and ``aot_unpaired``) and does not change the denominator.
     """
     where = "losses.dpo"
     choice(where, "variant", variant, DPO_VARIANTS)
@@ -189,9 +190,9 @@ def simpo(
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]) - gamma)`` per pair, with ``score =
     segment_mean(logprob)``: SimPO (arXiv 2405.14734).
 
-    ``alpha`` other than 0 is AlphaPO (2501.03884): ``(1 - exp(-alpha * u)) / alpha`` in the place of a score u, the
-    exponents at most 80. ``label_smoothing`` as in ``dpo``. Fields: ``segments``, ``pairs``; no reference. The chosen
-    segments' NLL is added as ``cpo`` says. The paper's code has ``gamma / beta`` for gamma.
+    ``alpha`` other than 0 is AlphaPO (2501.03884): it replaces a score u by ``(1 - exp(-alpha * u)) / alpha``, with
+    exponents of at most 80. ``label_smoothing`` as in ``dpo``. Fields: ``segments``, ``pairs``; no reference. ``cpo``
+    says how to add the chosen segments' NLL. The paper's code takes ``gamma / beta`` as its argument.
     """
     further_options = {
         "margin": number("losses.simpo", "gamma", gamma),
@@ -213,14 +214,14 @@ def cpo(
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob)``:
     contrastive preference optimisation (arXiv 2401.08417), ``dpo`` without a reference, the pair term alone.
 
-    ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. Scores are sums except for ``ipo``'s; ``alpha`` as in
-    ``simpo``, for ``ipo`` with exponents of at most 40, of sums (TRL) or, with ``average``, of means as in AlphaPO's
-    paper. Fields: ``segments``, ``pairs``.
+    ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. ``average`` makes the score a mean over tokens; None:
+    it does for ``ipo``. ``alpha`` as in ``simpo``, on sums (TRL) or with ``average`` on means (AlphaPO's paper); for
+    ``ipo`` exponents are at most 40. Fields: ``segments``, ``pairs``.
 
-    The paper adds the chosen segments' negative log-likelihood, which is a summand of its own: with
-    ``batch["nll_mask"]`` true on the tokens it is of,
-    ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``. The normalizer makes
-    it the mean over those tokens; without one it is divided by all tokens that count.
+    The paper adds the chosen segments' negative log-likelihood, a summand of its own:
+    ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``, where
+    ``batch["nll_mask"]`` is true on the chosen segments' tokens. The normalizer makes it the mean over these tokens;
+    without it the sum is divided by the number of all tokens that count.
     """
     choice("losses.cpo", "variant", variant, CPO_VARIANTS)
     power = -number("losses.cpo", "alpha", alpha)
@@ -237,7 +238,7 @@ def paired(
     summand: dict[str, Any],
     **further_options: Any,
 ) -> Losses:
-    """A loss of the two scores of a pair. ``further_options``: checked options of ``unweighted``."""
+    """A loss of pairs of scores. ``further_options``: options of ``unweighted``, already checked."""
     where = f"losses.{kind}"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
     context = f"for variant {variant!r}, got {smoothing}"
@@ -257,7 +258,7 @@ def paired(
     }
     fields = ("segments", "pairs", *["ref_logprobs"] * reference)
     separable = variant not in SORTED
-    # pairs that are compared with all others have no weight of their own
+    # in variants that compare a pair with all others, pairs have no weights
     weighted = ("pair_weights",) if separable else ()
     return make(
         kind, _paired, summand, options, fields=fields, optional_fields=weighted, scope="segment", unit="pair",
@@ -289,7 +290,7 @@ def unweighted(
         values = scores(stats, batch, reference)
         if ld_alpha is not None:
             values = torch.where(beyond_shorter(batch), values * ld_alpha, values)
-        most = MOST_EXPONENT / 2 if variant == "ipo" else MOST_EXPONENT  # IPO squares them
+        most = MOST_EXPONENT / 2 if variant == "ipo" else MOST_EXPONENT  # IPO squares exponentials
         u, v = of_pairs(bent(total(values, batch, average), power, most), batch)
     d = beta * (u - v) - margin
     if variant in ("sigmoid", "sigmoid_norm", *SORTED):
@@ -319,17 +320,18 @@ def unweighted(
 
 
 def bent(scores: Tensor, power: float | None, most: float) -> Tensor:
-    """``(exp(power * x) - 1) / power`` of scores x; x for a power of 0, and ``log 2 + logsigmoid(x)`` for None."""
+    """``(exp(power * x) - 1) / power`` of scores x, with exponents of at most ``most``; x for a power of 0, and
+    ``log 2 + logsigmoid(x)`` for None."""
     if power is None:
         return math.log(2.0) + F.logsigmoid(scores)
-    # near 0 it is x, whose gradient would be lost to the division
+    # for a power near 0 the value is x, and the division would lose the gradient
     if abs(power) < 1e-6:
         return scores
     return torch.expm1((power * scores).clamp(max=most)) / power
 
 
 def beyond_shorter(batch: Batch) -> Tensor:
-    """Mask [n] of tokens at or past the length of the segment that is paired with theirs."""
+    """Mask [n] of tokens past the length of the shortest segment that is paired with theirs."""
     count = batch.segment_count()
     chosen, rejected = batch["pairs"].unbind(1)
     paired = (chosen >= 0) & (rejected >= 0)
@@ -340,8 +342,8 @@ def beyond_shorter(batch: Batch) -> Tensor:
 
 
 def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, differ: bool) -> tuple[Tensor, Tensor]:
-    """Two numbers for each pair, [pairs] each; both are sorted over pairs and matched by rank. With ``differ`` the
-    policy's difference of scores and the reference's, else the chosen and the rejected score."""
+    """Returns two vectors [pairs], each sorted by itself: the chosen and the rejected scores; or with ``differ`` the
+    policy's and the reference's differences of chosen and rejected scores."""
     counted = of_pairs(batch.segment_count() > 0, batch)
     counts = counted[0] & counted[1] & (batch["pairs"] >= 0).all(1)
     if differ:
@@ -351,7 +353,7 @@ def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, di
         first, second = chosen - rejected, of_chosen - of_rejected
     else:
         first, second = of_pairs(total(scores(stats, batch, reference), batch, average), batch)
-    # pairs that do not count come last in both orders
+    # pairs that do not count are sorted to the end of both vectors
     first_order = torch.where(counts, first.detach(), torch.inf).sort(stable=True).indices
     second_order = torch.where(counts, second.detach(), torch.inf).sort(stable=True).indices
     return first, second[torch.empty_like(second_order).scatter_(0, first_order, second_order)]

@@ -1,7 +1,7 @@
-"""Sums over the vocabulary of a user's own function: of the student's softmax p, and of a dense teacher's q.
+"""Sums over the vocabulary of a user's function of the student's log-probabilities, and of a dense teacher's.
 
-The function is traced once, with its slope by autograd, into a graph of elementwise operations and their source in
-Triton. The graph holds no tensor and nothing that the function closes over but plain numbers, which are part of it.
+The function and its slope (by autograd) are traced once into a graph of elementwise operations, and written as Triton
+source. Plain numbers that the function closes over are constants of the graph, which holds no tensor.
 """
 
 import functools
@@ -25,11 +25,11 @@ from .base import Losses, make
 from .batch import Batch, Stats
 from .distillation import dense
 
-# f(log_p) or f(log_p, log_q); where there are options, their mapping is the last argument
+# f(log_p), f(log_p, log_q), f(log_p, options) or f(log_p, log_q, options)
 Elementwise = Callable[..., Tensor]
-FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # by code, and the plain values that it reads
+FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # by ``key_of`` the function
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
-LENGTHS = (5, 7)  # of the vocabulary that is traced
+LENGTHS = (5, 7)  # sizes of the vocabulary at which a function is traced; both graphs must be equal
 DEEPEST = 6
 
 
@@ -83,7 +83,7 @@ def key_of(value: Any, depth: int = 0) -> Hashable:
 
 
 def is_torchs(value: Any) -> bool:
-    """True for modules, functions and types of torch, math and Python itself, which do not change."""
+    """True for modules, functions and types of torch, math and Python itself, which are constant."""
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | type):
         return False  # a method of some object
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
@@ -94,7 +94,7 @@ class SumWriter(Writer):
     """The Triton source of a trace: a function that returns a column's term and the term's slope."""
 
     shape = "log_p.shape"
-    # as exact as p itself, in two thirds of the registers
+    # operations by exp2 and log2: as exact as p itself, in two thirds of the registers
     overrides: ClassVar = {
         "exp": "tl.exp2({0} * log2_e)", "log": "tl.log2({0}) * ln_2", "logaddexp": "log_of_sum({0}, {1})",
         "div": "{0} / {1}", "reciprocal": "1.0 / {0}",
@@ -115,7 +115,8 @@ class SumWriter(Writer):
 
 
 def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: bool) -> SumFunction:
-    """The traced function, in PyTorch and in Triton. ValueError says why a function cannot be traced."""
+    """The traced function, in PyTorch and as Triton source. ValueError, with the reason, for a function that cannot be
+    traced."""
 
     def terms(inputs: list[Tensor]) -> list[Tensor]:
         log_p = inputs[0].detach().requires_grad_()
@@ -156,12 +157,12 @@ def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: 
 
 
 class InBlocks:
-    """A trace in PyTorch, for blocks of any shape and dtype. Both logarithms are at least -1e4, so that a probability
-    of 0 times its logarithm is 0; a slope that is nan at a probability of 0 is 0 as well."""
+    """Runs a traced function in PyTorch, on blocks of any shape and dtype. Logarithms are clamped to at least -1e4, so
+    that ``p * log_p`` is 0 for p = 0. A slope that is nan at p = 0 is replaced by 0."""
 
     def __init__(self, graph: fx.Graph):
         self.graph, read = graph, set[fx.Node]()
-        # nodes that are read for the last time by each node: their memory is freed then
+        # for each node the nodes whose last reader it is: their memory is freed after it
         self.last_uses: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(graph.nodes):
             self.last_uses[node] = [unused for unused in node.all_input_nodes if unused not in read]
@@ -207,14 +208,14 @@ def divergence(function: Elementwise, options: Mapping[str, float] | None = None
 
         loss = losses.divergence(alpha_divergence, {"alpha": 0.3}, temperature=2.0)
 
-    ``function(log_p, log_q)``, or ``function(log_p, log_q, options)`` where there are any, returns a number for each
-    id, of elementwise operations of torch. It is traced once, with its slope by autograd, into a kernel that
-    ``options`` are arguments of: a schedule of their values compiles nothing. Plain numbers that it closes over are
-    part of it, and others make another kernel. What cannot be traced raises here: sums over ids, other tensors,
-    branches on values.
+    ``function(log_p, log_q)``, or with options ``function(log_p, log_q, options)``, returns a number for each id by
+    elementwise operations of torch. The function and its slope (by autograd) are traced once into a kernel. ``options``
+    are arguments of the kernel, so that new values compile nothing; plain numbers that the function closes over are
+    constants of the kernel. ValueError for a function that cannot be traced: one that sums over ids, reads other
+    tensors or branches on values.
 
-    Both logarithms are at least -1e4, so that a probability of 0 times its logarithm is 0, and values are finite where
-    one of the two excludes an id. ``teacher``: ``TeacherOptions``; fields as ``forward_kl``.
+    Logarithms are clamped to at least -1e4, so that a probability of 0 times its logarithm is 0, and values are finite
+    where student or teacher excludes an id. ``teacher``: ``TeacherOptions``; fields as ``forward_kl``.
     """
     vocab_sum = sum_of("losses.divergence", function, options, True)
     return dense("divergence", ("divergence",), teacher, sums={"divergence": vocab_sum})
@@ -226,8 +227,8 @@ def vocabulary_sum(function: Elementwise, options: Mapping[str, float] | None = 
 
         loss = losses.vocabulary_sum(lambda log_p: (2 * log_p).exp())  # sum of p squared, 1 less Tsallis' entropy
 
-    ``function(log_p)``, or ``function(log_p, options)``, and ``options`` as in ``divergence``. The target is read for
-    its ``ignore_index`` alone and may be None. Functions of such sums, as Renyi's entropy, are losses of
+    ``function(log_p)``, or ``function(log_p, options)``, and ``options`` are as in ``divergence``. The target may be
+    None; only its ``ignore_index`` is read. For a function of such sums, as Renyi's entropy is, see
     ``losses.custom(..., sums=...)``. ``summand``: ``SummandOptions``.
     """
     vocab_sum = sum_of("losses.vocabulary_sum", function, options, False)
@@ -240,7 +241,8 @@ def _vocabulary_sum(stats: Stats, batch: Batch) -> Tensor:
 
 
 def named_sums(where: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, Sum]:
-    """Sums over the vocabulary by the names of their statistics, from functions or pairs of a function and options."""
+    """Sums over the vocabulary by the names of their statistics. ``sums``: for each name a function, or a pair
+    ``(function, options)``. TypeError or ValueError for others."""
     if sums is not None and not isinstance(sums, Mapping):
         raise TypeError(f"sums of {where} must be a mapping of names to functions, got {sums!r}")
     sums_by_name = {}

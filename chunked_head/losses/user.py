@@ -30,34 +30,35 @@ def custom(
     sums: Mapping[str, Any] | None = None,
     **summand: Any,
 ) -> Losses:
-    """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
+    """A loss from ``function(stats, batch) -> values``, which returns one unreduced value per ``unit``.
 
         def unlikelihood(stats, batch):
             return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
 
         loss = losses.custom(unlikelihood, scope="token")
 
-    ``stats`` are those of ``chunked_head.losses.batch.Stats``, ``batch`` is a ``chunked_head.losses.batch.Batch``;
-    gradients are autograd's, to the statistics. Masks, weights, denominators and coefficients are applied to the
+    ``stats`` is a ``chunked_head.losses.batch.Stats``, ``batch`` a ``chunked_head.losses.batch.Batch``. Autograd
+    differentiates the values by the statistics. The library applies mask, weights, denominator and coefficient to the
     values. docs/losses.md says what the function may read, keep and change.
 
-    ``scope``: ``"token"`` where a token's value depends on nothing but its own statistics and fields, so that it may be
-    computed on any slice of the tokens; ``"segment"`` where it needs other tokens (``batch.segment_sum`` and the like):
-    then all statistics come first and logits are computed twice.
+    ``scope``: ``"token"`` if a token's value depends on its own statistics and fields only, so that values of any slice
+    of the tokens can be computed alone; ``"segment"`` if it depends on other tokens (``batch.segment_sum`` and others).
+    Then the statistics of all tokens are made first, and logits are computed twice.
 
-    The function runs here once, on some made-up tokens with every field: which statistics (``needs``) and fields it
-    reads is found out, and with ``scope="token"`` whether two unequal pieces of them have the same values and
-    gradients. ``fields={"my_weights": "token"}`` declares fields of your own (or a ``losses.Field``, where they are not
-    floating or have dimensions besides the kind's) and a dense teacher's tensors, ``needs`` a statistic that the
-    function reads in some calls only. Fields without which it runs too are optional. ``check=False`` leaves
-    all this out, takes ``needs`` and ``fields`` as they are given, and a target to be read.
+    The function runs once when the loss is made, on made-up tokens with every field. This shows which statistics
+    (``needs``) and ``fields`` it reads, and a field without which it runs as well is optional. With ``scope="token"``
+    it is checked that two unequal pieces of the tokens have the same values and gradients as all at once.
+    ``fields={"my_weights": "token"}`` declares fields of your own and a dense teacher's tensors; the value is a
+    ``losses.Field`` where the field is not floating or has further dimensions. ``needs`` adds statistics that the
+    function reads in some calls only. With ``check=False`` the function does not run here: ``needs`` and ``fields``
+    are complete as given, and the call must have a target.
 
-    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics: sums over the vocabulary of functions as
-    ``losses.vocabulary_sum`` takes them, or of ``log_p`` and ``log_q`` as ``losses.divergence`` does; a pair
-    ``(function, options)`` where a function has options.
+    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics: sums over the vocabulary of a function that
+    ``losses.vocabulary_sum`` or, of ``log_p`` and ``log_q``, ``losses.divergence`` would take. A value may be a pair
+    ``(function, options)``.
 
-    ``options`` and ``tensors`` are what the function gets as keyword arguments, ``teacher`` how it sees a dense
-    teacher; ``summand``: ``SummandOptions``.
+    ``options`` and ``tensors`` are keyword arguments of the function. ``teacher``: how a dense teacher's logits become
+    its distribution. ``summand``: ``SummandOptions``.
     """
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
@@ -81,7 +82,7 @@ def custom(
             "custom", function, options, sums=sums_by_name, unit=unit, scope=scope, name=name, tensors=tensors
         )
         read, required, optional = checked(where, question, extra)
-        # a branch that a field would choose may read what this one did not
+        # with an optional field the function may take another branch, which reads the target
         reads_target = "logprob" in read or "target" in required or bool(optional)
         statistics |= read
         required, optional = required - {"target"}, optional | set(declared)
@@ -90,7 +91,7 @@ def custom(
     if "weighted_sum" in statistics and "class_weights" not in tensors:
         raise ValueError(f'{where} reads stats.weighted_sum: pass the weights, tensors={{"class_weights": ...}}')
     if statistics & set(DENSE) or any(vocab_sum.function.is_paired for vocab_sum in sums_by_name.values()):
-        optional |= set(TEACHER_FIELDS)  # which of them, the call decides
+        optional |= set(TEACHER_FIELDS)  # each call has either the logits or the others
         teacher = teacher or Teacher()
         if "jsd" in statistics and teacher.beta is None:
             raise ValueError(
@@ -121,7 +122,7 @@ TAKERS.append(lambda function: custom(function, scope="token"))
 def declared_fields(
     where: str, fields: Mapping[str, Field | str] | Iterable[str] | None
 ) -> tuple[tuple[str, ...], dict[str, Field]]:
-    """Names of all fields given, and what those are that FIELDS does not know."""
+    """Returns the names of the declared fields, and the ``Field`` of each one that ``FIELDS`` lacks."""
     if isinstance(fields, str):
         raise TypeError(f"fields of {where} must be a mapping or several names, got {fields!r}")
     if not isinstance(fields, Mapping):

@@ -1,5 +1,5 @@
-"""Checks of a user's function on made-up tokens: which statistics and fields it reads, and whether its values are those
-that its scope and unit promise."""
+"""Checks of a user's function on made-up tokens: they show which statistics and fields it reads, and raise if its
+values do not fit its scope and unit."""
 
 import functools
 import itertools
@@ -20,17 +20,18 @@ from .batch import Batch, Stats
 
 Function = Callable[..., Tensor]
 Result = TypeVar("Result")
-Reads = tuple[set[str], set[str], set[str]]  # names of statistics, of required and of optional fields, and "target"
+Reads = tuple[set[str], set[str], set[str]]  # of statistics, required fields, optional ones
 
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, CodeType)
-MOST_CONTENTS, DEEPEST = 64, 6  # of a function's contents that are looked into
-MOST_ITEMS = 8  # of a list or dict, which may grow at every call
-RESULTS: Cache[Hashable, Any] = Cache(256)  # by contents of the function, and question
+MOST_CONTENTS, DEEPEST = 64, 6  # number of closure values and defaults that ``contents`` reads, and levels of nesting
+MOST_ITEMS = 8  # items of a list or dict that ``contents`` reads; a longer one may grow at every call
+RESULTS: Cache[Hashable, Any] = Cache(256)  # results of checks, by ``contents`` of the function and the check's key
 
 
 def contents(value: Any, depth: int = 0) -> Hashable:
-    """A key of a value, or of a function with closure and defaults: equal for the same code, types and plain values. A
-    float enters with its sign, a tensor with dtype, device and dimensions, other objects as themselves."""
+    """A key of a value, or of a function with its closure and defaults. Keys are equal for the same code, types and
+    plain values. Of a float the key has sign and finiteness; of a tensor dtype, device and number of dimensions; of
+    another object the object itself."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value
@@ -60,8 +61,8 @@ def contents(value: Any, depth: int = 0) -> Hashable:
         reference = weakref.ref(value)
         hash(reference)
         return reference
-    except TypeError:  # of what has no weak reference, or no hash
-        return object()  # equal to nothing
+    except TypeError:  # an object without weak references or hash
+        return object()  # a key that equals no other
 
 
 def device_of(key: Hashable) -> torch.device:
@@ -75,8 +76,8 @@ def device_of(key: Hashable) -> torch.device:
     return elsewhere[0] if elsewhere else torch.device("cuda" if not devices and torch.cuda.is_initialized() else "cpu")
 
 
-TOKENS, SEGMENTS, PAIRS, VOCAB, TRAILING = 24, 5, 3, 13, 4  # all different: a mix-up shows
-# lengths 7, 1, 4, 8 and an empty segment; two tokens of none; segments 0 and 2 lie interleaved
+TOKENS, SEGMENTS, PAIRS, VOCAB, TRAILING = 24, 5, 3, 13, 4  # all different, so that a wrong shape raises
+# segments of 7, 1, 4, 8 and 0 tokens; four tokens of no segment; segments 0 and 2 are interleaved
 SEGMENT_IDS = (0, 0, 2, 0, -1, 2, 0, 0, 2, 0, 0, 2, 1, -1, 3, 3, 3, 3, 3, -1, 3, 3, 3, -1)
 MASKED = (4, 13, 19)
 SHAPES = {"token": (TOKENS,), "row": (TOKENS,), "segment": (SEGMENTS,), "pair": (PAIRS,), "constant": ()}
@@ -84,13 +85,13 @@ LOSS_FIELD, METRIC_FIELD = "fields={'name': 'token'}", "extra_fields={'name': Fi
 WITHOUT_GRADIENT = (*WITHOUT_SLOPE, "teacher_entropy")
 WHOLE = slice(0, TOKENS)
 PIECES = (slice(0, 1), slice(1, TOKENS))
-OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so does the pair of them
+OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # tokens of two made-up ranks; segments 0 and 2 have tokens on both
 
 
 class Synthetic:
-    """Made-up statistics and fields as a call lays them out: 0 (ids -1) where a token does not count.
+    """Made-up statistics and fields of TOKENS tokens. As in a call they are 0 (ids -1) where a token does not count.
 
-    ``tensors``: copies of the loss's tensors. Their length is the size of the made-up vocabulary."""
+    ``tensors``: copies of the loss's tensors. The first one's length is the size of the made-up vocabulary."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field], sums: Iterable[str], device: torch.device
@@ -117,7 +118,7 @@ class Synthetic:
                 if kind.kind == "kept":
                     continue
                 drawn = randn((*SHAPES[kind.kind], *[TRAILING] * kind.trailing))
-                if name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):  # near, as ratios are
+                if name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):  # ratios are near 1
                     drawn = logprob + 0.3 * drawn
                 if kind.kind in ("token", "row"):
                     self.per_token.add(name)
@@ -139,9 +140,10 @@ class Synthetic:
 def result_once(
     measure: Measure, about: Hashable, extra: Mapping[str, Field], find: Callable[[Synthetic], Result]
 ) -> Result:
-    """Result of ``find`` on made-up tokens, computed once for functions and options of equal ``contents``.
+    """The result of ``find`` on made-up tokens, cached by ``about`` and ``contents`` of the function and its options.
 
-    Modes around the call (inference mode, no_grad, a default device) do not reach ``find``; random states stay."""
+    Modes around the call (inference mode, no_grad, a default device) do not reach ``find``, and the global random
+    states stay as they are."""
     tensors = measure.tensors if isinstance(measure, Summand) else {}
     key = contents((measure.function, measure.options, tensors))
 
@@ -157,18 +159,19 @@ def result_once(
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """True for values equal up to rounding, which is far less than one token adds to a mean over these few."""
+    """True for tensors that are equal up to rounding. One of TOKENS tokens changes a mean by far more."""
     finite = a[a.isfinite()].abs()
     atol = 1e-4 * float(finite.max()) if len(finite) else 0.0
     return torch.allclose(a, b, rtol=1e-4, atol=atol, equal_nan=True)
 
 
-# ---- a loss or a metric, when it is made
+# ---- checks when a loss or a metric is made
 
 
 def check_pieces(where: str, measure: Measure, sample: Synthetic) -> tuple[set[str], set[str]]:
-    """Names of the statistics and of the fields that a function reads. ValueError where it returns no value per unit
-    or, with scope "token", where values or gradients of two pieces differ from those of all tokens at once."""
+    """Returns the names of the statistics and of the fields that a function reads. ValueError if it does not return one
+    value per unit; or if, with scope "token", values or gradients of two pieces differ from those of all tokens at
+    once."""
     at_once, statistics, read = values_on_sample(where, measure, sample, WHOLE)
     pieces = [values_on_sample(where, measure, sample, piece)[0] for piece in PIECES if measure.scope == "token"]
     for quantity, values in at_once.items():
@@ -184,7 +187,7 @@ def check_pieces(where: str, measure: Measure, sample: Synthetic) -> tuple[set[s
 
 @breaks_graph
 def check_metric(metric: Measure) -> None:
-    """ValueError where a user's metric does not return what its scope and unit promise."""
+    """Raises ValueError if a user's metric fails ``check_pieces``."""
     where, question = f"metrics.Metric({metric.label!r})", ("metric", metric.scope, metric.unit)
     result_once(metric, question, metric.extra_fields, lambda sample: check_pieces(where, metric, sample))
 
@@ -224,7 +227,7 @@ def values_on_sample(
         del batch.target
     try:
         values = measure.values(stats, batch, sample.tensors)
-        if unknown := batch.read - sample.fields.keys() - {"target"}:  # by ``get`` or ``in``
+        if unknown := batch.read - sample.fields.keys() - {"target"}:  # reads by ``get`` or ``in``, which raise nothing
             raise KeyError(f"there is no field {min(unknown)!r}")
     except Exception as error:
         if unknown := batch.read - sample.fields.keys() - {"target"}:
@@ -258,20 +261,21 @@ def values_on_sample(
             "to be logged is a Metric"
         )
     total = values.sum()
-    if unit == "token":  # different weights: equal ones would hide a mean's share
+    if unit == "token":  # with equal weights, a mean over tokens would not show
         total = torch.where(sample.mask[piece], values * sample.upstream[piece], 0.0).sum()
-    with anomalies_at(None):  # made-up numbers may have a nan that the caller's have not
+    with anomalies_at(None):  # made-up numbers may give nan where the caller's do not
         gradients = torch.autograd.grad(total, list(sloped.values()), allow_unused=True, materialize_grads=True)
     gradients_by_name = {f"gradients to stats.{name}": grad for name, grad in zip(sloped, gradients, strict=True)}
     return {"values": values.detach()} | gradients_by_name, stats.read, batch.read
 
 
-# ---- a loss or a metric of segments, where ranks hold different tokens
+# ---- checks of losses and metrics of segments, where ranks hold different tokens
 
 
 class RankLocalSums:
     """Stand-in for ``RankSums`` on one of two made-up ranks. ``local_sums``: this rank's sums over segments, in the
-    order of the calls. ``sums``: sums over all tokens in that order, returned in their place where they are known."""
+    order in which the function asks for them. ``sums``: in the same order, sums over both ranks' tokens, which it
+    returns; None: it returns this rank's."""
 
     def __init__(self, sums: list[Tensor]):
         self.counts, self.sums, self.local_sums = dict[str, Tensor](), iter(sums), list[Tensor]()
@@ -284,7 +288,7 @@ class RankLocalSums:
 def check_over_ranks(
     measure: Measure, kind: str, field_names: frozenset[str], field_kinds: Mapping[str, Field]
 ) -> None:
-    """ValueError where a user's loss or metric has different values if two ranks share the made-up tokens."""
+    """Raises ValueError if the values of a user's loss or metric change when two ranks share the made-up tokens."""
     if measure.builtin or measure.scope != "segment":
         return
     question = "ranks", measure.unit, field_names
@@ -297,7 +301,7 @@ def check_over_ranks(
 
 
 def adds_up(measure: Measure, sample: Synthetic, field_names: frozenset[str]) -> bool:
-    """True where two ranks get the values of all tokens once their sums over segments are added up."""
+    """True where the values on two ranks, with sums over segments added over both, are those of all tokens at once."""
 
     def values_of(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         fields, of_rank = sample.fields_of(piece), RankLocalSums(sums)
@@ -309,7 +313,7 @@ def adds_up(measure: Measure, sample: Synthetic, field_names: frozenset[str]) ->
 
     try:
         at_once, sums = values_of(WHOLE, [])
-    except Exception:  # the function cannot run on made-up tokens, and its loss was made with check=False
+    except Exception:  # with ``check=False`` a function need not run on made-up tokens
         return True
     values, local_sums = zip(*(values_of(piece, sums) for piece in OF_RANKS), strict=True)
     if not all(len(values_of_rank) == len(sums) for values_of_rank in local_sums):

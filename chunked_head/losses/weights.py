@@ -1,8 +1,9 @@
 """Normalisers and token weights as arguments of a loss: ``losses.grpo(**weights.sequence_mean(mask))``.
 
-A loss is ``sum(m w l) / D``. Each function gives ``normalizer`` D and, where it differs from 1, ``token_weights`` w of
-the target's shape. What counts is global: with micro-batches and ranks, pass totals over all of them (one all-reduce of
-the data's own counts); then shares add up, whatever the split. Nothing here waits for the device.
+A loss is ``sum(m w l) / D``, m 1 where a token counts. Each function returns the options ``normalizer`` D and, unless
+it is 1, ``token_weights`` w of the target's shape. Totals are arguments: pass those over all micro-batches and ranks of
+a step (one all-reduce of counts), so that the losses of all micro-batches and ranks add up to the step's. The host
+never waits for the device.
 """
 
 from typing import Any
@@ -15,13 +16,13 @@ from ..core.private import is_traced
 
 
 def token_mean(total: float | Tensor) -> dict[str, Any]:
-    """``m / total``, ``total`` the tokens that count in the whole step: DAPO."""
+    """``m / total``, where ``total`` is the number of tokens that count in the whole step: DAPO."""
     return {"normalizer": _count("token_mean", "total", total)}
 
 
 def bnpo() -> dict[str, Any]:
-    """``m / sum(m)`` over the tokens of this very call, at least 1, a loss's default: it depends on how a step is cut
-    into micro-batches."""
+    """``m / sum(m)`` over the tokens of this call, a sum of at least 1: BNPO, and the default of a loss. The result
+    depends on how a step is divided into micro-batches."""
     return {}
 
 
@@ -33,13 +34,13 @@ def sequence_mean(
     empty: str = "counted",
     num_sequences: float | Tensor | None = None,
 ) -> dict[str, Any]:
-    """``m / (N_s D)``, ``N_s`` the tokens of the sequence that count: GRPO.
+    """``m / (N_s D)``, where ``N_s`` is the number of tokens that count in the token's sequence: GRPO.
 
-    ``mask`` bool: the tokens that count, of target's shape and indexed like it: those with a target, in
-    ``batch["mask"]`` and, with ``shift = k``, not the first k of a row, which nothing predicts. ``segments`` int of the
-    same shape with ids below ``num_segments``, -1 for none (weight 0); without them every row of the last dimension is
-    a sequence. ``D`` is ``num_sequences`` if given: the sequences of the whole step. Else those of this call: with
-    ``empty="counted"`` all, "excluded" leaves out those without a token that counts, counted on the device.
+    ``mask`` bool, of target's shape: true where a token counts, that is, where it has a target, ``batch["mask"]`` is
+    true and, with ``shift=k``, it is none of the first k of a row, which no hidden state predicts. ``segments`` int, of
+    the same shape: the token's sequence, an id below ``num_segments``, or -1 for none (weight 0). Without ``segments``
+    each row of the last dimension is a sequence. ``D`` is ``num_sequences``, the number of sequences of the whole step;
+    None: of this call. Of these, ``empty="excluded"`` leaves out sequences without a token that counts.
     """
     where = "weights.sequence_mean"
     choice(where, "empty", empty, ("counted", "excluded"))
@@ -74,12 +75,12 @@ def sequence_mean(
 
 
 def sequence_sum(num_sequences: float | Tensor) -> dict[str, Any]:
-    """``m / num_sequences``: every token weighs the same."""
+    """``m / num_sequences``: all tokens have equal weights, and a long sequence counts more."""
     return {"normalizer": _count("sequence_sum", "num_sequences", num_sequences)}
 
 
 def dr_grpo(num_sequences: float | Tensor, max_completion_length: int) -> dict[str, Any]:
-    """``m / (num_sequences * max_completion_length)``, empty sequences counted: Dr. GRPO (arXiv 2503.20783)."""
+    """``m / (num_sequences * max_completion_length)``, where empty sequences count too: Dr. GRPO (arXiv 2503.20783)."""
     _count("dr_grpo", "max_completion_length", max_completion_length)
     return {"normalizer": _count("dr_grpo", "num_sequences", num_sequences) * max_completion_length}
 
@@ -87,11 +88,12 @@ def dr_grpo(num_sequences: float | Tensor, max_completion_length: int) -> dict[s
 def wpo(
     logprobs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor, segments: Tensor, num_segments: int, pairs: Tensor
 ) -> Tensor:
-    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827): of both segments the exponential of the mean of
-    ``logprob - log sum_j p_j^2``, multiplied; 0 for pairs with an id below 0.
+    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827): the product of both segments' weights, each ``exp`` of
+    the segment's mean of ``logprob - log sum_j p_j^2``; 0 for pairs with an id below 0.
 
-    From ``linear_logprobs(..., log_sum_sq_probs=True)`` under ``torch.no_grad()``, all of target's shape; ``mask``
-    bool: the tokens that count. ``segments`` int with ids below ``num_segments``, -1 for none; ``pairs`` [P, 2].
+    ``logprobs`` and ``log_sum_sq_probs`` are those of ``linear_logprobs(..., log_sum_sq_probs=True)`` under
+    ``torch.no_grad()``. They have target's shape, as have ``mask`` bool, true where a token counts, and ``segments``
+    int, ids below ``num_segments`` or -1 for none. ``pairs`` [P, 2].
     """
     for name, value in (("logprobs", logprobs), ("log_sum_sq_probs", log_sum_sq_probs)):
         if value.shape != mask.shape or not value.is_floating_point():
@@ -109,8 +111,8 @@ def wpo(
 
 
 def _segment_sums(is_counted: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
-    """Sums [num_segments] of each of ``values`` over the tokens ``is_counted``, in float64: a GPU adds in any order,
-    which does not show in float32 results."""
+    """Sums [num_segments] of each of ``values`` over the tokens ``is_counted``. They add up in float64, so that the
+    order in which a GPU adds does not change float32 results."""
     # tokens of no segment go into an extra last one, which is dropped
     ids = torch.where(is_counted, segments, num_segments).flatten().long()
     zeros = torch.zeros(num_segments + 1, dtype=_wide(is_counted), device=is_counted.device)

@@ -1,4 +1,4 @@
-"""Metrics from the statistics that losses are made of: no softmax pass of their own, nothing read from the device."""
+"""Metrics. They read the statistics that losses read: no further softmax pass, and nothing read from the device."""
 
 from ..core.checks import answer_names
 from .functions import (

@@ -1,6 +1,5 @@
-"""Metrics from the statistics that losses are made of: no softmax pass of their own, nothing read from the device.
-
-A metric of your own is a ``Metric(...)``.
+"""The library's metrics. They read the statistics that losses read, so they need no softmax pass, and the host reads
+nothing from the device. ``Metric(...)`` makes one of your own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +32,8 @@ def make(
     needs: Iterable[str] = (),
     **metric_fields: Any,
 ) -> Metric:
-    """A metric whose default name says what of it is not the usual: ``name`` (the kind), ``suffix``, level and
-    reduction; ``common`` are ``MetricOptions``, ``metric_fields`` further fields of ``Metric``."""
+    """A metric. Its default name is ``name`` (None: ``kind``) and ``suffix``, with level and reduction appended where
+    they are not "token" and "mean". ``common``: ``MetricOptions``; ``metric_fields``: further fields of ``Metric``."""
     if common:
         refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
     if level != "token":
@@ -49,7 +48,7 @@ def make(
 
 @once
 def accuracy(**common: Any) -> Metric:
-    """``argmax == target``: share of tokens whose target has the largest logit, the first of them on ties.
+    """``argmax == target``: share of tokens whose target is the id of the largest logit; on ties, the first such id.
 
     ``common``, here and below: ``MetricOptions``.
     """
@@ -62,7 +61,7 @@ def _accuracy(stats: Any, batch: Any) -> Tensor:
 
 @once
 def perplexity(weighting: Literal["token", "segment"] = "token", **common: Any) -> Metric:
-    """``(-logprob).mean().exp()``; ``weighting="segment"``: the mean of the segments' own perplexities."""
+    """``(-logprob).mean().exp()``; with ``weighting="segment"`` the mean over segments of each one's perplexity."""
     if choice("metrics.perplexity", "weighting", weighting, ("token", "segment")) == "token":
         return make("perplexity", _negative_logprob, common, finish="perplexity")
     return make("perplexity", _segment_perplexity, common, level="segment")
@@ -84,7 +83,7 @@ def entropy(reduce: Reduce = "mean", **common: Any) -> Metric:
 
 @once
 def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """``x.logsumexp(-1)``, what z-loss squares."""
+    """``x.logsumexp(-1)``: the number whose square is the z-loss."""
     return _statistic("lse", "lse", reduce, common)
 
 
@@ -140,10 +139,11 @@ def ratio(
     ratio_clamp: float | None = 20.0,
     **common: Any,
 ) -> Metric:
-    """``(logprob - old_logprobs).exp()``, r, or to ``ref_logprobs``, ``rollout_logprobs``.
+    """``(logprob - old_logprobs).exp()``: the ratio r to the old policy, or by ``against`` to the policy of
+    ``ref_logprobs`` or ``rollout_logprobs``.
 
-    ``level="segment"``: GSPO's, ``exp`` of the mean log-ratio over a segment's tokens, one per segment. The log-ratio
-    is clamped to ``ratio_clamp`` before ``exp`` (None: not), as in the policy losses.
+    ``level="segment"``: GSPO's ratio, ``exp`` of the mean log-ratio over a segment's tokens; one value per segment.
+    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c], as in the policy losses; None: no clamp.
     """
     return make("ratio", _ratio, common, reduce=reduce, **_of_ratios("ratio", against, level, ratio_clamp))
 
@@ -159,7 +159,8 @@ def effective_sample_size(
 ) -> Metric:
     """``r.sum() ** 2 / (r ** 2).sum()`` over all tokens (or segments), between 1 and their number.
 
-    ``normalized``: divided by their number, so at most 1. ``.sum`` is ``(sum r, sum r^2)``.
+    ``normalized`` divides by the number of tokens (or segments), so that the value is at most 1. ``.sum`` is
+    ``(sum r, sum r^2)``. ``r``, ``against``, ``level`` and ``ratio_clamp`` as in ``ratio``.
     """
     kind = "effective_sample_size"
     flag(f"normalized of metrics.{kind}", normalized)
@@ -169,7 +170,7 @@ def effective_sample_size(
 
 
 def _of_ratios(kind: str, against: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
-    """Keywords that a metric of ratios is made with."""
+    """Keywords of ``make`` for a metric of ratios."""
     baseline = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
     options |= {"baseline": baseline, "level": level, "ratio_clamp": checked_clamp(f"metrics.{kind}", ratio_clamp)}
     return {"level": level, "options": options, "fields": (baseline,), "suffix": "" if against == "old" else against}
@@ -195,8 +196,8 @@ def kl_old(
 ) -> Metric:
     """``d.exp() - d - 1`` with ``d = logprob - old_logprobs``: KL(old || new), on tokens that the old policy sampled.
 
-    ``estimator``: "k3" is this, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``. ``d`` is clamped to
-    ``ratio_clamp``. ``level="segment"``: of the mean of ``d`` over the segment's tokens, GSPO's log-ratio.
+    ``estimator``: "k3" is this, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``. ``ratio_clamp`` c: ``d`` is
+    clamped to [-c, c]. ``level="segment"``: ``d`` is the mean over the segment's tokens, GSPO's log-ratio.
     """
     choice("metrics.kl_old", "estimator", estimator, ESTIMATORS)
     traits = _of_ratios("kl_old", "old", level, ratio_clamp, estimator=estimator)
@@ -221,8 +222,8 @@ def kl_reference(
 ) -> Metric:
     """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: KL(new || reference), on tokens that the policy sampled.
 
-    ``estimator`` as in ``kl_old``: what ``losses.kl_to_reference`` of the same options is the mean of.
-    ``bias_correction`` multiplies by the ratio to ``old_logprobs``, where tokens are the old policy's.
+    ``estimator`` as in ``kl_old``. The mean equals ``losses.kl_to_reference`` with the same options.
+    ``bias_correction`` multiplies by the ratio to ``old_logprobs``, for tokens that the old policy sampled.
     """
     where = "metrics.kl_reference"
     options = {
@@ -249,9 +250,10 @@ def clip_fraction(
 ) -> Metric:
     """``(r < 1 - clip_low) | (r > 1 + clip_high)``: share of tokens (or segments) whose ratio lies outside of the clip.
 
-    ``"unsigned"``: below or above, whatever the advantage. ``"low"``: below, with a negative advantage; ``"high"``:
-    above, with a positive one; ``"signed"``: either, which is where PPO's clip takes the gradient away. At a bound is
-    not clipped. ``level="segment"``: GSPO's ratio, and the mean of the segment's advantages.
+    ``side``: ``"unsigned"`` counts ratios below or above the bounds, whatever the advantage; ``"low"`` those below with
+    a negative advantage; ``"high"`` those above with a positive advantage; ``"signed"`` both of the latter, where PPO's
+    clip takes the gradient away. A ratio at a bound is not counted. ``level="segment"``: GSPO's ratio, and the mean
+    advantage of the segment.
     """
     where = "metrics.clip_fraction"
     choice(where, "side", side, ("unsigned", "signed", "low", "high"))
@@ -289,7 +291,7 @@ def _advantage(stats: Any, batch: Any) -> Tensor:
 @once
 def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has
-    sampled. ``q`` is the dense teacher of a loss of the call, at that loss's softmaxes."""
+    sampled. The call needs a loss with a dense teacher: ``p`` and ``q`` are student and teacher at its temperatures."""
     return _statistic("acceptance", "overlap", reduce, common)
 
 
@@ -297,16 +299,16 @@ def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
 def vocabulary_sum(
     function: Elementwise, options: Mapping[str, float] | None = None, reduce: Reduce = "mean", **common: Any
 ) -> Metric:
-    """``f(p.log()).sum(-1)`` with ``function`` f, which ``losses.vocabulary_sum`` describes with its ``options``: such
-    as the mass of ids above a threshold, ``lambda log_p: torch.where(log_p > -3, log_p.exp(), 0.0)``."""
+    """``f(p.log()).sum(-1)`` with ``function`` f; ``function`` and ``options`` are as in ``losses.vocabulary_sum``. An
+    example is the mass of ids above a threshold, ``lambda log_p: torch.where(log_p > -3, log_p.exp(), 0.0)``."""
     vocab_sum = sum_of("metrics.vocabulary_sum", function, options, False)
     return _statistic("vocabulary_sum", "vocabulary_sum", reduce, common, sums={"vocabulary_sum": vocab_sum})
 
 
 @once
 def agreement(**common: Any) -> Metric:
-    """``argmax == q.argmax(-1)``: share of tokens whose most probable id is the dense teacher's too, the first on ties.
-    ``q`` as in ``acceptance``."""
+    """``argmax == q.argmax(-1)``: share of tokens whose most probable id is that of the dense teacher ``q``; on ties,
+    the first such id. ``q`` as in ``acceptance``."""
     return make("agreement", _agreement, common, needs=("argmax", "teacher_argmax"), reads_target=False)
 
 

@@ -1,6 +1,5 @@
-"""Metrics and their values: sums and counts, or extrema, that add up over micro-batches and ranks.
-
-Both reduce correctly over micro-batches (``combine``) and ranks (``all_reduce``); only ``MetricValue.value`` divides.
+"""Metrics and their values. A value is a sum and a count, or an extremum, so that it can be combined over micro-batches
+(``combine``) and ranks (``all_reduce``); only ``MetricValue.value`` divides.
 """
 
 import functools
@@ -20,7 +19,7 @@ from ..losses.user_checks import check_metric
 
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
-OF_NOTHING = {"mean": 0.0, "max": -INFINITY, "min": INFINITY}  # the sum, or the extremum, of no values
+OF_NOTHING = {"mean": 0.0, "max": -INFINITY, "min": INFINITY}  # by reduction: the sum or extremum of no values
 Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction", "share", "difference"]
 COMPONENTS = {"effective_sample_size": 2, "effective_sample_fraction": 2, "share": 2, "difference": 4}  # where not 1
 
@@ -28,10 +27,10 @@ COMPONENTS = {"effective_sample_size": 2, "effective_sample_fraction": 2, "share
 class MetricOptions(TypedDict, total=False):
     """Options of every metric.
 
-    ``weighting``, of a mean: ``"token"`` over all tokens; ``"segment"``, ``"document"`` over segments (documents) with
-    a token, of the mean over each one's tokens, by the token fields ``segments`` and ``documents``, in which -1 means
-    none. ``temperature`` divides the logits that the metric sees (None: the call's). ``name`` is the key in
-    ``out.metrics``.
+    ``weighting`` of a mean: ``"token"`` is the mean over all tokens that count. ``"segment"`` is the mean over segments
+    of each segment's mean over tokens, ``"document"`` the same over documents; segments without a token that counts are
+    left out. The token fields ``segments`` and ``documents`` have the ids, -1 for none. ``temperature`` divides the
+    logits that the metric reads (None: the call's). ``name`` is the key in ``out.metrics``.
     """
 
     weighting: Weighting
@@ -41,17 +40,18 @@ class MetricOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Metric(Measure):
-    """``function(stats, batch, **options)`` gives values per unit, [n]. ``fields`` as in ``losses.custom``.
+    """A metric of ``function(stats, batch, **options)``, which returns values [n], one per unit. ``fields`` as in
+    ``losses.custom``.
 
-    A function of your own runs once on some made-up tokens, as in ``losses.custom``: it must return a number for each
-    unit and, with ``scope="token"``, the same for all tokens at once as for two pieces of them. ``check=False`` leaves
-    that out.
+    A function of your own runs once on made-up tokens when the metric is made, as in ``losses.custom``. It must return
+    a number for each unit and, with ``scope="token"``, the same for all tokens at once as for two pieces of them.
+    ``check=False`` leaves out this check.
     """
 
     unit: Literal["token", "segment", "pair"] = "token"
     reduce: Reduce = "mean"
-    weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
-    finish: Finish = "mean"  # from sums and count to .value
+    weighting: Weighting = "token"  # for unit "token" only
+    finish: Finish = "mean"  # how ``.value`` follows from sums and count
     check: bool = True
     # numbers per unit: the value, its square for a sample size, flags for shares and differences of means
     components: int = field(init=False, repr=False)
@@ -62,7 +62,7 @@ class Metric(Measure):
         object.__setattr__(self, "components", components)
         object.__setattr__(self, "width", components * self.width)
         where = f"metrics.{self.kind}"
-        if not isinstance(self.fields, tuple):  # as ``losses.custom`` takes them
+        if not isinstance(self.fields, tuple):  # names or kinds of fields, as in ``losses.custom``
             names, extra = declared_fields(where, self.fields)
             object.__setattr__(self, "fields", names)
             object.__setattr__(self, "extra_fields", {**extra, **self.extra_fields})
@@ -121,8 +121,8 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
 
 
 class Group(NamedTuple):
-    """The identity of a process group, which can be copied and pickled. A group that is made after torch.distributed
-    was shut down may have the name of an earlier one, and has another number."""
+    """The identity of a process group, which can be copied and pickled. ``number`` tells groups apart that have one
+    name, as a group made after a restart of torch.distributed may have."""
 
     name: str
     number: int
@@ -134,24 +134,25 @@ class Group(NamedTuple):
         return cls(group.group_name, NUMBERS[group])
 
 
-NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by process group, in the order of first use
+NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # ``Group.number`` by process group, in order of first use
 COUNTED = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class MetricValue:
-    """A metric of some tokens: ``sum`` and ``count``, or ``extremum``; 0-d, or [c] with c components, on the device."""
+    """A metric of some tokens: ``sum`` and ``count``, or ``extremum``. They are on the device and 0-d; ``sum`` is [2]
+    for an effective sample size."""
 
     reduce: Reduce = "mean"
     sum: Tensor | None = None
-    count: Tensor | None = None  # 0-d: tokens, or segments or documents with a token
-    extremum: Tensor | None = None  # the maximum of nothing is -inf, its minimum inf
+    count: Tensor | None = None  # 0-d: number of tokens that count; by weighting, of segments or documents with one
+    extremum: Tensor | None = None  # without tokens a maximum is -inf and a minimum inf
     finish: Finish = "mean"
-    whole_of: "Group | None" = None  # process group whose ranks' tokens the metric is of; None: one rank's
+    whole_of: "Group | None" = None  # the process group over which the metric is reduced; None: over this rank only
 
     @property
     def value(self) -> Tensor:
-        """The number to log, on the device, never nan for want of tokens: a mean of nothing is 0, its perplexity 1."""
+        """The number to log, on the device. Without tokens it is 0 for a mean and 1 for a perplexity, not nan."""
         if self.reduce != "mean":
             assert self.extremum is not None
             return self.extremum
@@ -207,21 +208,22 @@ CHOICES = (
 )  # fmt: skip
 
 
-# ---- from values to sums, and from sums to sums
+# ---- values per token to sums, and the combination of sums
 
 
 def weights_in(counts: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    """Weights [n] that make a sum over tokens one of the segments' means: 1 / ``counts`` [number], how many tokens of
-    each segment count; 0 where a token does not count or is of no segment. ``ids`` [n] in [-1, number)."""
+    """Weights [n] with which a sum over tokens is the sum of segments' means: 1 / ``counts`` of the token's segment, or
+    0 where a token does not count or has no segment. ``counts`` [s]: number of tokens that count in each segment;
+    ``ids`` [n] in [-1, s): the tokens' segments."""
     in_segment = mask & (ids >= 0)
     return torch.where(in_segment, 1.0 / counts.clamp(min=1.0)[ids.clamp(min=0)], 0.0)
 
 
 def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Terms of a metric's sum or extremum: ``values`` [n] where ``mask`` [n] bool, elsewhere 0 or an infinity that
-    changes no extremum. fp32 at least, without gradient.
+    """Terms of a metric's sum or extremum, detached, in fp32 at least: ``values`` [n] where ``mask`` [n] bool is true,
+    elsewhere 0 for a sum, -inf for a maximum, inf for a minimum.
 
-    ``weights`` [n] are those of ``weights_in`` where the metric's weighting asks for them.
+    ``weights`` [n]: factors of a sum's terms, from ``weights_in``; None for ``weighting="token"``.
     """
     values = values.detach()
     if values.dtype != torch.float64:
@@ -233,7 +235,7 @@ def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | Non
 
 
 def merge(a: MetricValue, b: MetricValue) -> MetricValue:
-    """The metric of the tokens of both, for example of two micro-batches."""
+    """The metric of the tokens of ``a`` and ``b`` together, for example of two micro-batches."""
     if a.whole_of != b.whole_of:
         raise ValueError(
             "metrics of one rank's tokens and of all ranks', or of two process groups', cannot be merged: give both "
@@ -252,10 +254,10 @@ def merge(a: MetricValue, b: MetricValue) -> MetricValue:
 
 
 def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
-    """``out.metrics`` of all micro-batches' tokens, from that of each. A metric that some of them lack is that of the
-    others' tokens.
+    """The metrics of all micro-batches' tokens. ``several``: ``out.metrics`` of each micro-batch. A metric that is
+    missing in some of them is that of the others' tokens.
 
-    A segment or document that lies in two micro-batches counts in each.
+    A segment or document that lies in two micro-batches counts twice.
     """
     combined: dict[str, MetricValue] = {}
     if isinstance(several, Mapping):
@@ -269,10 +271,11 @@ def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricVal
 
 
 def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[str, MetricValue]:
-    """``metrics`` over the ranks of ``group``, in one message.
+    """``metrics`` reduced over the ranks of ``group``, in one message.
 
-    Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. Reduce over
-    groups that hold different tokens; metrics of a call with ``TokenParallel`` over this group stay as they are.
+    Every rank, also one without tokens, must pass metrics of the same names and kinds, in any order. The ranks of the
+    group must have different tokens. Metrics of a call with ``TokenParallel`` over this group are reduced already and
+    stay as they are.
     """
     from torch import distributed
 
@@ -295,10 +298,10 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
 def over_ranks(
     metrics: Mapping[str, MetricValue], group: Any, counts: bool = True, gather: Callable[..., Any] | None = None
 ) -> dict[str, MetricValue]:
-    """Metrics with sums and extrema of all ranks, in one message. ``counts``: add up counts too; False where they are
-    of all ranks already. ``gather``: a function in place of ``torch.distributed.all_gather_into_tensor``."""
+    """Metrics with sums and extrema of all ranks, in one message. ``counts``: counts add up too; False if they are all
+    ranks' already. ``gather``: a function in place of ``torch.distributed.all_gather_into_tensor``."""
     attributes = ("sum", "count", "extremum") if counts else ("sum", "extremum")
-    # sorted: the same order on every rank
+    # sorted, so that the order is equal on all ranks
     pairs = [(name, attribute) for name in sorted(metrics) for attribute in attributes]
     entries = [(name, attribute) for name, attribute in pairs if getattr(metrics[name], attribute) is not None]
     if not entries:

@@ -1,12 +1,13 @@
 """The agreement of ranks on every call, and the messages of calls.
 
-Every call begins with its agreement, a message of fixed size: hashes of the call and the call in words. A call has a
-kind, its fields without their numbers; the last calls let all ranks expect the kind of the next one.
+Every call begins with its agreement, a message of fixed size: hashes of the call, and the call as text. The kind of a
+call is its fields without their numbers. From the kinds of the last calls, all ranks expect the same next kind.
 
-A call of the expected kind sends its messages at once. The device compares the agreements and turns the call into nan
-where they differ; the host reads the result at the next call and raises. A call of another kind waits for the agreement
-and raises at once where ranks differ. Ranks that have not waited then still send messages of the expected kind. So the
-rank that raises first takes part in these, with nan: no rank receives a message of an unexpected size.
+A call of the expected kind sends its messages without waiting. The device compares the agreements, and makes results
+nan where they differ; the host reads the comparison at the next call, and raises. A call of another kind waits for the
+comparison, and raises at once where ranks differ. Other ranks, whose call was of the expected kind, have not waited and
+send its messages. Hence the rank that raises first takes part in those messages, with nan, so that no rank waits for a
+message, or receives one of another size.
 """
 
 import hashlib
@@ -25,26 +26,26 @@ from torch import Tensor, distributed
 from ..core.memory import Cache
 from .groups import ROWS, part_sizes
 
-LONGEST = 160  # letters of a value in an error
-BYTES, HASHES = 4096, 2  # of a rank's agreement: hashes of 8 bytes, and the call in words
-CONTEXT = 8  # last calls from which the next one's kind is expected
-NUMBER = re.compile(r"\b\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)\b")  # numbers in fields, on which no message's size depends
+LONGEST = 160  # most letters of a value in an error
+BYTES, HASHES = 4096, 2  # bytes of a rank's agreement, and the number of hashes (8 bytes each) in front of its text
+CONTEXT = 8  # number of last calls from which the next one's kind is expected
+NUMBER = re.compile(r"\b\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)\b")  # floats in fields; no message's size depends on them
 
 
 class Message(NamedTuple):
-    """A collective of a call after its agreement."""
+    """A collective message of a call, after its agreement."""
 
     send: Callable[..., Any]
-    numbers: int  # elements of this rank's tensor, or of its part of the result
+    numbers: int  # number of elements of this rank's tensor, or of its part of the result
     dtype: torch.dtype
 
 
 class Agreement(NamedTuple):
     """This rank's agreement on a call."""
 
-    kind: int  # a hash of the call without its numbers
-    call: int  # a hash of all of it
-    message: Tensor  # [BYTES / 8] int64 on the device: both, and the call in words
+    kind: int  # hash of the call's fields without numbers
+    call: int  # hash of all fields of the call
+    message: Tensor  # [BYTES / 8] int64 on the device: both hashes, and the call as text
     written: Any  # event after the GPU's stream has written the message; None on a CPU
 
     def sent_from(self, stream: Any) -> Tensor:
@@ -59,11 +60,11 @@ class Ranks:
 
     def __init__(self, device: torch.device):
         self.last = deque[int](maxlen=CONTEXT)  # kinds of the last calls
-        self.followers: Cache[tuple[int, ...], int] = Cache(4096)  # the kind that came after kinds of calls
-        self.messages: Cache[int, list[Message]] = Cache(4096)  # by kind: those of a forward pass
+        self.followers: Cache[tuple[int, ...], int] = Cache(4096)  # by kinds of consecutive calls: the next call's kind
+        self.messages: Cache[int, list[Message]] = Cache(4096)  # by kind: the messages of a forward pass
         self.sent: list[Message] | None = None  # messages of the present call, while its kind is new; else None
-        self.agreements: Cache[str, Agreement] = Cache(64)  # by call in words
-        self.captured: list[Agreement] = []  # what recorded graphs send
+        self.agreements: Cache[str, Agreement] = Cache(64)  # by the call's text
+        self.captured: list[Agreement] = []  # agreements that captured CUDA graphs send, kept alive
         self.zero_or_nan = torch.zeros((), dtype=torch.float32, device=device)
         self.host_zero_or_nan = torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
         # the last agreement until the host has read it: event after ``host_zero_or_nan`` is written, agreements
@@ -72,14 +73,14 @@ class Ranks:
         self.error = ""  # set after calls of two kinds, which leave the ranks out of step
 
     def expected(self) -> int | None:
-        """The kind of the next call: the one that followed the same last calls, else the same last call, else that
-        again."""
+        """The expected kind of the next call: the kind that followed the same last calls; or the one that followed the
+        same last call; or the last kind."""
         last = tuple(self.last)
         kind = self.followers.get(last) or self.followers.get(last[-1:])
         return kind or (last[-1] if last else None)
 
     def note(self, kind: int) -> None:
-        """Notes a call of this kind, ahead of its messages."""
+        """Adds a call of this kind to the history, before its messages."""
         last = tuple(self.last)
         if last:
             self.followers[last] = self.followers[last[-1:]] = kind
@@ -89,8 +90,8 @@ class Ranks:
             self.sent = self.messages[kind] = []
 
     def look(self) -> None:
-        """ValueError where the last call was not the same on all ranks. Waits for that call's agreement only: the
-        device has finished it, or has the remaining work of that call queued behind it."""
+        """Raises ValueError if the last call was not the same on all ranks. The host waits for that call's agreement
+        only, which the device runs before the rest of the call."""
         if self.unseen is not None:
             (written, agreements, layout), self.unseen = self.unseen, None
             if written is not None:
@@ -100,13 +101,13 @@ class Ranks:
                 error = difference(agreements, layout)
                 if (agreements[:, 0] != agreements[0, 0]).any():
                     self.error = error
-                self.zero_or_nan.zero_()  # calls of one kind have sent equal messages: ranks are in step
+                self.zero_or_nan.zero_()  # the calls had one kind and so equal messages: the next call can run
                 raise ValueError(error)
         if self.error:
             raise ValueError(self.error)
 
     def stand_by(self, kind: int | None, group: Any) -> None:
-        """Takes part in the messages of a call of this kind, with nan."""
+        """Sends nan in all messages of a call of this kind, since other ranks send them."""
         ranks, device = distributed.get_world_size(group), self.zero_or_nan.device
         for send, numbers, dtype in (kind and self.messages.get(kind)) or ():
             nan = torch.nan if dtype.is_floating_point else 0
@@ -122,7 +123,7 @@ class Ranks:
 
 RANKS: WeakKeyDictionary[Any, dict[torch.device, Ranks]] = (
     WeakKeyDictionary()
-)  # by group: a later group may have the same name
+)  # by the group itself, since a later group may have the same name
 
 
 def agrees_each_time(device: torch.device) -> bool:
@@ -135,8 +136,9 @@ def is_captured(device: torch.device) -> bool:
 
 
 def agree(fields: dict[str, str], group: Any, device: torch.device, layout: str) -> Tensor:
-    """[] fp32 on the device: 0, or nan where ``fields`` differ between ranks. ``layout``: "TokenParallel" or
-    "VocabParallel", for errors. ValueError where the host sees a difference, in this call or in the last one."""
+    """Compares ``fields`` over the ranks of ``group``. Returns [] fp32 on the device: 0, or nan where they differ.
+    ValueError where the host knows of a difference, in this call or in the last one. ``layout``: "TokenParallel" or
+    "VocabParallel", for errors."""
     captured, ranks_by_device = is_captured(device), RANKS.setdefault(group, {})
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     words, ranks = repr(sorted(fields.items())), ranks_by_device.get(device)
@@ -172,7 +174,7 @@ def agree(fields: dict[str, str], group: Any, device: torch.device, layout: str)
 
 
 def waited_for(agreements: Tensor) -> Tensor:
-    """Agreements on the host, which waits for them."""
+    """The agreements as a tensor on the host, which waits for the device."""
     return agreements.cpu()
 
 
@@ -185,7 +187,7 @@ def without_numbers(value: str) -> str:
 
 
 def agreement_of(fields: dict[str, str], device: torch.device) -> Agreement:
-    """This rank's agreement. Words that exceed its size are cut: first long values, in the end all."""
+    """This rank's agreement. If the text exceeds its size, long values are cut first, then the text."""
     kind, call = hash_of({name: without_numbers(value) for name, value in fields.items()}), hash_of(fields)
     words, most = b"", LONGEST
     while not words or len(words) > BYTES - 8 * HASHES:
@@ -202,14 +204,14 @@ def agreement_of(fields: dict[str, str], device: torch.device) -> Agreement:
 
 
 def difference(agreements: Tensor, layout: str) -> str:
-    """Text of an error, equal on all ranks: the first field that differs, with its values on rank 0 and another
-    rank."""
+    """An error's text, equal on all ranks: the first field that differs, with its values on rank 0 and on the
+    first rank that differs from it."""
     calls = agreements[:, 1].tolist()
     differing_rank = next(rank for rank, call in enumerate(calls) if call != calls[0])
     fields = [literal_eval(zlib.decompressobj().decompress(words_of(agreement)).decode()) for agreement in agreements]
     first, second = fields[0], fields[differing_rank]
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-    # first the function and fields that a rank lacks: other differences follow from these
+    # the function, and fields that only one of the ranks has, come first: other differences follow from them
     names.sort(key=lambda name: name != "function" and name in first and name in second)
     explanation = "what differs is too long to tell"
     if names:
@@ -222,7 +224,7 @@ def difference(agreements: Tensor, layout: str) -> str:
 
 
 def split_remedy(calls: list[dict[str, str]]) -> str:
-    """The end of an error for ranks with different numbers of rows: the argument that tells them each rank's number."""
+    """The end of an error's text for ranks with different numbers of the head's rows: the ``rows=`` to pass."""
     if not all(fields.get(ROWS, "").endswith("]") for fields in calls):
         return ""
     rows = [json.loads(fields[ROWS])[rank] for rank, fields in enumerate(calls)]
@@ -237,8 +239,8 @@ def words_of(message: Tensor) -> bytes:
 
 
 def begin_backward(group: Any) -> None:
-    """Ends the noting of a forward pass's messages, ahead of those of its backward. ValueError where the last call was
-    not the same on all ranks: a rank that has raised takes no part in the backward."""
+    """Ends the list of a forward pass's messages, before backward sends its own. ValueError if the last call was not
+    the same on all ranks: a rank that has raised takes no part in the backward."""
     for device, ranks in RANKS.get(group, {}).items():
         ranks.sent = None
         if not is_captured(device):
@@ -246,7 +248,7 @@ def begin_backward(group: Any) -> None:
 
 
 def noted(send: Callable[..., Any], tensor: Tensor, group: Any) -> Callable[..., Any]:
-    """``send``, noted as a message of the present call."""
+    """``send``, after this message of ``tensor`` is added to those of the present call."""
     ranks = RANKS.get(group, {}).get(tensor.device)
     if ranks is not None and ranks.sent is not None and not is_captured(tensor.device):
         ranks.sent.append(Message(send, tensor.numel(), tensor.dtype))
@@ -254,7 +256,7 @@ def noted(send: Callable[..., Any], tensor: Tensor, group: Any) -> Callable[...,
 
 
 def all_reduce(tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-    """``torch.distributed``'s, as a message of a call; so are those below."""
+    """``torch.distributed.all_reduce`` as a message of a call."""
     return noted(distributed.all_reduce, tensor, group)(tensor, group=group, async_op=async_op)
 
 

@@ -10,11 +10,11 @@ from .groups import TokenParallel, VocabParallel, part_sizes
 
 Parallel = VocabParallel | TokenParallel | None
 Target = TypeVar("Target", Tensor, Tensor | None)
-PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # of operands that need no ``local_operands``
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # types of operands for which nothing is done here
 
 
 class LocalOperands(NamedTuple, Generic[Target]):
-    """Operands of a call as plain tensors, and what placements of DTensors say of the ranks."""
+    """Operands of a call as plain tensors, with the ``vocab_size`` and ``parallel`` that DTensors' placements mean."""
 
     hidden: Tensor
     weight: Tensor
@@ -32,7 +32,7 @@ def local_operands(
     vocab_size: int | None,
     parallel: Parallel,
 ) -> LocalOperands[Target]:
-    """The operands as plain tensors, differentiable; ValueError for placements that are none of a head's.
+    """The operands as plain tensors, differentiable. ValueError for placements other than these:
 
     A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is complete.
     Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
@@ -58,8 +58,7 @@ def local_operands(
 
 
 class Arrived(torch.autograd.Function):
-    """The result of an asynchronous collective, waited for: kernels need memory, which the collective's wrapper
-    lacks."""
+    """Waits for an asynchronous collective and returns its result as a plain tensor, whose memory kernels read."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -71,8 +70,8 @@ class Arrived(torch.autograd.Function):
 
 
 def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor, or a plain tensor as it is. Waits for ``redistribute(async_op=True)`` and the
-    like."""
+    """This rank's part of a DTensor; a plain tensor unchanged. Waits for an asynchronous collective that makes it, such
+    as ``redistribute(async_op=True)``."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():
@@ -87,7 +86,7 @@ WEIGHT_REMEDY = (
 
 
 def vocabulary_mesh(weight: Any) -> Any:
-    """The one-dimensional mesh that splits a weight's rows, None where all ranks have all of them."""
+    """The one-dimensional mesh that splits a weight's rows; None if all ranks have all rows."""
     split = [(i, placement) for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not split:
         return None

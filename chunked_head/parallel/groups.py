@@ -1,4 +1,4 @@
-"""Ranks that share a call by rows of the head or by tokens, and shifted targets."""
+"""``TokenParallel`` and ``VocabParallel``, layouts of a call over ranks; and ``shift_targets`` over ranks."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from torch import Tensor, distributed
 
 from ..core.checks import check_int, choice, flag
 
-ROWS = "rows of VocabParallel"  # name of what ranks compare
-MOST_IDS = 1 << 24  # ids travel with statistics as floats, which are exact up to here
-LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
+ROWS = "rows of VocabParallel"  # name of the field in which ranks compare their numbers of rows
+MOST_IDS = 1 << 24  # ranks send ids as float32, which is exact up to this number
+LAYOUTS = ("contiguous", "zigzag")  # layouts of sequences over ranks
 
 
 class OfGroup:
-    """Base of the layouts: processes of a group that share a call."""
+    """Base class of the layouts: a process group whose ranks share a call."""
 
     group: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A module's copy works with the same processes."""
+        """Returns the object itself, so that a module's copy uses the same process group."""
         return self
 
     @property
@@ -37,25 +37,25 @@ class OfGroup:
 class TokenParallel(OfGroup):
     """Ranks of ``group`` hold different tokens of one batch: data-parallel, sequence- or context-parallel.
 
-    A rank's loss and parts are its shares of the whole batch's: an ``all_reduce(SUM)`` gives the whole, to be logged.
-    Gradients are those of the whole batch's loss: a token's row of ``hidden``'s is complete, ``weight``'s is what this
-    rank's tokens add, for the framework to ``all_reduce(SUM)`` as it does for all other parameters.
+    A rank's loss and parts are its shares of the whole batch's: their ``all_reduce(SUM)`` is the number to log.
+    Gradients are those of the whole batch's loss. The gradient of ``hidden`` is complete; that of ``weight`` is this
+    rank's share, which the framework adds up with ``all_reduce(SUM)``, as it does for all other parameters.
 
-    - Denominators count the tokens (segments, pairs, class weights of targets) of all ranks. A ``normalizer`` that is
-      given is the whole batch's already.
+    - Denominators count the tokens (segments, pairs, class weights of targets) of all ranks. A ``normalizer`` that you
+      pass must be that of the whole batch.
     - A segment's tokens may lie on several ranks, under the same id; it counts once. Ids, ``num_segments``, ``pairs``
       and other fields per segment, per pair or constant are those of the whole batch, the same on every rank.
-      ``batch.segment_sum``, ``segment_mean`` and ``segment_count`` in a loss of one's own are of all ranks' tokens.
-      Ranks take turns to add a segment's or a pair's value to their share, whichever rank has its tokens.
+      ``batch.segment_sum``, ``segment_mean`` and ``segment_count`` in a loss of your own are over all ranks' tokens.
+      Segment (or pair) i is in the share of rank ``i % ranks``, whichever ranks have its tokens.
     - ``out.metrics`` are those of the whole batch, the same on every rank.
     - The upstream gradient of the loss must be the same on all ranks, as a loss scale is.
 
     docs/guides/multi-gpu.md lists the messages. An id out of range on one rank makes loss, metrics and gradients nan on
-    all. On the CPU it raises on that rank, like any other input that one rank refuses, and the others wait.
+    all ranks. On the CPU it raises on that rank, as does any other wrong input, while the other ranks wait.
 
     Args:
-        group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same
-            calls in the same order, with as many tokens as it has, none included.
+        group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same calls
+            in the same order, each with any number of tokens, 0 included.
         average: multiplies the loss, and so the gradients, by the number of ranks, for frameworks that average
             gradients over the group (DDP's and FSDP's default) rather than add them; the mean of the losses
             is then the batch's. Parts and metrics are not multiplied.
@@ -71,22 +71,22 @@ class TokenParallel(OfGroup):
 
 @dataclass(frozen=True)
 class VocabParallel(OfGroup):
-    """Ranks of ``group`` each hold some of the head's rows, in the order of ranks: ``weight`` (``bias``, a teacher's
-    head) is this rank's part, and so are the columns of ``logits_loss``'s logits.
+    """Ranks of ``group`` each hold some rows of the head, in the order of ranks. ``weight``, ``bias`` and a teacher's
+    head are this rank's rows; for ``logits_loss``, ``logits`` are this rank's columns.
 
-    Every rank gives the same targets, fields and options, and gets the same loss, metrics and per-token values, and
-    the whole gradient of ``hidden``; that of ``weight`` is its part's.
+    Every rank passes the same targets, fields and options, and gets the same loss, metrics and values per token, the
+    complete gradient of ``hidden``, and the gradient of its own rows of ``weight``.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes.
-        rows: how many rows each rank holds, ``[ranks]``. None: as many everywhere, or what ``torch.chunk`` (DTensor's
-            ``Shard(0)``) makes of ``vocab_size``.
-        sequence_sharded: hidden states are each rank's own part of the tokens, as many on every rank, in order of
-            ranks; so are targets, fields and what comes back per token. Rows are gathered chunk by chunk and their
-            gradients reduce-scattered.
-        reduce_dhidden: False: ``hidden``'s gradient is on each rank what its own rows add to it, for a graph that sums
-            these itself (Megatron's ``copy_to_tensor_model_parallel_region``).
-        tokens: how the batch is spread over ranks that hold the same part of the vocabulary, or None.
+        rows: number of rows of each rank, ``[ranks]``. None: equally many on all ranks; or with ``vocab_size`` the
+            pieces of ``torch.chunk`` (DTensor's ``Shard(0)``).
+        sequence_sharded: True: hidden states are each rank's own part of the tokens, equally many on every rank, in the
+            order of ranks; so are targets, fields and returned values per token. Hidden states are gathered chunk by
+            chunk, and their gradients reduce-scattered.
+        reduce_dhidden: False: the gradient of ``hidden`` is this rank's share, which the graph before sums over ranks
+            (Megatron's ``copy_to_tensor_model_parallel_region``).
+        tokens: a ``TokenParallel`` of the ranks that hold the same rows of the head and different tokens; or None.
     """
 
     group: Any = None
@@ -113,9 +113,9 @@ class VocabParallel(OfGroup):
         object.__setattr__(self, "rows", rows)
 
     def split(self, rows: int, vocab_size: int | None) -> tuple[int, tuple[int, ...]]:
-        """Number of ids of the vocabulary, and of each rank [ranks], without padding. ``rows``: rows of the head, or
-        columns of logits, on this rank. ValueError, before any message, for what this rank alone can see to be wrong.
-        """
+        """Returns the number of ids of the vocabulary, and of each rank [ranks], without padding. ``rows``: rows of the
+        head, or columns of logits, on this rank. ValueError, before any message, for numbers that are wrong on this
+        rank alone."""
         if self.rows is not None:
             sizes = self.rows
         elif vocab_size is not None and rows == part_sizes(vocab_size, self.ranks)[self.rank]:
@@ -143,13 +143,13 @@ class VocabParallel(OfGroup):
 
 
 def part_sizes(vocab: int, ranks: int) -> tuple[int, ...]:
-    """Rows of ``torch.chunk``'s pieces: equal, the last ones smaller or empty."""
+    """Number of rows in each of ``torch.chunk``'s pieces: equal, but the last ones are smaller or empty."""
     step = math.ceil(vocab / ranks)
     return tuple(max(0, min(step, vocab - rank * step)) for rank in range(ranks))
 
 
 def process_group(group: Any, layout: str) -> Any:
-    """The process group of a group, a one-dimensional mesh or None."""
+    """The process group for ``group``: a process group, a one-dimensional mesh, or None for all processes."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise RuntimeError(f"{layout} needs torch.distributed.init_process_group() to have been called")
     if group is None:
@@ -177,18 +177,19 @@ def shift_targets(
 ) -> Tensor:
     """``target[..., t + shift]`` at t, across the slices of sequences that the ranks of ``group`` hold.
 
-    Replaces ``shift=`` of ``linear_cross_entropy``, which is then 0, where no rank has the whole sequence. The first
-    ``shift`` ids of every slice travel, in one message; the sequence's end predicts nothing and gets ``ignore_index``.
+    Use it in place of ``shift=`` of ``linear_cross_entropy``, which is then 0, where no rank has the whole sequence.
+    One message sends the first ``shift`` ids of every slice. The sequence's last ``shift`` tokens predict nothing and
+    get ``ignore_index``.
 
     Args:
         target: token ids [...] int64 or int32; along ``dim`` this rank's part of each sequence.
         group: a process group, a one-dimensional DeviceMesh, or None for all processes; every rank of it calls.
-        shift: how far ahead the predicted token stands, at least 1; every slice is at least so long.
+        shift: distance to the predicted token, at least 1; every slice has at least so many tokens.
         ignore_index: the target of tokens that predict nothing.
         dim: the dimension that sequences run along.
-        layout: ``"contiguous"``: rank r holds slice r of as many as there are ranks, of any lengths. ``"zigzag"``, the
-            balanced one of PyTorch's and Megatron's context parallelism: rank r of R holds slices r and 2R - 1 - r of
-            2R equal ones, one after the other.
+        layout: ``"contiguous"``: rank r of R holds slice r of R, which may differ in length. ``"zigzag"``, the balanced
+            layout of PyTorch's and Megatron's context parallelism: rank r holds slices r and 2R - 1 - r of 2R equal
+            slices, one after the other.
 
     Returns:
         A tensor of the shape and dtype of ``target``.

@@ -1,4 +1,4 @@
-"""Merging ranks' numbers: statistics of their columns (bit-identical on every rank), hidden states and gradients."""
+"""Merges of ranks' numbers: statistics of their columns (with equal bits on every rank), hidden states, gradients."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ class GatheredStats(NamedTuple):
 
 
 def pack(stats: RowStats, names: Iterable[str], tokens: Tensor) -> Tensor:
-    """[numbers + 1, rows]: statistics of a piece in one message, and last a check of its ``tokens`` [rows]; ids fit the
-    floats that they travel as."""
+    """[numbers + 1, rows]: this rank's statistics in one message, and last the check numbers ``tokens`` [rows]. Ids
+    become floats, which hold them exactly."""
     lines = []
     for name in names:
         value = stats.by_name[name].to(stats.lse.dtype)
@@ -31,7 +31,8 @@ def pack(stats: RowStats, names: Iterable[str], tokens: Tensor) -> Tensor:
 
 
 class SummedRows:
-    """Every rank has all rows and a share of their gradient: summed in place, while the next products run."""
+    """The sum over ranks of the gradient of hidden states, where every rank has all rows and a share of their gradient.
+    It runs in place, while the next products run."""
 
     def __init__(self, group: Any):
         self.group = group
@@ -52,8 +53,8 @@ class SummedRows:
 
 
 class ScatteredRows:
-    """Every rank has rows of its own, and a share of all rows' gradient. Row i of rank r is the call's i * ranks + r:
-    a chunk is the same rows of every rank."""
+    """The reduce-scatter of the gradient of hidden states, where every rank has its own rows, and a share of all rows'
+    gradient. Row i of rank r is row i * ranks + r of the call, so that a chunk has the same rows of every rank."""
 
     def __init__(self, group: Any):
         self.group, self.ranks = group, distributed.get_world_size(group)
@@ -72,7 +73,7 @@ class ScatteredRows:
         self.wait()
         local = hidden[rows.start // self.ranks : rows.stop // self.ranks]
         by_rank = self.buffer[: rows.stop - rows.start].view(len(local), self.ranks, -1).transpose(0, 1)
-        # a copy even where the layout is right already: the next products write to the buffer meanwhile
+        # always a copy, since the next products write to the buffer while the message is sent
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)
         self.last = reduce_scatter(local, by_rank.view(-1, hidden.shape[1]), self.group), by_rank
 
@@ -83,7 +84,7 @@ class ScatteredRows:
 
 
 def interleaved(local: Tensor, group: Any) -> Tensor:
-    """Values [tokens / ranks, ...] of every rank as the call's [tokens, ...]: row i of rank r at i * ranks + r."""
+    """Gathers ``local`` [tokens / ranks, ...] of every rank as [tokens, ...], with row i of rank r at i * ranks + r."""
     ranks = distributed.get_world_size(group)
     sent = local.contiguous()
     as_bytes = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
@@ -101,7 +102,8 @@ class GatheredRows:
         self.buffer = hidden.new_empty(rows, hidden.shape[1])
 
     def chunk(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """``rows`` of the call as they came, and where in them each of the call's is."""
+        """Returns the hidden states of ``rows`` of the call, rank by rank, and for each row of the call its index in
+        them."""
         local = self.hidden[rows.start // self.ranks : rows.stop // self.ranks]
         gathered = self.buffer[: rows.stop - rows.start]
         all_gather(gathered, local.contiguous(), self.group)

@@ -14,19 +14,20 @@ from .agreement import agree, all_gather, all_reduce
 from .groups import MOST_IDS, ROWS, VocabParallel
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
-# of a row's sum of absolute values: less than between different rows, more than between roundings of one row
+# relative difference of two sums of absolute values up to which they are of one row, rounded differently
 SAME_HIDDEN = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's columns of the vocabulary. The plan alone decides the order of messages."""
+    """This rank's part of the vocabulary, and the messages between ranks. Their order follows from the plan alone,
+    which is equal on all ranks."""
 
     parallel: VocabParallel
     vocab: int  # ids on all ranks
     rows: tuple[int, ...]  # ids on each rank
-    compares_hidden: bool = False  # ranks compare hidden states, not targets, to find different tokens
-    zero_or_nan: Tensor | None = None  # [] nan where ranks make different calls
+    compares_hidden: bool = False  # ranks compare hidden states, not targets, to detect that they have different tokens
+    zero_or_nan: Tensor | None = None  # [] 0, or nan if ranks make different calls
 
     @property
     def group(self) -> Any:
@@ -46,7 +47,7 @@ class Shard:
 
     @property
     def size_fields(self) -> dict[str, int]:
-        """Fields of ``Sizes``, by which ranks decide a plan."""
+        """Fields of ``Sizes`` about ranks, by name."""
         ranks = self.parallel.ranks
         hidden_ranks = ranks if self.parallel.sequence_sharded else 1
         return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.rows)}
@@ -57,12 +58,13 @@ class Shard:
         return column.masked_fill_(column.clamp(0, last) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
-        """Columns of this rank's for ids that a row names [tokens, K]; -1 for other ranks' too."""
+        """This rank's columns for ``ids`` [tokens, K] of the vocabulary; -1 for ids of other ranks, and for -1."""
         is_local = (ids >= self.local_ids.start) & (ids < self.local_ids.stop)
         return torch.where(is_local, ids - self.local_ids.start, -1)
 
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
-        """This part, in a call that all ranks agree on; raises where the host sees that ``fields`` differ."""
+        """Sends the agreement on ``fields``; returns the shard with its ``zero_or_nan``. Raises where the host knows
+        that they differ."""
         split = {ROWS: str(list(self.rows)), "vocab_size": str(self.vocab)}
         split["sequence_sharded"] = str(self.parallel.sequence_sharded)
         return replace(self, zero_or_nan=agree(split | fields, self.group, device, "VocabParallel"))
@@ -72,7 +74,7 @@ class Shard:
         return (target % MOST_IDS).to(dtype)
 
     def add_targets(self, target_logit: Tensor) -> None:
-        """Every row's target logit, in place, from 0 where the target is elsewhere."""
+        """Adds ``target_logit`` [rows] over ranks in place: a row's logit is 0 on all ranks but its target's."""
         all_reduce(target_logit, self.group)
 
     def merge_stats(
@@ -85,10 +87,11 @@ class Shard:
         demand: Demand,
         known_targets: bool,
     ) -> None:
-        """Merges statistics of ranks' columns into the vocabulary's, by a backend's ``merge_ranks``: a message a chunk.
+        """Sends this rank's statistics of a chunk in one message, and merges all ranks' into ``stats``, the statistics
+        over the vocabulary, by a backend's ``merge_ranks``.
 
-        ``token_checks`` [rows] go along, or without targets sums of the hidden states (logits have neither): ranks with
-        different tokens, such as those of a data-parallel group, get nan.
+        The message has ``token_checks`` [rows] as well; without targets, sums of the hidden states. Where they differ
+        between ranks, as in a data-parallel group that was passed by mistake, results are nan.
         """
         layout, dtype = layout_of(demand), stats.lse.dtype
         for name, form in layout.forms.items():
@@ -100,7 +103,7 @@ class Shard:
         all_gather(gathered.view(-1, local.shape[1]), local, self.group)
         same = gathered[:, -1] == tokens
         if self.compares_hidden:
-            # ranks that each computed the same hidden states may have rounded them differently
+            # ranks may have rounded the same hidden states differently, so the comparison is not exact
             size = torch.linalg.vector_norm(hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
         assert self.zero_or_nan is not None
@@ -108,7 +111,7 @@ class Shard:
         merge_ranks(GatheredStats(gathered, demand, target, known_targets, zero_or_nan), stats)
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
-        """Sums over the vocabulary, of all ranks' columns: one message for the chunk."""
+        """Adds up sums over the vocabulary over ranks, in place: one message for the chunk."""
         sums = [stats.by_name[name] for name in names_of_sums(demand)]
         packed = torch.stack(sums)
         all_reduce(packed, self.group)
@@ -116,23 +119,25 @@ class Shard:
             value.copy_(total)
 
     def hidden_gradient(self) -> SummedRows | ScatteredRows | None:
-        """The message that this rank's share of hidden states' gradient takes; None for none."""
+        """The object that adds up the gradient of hidden states over ranks; None if each rank keeps its share."""
         if self.parallel.sequence_sharded:
             return ScatteredRows(self.group)
         return SummedRows(self.group) if self.parallel.reduce_dhidden else None
 
     def gathered(self, hidden: Tensor, rows: int) -> GatheredRows | None:
-        """Hidden states of up to ``rows`` rows from other ranks; None where each has all."""
+        """The object that gathers chunks of up to ``rows`` rows of ``hidden`` from all ranks; None if each rank has all
+        rows."""
         return GatheredRows(hidden, rows, self.group) if self.parallel.sequence_sharded else None
 
     def own_tokens(self, values: Tensor) -> Tensor:
-        """Values of this rank's tokens, of the call's [tokens, ...]; differentiable."""
+        """The part of ``values`` [tokens, ...] that is of this rank's own tokens; differentiable."""
         if not self.parallel.sequence_sharded:
             return values
         return values.unflatten(0, (-1, self.parallel.ranks))[:, self.parallel.rank]
 
     def upstream_of_all_ranks(self, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Upstream gradients of values per token, each rank's those of its own tokens and 0 elsewhere."""
+        """Upstream gradients of values per token, for all tokens. ``upstream`` has those of this rank's own tokens, and
+        0 elsewhere."""
         if not self.parallel.sequence_sharded:
             return upstream
         summed = [None if gradient is None else gradient.clone() for gradient in upstream]

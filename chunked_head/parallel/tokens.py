@@ -1,6 +1,6 @@
-"""Messages of ranks that have different tokens of a batch: sums, counts, metrics.
+"""Messages of ranks that hold different tokens of a batch: sums, counts, metrics.
 
-The number of messages depends only on a call's losses and metrics: not on tokens, the plan or wanted gradients.
+The number of messages depends on a call's losses and metrics only, and not on its tokens, plan or gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """The sums over ranks in one message of float64, in which counts are exact; returned in their own dtypes."""
+    """Sums of each of ``values`` over ranks, in its dtype. One message carries all in float64, which is exact for
+    counts."""
     packed = torch.cat([value.reshape(-1).double() for value in values])
     all_reduce(packed, group)
     pieces = packed.split([value.numel() for value in values])
@@ -25,7 +26,7 @@ def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
 
 
 class AddOverRanks(torch.autograd.Function):
-    """A sum over ranks, each of which differentiates its share of the loss: the gradient is summed too."""
+    """A sum over ranks. Its gradient is summed over ranks too, since each rank differentiates its share of the loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -40,24 +41,24 @@ class AddOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RankSums:
-    """Sums over the tokens of all ranks, computed before the logits."""
+    """Counts and denominators over the tokens of all ranks, made before the logits; and ``segment_sum`` over ranks."""
 
     parallel: TokenParallel
-    counts: Mapping[str, Tensor]  # by field of ids: tokens that count in each segment [num_segments] fp32
-    totals: Mapping[Summand, Tensor]  # denominators of losses whose tokens add other numbers to it than 1
+    counts: Mapping[str, Tensor]  # by field of ids: [num_segments] fp32 number of tokens that count in each segment
+    totals: Mapping[Summand, Tensor]  # denominators of the losses with ``counted``, whose tokens do not count 1 each
 
     def segment_sum(self, local: Tensor) -> Tensor:
-        """Sums over all ranks [num_segments] where ``local`` are this rank's."""
+        """The sum over ranks of ``local`` [num_segments], this rank's sums over segments."""
         return AddOverRanks.apply(local, self.parallel.group)
 
     def own_share(self, number: int, device: torch.device) -> Tensor:
-        """[number] bool: segments or pairs whose values this rank adds to its loss. All ranks have all values; each
-        adds every ``ranks``-th one."""
+        """[number] bool: true for the segments or pairs whose values this rank adds to its loss. All ranks have all
+        values, and each adds every ``ranks``-th of them."""
         return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
 
 
 def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
-    """Metrics of the tokens of all ranks, the same on each: one message."""
+    """Metrics over the tokens of all ranks, equal on each rank; one message."""
     metrics_by_name = over_ranks(metrics, parallel.group, counts=False, gather=all_gather)
     return {
         name: replace(value, whole_of=Group.from_process_group(parallel.group))

@@ -20,12 +20,12 @@ FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 def largest(
     needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE, least: int = 0
 ) -> int:
-    """The largest size up to ``most`` that the budget holds; a multiple of ``multiple``, if it is not ``most`` and one
-    fits; 0 where none fits. ``least``: a size that fits."""
+    """The largest size up to ``most`` for which ``needed(size)`` bytes fit the budget; 0 where none fits. It is
+    ``most`` or a multiple of ``multiple``, unless only smaller sizes fit. ``least``: a size that is known to fit."""
     if needed(most) <= budget:
         return most
     for step, top in ((multiple, -(-most // multiple)), (1, multiple)):
-        # bytes grow nearly evenly with the size: a size that fits and one that does not close in on the budget
+        # a search between a size that fits and one that does not; bytes grow nearly in proportion to the size
         low, fits, high, exceeds = least // step, needed(least), top, needed(min(top * step, most))
         while high - low > 1:
             share = (high - low) * (budget - fits) // max(1, exceeds - fits)
@@ -40,8 +40,8 @@ def largest(
 def chunk_size(
     plan: Plan, needed: Callable[[int], int], chunk_tokens: int | None, least: int, fits_budget: bool
 ) -> int:
-    """Rows of a forward pass's chunk: as many as the budget holds, or as the caller ``chunk_tokens``; 0 if ``least`` do
-    not fit, or ``chunk_tokens`` do not and ``fits_budget``."""
+    """Rows of a forward pass's chunk: as many as the budget holds, or nearly ``chunk_tokens``, which the caller asks
+    for. Returns 0 if ``least`` rows do not fit the budget, or with ``fits_budget`` if ``chunk_tokens`` do not."""
     tokens, budget = max(plan.sizes.tokens, 1), plan.budget
     if chunk_tokens is not None:
         rows = balanced(tokens, chunk_tokens)
@@ -53,7 +53,7 @@ def chunk_size(
     if rows == 0 or (plan.schedule == "forward" and plan.sizes.by_segments):
         return rows
     equal = balanced(tokens, rows)
-    return equal if needed(equal) <= budget else rows  # fewer rows may need more memory for the parts of dhidden
+    return equal if needed(equal) <= budget else rows  # fewer rows may have more partial sums of dhidden
 
 
 def with_rows(plan: Plan, rows: int) -> Plan:
@@ -62,8 +62,8 @@ def with_rows(plan: Plan, rows: int) -> Plan:
 
 
 def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int, most_rows: int) -> Plan | None:
-    """The recompute plan with the block and the tile that fit and whose products move the fewest bytes; or None.
-    ``most_rows``: of a block."""
+    """The recompute plan with that size of blocks and tiles that fits the budget and moves the fewest bytes in its
+    products; None where none fits. ``most_rows``: most rows of a block."""
     sizes, best, least, tried = plan.sizes, None, 0, 0
     # a tile reads all rows of hidden states, twice, and adds to their gradient
     read, added = 2 * sizes.dtype.itemsize, 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
@@ -76,7 +76,7 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
         # each block reads the weight, twice, and adds to its gradient
         walks, tried = math.ceil(max(sizes.tokens, 1) / block), block
         moved = sizes.weight_elements * (walks * read + (2 * walks - 1) * weight_sum)
-        # as many tiles as move fewer bytes than the best; more blocks move more, whatever their tiles are
+        # most tiles with which this block moves fewer bytes than the best; with none, more blocks cannot move fewer
         tiles = sizes.vocab if best is None else (least - moved - 1) // bytes_per_tile
         if tiles < 1:
             break
@@ -90,8 +90,8 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
 
 
 def with_tile(plan: Plan, block: int, tile: int) -> Plan:
-    """The recompute plan with blocks and tiles of these sizes. One tile makes the gradient of hidden in one product,
-    several add up in fp32, where fp16 gets its scale."""
+    """The recompute plan with blocks of ``block`` rows and tiles of ``tile`` columns. The gradient of hidden states
+    adds up in fp32 where there are several tiles, or where fp16 gradients are scaled."""
     sizes, hidden_acc = plan.sizes, plan.sizes.hidden_dtype
     wide = tile < sizes.vocab or sizes.dtype == torch.float16 or not sizes.sums_into(hidden_acc)
     if wide and hidden_acc.itemsize < 4:
@@ -100,7 +100,8 @@ def with_tile(plan: Plan, block: int, tile: int) -> Plan:
 
 
 def widest_tile(plan: Plan, needed: Callable[[int], int], least: int) -> int:
-    """Columns of nearly equal tiles, as few as the budget allows; 0 where none fits. ``least``: as many as fit."""
+    """Columns of a tile, for the fewest tiles of nearly equal width that the budget allows; 0 where none fits.
+    ``least``: a number of columns that is known to fit."""
     vocab = plan.sizes.vocab
     if plan.sizes.deterministic:
         tile = min(vocab, FIXED_TILE)

@@ -23,25 +23,25 @@ SEVERAL = ", several numbers a row: a gradient for each takes as many products, 
 
 
 class Miss(NamedTuple):
-    """A candidate that does not fit."""
+    """The bytes that a candidate lacks; it does not fit its budget."""
 
     missing: int  # bytes that the budget lacks
-    needed: int  # least bytes beside the gradients of a chunk of ``rows`` tokens
+    needed: int  # bytes beside the gradients that the call needs with chunks of ``rows`` tokens
     rows: int
 
 
 class Candidate(NamedTuple):
-    """A schedule with the dtypes of its sums. ``plan`` has chunks of one row; ``fitted`` finds their size."""
+    """A schedule with the dtypes of its sums, as a ``plan`` with chunks of one row. ``fitted`` finds the chunk size."""
 
     plan: Plan
-    least_rows: int  # of a chunk, or of a block in the recompute schedule
-    chunk_tokens: int | None  # the caller's rows of a chunk
-    fits_budget: bool  # the caller's chunk has to fit the budget too
+    least_rows: int  # least rows of a chunk, or of a block in the recompute schedule
+    chunk_tokens: int | None  # rows of a chunk that the caller asks for
+    fits_budget: bool  # chunks of ``chunk_tokens`` rows have to fit the budget; else they override it
 
     @property
     def is_hopeless(self) -> bool:
-        """True where sums of the weight's gradient in another dtype alone exceed the budget: no other buffer
-        matters."""
+        """True where the accumulator of the weight's gradient, which has another dtype than the weight, exceeds the
+        budget by itself."""
         plan, sizes, counts = self.plan, self.plan.sizes, self.fits_budget or self.chunk_tokens is None
         waits = plan.weight_accumulate != sizes.weight_dtype and sizes.returns_weight_grad
         sums = sizes.weight_elements * plan.weight_accumulate.itemsize
@@ -65,8 +65,9 @@ def find_plan(sizes: Sizes, request: Request) -> Plan | str:
 
 
 def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:
-    """The plan of a backward that makes gradients in place of the forward pass, or the reason why there is none. The
-    request's chunk_tokens and accumulate_dtype are dropped where they do not fit: in backward it is late to raise."""
+    """The plan of a backward that makes the gradients, as a second backward does; or the reason why there is none.
+    ``chunk_tokens`` and ``accumulate_dtype`` of the request are dropped where they do not fit, so that backward does
+    not raise for them."""
     late = replace(sizes, late_upstream=True, late_factors=0)
     for attempt in request, replace(request, accumulate_dtype=None), Request(memory_budget=request.memory_budget):
         plan = find_plan(late, attempt)
@@ -93,7 +94,7 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
     smaller = first_that_fits(sizes, shared_request)
     if isinstance(smaller, str):
         return plan
-    # a rank's share of the default if chunks stay large: buffers that no rank divides may fill it
+    # a rank gets its share of the default budget only if chunks stay large: buffers of full size may fill that share
     as_good = smaller.schedule == plan.schedule and smaller.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
     if not as_good or smaller.chunk_tokens < min(GOOD_CHUNK, plan.chunk_tokens):
         return plan
@@ -101,7 +102,7 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
 
 
 def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
-    """The reason for the plan's budget, as lines of its table."""
+    """The reason for the plan's budget, as lines for the printed plan."""
     if request.explicit:
         return ("memory_budget",)
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16)) + e4m3_copy(plan.sizes)
@@ -134,14 +135,14 @@ OTHER_BUDGETS.append(other_budgets)
 
 
 def plan_of_rank(sizes: Sizes, request: Request, most: int) -> Plan | str:
-    """The plan of a rank with ``sizes.vocab`` columns of a shared vocabulary, in the chunks of the rank that has
-    ``most``, so that all ranks have the same. The demand of ``sizes`` is of the whole vocabulary."""
+    """The plan of a rank with ``sizes.vocab`` columns of a shared vocabulary. Its chunks are those of the rank with
+    ``most`` columns, so that all ranks have equal chunks. ``sizes.demand`` is that of the whole vocabulary."""
     demand = sizes.demand
     plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, demand=demand.of_columns(most)), request)
     if isinstance(plan, str):
         return plan
     local = replace(sizes, demand=demand.of_columns(sizes.vocab))
-    # sums in 16 bits are over as many chunks as they may be
+    # the weight's gradient may add up in 16 bits over at most MAX_HALF_CHUNKS chunks
     most_chunks = MAX_HALF_CHUNKS if plan.sizes.returns_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
     rows, block = (
         divisible(n, sizes.hidden_ranks, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
@@ -151,7 +152,8 @@ def plan_of_rank(sizes: Sizes, request: Request, most: int) -> Plan | str:
 
 
 def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
-    """``rows`` rounded down to a multiple of ``ranks``; rounded up where that would give more than ``most_chunks``."""
+    """``rows`` rounded down to a multiple of ``ranks``; rounded up if ``tokens`` would else make more than
+    ``most_chunks`` chunks (0: no limit)."""
     fewer = rows // ranks * ranks
     if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
         return fewer
@@ -159,11 +161,11 @@ def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
 
 
 def default_budget(sizes: Sizes, ranks: int) -> int:
-    """Bytes that a call may take by default: 1.25 GiB, or those of a chunk of 2048 tokens if its logits alone, in the
-    operands' dtype and with those made for a teacher, take more.
+    """Bytes that a call may take by default: 1.25 GiB; or the bytes of a chunk of 2048 tokens, if its logits (student's
+    and teacher's, in the operands' dtype) alone take more than 1.25 GiB.
 
-    The more ranks share a vocabulary, the less each takes and the larger chunks become; from 16 on the budget stays,
-    since a token's hidden states are as long on any number of ranks.
+    With more ranks that share the vocabulary, each rank has less budget and larger chunks. From 16 ranks on the budget
+    does not shrink, since hidden states are not divided among ranks.
     """
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
     rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
@@ -175,7 +177,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     # logits count in the operands' dtype, whatever the buffer keeps
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0
-    chunk = with_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # a copy of all is no part of one
+    chunk = with_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # the copy is of all chunks
     return chunk.extra_bytes - stored + logits
 
 
@@ -187,14 +189,14 @@ def of_one_row(
     weight_acc: torch.dtype | None = None,
     note: str = "",
 ) -> Plan:
-    """A plan with chunks of one row and all columns. ``hidden_acc``, ``weight_acc``: dtypes of the gradients' sums;
-    None: of hidden states and weight."""
+    """A plan with chunks of one row and all columns. ``hidden_acc``, ``weight_acc``: dtypes in which gradients add up;
+    None: the dtype of hidden states, of the weight."""
     accumulate = hidden_acc or sizes.hidden_dtype, weight_acc or sizes.weight_dtype
     return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *accumulate, note=note)
 
 
 def refusal(sizes: Sizes, request: Request) -> str:
-    """The reason why no call of these sizes can add up in the requested dtype; "" where one can."""
+    """The reason why no call of these sizes can add up gradients in ``request.accumulate_dtype``; "" if one can."""
     accumulate_dtype, weight_dtype = request.accumulate_dtype, sizes.weight_dtype
     allowed, reason = {weight_dtype}, f" for a weight of {name(weight_dtype)}"
     if sizes.buffer_dtype is not None:
@@ -247,7 +249,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
         yield from by_rows(sizes, request)
         yield from recomputing(sizes, request, "the upstream gradient comes late" + SEVERAL * (sizes.late_factors > 1))
     elif sizes.coupled:
-        # nothing is recomputed where one chunk has all tokens
+        # a single chunk with all tokens needs no recompute
         weight_acc = weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
         weight_acc = sizes.buffer_dtype or weight_acc
         fits = chunk_tokens is None or chunk_tokens >= sizes.tokens
@@ -258,8 +260,9 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
         yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
-        # A 16-bit gradient of the weight: in one product or few 16-bit sums, an fp32 accumulator, more 16-bit sums, an
-        # fp32 accumulator besides the default budget, or recomputed. Unscaled sums over tokens can pass fp16's 65504.
+        # A 16-bit gradient of the weight, in this order: one product or few sums in 16 bits; an fp32 accumulator; more
+        # sums in 16 bits; an fp32 accumulator on top of the default budget; recompute. fp16 never adds up in 16 bits,
+        # since unscaled sums over tokens can exceed its 65504.
         may_own = (
             weight_dtype != torch.float16 and sizes.sums_into(weight_dtype) and accumulate_dtype in (None, weight_dtype)
         )
@@ -288,10 +291,10 @@ def forward(
     half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.coupled
     chunk_tokens, accumulate_dtype, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
     if chunk_tokens is None and half and accumulate_dtype == sizes.weight_dtype and not request.explicit:
-        # the caller's accumulate_dtype overrides the default budget: chunks as large as the accuracy asks
+        # accumulate_dtype overrides the default budget: chunks are so large that a sum in 16 bits is accurate enough
         chunk_tokens = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
     elif chunk_tokens is not None and half and accumulate_dtype is None and weight_acc == torch.float32:
-        fits_budget = True  # fp32 sums that the caller does not name must fit the budget with the caller's chunk
+        fits_budget = True  # an fp32 accumulator that the caller has not asked for must fit the budget
     hidden_dtype, wide = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
     choices = [hidden_dtype if sizes.sums_into(hidden_dtype) else wide]
     if sizes.dtype == torch.float16 and wide not in choices:  # unscaled fp16 gradients need fp32's range
@@ -314,7 +317,7 @@ def by_rows(sizes: Sizes, request: Request) -> Iterator[Candidate]:
 
 
 def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
-    """Candidates that make statistics in the forward pass and gradients in backward, from logits computed again."""
+    """Candidates that make statistics in the forward pass and gradients in backward, from recomputed logits."""
     half_weight, chunk_tokens = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4, request.chunk_tokens
     least = fewest = CHUNK_MULTIPLE if chunk_tokens is None else min(CHUNK_MULTIPLE, chunk_tokens)
     too_many = False

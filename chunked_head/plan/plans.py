@@ -28,7 +28,7 @@ from .sizes import (
     phase_bytes,
 )
 
-# bytes of the losses' temporaries for each token at a time, and for each of its columns
+# bytes of temporaries in the losses' arithmetic: for each token, and for each of a token's ``teacher_ids``
 BYTES_PER_EVALUATED = 80
 BYTES_PER_COLUMN = 96
 # relative error of one rounding; the error of a sum of 16-bit roundings grows as sqrt((chunks + 1) / 2)
@@ -42,11 +42,11 @@ Section = tuple[str, Sequence[tuple[str, ...]]]  # a title and its rows of cells
 class Plan:
     """The way a call runs and the memory that it needs; ``print`` shows it as a table. Holds no tensor.
 
-    ``schedule``: "forward" makes gradients along with the loss, "recompute" in backward from logits computed again,
-    "loss only" none. ``row_factors``: "forward" makes rows of hidden's gradient, and backward multiplies each by a
-    number that is known only then. ``chunk_tokens``: rows of logits at a time in passes over all columns; "recompute"
-    makes gradients from ``block_tokens`` rows by ``tile_columns`` columns at a time. ``budget``: bytes that
-    ``extra_bytes`` may reach.
+    ``schedule``: "forward" makes gradients along with the loss; "recompute" makes them in backward, where logits are
+    computed again; "loss only" makes none. ``row_factors``: "forward" makes the rows of hidden's gradient for upstream
+    gradients of 1, and backward multiplies each row by its own. ``chunk_tokens``: rows of logits at a time in passes
+    over all columns. "recompute" makes gradients from ``block_tokens`` rows by ``tile_columns`` columns at a time.
+    ``budget``: most bytes that ``extra_bytes`` may be.
     """
 
     sizes: Sizes
@@ -59,8 +59,8 @@ class Plan:
     weight_accumulate: torch.dtype
     note: str = ""
     row_factors: bool = False
-    ending: int | None = None  # number of chunks, where they end with segments
-    budget_rule: tuple[str, ...] = ()  # the reason for the budget, in lines
+    ending: int | None = None  # number of chunks, where chunks end with segments; else None
+    budget_rule: tuple[str, ...] = ()  # the reason for the budget, as lines for the printed plan
 
     @property
     def chunks(self) -> int:
@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak over the inputs, gradients and (under autocast) the cast weight included."""
+        """Predicted peak bytes that the call allocates, gradients and (under autocast) the cast weight included."""
         return peak_of(self.buffers)
 
     @property
     def extra_bytes(self) -> int:
-        """Predicted peak beside the gradients and the cast weight: what ``memory_budget`` limits."""
+        """``peak_bytes`` without gradients and cast weight: the bytes that ``memory_budget`` limits."""
         return max(0, peak_of(b for b in self.buffers if b.kind != "cast") - self.gradient_bytes)
 
     @property
@@ -103,13 +103,14 @@ class Plan:
 
     @property
     def too_many_chunks(self) -> bool:
-        """True where the weight's gradient adds up over more chunks than 16 bits are accurate for."""
+        """True where the weight's gradient adds up in 16 bits over more chunks than is accurate."""
         half = self.sizes.returns_weight_grad and self.weight_accumulate.itemsize < 4
         return half and self.chunks > MAX_HALF_CHUNKS
 
     @functools.cached_property
     def teacher_last(self) -> bool:
-        """True where a dense teacher's logits and pair statistics are made along with gradients."""
+        """True where a dense teacher's logits, and the statistics of student and teacher, are made along with
+        gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
     @property
@@ -147,8 +148,8 @@ def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
 
 
 def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
-    """A function from the arguments of ``sized`` behind the plan, such as rows of a chunk, to the bytes beside the
-    gradients that the resulting plan needs."""
+    """A function from the arguments of ``sized`` after the plan, such as rows of a chunk, to ``extra_bytes`` of the
+    plan that ``sized`` returns for them."""
     call = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
     since, gradients = phase_bytes(call), sum(buffer.bytes for buffer in call if buffer.kind == "gradient")
     return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
@@ -160,7 +161,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     if plan.schedule == "forward":
         yield from gradient_buffers(sizes, plan.hidden_accumulate, plan.weight_accumulate, SWEEP)
         if sizes.dtype == torch.float16 and sizes.store.multiplies and sizes.weight_grad and sizes.half_products:
-            # fp16's factor comes back to it before it is added; where operands are cast, it is among their tiles
+            # the tile is made with fp16's scale, which is taken out before it is added; ``cast_buffers`` has it else
             columns = min(sizes.vocab, cast_rows(sizes.hidden))
             yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
     elif plan.schedule == "recompute":
@@ -191,7 +192,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
 def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     """The buffers that depend on chunks, blocks or tiles."""
     sizes, rows, forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
-    # where a loss waits for several chunks, buffers of a sweep for statistics are freed before it
+    # if a loss waits for several chunks, buffers of the sweep are freed before the losses' arithmetic
     last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
     yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
     yield from sizes.store.chunk_buffers(sizes, rows, last, forward or sizes.keeps_sweep)
@@ -203,17 +204,17 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
         yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
     if plan.schedule == "recompute":
         yield from recompute_buffers(plan)
-    # the arithmetic runs for all tokens at once if a loss sees all of them, or its values come last
+    # the losses' arithmetic runs for all tokens at once if a loss depends on all, or values are made after the sweep
     in_backward = plan.schedule == "recompute" and plan.block_tokens < sizes.tokens
     at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last or in_backward
     bytes_per_token = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
-    if in_backward and not sizes.coupled:  # coefficients of all tokens have a buffer of their own
+    if in_backward and not sizes.coupled:  # coefficients are no temporaries: ``vector_buffers`` has their buffer
         bytes_per_token -= 4 * torch.float32.itemsize
     yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, bytes_per_token), BYTE, LOSSES, LOSSES)
 
 
 def recompute_buffers(plan: Plan) -> Iterator[Buffer]:
-    """Gradients from known statistics: by blocks of tokens, tiles of the vocabulary inside."""
+    """Buffers of the recompute schedule's gradients: for each block of tokens, for each tile of the vocabulary."""
     sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
     if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
         yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
@@ -222,7 +223,7 @@ def recompute_buffers(plan: Plan) -> Iterator[Buffer]:
     yield from sizes.store.tile_buffers(sizes, block, tile)
     yield from block_buffers(sizes, block, tile, LOOP, LOOP)
     yield from operand_buffers(sizes, block, LOOP, LOOP)
-    # a tile is made in fp32 first where fp16 gets its scale, or the sums have another dtype
+    # a tile of dweight is made in fp32 before it is added, where fp16 is scaled or the sums have another dtype
     wide = sizes.dtype == torch.float16 or not sizes.sums_into(plan.weight_accumulate)
     if sizes.weight_grad and wide and (sizes.half_products or not sizes.half):
         columns = min(tile, cast_rows(sizes.hidden))
@@ -231,7 +232,8 @@ def recompute_buffers(plan: Plan) -> Iterator[Buffer]:
 
 
 def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Blocks of the largest statistic and gradient in torch operations, while no tile of the weight is cast."""
+    """Temporaries of torch operations that make statistics and gradients by blocks of logits. They share the bytes of
+    the weight's cast tile, which is not in memory at that time."""
     if not sizes.in_blocks:
         return
     pairs, wide = (
@@ -249,7 +251,8 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
 
 
 def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:
-    """The gradients that the call returns, and their sums in another dtype, which are cast at the end."""
+    """Buffers of the gradients that the call returns, and of their sums in another dtype, cast at the end ("waiting").
+    ``begin``: the first phase that adds to them."""
     if sizes.hidden_grad:
         shape, waits = (sizes.own_tokens, sizes.hidden), hidden_acc != sizes.hidden_dtype
         yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else begin, WEIGHT, "gradient")
@@ -272,7 +275,7 @@ def vector_buffers(plan: Plan) -> Iterator[Buffer]:
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
     yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
     yield Buffer("statistics", (tokens, demand.numbers_per_token), wide, SWEEP, WEIGHT)
-    # one: a loss of each token
+    # 1: only each token's loss is kept
     values = max(1, demand.values * plan.row_factors) if sizes.late_upstream else demand.values
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
     if sizes.any_grad:
@@ -283,26 +286,26 @@ def vector_buffers(plan: Plan) -> Iterator[Buffer]:
 
 
 def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """The matmuls' other operand: rows of hidden states in which those that do not count are 0."""
+    """Buffers of the hidden states that are the matmuls' operand, copied with 0 where a token does not count."""
     yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, first, last)
     yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, first, last)
     if sizes.fp8:
         yield Buffer("hidden states in e4m3", (rows, sizes.hidden + 8), BYTE, first, last)  # and two numbers
     if sizes.hidden_ranks > 1:
         yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, first, last)
-    if sizes.half and not sizes.half_products:  # an operand, and a product
+    if sizes.half and not sizes.half_products:  # 2: an operand and a product
         yield Buffer("hidden states in fp32", (2, rows, sizes.hidden), torch.float32, first, last)
 
 
 def cast_buffers(sizes: Sizes, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """A tile of the weight or of its gradient where 16-bit operands are cast."""
+    """Buffer of a tile of the weight, or of its gradient, in fp32, on devices where 16-bit operands are cast."""
     if sizes.half and not sizes.half_products:
         shape = (min(columns, cast_rows(sizes.hidden)), sizes.hidden)
         yield Buffer("a tile of the weight in fp32", shape, torch.float32, first, last)
 
 
 def merged_bytes(sizes: Sizes) -> int:
-    """Bytes of all ranks' statistics of a row: as received, as fp64, and the numbers that merge softmaxes."""
+    """Bytes per row for the merge of ranks' statistics: the received numbers, the same in fp64, and temporaries."""
     if sizes.ranks == 1:
         return 0
     demand = sizes.demand
@@ -312,8 +315,9 @@ def merged_bytes(sizes: Sizes) -> int:
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
-    """True where kernels of ours compute dweight. They skip rows, which BLAS cannot. A single product that is
-    ``stored`` and not added is as fast as BLAS's and launched sooner."""
+    """True where this library's kernels compute dweight, False for BLAS: for products that skip rows, which BLAS
+    cannot; and for a single product that is ``stored`` and not added, if it is as fast as BLAS's (its launch is
+    cheaper)."""
     sizes = plan.sizes
     least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
@@ -400,7 +404,7 @@ def as_text(shown: Sequence[Section]) -> str:
 
 
 def content_of_logits(s: Sizes) -> str:
-    """A line about the buffer of logits: what it stores of a logit, and why it stores nothing smaller."""
+    """A line of the printed plan about the buffer of logits: what it stores of each, and why it stores no less."""
     if not s.store.multiplies:
         return s.store.description
     content = f"{16 if s.own_matmul else 8 * s.wide.itemsize}-bit {s.store.description}"

@@ -1,7 +1,8 @@
-"""Segments whose lengths the host knows: chunks end where segments end, and a chunk's gradients follow its statistics.
+"""Chunks that end where segments end, for segments whose lengths the host knows. Gradients of a chunk are then made
+right after its statistics.
 
-Segments that belong together, such as the two of a pair, are a group and lie on one chunk. A group longer than a chunk
-gets chunks of its own, whose logits are computed twice. Groups run in an order that fills the matmuls' tiles.
+Segments that belong together, such as the two of a pair, are a group and lie in one chunk. A group longer than a chunk
+has several chunks for itself, whose logits are computed twice. Groups run in an order that fills the matmuls' tiles.
 """
 
 import itertools
@@ -12,25 +13,25 @@ from typing import NamedTuple
 
 from .sizes import CHUNK_MULTIPLE, balanced, slices
 
-MOST_TRIED = 32  # groups that are tried as the last one of a chunk
+MOST_TRIED = 32  # number of groups that are tried as the last one of a chunk
 
 
 class Segments(NamedTuple):
-    """Segments of a call as its caller names them."""
+    """The lengths and pairs of a call's segments."""
 
-    lengths: tuple[int, ...]  # tokens of each, in the order of the flattened tokens
-    pairs: tuple[tuple[int, int], ...] = ()  # segments that belong together
+    lengths: tuple[int, ...]  # tokens of each segment; segments follow each other in the flattened tokens
+    pairs: tuple[tuple[int, int], ...] = ()  # ids of segments that belong together
 
 
-Group = tuple[range, ...]  # rows that belong together, by segment
-Spans = tuple[tuple[slice, ...], ...]  # each span is the chunks of rows whose tokens wait for each other
+Group = tuple[range, ...]  # rows that belong together, one range for each segment
+Spans = tuple[tuple[slice, ...], ...]  # for each span its chunks: their gradients wait for each other's statistics
 
 
 def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
-    """Rows of each group of segments. ``length``: of the last dimension of the tokens, along which rows predict
-    tokens ``shift`` behind them."""
+    """The rows of each group of segments. ``length``: size of the tokens' last dimension; along it, a row predicts the
+    token ``shift`` places later."""
     ends = itertools.accumulate(segments.lengths, initial=0)
-    # rows at the end of a line predict none, and go with those before them
+    # the last ``shift`` rows of a line predict no token, and belong to the segment before them
     starts = [end - min(shift, end % length) for end in ends]
     rows = [range(first, last) for first, last in itertools.pairwise(starts)]
     joined = joined_by(segments.pairs, len(rows))
@@ -42,7 +43,7 @@ def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
     """Groups of segments in the order of their first segments. The two segments of a pair are in one group."""
     group_of = [[segment] for segment in range(count)]
     for first, second in pairs:
-        # ids out of range raise, or make everything nan, where fields are read
+        # ids out of range are left to ``RangeChecks`` of the tokens: they raise there, or make everything nan
         if 0 <= first < count and 0 <= second < count and group_of[first] is not group_of[second]:
             joined, moved = group_of[first], group_of[second]
             joined += moved
@@ -52,9 +53,9 @@ def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
 
 
 def spans_of(sizes: Sequence[int], most: int, free: bool) -> tuple[Spans, list[int]]:
-    """Spans of complete groups, and the order in which groups run. ``sizes``: rows of each group. A span is one chunk
-    of at most ``most`` rows; a longer group is a span of several chunks. ``free``: groups may change places, so that
-    the last tiles of chunks are fuller; else they keep their order."""
+    """Returns spans of complete groups, and the order in which groups run. ``sizes``: rows of each group. A span is one
+    chunk of at most ``most`` rows, or a longer group in several chunks. ``free``: groups may change places, which fills
+    the last matmul tile of a chunk better; else they keep their order."""
     waiting, order, spans = [*range(len(sizes))], list[int](), list[tuple[slice, ...]]()
     start, total, chunks = 0, sum(sizes), 0
     while waiting:
@@ -72,7 +73,7 @@ def spans_of(sizes: Sequence[int], most: int, free: bool) -> tuple[Spans, list[i
         if ends[-1] <= most:
             rows, last, substitute = ends[-1], len(waiting) - 1, len(waiting) - 1
         elif fitting:
-            # empty rows of the last tile cost more than a difference between the sizes of chunks
+            # cost of a choice: empty rows of the last tile, and a quarter of the difference to equal chunks
             vain = [-rows % CHUNK_MULTIPLE + abs(rows - target_rows) / 4 for rows, _, _ in fitting]
             rows, last, substitute = fitting[vain.index(min(vain))]
         else:  # a group longer than a chunk

@@ -1,6 +1,6 @@
-"""The sizes of a call that decide its plan, its caller's request, and the tensors whose sum is the plan's memory.
+"""The sizes of a call and the user's request, from which a plan is made; and the buffers that make up a plan's memory.
 
-A call runs through five phases, and a buffer lies in memory from its first to its last one.
+A call runs through five phases. A buffer is in memory from its first phase to its last.
 """
 
 import functools
@@ -21,10 +21,10 @@ from ..core.tiles import PRODUCT_ROWS
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
 BYTE = torch.uint8
-TILE_ELEMENTS = 1 << 18  # of a block of logits in elementwise torch operations
+TILE_ELEMENTS = 1 << 18  # elements of a block of logits in elementwise torch operations
 LEAST_DEMAND = Demand()
-# rows of a teacher's logits at a time, where no statistic needs all of a chunk's: reading the weight takes half as long
-# as their product; a multiple of the rows that other products read at a time
+# rows of a teacher's logits at a time, for ``Sizes.teacher_last``: reading the weight takes half as long as the product
+# with so many rows; a multiple of the rows that other products read at a time
 TEACHER_ROWS = 6 * PRODUCT_ROWS
 
 
@@ -34,22 +34,22 @@ class Phase(IntEnum):
     SWEEP = 0  # logits and statistics of a chunk
     LOSSES = 1  # the losses' arithmetic, on vectors of tokens
     LOOP = 2  # gradients of a chunk, or of all tokens in backward
-    HIDDEN = 3  # the gradient of hidden gets dtype and upstream factor, and is handed over
-    WEIGHT = 4  # the gradients of weight and bias likewise
+    HIDDEN = 3  # the gradient of hidden states is scaled by the upstream gradient, cast and returned
+    WEIGHT = 4  # the gradients of weight and bias are scaled, cast and returned
 
 
 SWEEP, LOSSES, LOOP, HIDDEN, WEIGHT = Phase
 
 
 class Buffer(NamedTuple):
-    """A tensor that a call makes, or several of one lifetime as one."""
+    """A tensor that a call allocates; or several of equal lifetime, counted as one."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype  # uint8: bytes of several dtypes
     first: Phase
     last: Phase
-    kind: Literal["extra", "gradient", "cast"] = "extra"  # the budget limits the first
+    kind: Literal["extra", "gradient", "cast"] = "extra"  # the budget limits "extra"
 
     @property
     def bytes(self) -> int:
@@ -57,12 +57,12 @@ class Buffer(NamedTuple):
 
 
 def peak_of(buffers: Iterable[Buffer], since: Sequence[int] = (0, 0, 0, 0, 0)) -> int:
-    """Bytes of the phase that needs most. ``since``: bytes of other buffers in each phase [phases], which are added."""
+    """Bytes in memory in the phase with most. ``since``: bytes of further buffers for each of the five phases."""
     return max(map(sum, zip(since, phase_bytes(buffers), strict=True)))
 
 
 def phase_bytes(buffers: Iterable[Buffer]) -> list[int]:
-    """Bytes in memory in each phase [phases]."""
+    """Bytes in memory in each of the five phases."""
     change = [0] * (len(Phase) + 1)
     for _, shape, dtype, first, last, _ in buffers:
         size = math.prod(shape) * dtype.itemsize
@@ -79,43 +79,43 @@ class Sizes:
     tokens: int
     hidden: int
     vocab: int  # columns of the logits on this rank
-    dtype: torch.dtype  # of the matmuls' operands
-    hidden_dtype: torch.dtype  # of the hidden states and of their gradient
-    weight_dtype: torch.dtype  # of the weight and of its gradient
+    dtype: torch.dtype  # dtype of the matmuls' operands
+    hidden_dtype: torch.dtype  # dtype of the hidden states and of their gradient
+    weight_dtype: torch.dtype  # dtype of the weight and of its gradient
     store: Any  # the class of ``stores/`` that keeps a chunk's logits
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
     # gradients
     hidden_grad: bool = True
     weight_grad: bool = True
     bias_grad: bool = False
-    bias_dtype: torch.dtype | None = None  # where it is not the weight's
-    buffer_dtype: torch.dtype | None = None  # of the caller's buffer for the weight's gradient
+    bias_dtype: torch.dtype | None = None  # None: the weight's dtype
+    buffer_dtype: torch.dtype | None = None  # dtype of the caller's buffer for the weight's gradient; None without one
     # the time at which gradients can be made
-    late_upstream: bool = False  # gradients wait for the upstream gradient, which is no scalar or comes in backward
-    coupled: bool = False  # a gradient depends on other tokens' statistics: these come first
-    by_segments: bool = False  # it depends on statistics of its own segment only: chunks end where segments end
+    late_upstream: bool = False  # gradients wait for backward: the upstream gradient is one number per token
+    coupled: bool = False  # a token's gradient depends on other tokens' statistics, all of which are made first
+    by_segments: bool = False  # it depends on the token's own segment or pair only, and chunks end where segments end
     # numbers that a row of hidden's gradient waits for, 2 for several; 0 where another operand takes a gradient too
     late_factors: int = 0
     # statistics
     demand: Demand = LEAST_DEMAND
     deterministic: bool = False  # a token's results do not depend on other tokens or their number
     # a dense teacher
-    teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
-    teacher_cast: bool = False  # its head is cast for autocast
+    teacher_width: int = 0  # columns of its hidden states; 0 if the caller gives its logits
+    teacher_cast: bool = False  # autocast casts its head
     # hidden states
     copied: bool = False  # they are copied, since no view of them is [tokens, hidden]
-    moved: bool = False  # they run in another order than the caller's; their gradient is put back in that
+    moved: bool = False  # they run in another order than the caller's, to which their gradient is put back
     skips: bool = False  # products stop at a number of rows on the device
-    # logits of e4m3 operands: the weight's copy is made for the call, or the caller's
+    # the weight's e4m3 copy: "made" by the call, or "given" by the caller; None: logits have operands of ``dtype``
     fp8: Literal["made", "given"] | None = None
     # ranks
     ranks: int = 1  # ranks that share the vocabulary, whose statistics are merged
     largest_part: int | None = None  # columns of the rank that has most of them; None: all columns are on this rank
     hidden_ranks: int = 1  # ranks that each have an equal part of the hidden states
     # the backend and the device
-    in_blocks: bool = False  # torch operations by blocks of rows; gradients as wide as logits
+    in_blocks: bool = False  # statistics and gradients are torch operations, by blocks of rows
     half_products: bool = False  # the device sums 16-bit products in fp32 without a cast
-    gpu: Gpu | None = None  # architecture of our matmuls; None: BLAS runs
+    gpu: Gpu | None = None  # the GPU that this library's matmul kernels run on; None: BLAS multiplies
     multiprocessors: int = 0  # of that GPU
 
     @functools.cached_property
@@ -124,7 +124,7 @@ class Sizes:
 
     @functools.cached_property
     def wide(self) -> torch.dtype:
-        """The dtype of statistics, and of logits that are stored as they are."""
+        """The dtype of statistics, and of logits in ``LogitsStore``: fp32, or fp64 for fp64 operands."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @functools.cached_property
@@ -166,7 +166,7 @@ class Sizes:
         return layout_of(self.demand).softmaxes
 
     def sums_into(self, dtype: torch.dtype) -> bool:
-        """True where a product of operands can be stored in ``dtype``: their own dtype, or one of 32 bits or more."""
+        """True where the matmul can store a product in ``dtype``: the operands' dtype, or one of 32 bits or more."""
         return dtype == self.dtype or dtype.itemsize >= 4
 
     @functools.cached_property
@@ -178,7 +178,7 @@ class Sizes:
 
     @property
     def grads_in_matmul(self) -> bool:
-        """True where the matmul of tiles with known statistics stores 16-bit gradients and no logits."""
+        """True where the recompute schedule's matmul stores a tile's 16-bit dlogits and no logits (``GradStore``)."""
         return self.own_matmul and not self.demand.sums and self.demand.pairing is None
 
     @property
@@ -188,8 +188,8 @@ class Sizes:
 
     @functools.cached_property
     def teacher_last(self) -> bool:
-        """True where gradients of the forward pass need no statistic of both teacher and student: the teacher's logits
-        are then made when the student's become gradients, some rows at a time."""
+        """True where the forward pass's gradients need no statistic of teacher and student together. The teacher's
+        logits are then made along with the gradients, some rows at a time."""
         pairing = self.demand.pairing
         simple = self.ranks == 1 and not (self.coupled or self.by_segments)
         return pairing is not None and pairing.last and self.own_matmul and simple
@@ -200,18 +200,19 @@ class Sizes:
 
     @functools.cached_property
     def own_dhidden(self) -> bool:
-        """True where dhidden's products are our kernels: faster than BLAS's, or able to skip rows."""
+        """True where this library's kernel computes dhidden, because it is faster than BLAS's or has to skip rows."""
         faster = self.gpu is not None and self.gpu.own_dhidden
         return self.own_matmul and (faster or self.skips or self.deterministic)
 
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
-        """The parts of a chunk's dhidden, their sums in no more places than there are."""
+        """The split of a chunk's dhidden product over the vocabulary, whose partial sums are added. ``most_units``:
+        most units that the buffer of partial sums has room for; None: no limit."""
         if self.gpu is None or not self.own_dhidden or self.deterministic:
             return UNCUT  # nothing is chosen by size
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
 
 
-DEFAULT_BUDGET = 1280 * MiB  # of a call on one rank; more where logits of 2048 tokens are larger
+DEFAULT_BUDGET = 1280 * MiB  # bytes of a call on one rank; ``planner.default_budget`` may give more
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def parse_bytes(value: int | str, argument: str) -> int:
 
 
 def amount(size: int) -> str:
-    """Text of a number of bytes, from 1 MiB on also in MiB."""
+    """A number of bytes as text; from 1 MiB on, in MiB as well."""
     return f"{size} bytes" if size < MiB else f"{size} bytes ({size / MiB:.1f} MiB)"
 
 
@@ -272,8 +273,8 @@ def slices(total: int, step: int) -> list[slice]:
 
 
 def balanced(tokens: int, most: int) -> int:
-    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 (which dweight's product takes at a time) or 16,
-    where ``most`` leaves room for that."""
+    """Rows of a chunk, for nearly equal chunks of at most ``most`` rows: a multiple of 128, else of 64 (the rows that
+    dweight's kernel reads at a time), else of 16, if one of them does not exceed ``most``."""
     if tokens <= most:
         return max(tokens, 1)
     rows = math.ceil(tokens / math.ceil(tokens / most))
@@ -282,7 +283,7 @@ def balanced(tokens: int, most: int) -> int:
 
 
 def rows_of(tokens: int, chunks: int) -> int:
-    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
+    """Rows of a chunk, for at most ``chunks`` nearly equal chunks: a multiple of 128 if there are several."""
     rows = -(-max(tokens, 1) // chunks)
     return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
@@ -298,5 +299,5 @@ def padded_e4m3(columns: int) -> int:
 
 
 def cast_rows(hidden: int) -> int:
-    """Rows of the weight that are cast to fp32 at a time: their copy takes about 16 MiB."""
+    """Rows of the weight that are cast to fp32 at a time, so that the copy takes about 16 MiB."""
     return max(CHUNK_MULTIPLE, 4 * MiB // max(hidden, 1))

@@ -1,5 +1,5 @@
-"""The two ways to compute: torch operations, for the CPU and any device that has no Triton, and Triton kernels
-(``triton/backend.py``)."""
+"""``Backend``: the functions that compute, as torch operations for every device. ``triton/backend.py`` replaces them by
+Triton kernels."""
 
 import importlib
 import importlib.util
@@ -26,8 +26,8 @@ class Backend:
 
     name = "torch"
     recording: Callable[..., Any] | None = None  # listens to a sweep, ``kernels/common/recording.py``
-    bounds_rows = False  # matmuls of some stores can stop at a number of rows on the device
-    grad_store: type[MatmulStore] = LogitsStore  # of gradients that their matmul stores in place of the logits
+    bounds_rows = False  # some stores have matmuls that stop at a number of rows which only the device knows
+    grad_store: type[MatmulStore] = LogitsStore  # of recomputed tiles whose matmul stores dlogits
     read_targets = staticmethod(functions.read_targets)
     read_fields = staticmethod(functions.read_fields)
     clean_rows = staticmethod(functions.clean_rows)
@@ -46,10 +46,11 @@ class Backend:
     quantise_ = staticmethod(quantise_)
 
     def check(self, device: torch.device, dtype: torch.dtype, label: str) -> None:
-        """ValueError where it cannot compute there, or not with the tensor called ``label``, which has this dtype."""
+        """Raises ValueError if the backend cannot compute on ``device``, or not in ``dtype``, which the tensor called
+        ``label`` has."""
 
     def store(self, *arguments: Any) -> type[Store]:
-        """The store of a call's chunks, where the softmax of some token is over the vocabulary."""
+        """The class of the store for a call's chunks; called if some token's softmax is over the vocabulary."""
         return LogitsStore
 
     def traits(self, device: torch.device) -> dict[str, Any]:
@@ -57,8 +58,8 @@ class Backend:
         return {"in_blocks": True}
 
     def store_of(self, head: Head, plan: Plan, all_rows: Rows, tiled: bool) -> Store:
-        """The store of a plan's chunks, or if ``tiled`` of its blocks, whose statistics are known.
-        ``all_rows``: the call's."""
+        """The store for a sweep over a plan's chunks; with ``tiled`` over its blocks, whose statistics are known.
+        ``all_rows``: all rows of the call."""
         store: type[MatmulStore] = plan.sizes.store
         if tiled:
             store = self.grad_store if plan.sizes.grads_in_matmul else LogitsStore
@@ -71,7 +72,7 @@ class Backend:
         return out
 
     def fingerprints(self, weight: Tensor) -> Tensor:
-        """[rows] int32: of a weight of 16 bits a number, to be compared with those of a later call."""
+        """[rows] int32 fingerprints of a 16-bit weight's rows, which later calls compare."""
         out = torch.empty(len(weight), dtype=torch.int32, device=weight.device)
         self.quantise_(None, weight, prints=out)
         return out
@@ -95,7 +96,8 @@ class Backend:
         raise NotImplementedError  # no store of torch operations multiplies gradients in e4m3
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Merges pieces' statistics into the vocabulary's, ``out``; nan where pieces are of different tokens."""
+        """Merges the statistics of pieces of the vocabulary into ``out``, those of the whole vocabulary; nan if pieces
+        are of different tokens."""
         (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.by_name
         _, place_of, softmaxes = layout_of(demand)
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher
@@ -111,7 +113,7 @@ class Backend:
                 stats[name].copy_(merged)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""
+        """``source`` times one or two factors [], which are on the device, in a new tensor of ``dtype``."""
         out = torch.empty_like(source, dtype=dtype)
         if source.numel():
             self.factored(out, source, *factors)
@@ -129,7 +131,7 @@ TORCH = Backend()
 
 
 def backend_of(name: str | None, device: torch.device) -> Backend:
-    """The backend called ``name``, or the device's default; never another than requested."""
+    """The backend called ``name``, or the device's default for None. ValueError if it is not available."""
     choice(None, "backend", name, BACKENDS)
     if name is None:
         # our kernels are the default on NVIDIA's GPUs, and on those of AMD's that they were compiled for

@@ -1,4 +1,4 @@
-"""Buffers of gradients: those of a call, and a caller's for the weight's gradient (``accumulate_into=``)."""
+"""Buffers of a call's gradients, and the caller's buffer for the weight's gradient (``accumulate_into=``)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from ..core.private import private
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
 
-# attribute of a caller's buffer, or of the tensor that it is a view of: where in it and in which shapes lie parts of
-# gradients whose calls have raised
+# attribute of a caller's buffer, or of the tensor that it is a view of: offsets and shapes of the buffers in it that
+# have a part of a gradient, whose call has raised
 PARTIAL = "chunked_head_partial"
 
 
@@ -23,30 +23,32 @@ PARTIAL = "chunked_head_partial"
 class GradientBuffer:
     """A buffer that the weight's gradient is added to.
 
-    Autograd gets None for the weight; hooks on its accumulation fire all the same. Megatron's hook wants a gradient,
-    which it does not read: a parameter with ``grad_added_to_main_grad`` gets torch's zero that takes no memory.
+    Backward returns None for the weight to autograd, which runs hooks on its accumulation nevertheless. Megatron's hook
+    needs a gradient that it does not read: a parameter with ``grad_added_to_main_grad`` gets an expanded zero, which
+    takes no memory.
     """
 
     weight: Tensor
     buffer: Tensor  # [vocab, hidden]
     attribute: str | None = None  # name of the weight's attribute that is the buffer
-    fresh = False  # uninitialised: the first product is stored rather than added
-    written = False  # something of this call may lie in it
+    fresh = False  # the buffer is uninitialised: the first product is stored in it, not added
+    written = False  # a part of this call's gradient may be in the buffer
 
     @property
     def place(self) -> tuple[Tensor, tuple[Any, ...]]:
-        """The tensor with memory of its own, and the buffer's place in it."""
+        """Returns the tensor that owns the buffer's memory, and the buffer's place in it: offset and shape."""
         buffer = self.buffer
         return buffer if buffer._base is None else buffer._base, (buffer.storage_offset(), *buffer.shape)
 
     def note_failure(self) -> None:
-        """Notes for the next call that this one has raised, and that a part of its gradient lies in the buffer."""
+        """Notes on the buffer that a call has raised, if a part of its gradient may be in the buffer."""
         if self.written:
             owner, place = self.place
             setattr(owner, PARTIAL, {*getattr(owner, PARTIAL, ()), place})
 
     def check_complete(self, label: str) -> None:
-        """Raises where an earlier call's part lies in the buffer. Only then the host waits for its content: zeros."""
+        """Raises RuntimeError if a part of an earlier call's gradient is in the buffer. The host waits and looks for
+        zeros in the buffer only if an earlier call has raised."""
         owner, place = self.place
         partial: set[tuple[Any, ...]] = getattr(owner, PARTIAL, set())
         if place not in partial:
@@ -63,7 +65,7 @@ class GradientBuffer:
         partial.discard(place)
 
     def check_there(self) -> None:
-        """Raises where the weight has let go of the buffer since the call."""
+        """Raises if the weight's attribute is no longer the buffer of the call."""
         if self.attribute is not None and getattr(self.weight, self.attribute, None) is not self.buffer:
             raise RuntimeError(
                 f"weight.{self.attribute} is no longer the tensor that accumulate_into has added to since the forward "
@@ -72,7 +74,8 @@ class GradientBuffer:
             )
 
     def handed_over(self) -> Tensor | None:
-        """The weight's gradient as backward returns it to autograd; the sums lie in the buffer."""
+        """The weight's gradient that backward returns to autograd: None, or a zero for Megatron. The gradient itself is
+        in the buffer."""
         weight, zeros = self.weight, private("_efficientzerotensor")
         if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
             return None
@@ -83,9 +86,10 @@ class GradientBuffer:
 
 
 class Gradients:
-    """Buffers of gradients, to be scaled once the upstream gradient is known; None for one that is not wanted.
+    """Buffers of the gradients of hidden states, weight and bias, which are scaled once the upstream gradient is known;
+    None for a gradient that is not wanted.
 
-    ``weight`` and ``bias`` are the rows that stand for an id, of buffers that may have ``padding`` rows behind them.
+    ``weight`` and ``bias`` are the rows that stand for an id; their buffers may have ``padding`` more rows.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class Gradients:
     ):
         self.hidden, self.weight, self.bias, self.gradient_buffer = hidden, weight, bias, gradient_buffer
         self.buffers = weight, bias
-        # the first product is stored in the weight's gradient rather than added
+        # True: the first product is stored as the weight's gradient; False: it is added
         self.fresh = gradient_buffer is None or gradient_buffer.fresh
         # the messages that add up ``hidden`` over ranks that share the vocabulary
         self.over_ranks: SummedRows | ScatteredRows | None = None
@@ -132,29 +136,29 @@ class Gradients:
         return cls(hidden, weight, bias, gradient_buffer, sizes.padding)
 
     def hidden_rows(self, tokens: slice) -> Tensor:
-        """The memory [rows, hidden] that the gradient of rows ``tokens`` of the call is made in."""
+        """The memory [rows, hidden] for the gradient of the hidden states ``tokens``."""
         assert self.hidden is not None
         if self.over_ranks is not None:
             return self.over_ranks.buffer_of(self.hidden, tokens)
-        # where one chunk is all there is, nothing is sliced
+        # a single chunk takes no slice
         return self.hidden if tokens.stop - tokens.start == self.hidden.shape[0] else self.hidden[tokens]
 
     def hidden_done(self, tokens: slice) -> None:
-        """Starts the sum over ranks of rows ``tokens``, which have this rank's share."""
+        """Starts the sum over ranks of the gradient of rows ``tokens``; this rank's share of it is complete."""
         if self.over_ranks is not None and self.hidden is not None:
             self.over_ranks.reduce(self.hidden, tokens)
 
     def without_weight(self) -> None:
-        """Lets go of the weight's gradient, which is finished elsewhere."""
+        """Drops the reference to the weight's gradient, which other code finishes."""
         self.weight, self.buffers = None, (None, self.buffers[1])
 
     def finish(
         self, backend: Any, factors: Sequence[Tensor], one_or_nan: Tensor, sizes: Sizes
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients times the last factors, by a ``Backend``, in the inputs' dtypes; each buffer is freed before the
-        next is returned.
+        """Returns the gradients times ``factors``, in the inputs' dtypes. Each buffer is freed before the next gradient
+        is made. ``backend``: the ``Backend`` that multiplies.
 
-        The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
+        The caller's buffer is multiplied by ``one_or_nan`` only, since it holds more than this call's gradient.
         """
         buffer = self.gradient_buffer
         if buffer is not None and self.weight is not None:
@@ -184,9 +188,10 @@ class Gradients:
 def gradient_buffer_of(
     accumulate_into: Tensor | str | GradientBuffer | None, weight: Tensor, operands: dict[str, Tensor | None]
 ) -> GradientBuffer | None:
-    """The buffer that this call adds the weight's gradient to, or None; ValueError, TypeError for one that cannot be.
+    """The caller's buffer for the weight's gradient; None without ``accumulate_into``, or if the call makes no such
+    gradient. TypeError or ValueError for an unusable buffer.
 
-    A name is looked up only where the call makes that gradient: in evaluation there may be nothing under it.
+    An attribute's name is looked up only if the call makes the gradient: in evaluation the attribute may be missing.
     """
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
     if accumulate_into is None or (isinstance(accumulate_into, str) and not needs_gradient):
@@ -237,7 +242,8 @@ def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None)
 
 
 def sum_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """The one dtype of a buffer. Sums over micro-batches in 16 bits would err more with every chunk."""
+    """The dtype that a buffer must have: float32, or float64 for a float64 weight. The error of sums in 16 bits would
+    grow with every micro-batch."""
     return torch.promote_types(weight_dtype, torch.float32)
 
 

@@ -1,7 +1,8 @@
-"""The three matrix products into buffers that exist already, with fp32 sums of 16-bit operands and no large temporary.
+"""The three matrix products of a head by BLAS, into existing buffers. 16-bit operands are summed in fp32, without large
+temporaries.
 
-cuBLAS sums 16-bit operands into fp32 by itself (``out_dtype``). Elsewhere torch cannot, or it has not been tried,
-so 16-bit operands are cast to fp32 by tiles of the vocabulary.
+cuBLAS sums products of 16-bit operands in fp32 (``out_dtype``). On other devices 16-bit operands are cast to fp32, a
+tile of the vocabulary at a time.
 """
 
 import torch
@@ -11,9 +12,10 @@ from ..core.memory import RECORDERS, recorder
 from ..core.private import private
 from ..plan.sizes import cast_rows, slices
 
-# rows and columns of each thread from which on BLAS sums in one order; elements of a smaller product at a time
+# on a CPU: least rows, and least columns per thread, with which BLAS sums in the same order as for more; elements of a
+# smaller product that are computed at a time
 FEW_ROWS, FEW_COLUMNS, FEW_ELEMENTS = 8, 16, 1 << 18
-# rows from which on cuBLAS does so with a bias; columns of a smaller product at a time
+# on a GPU, with a bias: least rows for that; columns of a smaller product that are computed at a time
 GPU_ROWS, GPU_COLUMNS = 64, 1 << 14
 
 
@@ -24,11 +26,12 @@ def project(
     bias: Tensor | None = None,  # [columns]
     rows: int | None = None,
 ) -> Tensor | None:
-    """``out = hidden @ weight.T + bias``, or without the bias, which is then returned. On a GPU ``rows`` at a time.
+    """``out = hidden @ weight.T + bias``; returns None. Or ``out = hidden @ weight.T``; returns ``bias``, which the
+    caller then adds. On a GPU the product is made for ``rows`` rows at a time.
 
-    BLAS sums products of few rows in another order, and a row's logits would depend on the number of rows: few rows get
-    rows of zeros behind them. With a bias, as in ``F.linear``, cuBLAS takes other algorithms, up to two times as exact:
-    so does ours, and a product without a bias adds zeros.
+    BLAS sums in another order where there are few rows, so that a row's logits would depend on the number of rows. Few
+    rows are therefore padded with rows of zeros. With a bias, as in ``F.linear``, cuBLAS has other algorithms, up to
+    twice as exact. They are used for all products; without a bias, zeros are added.
     """
     fused = added = None
     least = FEW_ROWS * torch.get_num_threads()
@@ -55,10 +58,10 @@ def project(
 
 
 def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``out = hidden @ weight.T``, and a bias of the same dtype in the product itself."""
+    """``out = hidden @ weight.T + bias`` in one product. ``bias``: of the dtype of ``out``, or None."""
     if bias is not None:
         torch.addmm(bias, hidden, weight.t(), out=out)
-    elif len(weight) == 1 and not hidden.is_cuda:  # summed in another order, as few rows are
+    elif len(weight) == 1 and not hidden.is_cuda:  # BLAS sums a product with one column in another order
         pair = out.new_empty(len(hidden), 2)
         product_of(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), None, pair)
         out.copy_(pair[:, :1])
@@ -71,7 +74,7 @@ def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
 
 
 def equal_tiles(columns: int, width: int) -> list[slice]:
-    """Slices as wide as each other: the last one reaches back where fewer columns are left."""
+    """Slices of ``width`` columns that cover ``columns``. The last one overlaps the one before if fewer are left."""
     return [slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width)]
 
 
@@ -134,12 +137,12 @@ def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def sums_halves(device: torch.device) -> bool:
-    """True where products of 16-bit operands can be summed in fp32 as they are."""
+    """True on devices where a product of 16-bit operands can be summed in fp32 without a cast."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
-    """``out (+)= a @ b``, stored rather than added to zeros the first time."""
+    """``out = a @ b`` if ``first``, else ``out += a @ b``"""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else torch.addmm(out, a, b, out=out)
     elif first:
@@ -162,7 +165,7 @@ def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
 
 
 def accumulate(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:
-    """``out (+)= gain * value``, stored rather than added to zeros the first time."""
+    """``out = gain * value`` if ``first``, else ``out += gain * value``"""
     if gain is None:
         out.copy_(value) if first else out.add_(value)
     elif first:

@@ -1,4 +1,4 @@
-"""Operands of a head as stores take them: rows of hidden states, the head, a teacher, sets of columns."""
+"""The operands of stores: rows of hidden states, the head, a teacher, sets of columns."""
 
 import functools
 import math
@@ -18,10 +18,11 @@ from .torch_functions import dot_columns, row_blocks
 
 @dataclass(eq=False)
 class Head:
-    """The operand of every matmul and what makes logits of the products: ``x = cap(scale * (h @ weight.T + bias))``.
+    """The weight of a head, and the bias, scale and cap that make logits of its products with hidden states:
+    ``x = cap(scale * (h @ weight.T + bias))``.
 
-    The call's temperature is in scale and cap: ``cap tanh(s r / cap) / T = (cap / T) tanh((s / T) r / (cap / T))``. One
-    per token is ``Rows.scale``.
+    The call's temperature T is in scale and cap: ``cap tanh(s r / cap) / T = (cap / T) tanh((s / T) r / (cap / T))``.
+    Temperatures per token are in ``Rows.scale``.
     """
 
     weight: Tensor  # [vocab, hidden]
@@ -46,17 +47,17 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """A dense teacher: its logits, or its hidden states and head. Its temperature is in scale and cap, or is each
-    token's (``scaled``)."""
+    """A dense teacher: its logits, or its hidden states and head. Its temperature is in scale and cap; with ``scaled``
+    each token's is in ``Rows.scale``."""
 
-    logits: Tensor | None  # [tokens, vocabulary], raw
+    logits: Tensor | None  # [tokens, vocabulary], before scale and cap
     hidden: Tensor | None  # [tokens, width]
     weight: Tensor | None  # [vocabulary, width]
     bias: Tensor | None  # [vocabulary]
     logit_scale: float = 1.0
     softcap: float | None = None
-    scaled: bool = False  # ``Rows.scale`` multiplies its logits, as the student's
-    dtype: torch.dtype | None = None  # of the matmul under autocast; None: that of the operands
+    scaled: bool = False  # ``Rows.scale`` multiplies its logits, as it does the student's
+    dtype: torch.dtype | None = None  # dtype of the matmul under autocast; None: that of the operands
 
     @property
     def casts(self) -> bool:
@@ -70,7 +71,7 @@ class TeacherHead:
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
     def columns(self, columns: slice) -> "TeacherHead":
-        """The teacher of a slice of the vocabulary that it makes logits of."""
+        """The teacher with the rows ``columns`` of its head, which make a slice of its logits."""
         assert self.weight is not None
         return replace(self, weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
 
@@ -91,21 +92,21 @@ class TeacherHead:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Sets of columns that rows keep: the softmax of such a row is over its set, and no matmul makes its logits.
+    """Sets of columns (``kept_ids``). The softmax of a row with a set is over the set, and no matmul makes its logits.
 
-    A row's entries stand together; some of them stand for no column.
+    There are n entries, those of a row together. An entry is a column of the set, or no column (-1).
     """
 
-    starts: Tensor  # [tokens] int64: where a row's entries begin
-    ends: Tensor  # [tokens] int64: and end, equal to begin if its softmax is over the vocabulary
-    rows: Tensor  # [n] int64, -1 for none
-    columns: Tensor  # [n] int32, -1 where an entry is none: named twice, or another rank's
+    starts: Tensor  # [tokens] int64: index of a row's first entry
+    ends: Tensor  # [tokens] int64: index after a row's last entry; equal to ``starts`` for a row without a set
+    rows: Tensor  # [n] int64: the entry's row; -1 for no row
+    columns: Tensor  # [n] int32: the entry's column; -1 for a repeated column, or one of another rank
     everywhere: bool  # every row that counts has a set
     bias: Tensor | None = None  # [n] added to the entries' logits, before a temperature per token
 
     @classmethod
     def columns_of(cls, columns: Tensor) -> "Kept":
-        """Sets of each row's columns [tokens, K], as they stand: no softmax is over them."""
+        """Each row's own ``columns`` [tokens, K] as sets; softmaxes are not over them."""
         tokens, count = columns.shape
         starts = torch.arange(0, tokens * count, count, device=columns.device)
         rows = torch.arange(tokens, device=columns.device).repeat_interleave(count, output_size=tokens * count)
@@ -123,20 +124,20 @@ class Rows(NamedTuple):
     hidden: Tensor  # [rows, hidden], cleaned by the store; or logits that exist [rows, vocab]
     target: Tensor  # [rows] int64, -1 where a row does not count
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
-    scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1
+    scale: Tensor | None = None  # [rows] in the statistics' dtype: factor of a row's logits; None: 1
     teacher: TeacherHead | None = None
-    counted: Tensor | None = None  # [] int64: how many rows of the call count, those first; None: any may
-    first: int = 0  # of these rows within the call
-    source: Tensor | None = None  # [rows, hidden] as given
-    order: Tensor | None = None  # [rows] int64: each row's place in what is given; None: in order
+    counted: Tensor | None = None  # [] int64: the call's first rows, so many, count; None: any row may count
+    first: int = 0  # index in the call of the first of these rows
+    source: Tensor | None = None  # [..., hidden]: the caller's hidden states, from which ``hidden`` is copied
+    order: Tensor | None = None  # [rows] int64: each row's index in ``source``; None: row i is i
 
     @property
     def tokens(self) -> slice:
-        """These rows within the call."""
+        """The slice of the call that these rows are."""
         return slice(self.first, self.first + self.target.shape[0])
 
     def narrow(self, rows: slice) -> "Rows":
-        """A slice of the rows, sharing memory; all of them as they are."""
+        """A slice of the rows, sharing memory; ``self`` for a slice of all."""
         if rows.start == 0 and rows.stop == self.target.shape[0]:
             return self
         columns, scale = (None if values is None else values[rows] for values in (self.columns, self.scale))

@@ -1,4 +1,5 @@
-"""Matrices in e4m3 (``Quantised``), one byte a number, by torch operations; a caller's weight in e4m3."""
+"""Matrices in e4m3 (``Quantised``), a byte per element, made by torch operations; and ``QuantisedWeight``, a weight in
+e4m3 that the caller keeps."""
 
 import functools
 import math
@@ -21,7 +22,7 @@ SAMPLED = 4096  # rows of a weight, of which the mean is made
 
 
 def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
-    """Memory of a matrix in e4m3, with a scale of ``each_row``, or one of all."""
+    """Uninitialised memory of a matrix in e4m3. ``each_row``: it has a scale per row; else one scale."""
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty((rows,) if each_row else (), dtype=torch.float32, device=device)
     return Quantised(values, scale, torch.empty(rows, dtype=torch.float32, device=device))
@@ -58,8 +59,8 @@ class QuantisedWeight:
         return self.more["transposed"]
 
     def checked(self, weight: Tensor, rows: int) -> Self:
-        """The copy, for a call whose weight has so many ``rows`` that stand for ids; ValueError if it is another's or
-        the weight has changed."""
+        """The copy itself, if it is of ``weight`` and its first ``rows`` rows, which stand for ids. ValueError if it
+        is of another weight, or if the weight has changed."""
         quantised_rows = len(self.matrix.values)
         if memory_of(weight) != memory_of(self.weight):
             source, operand = (f"{list(t.shape)} {t.dtype}, strides {t.stride()}" for t in (self.weight, weight))
@@ -83,7 +84,7 @@ class QuantisedWeight:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """All that says which numbers in memory a tensor consists of."""
+    """A key of the memory of a tensor: equal for tensors with the same elements in the same memory."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return tensor.data_ptr(), tensor.shape, strides, tensor.dtype, tensor.device
 
@@ -93,13 +94,15 @@ CURRENT: "weakref.WeakSet[QuantisedWeight]" = weakref.WeakSet()  # those that no
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Makes optimizers' steps outdate copies: a fused optimizer does not change a weight's version."""
+    """Registers ``outdate`` as a hook of all optimizers' steps, since a fused optimizer does not change a weight's
+    version."""
     register_optimizer_step_post_hook(outdate)
 
 
 @breaks_graph
 def outdate(*_: Any) -> None:
-    """Outdates all copies: an optimizer may step a shard of a weight, or its copy in another dtype."""
+    """Makes all copies invalid: an optimizer may have written to a shard of a weight, or to its copy in another
+    dtype."""
     CURRENT.clear()
 
 

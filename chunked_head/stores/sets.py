@@ -1,7 +1,7 @@
-"""The store of rows whose softmax is over a set of columns: gathered rows of the weight in the place of matmuls.
+"""The store of rows whose softmax is over a set of columns: rows of the weight are gathered, and no matmul runs.
 
-A row's set is some entries, one for each of its columns (``stores.operands.Kept``); a vector of n numbers has one for
-each.
+A row's set is a range of entries, one for each column (``stores.operands.Kept``). A vector [n] has a number for each of
+the call's n entries.
 """
 
 import math
@@ -21,8 +21,8 @@ NOWHERE = {name + suffix: value for name, value in (("start", torch.inf), ("rest
 
 
 class SetStore(Store):
-    """Logits of the columns that rows keep [n] fp32 (fp64), of all rows of a call, made with the store. Statistics and
-    gradients of rows without a set are left as they are."""
+    """Logits [n] fp32 (fp64) of the sets' entries. The constructor makes them for all rows of a call. The methods do
+    not change statistics and gradients of rows without a set."""
 
     name = "kept"
     description = "none: every token keeps a set of ids"
@@ -39,11 +39,12 @@ class SetStore(Store):
         exist: bool = False,
         gradient: Tensor | None = None,
     ):
-        """``rows``: of the call, as given; hidden states, or logits that ``exist``, whose ``gradient`` is stored."""
+        """``rows``: all rows of the call: hidden states, or with ``exist`` logits, whose gradient is stored in
+        ``gradient``."""
         self.backend, self.head, self.column_sets, self.rows = backend, head, column_sets, rows
         self.demand, self.softmaxes, self.gradient = demand, layout_of(demand).softmaxes, gradient
         self.transform, wide = transform(head, rows.scale), torch.promote_types(head.weight.dtype, torch.float32)
-        # each in memory of its own: kernels are compiled for where it begins
+        # each tensor has memory of its own, since kernels are compiled for the alignment of its address
         self.logits = torch.empty(len(column_sets.columns), dtype=wide, device=head.weight.device)
         self.dlogits = torch.empty_like(self.logits)
         if exist:
@@ -67,7 +68,7 @@ class SetStore(Store):
         )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Statistics over the sets' columns; 0 for other rows where every row that counts keeps a set."""
+        """Writes statistics of rows with a set. If every row that counts has one, those of other rows become 0."""
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.column_sets.everywhere
             for i, view in enumerate(self.demand.views):
@@ -80,8 +81,8 @@ class SetStore(Store):
             out.by_name[statistic.vectors[0]].copy_(x[rows.tokens])
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        """Gradients of hidden states, or of logits that exist, 0 in other rows where every row that counts keeps a
-        set; the weight's wait for ``finish``."""
+        """Adds gradients of hidden states, or stores those of logits that exist. If every row that counts has a set,
+        gradients of other rows become 0. ``finish`` makes the weight's gradient."""
         tokens, column_sets = rows.tokens, self.column_sets
         if not self.demand.columns_only:
             entries, row_transform = self.entries(tokens), of_rows(self.transform, tokens)
@@ -112,7 +113,7 @@ class SetStore(Store):
         grads.hidden_done(tokens)
 
     def finish(self, grads: Gradients) -> None:
-        """The weight's and the bias's gradients, of all rows."""
+        """Adds the gradients of weight and bias, from all rows of the call."""
         column_sets = self.column_sets
         if grads.weight is not None:
             if column_sets.everywhere and grads.fresh:
@@ -128,7 +129,7 @@ class SetStore(Store):
 
 
 class WithSets(Store):
-    """A store of chunks some of whose rows keep sets of columns."""
+    """A store of chunks in which some rows have sets of columns: another store for the others, and a ``SetStore``."""
 
     def __init__(self, store: Store, sets: SetStore):
         self.store, self.sets = store, sets
@@ -142,11 +143,11 @@ class WithSets(Store):
         self.sets.statistics(rows, out)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        # softmaxes of rows that keep a set have probabilities of 0 here, and coefficients
+        # for the other store, rows with a set have probabilities and coefficients of 0
         has, vectors = self.sets.column_sets.has[rows.tokens], stats.by_name
         nowhere = {name: vectors[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in vectors}
         factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.by_name.items()}
-        over_ranks, grads.over_ranks = grads.over_ranks, None  # their sums begin where rows are complete
+        over_ranks, grads.over_ranks = grads.over_ranks, None  # sums over ranks start after both stores have added
         self.store.add_gradients(rows, RowStats.from_dict(vectors | nowhere), Coefficients.from_dict(factors), grads)
         grads.over_ranks = over_ranks
         self.sets.add_gradients(rows, stats, coefficients, grads)

@@ -1,4 +1,5 @@
-"""The protocol of a store, the base of stores that multiply, and the stores of logits from BLAS or the caller."""
+"""``Store``, the protocol; ``MatmulStore``, the base of stores whose logits a matmul makes; ``LogitsStore``, of logits
+from BLAS; ``GivenLogits``, of the caller's logits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,20 +31,21 @@ from .operands import Head, Rows, TeacherHead, fp8_logits, mend_heavy, put_colum
 from .torch_functions import transform_, transformed
 
 FP16_LARGEST = 64.0
-# relative difference up to which probabilities of 16-bit logits count as equal: where student and teacher agree, signs
-# of mere roundings would differ between the sum over a row and the gradient of its columns
+# relative difference up to which probabilities of student and teacher count as equal, for 16-bit logits: the sign of a
+# rounding error could differ between the sum over a row and the gradient of a column
 TIE = 2.0**-16
 SOFTMAX = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SUFFIX]
 
 
 def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
-    """Scale and cap as kernels take them, None for 1 and no cap. ``scale`` [rows]: of the rows."""
+    """Scale and cap of a head as a ``Transform``: None for a scale of 1 or no cap. ``scale`` [rows]: each row's
+    factor."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
 def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
-    """Outputs of a softmax's statistics, by their names."""
+    """The tensors among ``stats`` that a softmax's statistics are written to. ``names``: the softmax's names."""
     statistics = [StatisticOutputs(s, tuple([stats[name] for name in vectors])) for s, vectors in names.statistics]
     return Outputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
 
@@ -55,7 +57,7 @@ def ratio_of(ratio: float) -> float | None:
 def terms_of(
     demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int = 0, columns: int | None = None
 ) -> Terms:
-    """Operands of the gradient of so many columns from ``first`` on; None: of columns in any order."""
+    """The ``Terms`` of the gradient of ``columns`` columns from ``first`` on; None: of columns in any order."""
     vectors, factors, softmaxes = stats.by_name, c.by_name, []
     for (ratio, width), names in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
@@ -70,7 +72,7 @@ def terms_of(
 def sum_terms(
     sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, partial_sums: Sequence[Tensor]
 ) -> list[SumTerm]:
-    """Terms of sums over the vocabulary; those with a teacher where it has columns."""
+    """The terms of sums over the vocabulary in a gradient; without ``has_teacher``, only those that read no teacher."""
     vectors, coefficients, terms = stats.by_name, c.by_name, []
     for i, (function, numbers, view, _) in enumerate(sums):
         coefficient, partial = coefficients.get(f"sum{i}"), partial_sums[i] if partial_sums else None
@@ -102,17 +104,17 @@ def own_columns(rows: Rows, stats: RowStats, c: Coefficients) -> OwnColumns | No
 class Store:
     """A way of keeping one chunk's logits, from the matmul that makes them until they have become gradients.
 
-    A sweep calls ``fill``, ``statistics`` and ``add_gradients`` for one chunk after the other, ``finish`` at its end.
-    Where statistics are known it calls ``add_gradients`` only. Where there are sums over the vocabulary,
-    ``sum_statistics`` follows ``statistics``, unless ``Plan.teacher_last``: then they and the teacher's come with the
-    gradients.
+    A sweep calls ``fill``, ``statistics`` and ``add_gradients`` for one chunk after the other, and ``finish`` at its
+    end. If statistics are known, it calls ``add_gradients`` only. With sums over the vocabulary, ``sum_statistics``
+    follows ``statistics``; but with ``Plan.teacher_last``, ``add_gradients`` makes these sums and the teacher's
+    statistics.
 
-    ``known_targets``: ``statistics`` writes the logit of every row's target, though another rank may have its column.
+    ``known_targets``: ``statistics`` writes the target's logit of every row, also if another rank has its column.
     """
 
     name = "logits"
-    description = "logits"  # of what is kept
-    bounds_rows = False  # its matmuls can stop at a number of rows on the device
+    description = "logits"  # name of the buffer in a printed plan
+    bounds_rows = False  # its matmuls can stop at a number of rows that only the device knows
     multiplies = True  # False: logits come from gathered rows, not from a matmul
     head: Head
     demand: Demand
@@ -121,43 +123,44 @@ class Store:
 
     @classmethod
     def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        """Memory of a chunk of ``rows`` until the phase ``last`` (LOOP if its gradients are made); ``stored``: with
-        its logits. ``plan/plans.py`` adds what all stores need, such as operands."""
+        """The store's buffers for a chunk of ``rows`` rows, in memory until the phase ``last`` (LOOP if the chunk's
+        gradients are made). ``stored``: logits are stored. ``plan/plans.py`` has buffers that all stores need, such as
+        operands."""
         return iter(())
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
-        """Memory of a tile of logits of known statistics, or of their gradients."""
+        """The store's buffers for a tile of the recompute schedule: its logits, or their gradients."""
         return iter(())
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Clean rows [rows, hidden] and their logits [rows, vocab]; statistics that this makes on the way."""
+        """Copies hidden states [rows, hidden] with 0 where a row does not count, and makes their logits [rows, vocab].
+        Writes to ``out`` the statistics that this yields."""
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Statistics of the chunk filled last [rows], all that ``out`` has room for. Where ranks share the vocabulary
-        they are those of this rank's columns."""
+        """Writes statistics [rows] of the chunk filled last to the vectors of ``out``. With a shared vocabulary they
+        are those of this rank's columns."""
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
-        """Sums over the vocabulary, once ``out`` holds all softmaxes."""
+        """Writes the sums over the vocabulary of the chunk filled last to ``out``, which has all softmaxes already."""
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        """Gradients of the chunk filled last, added to ``grads``."""
+        """Adds the gradients of the chunk filled last to ``grads``."""
 
     def finish(self, grads: Gradients) -> None:
-        """Adds terms of gradients that need all chunks."""
+        """Adds the terms of gradients that are made after the last chunk."""
 
 
 class MatmulStore(Store):
-    """Logits that a matmul makes of hidden states, and that become their gradient in one buffer.
+    """A store whose logits a matmul makes; their gradient is written over them in the same buffer.
 
-    A ``tiled`` store is for blocks of tokens whose statistics are known: it makes logits, or their gradients, a tile of
-    the vocabulary at a time.
+    A ``tiled`` store is for blocks of tokens whose statistics are known. It makes a tile of the vocabulary at a time.
     """
 
-    tie: float | None = None  # relative difference of probabilities that count as equal
+    tie: float | None = None  # relative difference up to which probabilities count as equal; None: 0
     stored: Stored
-    teacher_stored: Stored | None = None  # of the same rows
-    raw_logits: Callable[[Rows, Head | TeacherHead], Stored]  # of a teacher where the caller gives none
+    teacher_stored: Stored | None = None  # the teacher's logits of the same rows
+    raw_logits: Callable[[Rows, Head | TeacherHead], Stored]  # makes the logits of a teacher that has hidden states
     # [rows, columns] the gradient of the raw logits of a slice of the vocabulary
     gradient: Callable[[Rows, slice, RowStats, Coefficients], Tensor]
 
@@ -173,12 +176,12 @@ class MatmulStore(Store):
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
-        """``backend``: the functions that compute. ``all_rows``: the call's rows as given."""
+        """``backend``: the ``Backend``. ``all_rows``: all rows of the call, with the caller's hidden states."""
         self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
         self.tie, self.softmaxes = TIE if self.sizes.half else None, self.sizes.softmaxes
         self.tiles = slices(self.vocab, plan.tile_columns) if tiled else [slice(0, self.vocab)]
-        # logits in memory at a time
+        # rows and columns of the logits that are in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
         if tiled:
             self.rows, self.columns = plan.block_tokens, plan.tile_columns
@@ -212,7 +215,7 @@ class MatmulStore(Store):
                 self.add_dweight(dlogits, rows, dweight, first and grads.fresh, gain)
             if dbias is not None:
                 accumulate(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
-            del dlogits  # gone before the next tile's are made
+            del dlogits  # freed before the next tile's are made
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor]:
         """Coefficients for fp16, divided by a gain that makes the largest gradient of a logit about 64; and the gain.
@@ -229,7 +232,7 @@ class MatmulStore(Store):
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
         pairing, views, vectors = self.demand.pairing, self.demand.views, out.by_name
-        groups: dict[tuple[int, bool], list[SumOutputs]] = {}  # by softmax, and whether the teacher is read
+        groups: dict[tuple[int, bool], list[SumOutputs]] = {}  # by view, and by whether the sum reads the teacher
         for i, (function, numbers, view, _) in enumerate(self.demand.sums):
             outputs = SumOutputs(function, numbers, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"))
             groups.setdefault((view, function.is_paired), []).append(outputs)
@@ -243,7 +246,8 @@ class MatmulStore(Store):
             self.backend.sums(sums, self.stored, softmax, ratio_of(views[view].ratio), teacher, columns, self.tie)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
-        """A teacher's logits, given or made; ``normalize`` receives what makes log-probabilities of them."""
+        """A teacher's logits: the caller's, or made here. ``normalize``: receives their ``start`` and ``rest``, which
+        turn logits into log-probabilities; None: not wanted."""
         teacher = rows.teacher
         assert teacher is not None
         if teacher.logits is None:
@@ -272,8 +276,9 @@ class MatmulStore(Store):
         counted: Counted = ALL_ROWS,
         partial_sums: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The gradient of raw logits, of ``head``'s columns, which begin at ``first``. ``partial_sums``: of each sum
-        over the vocabulary [programs, rows], where these are made on the way."""
+        """Writes the gradient of the raw logits of ``head``'s columns, which begin at column ``first``, to ``dlogits``
+        and returns it. ``partial_sums``: for each sum over the vocabulary the memory [programs, rows] of its parts, if
+        sums are made along with the gradient."""
         pairing, columns, softmax = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             softmax = self.teacher_softmax(teacher, stats, min(max(pairing.columns - first, 0), columns))
@@ -289,17 +294,17 @@ class MatmulStore(Store):
         return dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
-        """``out (+)= dlogits @ weight`` [rows, hidden], stored where ``first``."""
+        """``out = dlogits @ weight`` [rows, hidden] if ``first``, else ``out += dlogits @ weight``"""
         add_dhidden(dlogits, weight, out, first)
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
-        """``out (+)= gain * dlogits.T @ rows.hidden``, stored where ``first``."""
+        """``out = gain * dlogits.T @ rows.hidden`` if ``first``, else ``out += gain * dlogits.T @ rows.hidden``"""
         add_dweight(dlogits, rows.hidden, out, first, gain)
 
 
 class LogitsStore(MatmulStore):
-    """fp32 logits (fp64 for fp64 operands) that BLAS makes; the gradient overwrites them, by kernels 16-bit wide for
-    16-bit operands."""
+    """fp32 logits (fp64 for fp64 operands) that BLAS makes. The gradient overwrites them; with kernels and 16-bit
+    operands it is 16-bit wide."""
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
@@ -309,8 +314,8 @@ class LogitsStore(MatmulStore):
             self.teacher_buffer = head.weight.new_empty(elements, dtype=self.sizes.wide)
 
     def raw_logits(self, rows: Rows, head: Head | TeacherHead, first: int = 0) -> Stored:
-        """Raw logits of a student or a teacher, of columns from ``first`` on, to be read with bias, scale and cap;
-        torch operations add these here, once for all that reads them."""
+        """Raw logits of a student or a teacher, of the columns from ``first`` on, with the bias, scale and cap that
+        readers apply. In torch operations these are applied here, once for all readers."""
         hidden, buffer = rows.hidden, self.buffer
         if isinstance(head, TeacherHead):
             assert head.hidden is not None
@@ -321,7 +326,7 @@ class LogitsStore(MatmulStore):
         if isinstance(head, Head) and head.fp8 is not None:
             fp8_logits(logits, rows, first, head, head.fp8)
         else:
-            at_once = self.plan.chunk_tokens if columns == self.vocab else None  # as the forward pass has made them
+            at_once = self.plan.chunk_tokens if columns == self.vocab else None  # bits as in the forward pass
             late_bias = project(hidden, head.weight, logits, head.bias, at_once)
         stored = Stored(logits, None, late_bias, transform(head, rows.scale))
         plain = late_bias is None and stored.transform == PLAIN
@@ -367,7 +372,8 @@ class LogitsStore(MatmulStore):
         out.copy_(x.masked_fill(ids < 0, 0.0))
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        """The gradient of the raw logits of a tile: of the chunk filled last, or of logits made here."""
+        """The gradient of the raw logits of a tile: of the chunk filled last; or, in a ``tiled`` store, of logits that
+        are made here."""
         head, pairing, teacher = self.head, self.demand.pairing, None
         if self.tiled:
             head = head.columns(tile)
@@ -378,16 +384,16 @@ class LogitsStore(MatmulStore):
             columns = slice(tile.start, min(tile.stop, pairing.columns))
             teacher = self.teacher_logits(rows, columns, None) if self.tiled else self.teacher_stored
         logits = self.stored.logits
-        # a 16-bit row lies in the first half of its fp32 row
+        # a row of 16-bit gradients is in the first half of its fp32 row's bytes
         dlogits = logits.view(logits.dtype if self.sizes.in_blocks else self.sizes.dtype)[:, : logits.shape[1]]
         return self.differentiate_(dlogits, self.stored, head, tile.start, rows, stats, coefficients, teacher)
 
 
 class GivenLogits(LogitsStore):
-    """Logits that exist already [rows, vocab], columns contiguous; of the head only scale, cap and class weights are
-    read. ``gradient``: where theirs goes, which may be the logits."""
+    """The caller's logits [rows, vocab] with contiguous columns. The head has only scale, cap and class weights.
+    ``gradient``: the memory for their gradient, which may be that of the logits."""
 
-    fill = Store.fill  # they are there
+    fill = Store.fill  # the logits exist already
 
     def __init__(self, backend: Any, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
         self.backend, self.head, self.demand, self.vocab = backend, head, demand, rows.hidden.shape[1]
@@ -403,16 +409,16 @@ class GivenLogits(LogitsStore):
 
 
 def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
-    """A dense teacher's logits of a chunk, where the store makes them."""
+    """The buffers of a dense teacher's logits of a chunk, if the call makes them."""
     if not sizes.teacher_made:
         return
-    # where they come last, the buffer is for some rows of a chunk that makes gradients
+    # with ``teacher_last`` the buffer has some rows only, in a pass that makes gradients
     buffer_rows, columns = sizes.teacher_rows(rows) if last == LOOP else rows, sizes.teacher_columns
     if not sizes.own_matmul:
         yield Buffer("teacher's logits", (buffer_rows, columns), sizes.wide, SWEEP, last)
         return
     assert sizes.gpu is not None
     yield Buffer("teacher's logits", (buffer_rows, padded_columns(columns)), sizes.dtype, SWEEP, last)
-    # for all rows of a chunk: their strips lie as far apart as the student's
+    # offsets have memory for all rows of a chunk, since one stride from strip to strip serves student and teacher
     strips = sizes.gpu.strips_of(columns, relative=True)
     yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, SWEEP, last)

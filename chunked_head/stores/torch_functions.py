@@ -1,7 +1,7 @@
-"""Torch operations in the place of kernels, for every device: functions of the arguments that ``kernels/*/launch.py``
-take, of fp32 (fp64) logits.
+"""Torch operations in the place of kernels, for every device. The functions take the same arguments as those of
+``kernels/*/launch.py``; logits are fp32 (fp64).
 
-Elementwise work goes by blocks of rows, a mebibyte or so each, so that temporaries are small.
+Elementwise operations run on blocks of rows of about a mebibyte, so that temporaries are small.
 """
 
 import math
@@ -29,11 +29,11 @@ from ..core.records import (
 from ..core.tiles import BEHIND, ELSEWHERE, LOG_FLOOR
 from ..plan.sizes import TILE_ELEMENTS, slices
 
-GATHERED = 1 << 22  # elements of gathered rows at a time
+GATHERED = 1 << 22  # most elements of gathered rows at a time
 
 
 def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
-    """``values[..., t + shift]`` at t along ``dim``, ``fill`` where there is none."""
+    """A tensor with ``values[t + shift]`` at index t of dimension ``dim``, ``fill`` at the last ``shift`` ones."""
     if shift == 0:
         return values
     shifted = torch.full_like(values, fill)
@@ -70,7 +70,8 @@ def read_fields(
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None = None) -> None:
-    """Rows, 0 where a token does not count: in the weight's gradient nan times a gradient of 0 would be nan."""
+    """Copies rows of ``source`` to ``out``, 0 where a token does not count. Else a nan there, times a gradient of 0,
+    would make the weight's gradient nan."""
     out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
 
 
@@ -125,7 +126,7 @@ def row_stats(
             is_local = column < columns  # False for columns on other ranks
             picked = x.gather(1, torch.where(is_local, column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
             softmax_values["target_logit"] = torch.where(is_local, picked, 0.0)
-            # not target_logit - lse, which has lost what lies below an ulp of the logits
+            # target_logit - lse would lose all that is below an ulp of the logits
             softmax_values["logprob"] = torch.where(
                 column >= 0, (softmax_values["target_logit"] - start) * ratio - log_sum, 0.0
             )
@@ -138,7 +139,7 @@ def row_stats(
 
 
 def write(out: Outputs, rows: slice, softmax_values: dict[str, Tensor]) -> None:
-    """Writes those numbers of a softmax that there is room for."""
+    """Writes a softmax's values for ``rows`` to those tensors of ``out`` that are not None."""
     for name, value in softmax_values.items():
         into = getattr(out, name)
         if into is not None:
@@ -173,13 +174,13 @@ def merge_softmax(
     places: Places,
     known_targets: bool,
 ) -> None:
-    # in fp64: logarithms have been rounded once already
+    # in fp64, since the pieces' logarithms are rounded already
     starts, rests, targets, *pieces = [
         gathered[:, place].double() for place in (places.start, places.rest, places.target, *places.vectors)
     ]
     largest = (starts - rests).max(0, keepdim=True).indices
     first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
-    # log of each piece's probability to that of the most probable one
+    # log of each piece's probability relative to the most probable piece's
     log_share = (starts - first_start) - (rests - first_rest)
     share = log_share.exp()
     log_sum = share.sum(0).log()
@@ -236,7 +237,7 @@ def row_grad(
             else:
                 grad += sum_term(logs, logs, term, rows)
         grad.mul_(slope(x, row_transform))
-        # the target's column, and the columns of each row, from their exact logits: a tile rounds
+        # the gradient at the target and at a row's own columns, from exact logits: those of a tile are rounded
         single = [] if row_terms.beta is None else [(row_terms.target, -row_terms.beta, row_terms.target_logit)]
         if own_columns is not None:
             single.append(of_rows(own_columns, rows))
@@ -245,13 +246,13 @@ def row_grad(
             is_local = (ids >= 0) & (ids < width) & counts
             added = torch.where(is_local, values * slope(exact, row_transform), 0.0)
             grad.scatter_add_(1, ids.clamp(0, width - 1), added)
-        # selection: where a row does not count its logits, or a teacher's, may be nan
+        # by selection: where a row does not count, its logits or the teacher's may be nan
         dlogits[rows] = grad.masked_fill_(~counts, 0.0)
 
 
 def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Some rows at a time: their entries [rows, most] (the number of all entries for none), the entries' columns, and
-    where the target is: a row's first entry, if its column is here."""
+    """For some rows at a time: the slice of rows; indices of their entries [rows, most], filled up with the number of
+    all entries; the entries' columns; and a mask of the target's entry, a row's first, if this rank has its column."""
     counts = sets.ends - sets.begins
     most = max(1, int(counts.max()))
     place, entry_columns = torch.arange(most, device=counts.device), appended(sets.columns, -1)
@@ -286,7 +287,7 @@ def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, tr
 
 
 def appended(values: Tensor, last: float) -> Tensor:
-    """Values [n] and ``last`` behind them."""
+    """[n + 1]: ``values`` [n], then ``last``."""
     return torch.nn.functional.pad(values, (0, 1), value=last)
 
 
@@ -313,7 +314,7 @@ def add_rows(out: Tensor, table: Tensor, places: Tensor, factors: Tensor, row: T
     places, order = places[real].sort(stable=True)
     row, factors = row[real][order], factors[real][order]
     for block in slices(len(places), max(1, GATHERED // max(1, table.shape[1]))):
-        # each block of entries adds one row for each of its places
+        # the terms of a block of entries are summed by place first
         place, group = places[block].unique_consecutive(return_inverse=True)
         terms = table[row[block]].to(factors.dtype) * factors[block, None]
         out.index_add_(0, place, terms.new_zeros(len(place), terms.shape[1]).index_add_(0, group, terms).to(out.dtype))
@@ -345,14 +346,14 @@ def kept_sets(
     wrong = wrong | ((position >= offsets[-1]) & (ids != BEHIND)).any()
     offsets = torch.where(wrong, 0, offsets)
     within = token % length
-    # tokens that no row predicts go with rows that predict none
+    # tokens that no row predicts are paired with the rows that predict no token
     row = token - within + (within - shift) % length
     counts = (within >= shift) & (target[row] >= 0)
     token_of = (torch.searchsorted(offsets, position, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
     real = (position < offsets[token_of + 1]) & counts[token_of] & (ids != -1)
     in_vocabulary = (ids >= 0) & (ids < vocab)
     has = torch.zeros_like(token).index_add_(0, token_of, real.long()) > 0
-    # the first of equals stays, and the target has another entry
+    # the first of equal ids is kept; the target is removed, since it has an entry of its own
     keys = torch.where(real, token_of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
     is_repeated, is_target = torch.zeros_like(real), ids == target[row][token_of]
     is_repeated[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
@@ -373,7 +374,7 @@ def kept_sets(
 
 
 def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
-    """Rows of logits as a softmax sees them, in fp32 (fp64); a view where they are stored so."""
+    """Rows of stored logits after bias, scale and cap, in fp32 (fp64); a view if they are stored like that."""
     x, bias = stored.logits[rows, :columns], stored.bias
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     transform = stored.transform if stored.transform.row_scale is None else of_rows(stored.transform, rows)
@@ -381,14 +382,14 @@ def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
 
 
 def transform_(stored: Stored) -> Stored:
-    """Raw logits as a softmax sees them, in place."""
+    """Applies bias, scale and cap to raw logits in place."""
     for rows in row_blocks(stored.logits):
         stored.logits[rows] = logits_of(stored, rows, stored.logits.shape[1])
     return Stored(stored.logits, None)
 
 
 def transformed(x: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
-    """Logits [rows, columns] with bias, scale and cap, and at last the rows' scale."""
+    """Logits [rows, columns] after bias, scale and cap, then multiplied by each row's scale."""
     factor = 1.0 if transform.logit_scale is None else transform.logit_scale
     if bias is not None:
         x = x + bias
@@ -409,26 +410,26 @@ def slope(x: Tensor, transform: Transform) -> Tensor | float:
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Slices of rows that make a block of some elements."""
+    """Slices of rows, each a block of about TILE_ELEMENTS logits."""
     rows, step = len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1]))
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def of_rows(record: Any, rows: slice | Tensor) -> Any:
-    """A tuple of vectors, and of such tuples, at some rows."""
+    """``record``, a nested tuple of vectors [n], with each vector indexed by ``rows``."""
     values = [x[rows] if isinstance(x, Tensor) else of_rows(x, rows) if isinstance(x, tuple) else x for x in record]
     return type(record)(*values) if hasattr(record, "_fields") else values
 
 
 def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
-    """``p (alpha + eta log p)``, 0 where p is; nan where p is."""
+    """``p (alpha + eta log p)``: 0 for p = 0, nan for a nan."""
     assert softmax.alpha is not None
     p, alpha, eta = log_p.exp(), softmax.alpha[:, None], softmax.eta
     return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta[:, None] * log_p))
 
 
 def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor:
-    """A sum's term of the gradient of some rows; both logarithms are bounded from below."""
+    """The term of a sum over the vocabulary in the gradient of some rows. Both logarithms are finite."""
     assert term.coefficient is not None
     logs, c = (log_p.clamp(min=LOG_FLOOR), log_q.clamp(min=LOG_FLOOR)), term.coefficient[rows, None]
     if term.total is not None and term.function.gradient is not None:

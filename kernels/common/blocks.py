@@ -1,4 +1,4 @@
-"""Tiles, rows and columns as all kernels load, multiply and store them."""
+"""Functions with which kernels load, multiply and store tiles, and find their places."""
 
 import triton
 import triton.language as tl
@@ -12,23 +12,24 @@ LARGEST_E4M3 = tl.constexpr(tiles.LARGEST_E4M3)
 
 @triton.jit
 def column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns, each in registers that hold it already."""
+    """Returns the left and the right half of the columns of ``x``; no data moves between threads."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def multiple_of_8(elements):
-    """Rounded up to a multiple of 8 (16 bytes of 16-bit elements), so that the compiler knows it for one."""
+    """``elements`` rounded up to a multiple of 8 (16 bytes of 16-bit elements), in a form from which the compiler sees
+    the multiple."""
     return (elements + 7) // 8 * 8
 
 
 @triton.jit
 def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
-    """A tile of a matrix, 0 past its end. ``matrix``: a descriptor, or None and a pointer to contiguous columns, the
-    distance from row to row, a multiple of 8, and the numbers of rows and columns.
+    """A tile of a matrix, 0 past its last row and column. ``matrix``: a tuple of a descriptor or None; and for None a
+    pointer to contiguous columns, the stride from row to row (a multiple of 8), and the numbers of rows and columns.
 
-    Rows are padded to a multiple of 8 columns. EXACT reads the padding as 0, and then an odd number of columns one by
-    one; otherwise the tile holds whatever stands there, and 16 bytes are read at a time."""
+    Rows are padded to a multiple of 8 columns. With EXACT the padding is read as 0, by single elements if the number of
+    columns is odd. Without, the tile has the padding's content, and 16 bytes are read at a time."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row, column])
@@ -42,8 +43,8 @@ def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EX
 
 @triton.jit
 def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """A tile as ``load_tile`` loads it, faster, whose rows past the end are copies of the last. Columns are a multiple
-    of 8. EVEN: no tile passes the last column, and nothing is masked."""
+    """A tile as from ``load_tile``, but rows past the last one are copies of it, which is faster. The number of columns
+    is a multiple of 8. EVEN: no tile extends past the last column, so that there is no mask."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row, column])
@@ -58,7 +59,7 @@ def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EV
 
 @triton.jit
 def dot(a, b, total):
-    """``total + a @ b``; the interpreter's product of bf16 operands is wrong, of fp32 ones right."""
+    """``total + a @ b``. Under the interpreter, whose product of bf16 operands is wrong, operands are cast to fp32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total)
@@ -91,7 +92,7 @@ def descaled(product, row_scale_ptr, scale_ptr, row_common_ptr, common_ptr, offs
 
 @triton.jit
 def to_type_of(matrix, value):
-    """A value in the dtype of the matrix."""
+    """``value`` cast to the dtype of the matrix."""
     if matrix[0] is not None:
         return rounded(value, matrix[0].dtype)
     else:
@@ -124,8 +125,8 @@ def store_tile(matrix, row, column, value):
 
 @triton.jit
 def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile: rows fastest within a group, so that what the columns share serves GROUP_M row tiles
-    while it is in L2."""
+    """Returns row and column of a tile, in tiles. Row tiles run fastest within a group of GROUP_M, so that they read
+    the same columns while these are in L2."""
     group = tile // (GROUP_M * tiles_n)
     group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
     within = tile % (GROUP_M * tiles_n)
@@ -134,7 +135,8 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def counted_rows(count_ptr, first_row, rows):
-    """Number of a chunk's rows that count, from the number [] of the call's that do; all where there is none."""
+    """The number of a chunk's rows that count. ``count_ptr``: [] number of rows of the call that count; None: all
+    ``rows``."""
     if count_ptr is not None:
         return tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), rows).to(tl.int32)
     else:

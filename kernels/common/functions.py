@@ -1,4 +1,4 @@
-"""Functions of numbers for kernels that are written by programs: as exact as PyTorch's own."""
+"""Mathematical functions that generated kernels call, as exact as PyTorch's."""
 
 import triton
 import triton.language as tl
@@ -47,7 +47,7 @@ def log1p(x):
 @triton.jit
 def power(x, y):
     if INTERPRETED:
-        # of what is not negative
+        # for x >= 0
         exact = tl.exp2(y.to(tl.float64) * tl.log2(x.to(tl.float64))).to(tl.float32)
         return tl.where(y == 0.0, 1.0, exact)
     else:
@@ -62,6 +62,6 @@ def sigmoid(x):
 @triton.jit
 def logaddexp(x, y):
     largest = tl.where((x > y) | (x != x), x, y)
-    # of equal infinities the difference is nan
+    # a difference of equal infinities would be nan
     neg_distance = tl.where(x == y, 0.0, -tl.abs(x - y))
     return largest + log1p(exp(neg_distance))

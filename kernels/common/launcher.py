@@ -1,11 +1,12 @@
-"""Launching compiled kernels without the work that Triton repeats before each launch.
+"""Launches of compiled kernels without the work that Triton repeats before each launch.
 
 The first launch of a kind is Triton's, which compiles. Later launches find the compiled kernel by one key, and call the
-C function that Triton's own launches end with.
+C function that Triton's launches end with.
 
-Triton compiles anew for an integer that is 1 or a multiple of 16 where another was not, and for a pointer on 16 bytes.
-Sizes that follow the number of tokens are plain arguments, since neither makes their code better. That number decides
-only whether a chunk's products are stored or added, whether tiles of dhidden are cut, and whether a size needs 64 bits.
+Triton specialises a kernel for integers that are 1 or a multiple of 16, and for pointers that are aligned to 16 bytes.
+Sizes that depend on the number of tokens are not specialised, since their code does not gain by it. The number of
+tokens decides only whether a chunk's products are stored or added, whether tiles of dhidden are cut, and whether a size
+needs 64 bits.
 """
 
 import copy
@@ -23,21 +24,21 @@ from triton.compiler import CompiledKernel
 from ...core.memory import RECORDERS, Cache, recorder
 from ...core.tiles import INTERPRETED
 
-# versions whose rules of what is compiled anew are those of ``specialization``
+# Triton's versions that specialise arguments by the rules of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
-# a product and a sum are one instruction in every launch; from 3.10 on Triton does not fuse them by itself
+# option with which a product and a sum become one instruction; from Triton 3.10 on it is off by default
 FUSED = {"enable_fp_fusion": True}
-# settings in place of environment variables, and hooks around each launch
+# Triton's settings, and hooks around each launch
 RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
 NOTHING = (None,)
 AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
 
 
 def specialization(parameter: Any) -> str:
-    """An expression for the part of an argument that Triton compiles a kernel anew for.
+    """The Python expression of an argument's specialisation: if its value changes, Triton compiles the kernel again.
 
-    A constant: itself. A descriptor: dtype and block. A pointer: dtype, and whether it is a multiple of 16 bytes. An
-    integer: whether it is 1, a multiple of 16, and within 32 bits. Any other number: its type.
+    For a constant it is the constant; for a descriptor dtype and block; for a pointer dtype, and whether its address is
+    a multiple of 16 bytes; for an integer whether it is 1, a multiple of 16, and within 32 bits; else the type.
     """
     name = parameter.name
     if parameter.is_constexpr:
@@ -56,8 +57,8 @@ def specialization(parameter: Any) -> str:
 
 
 def launched(parameter: Any) -> str:
-    """An expression of an argument as the C function takes it: a tensor's address, a descriptor's fields. It comes
-    after the argument's ``specialization``."""
+    """The Python expression of an argument for the C function: a tensor's address, a descriptor's fields. In the source
+    it stands after the argument's ``specialization``, whose variables it reads."""
     name = parameter.name
     if parameter.is_constexpr:
         return name
@@ -69,7 +70,7 @@ def launched(parameter: Any) -> str:
     return name
 
 
-# of each kernel, since a loop over the arguments takes twice as long
+# source of the function that each kernel gets, since a loop over the arguments takes twice as long
 SOURCE = """
 def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
     device = current_device()
@@ -91,9 +92,10 @@ def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
 
 
 class Fields:
-    """A descriptor as the C function takes it in one place among a compiled kernel's arguments.
+    """Turns a descriptor at one position of a compiled kernel's arguments into the fields that the C function takes.
 
-    ``wrapped``: Triton's function around a function that returns its arguments; None where Triton's is called."""
+    ``wrapped``: Triton's function that expands descriptors, around a function that returns its arguments; None if the C
+    function takes descriptors."""
 
     def __init__(self, wrapped: Callable[..., Sequence[Any]] | None, prefix: int, in_a_row: bool):
         self.wrapped, self.prefix, self.in_a_row = wrapped, (None,) * prefix, in_a_row
@@ -110,11 +112,11 @@ class Fields:
 
 
 class Compiled:
-    """A compiled kernel and its launch: ``run(x, y, z, stream, *prefix, *arguments)``, the arguments ``in_a_row`` or
-    as one tuple."""
+    """A compiled kernel and its launch, ``run(x, y, z, stream, *prefix, *arguments)``; the last is ``arguments``, a
+    tuple, if not ``in_a_row``."""
 
     def __init__(self, kernel: Any, arguments: int, descriptors: Sequence[int]):
-        """``arguments``: their number. ``descriptors``: which of them may be descriptors."""
+        """``arguments``: the number of arguments. ``descriptors``: indices of those that may be descriptors."""
         self.kernel, self.in_a_row, self.run = kernel, True, kernel.run
         self.prefix: tuple = kernel.function, kernel.packed_metadata, None, None, None  # no hooks
         function, wrapped = c_function(kernel, arguments), dict[int, Callable[..., Any]]()
@@ -130,8 +132,9 @@ class Compiled:
 
 
 def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple, bool] | None:
-    """The C function that launches a kernel of so many arguments, what it takes between the stream and these, and
-    whether it takes these in a row; None where Triton does more than call it."""
+    """Returns the C function that launches a kernel with ``arguments`` arguments; the values that it takes between the
+    stream and the arguments; and whether it takes arguments one by one (True) or as a tuple. None if Triton does more
+    than call it."""
     run = kernel.run
     function = getattr(run, "launch", None)
     if inspect.isfunction(function):  # around that in C, for descriptors
@@ -150,14 +153,14 @@ def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple,
 
 
 def is_known() -> bool:
-    """True for NVIDIA GPUs and a Triton whose rules are known."""
+    """True for NVIDIA GPUs and versions of Triton from OLDEST to NEWEST."""
     version = tuple(int(number) for number in triton.__version__.split(".")[:2])
     compiles = torch.cuda.is_available() and torch.version.hip is None and not INTERPRETED
     return compiles and OLDEST <= version <= NEWEST
 
 
 def is_plain(kernel: Any) -> bool:
-    """True where a kernel was compiled at once and in the usual way; environment variables are read at import."""
+    """True for a kernel that Triton has compiled synchronously, with its default settings."""
     unusual = (
         knobs.runtime.debug
         or getattr(knobs.runtime, "add_stages_inspection_hook", None)
@@ -167,15 +170,15 @@ def is_plain(kernel: Any) -> bool:
 
 
 class Launcher:
-    """A kernel that is launched as Triton's are, ``kernel[grid](*arguments, **constants)``, all constants by name.
+    """A kernel that is launched as Triton's are: ``kernel[grid](*arguments, **constants)``, with all constants by name.
 
-    Where Triton might do more than launch what it has compiled (interpreted, a hook, a setting, an unknown version)
-    every launch is Triton's.
+    If Triton might do more than launch a compiled kernel (under the interpreter, with a hook or a setting, in an
+    unknown version), Triton launches it.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        # threads that meet a kind at once both have it compiled, and one of the two is kept
+        # two threads that launch a new kind at the same time both compile it; one of the results is kept
         self.kept: Cache[tuple, Compiled] = Cache(4096)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -204,7 +207,7 @@ class Launcher:
 
     @functools.cached_property
     def descriptors(self) -> list[int]:
-        """Places of the arguments that may be descriptors."""
+        """Indices of the arguments that may be descriptors."""
         return [i for i, name in enumerate(self.kernel.arg_names) if name.endswith("_desc")]
 
     def unknown(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -231,12 +234,13 @@ class Launcher:
         self.kept[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
 
 
-# sizes that follow the number of tokens, as kernels name them
+# names of kernels' arguments that are sizes and depend on the number of tokens
 PER_CALL = (
     "entries", "first_row", "ids_per_token", "length", "most_parts", "numel", "picked",
     "pieces", "programs", "rows", "second_numel", "step", "steps", "tokens", "units", *[f"place{i}" for i in range(32)],
 )  # fmt: skip
-# pointers to one number, or to one or a few per row: they start at any row, and no thread reads several rows at a time
+# names of pointers to one number, or to one or a few numbers per row: they may start at any row, and no thread reads
+# several rows at once, so that alignment does not matter
 PER_ROW = (
     "alpha_ptr", "begin_ptr", "beta_ptr", "column_ptr", "count_ptr", "counted_ptr", "dlogit_ptr", "end_ptr",
     "factor_ptr", "hidden_scale_ptr", "ids_ptr", "inverse_ptr", "level_ptr", "logit_ptr", "logprob_ptr", "lse_ptr",
@@ -250,5 +254,6 @@ PER_ROW = (
 
 
 def kernel(function: Callable) -> Launcher:
-    """``triton.jit`` of what is launched; functions that kernels call need no more than that."""
+    """The decorator of kernels that are launched: a ``Launcher`` of ``triton.jit(function)``. Functions that kernels
+    call have ``triton.jit``."""
     return Launcher(triton.jit(function, do_not_specialize=PER_CALL, do_not_specialize_on_alignment=PER_ROW))

@@ -1,6 +1,6 @@
-"""Arguments that launches of several folders take: tuples of torch tensors, and matrices as kernels take them.
+"""Arguments that launches of several folders make: memory of strips, and matrices as descriptors or pointers.
 
-Of descriptors Triton checks each anew: those of one address and form are one.
+Triton checks each new descriptor, so that equal descriptors (address, shape, block) are made once.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from ...core.records import Statistic, StatisticOutputs, Stored, TeacherSoftmax
 from ...core.tiles import Matrix, Quantised, Tile, cdiv
 from .launcher import is_known
 
-STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
+STRIP_ROWS = 16  # strides are multiples of it, so that Triton reads vectors
 
 
 def strip_rows(rows: int) -> int:
-    """Stride from strip to strip for so many rows."""
+    """The stride from strip to strip of vectors [strips, rows]: ``rows`` rounded up to a multiple of STRIP_ROWS."""
     return cdiv(rows, STRIP_ROWS) * STRIP_ROWS
 
 
@@ -38,20 +38,20 @@ def teacher_operands(teacher: TeacherSoftmax | None) -> tuple[Any, ...]:
 
 
 class Strips(NamedTuple):
-    """What the logits matmul leaves of each strip of columns, [strips, rows] fp32.
+    """The numbers that the logits matmul writes for each strip of columns and each row, [strips, rows] fp32.
 
-    A strip's rows begin on a multiple of STRIP_ROWS, whatever their number.
+    A strip's rows start at a multiple of STRIP_ROWS elements.
     """
 
     offset: torch.Tensor
-    sums: tuple[torch.Tensor, ...]  # of exponentials, for each softmax
-    statistics: tuple[tuple[StatisticOutputs, ...], ...]  # likewise what each is made of; ids int32
+    sums: tuple[torch.Tensor, ...]  # for each softmax the sum of exponentials
+    statistics: tuple[tuple[StatisticOutputs, ...], ...]  # for each softmax, its statistics' vectors; ids are int32
 
     @classmethod
     def empty(
         cls, rows: int, strips: int, device: torch.device, statistics: Sequence[Sequence[Statistic]] = ((),)
     ) -> "Strips":
-        """Memory for as many softmaxes as there are lists of ``statistics``."""
+        """Uninitialised memory. ``statistics``: for each softmax the list of its statistics."""
         count = 1 + sum(1 + sum(len(statistic.vectors) for statistic in of_softmax) for of_softmax in statistics)
         tensors = iter(empty(count, strips, strip_rows(rows), dtype=torch.float32, device=device).unbind())
 
@@ -74,7 +74,7 @@ class Strips(NamedTuple):
         return [vector for of_softmax in self.statistics for each in of_softmax for vector in each.vectors]
 
     def all_sums(self) -> torch.Tensor:
-        """Memory [n] of all but the offsets, free once rows have their statistics."""
+        """The memory [n] of all vectors but the offsets, which is free once the rows' statistics are merged."""
         vector_count, first = len(self.sums) + len(self.vectors), self.sums[0]
         return first.as_strided((vector_count * first.shape[0] * first.stride(0),), (1,))
 
@@ -103,7 +103,7 @@ KEPT: Cache[tuple, TensorDescriptor] = Cache(4096)
 
 
 class Address:
-    """Address and dtype of a tensor, for a descriptor that outlives it."""
+    """The address and dtype of a tensor, in place of the tensor in a descriptor that outlives it."""
 
     def __init__(self, tensor: torch.Tensor):
         self.address, self.dtype = tensor.data_ptr(), tensor.dtype
@@ -126,19 +126,21 @@ def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
 
 
 def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
-    """Stride from row to row where a kernel reads through pointers, else 0."""
+    """The stride from row to row for a kernel that loads through pointers; 0 for one with descriptors, or for None."""
     return 0 if tensor is None or tile.described else tensor.stride(0)
 
 
 def even(columns: int, tile: Tile) -> bool:
-    """True where steps over the columns need no mask: the tensor copy engine fills with zeros."""
+    """True where a loop over the columns needs no mask: they are a multiple of the tile's step, or the tensor copy
+    engine fills with zeros."""
     return tile.described or columns % tile.block_k == 0
 
 
 def matrix(
     tensor: torch.Tensor | None, rows: int, columns: int, tile: Tile
 ) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
-    """A descriptor of blocks of so many rows and columns, or the tensor itself: one of the two is None."""
+    """Returns a descriptor with blocks of ``rows`` by ``columns`` and None; or, for tiles that load through pointers,
+    None and the tensor."""
     if tensor is None or not tile.described:
         assert tensor is None or tensor.stride(1) == 1, "columns are contiguous"
         return None, tensor

@@ -1,13 +1,13 @@
 """A sweep as a list of steps, recorded once and run again on other tensors.
 
-A sweep over equal sizes makes the same memory, launches the same kernels and multiplies the same matrices each time;
-only addresses differ. A ``Recorder`` listens to one sweep. Of each tensor among the arguments of its steps it notes the
-place: which input or which tensor that the sweep has made, and how many bytes behind its beginning. A ``Recording``
-makes such tensors anew, finds the addresses, and runs the steps.
+Sweeps of equal sizes allocate tensors of the same sizes, launch the same kernels and multiply the same matrices; only
+addresses differ. A ``Recorder`` observes one sweep. For each tensor among the arguments of a step it notes the place:
+the input or allocated tensor whose memory it is in, and the offset in bytes. A ``Recording`` allocates such tensors
+again, computes the addresses, and runs the steps.
 
-``finish`` returns None where addresses do not show everything: a step's tensor lies in none of the inputs and tensors
-made by ``empty``, or in two of them; or an operator of torch wrote to one, as its version shows. Results of other
-operators have memory of their own, which no step can read unseen.
+``Recorder.finish`` returns None if a sweep cannot be recorded: a step's tensor is in the memory of no input and no
+tensor from ``empty``, or of two of them; or an operator of torch has written to one of them, which its version shows. A
+result of another operator has memory of its own, so that a step that reads it is noticed.
 """
 
 import functools
@@ -26,16 +26,16 @@ from .launcher import AROUND, COMPILATION, RUNTIME, Compiled, Launcher
 from .operands import described
 
 MOST_STEPS = 4096
-ALIGNED = 16  # bytes, as Triton compiles kernels for
-BLOCK_BYTES = 512  # as torch's allocator aligns
-MOST_ADDRESSES = 64  # of a descriptor, whose encoded fields are kept by the address
+ALIGNED = 16  # bytes: the alignment for which Triton specialises kernels
+BLOCK_BYTES = 512  # bytes: the alignment of torch's allocator
+MOST_ADDRESSES = 64  # most addresses for which a descriptor's encoded fields are kept
 
 
 class Place(NamedTuple):
     """A tensor in the memory of another one."""
 
-    slot: int  # the number of the tensor in whose memory it lies
-    offset: int  # bytes from its beginning
+    slot: int  # index of the tensor in whose memory it is
+    offset: int  # bytes from that tensor's beginning
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,19 +54,19 @@ class Place(NamedTuple):
 
 
 def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
-    """Bytes from a tensor's first element to behind its last."""
+    """Bytes from the beginning of a tensor's first element to the end of its last."""
     if 0 in shape:
         return 0
     return (sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * itemsize
 
 
 class Encoded(NamedTuple):
-    """A descriptor among a kernel's arguments."""
+    """A descriptor among a kernel's arguments, and its fields by address."""
 
     place: Place
     block: tuple[int, ...]
-    fields_of: Callable[[Any], tuple] | None  # its fields as a compiled kernel takes them; None: the descriptor itself
-    count: int  # of fields
+    fields_of: Callable[[Any], tuple] | None  # descriptor -> the fields that a compiled kernel takes; None: it takes it
+    count: int  # number of fields
     fields_by_address: dict[int, tuple]
 
     def fields_at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
@@ -79,18 +79,18 @@ class Encoded(NamedTuple):
         return fields
 
 
-Argument = tuple[str, int, int]  # a kind, a number within it, and the field of an encoded descriptor
+Argument = tuple[str, int, int]  # a kind of argument, its index among those of the kind, and a descriptor's field
 
 
 class Recorder:
-    """The steps of a sweep on ``inputs``, as they run in one thread."""
+    """Collects the steps of a sweep on ``inputs`` while they run in this thread."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
-        self.tensors: list[torch.Tensor] = []  # the inputs, then those made, alive so that no two have one address
-        self.ranges: list[tuple[int, int]] = []  # addresses where each begins and ends
+        self.tensors: list[torch.Tensor] = []  # inputs, then allocated ones; kept, so that addresses differ
+        self.ranges: list[tuple[int, int]] = []  # for each tensor the addresses of its beginning and its end
         self.versions: list[int] = []
-        self.constants: list[Any] = [None]  # the first: the stream
-        self.pointers: list[tuple[int, int]] = []  # slot and offset
+        self.constants: list[Any] = [None]  # the first stands for the stream
+        self.pointers: list[tuple[int, int]] = []  # slot and offset of each pointer
         self.views: list[Place] = []
         self.descriptors: list[Encoded] = []
         self.steps: list[tuple[Callable[..., Any], list[Argument]]] = []
@@ -106,7 +106,7 @@ class Recorder:
         begin = tensor.data_ptr()
         self.tensors.append(tensor)
         self.ranges.append((begin, begin + extent(tensor.shape, tensor.stride(), tensor.element_size())))
-        self.refused |= tensor.is_inference()  # which has no version
+        self.refused |= tensor.is_inference()  # an inference tensor has no version
         self.versions.append(0 if self.refused else tensor._version)
 
     def add_memory(self, tensor: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class Recorder:
         return Place(0, 0, dtype, tuple(shape), tuple(stride))
 
     def place_of(self, tensor: torch.Tensor) -> Place:
-        if tensor.numel() == 0:  # which lies nowhere
+        if tensor.numel() == 0:  # an empty tensor has no memory
             slot = next((slot for slot, recorded in enumerate(self.tensors) if recorded is tensor), None)
             self.refused |= slot is None
             return Place(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -156,7 +156,8 @@ class Recorder:
         compiled: Compiled,
         c_arguments: Sequence[Any],
     ) -> None:
-        """A launch in C. ``c_arguments``: arguments of the C function, with constants and fields of descriptors."""
+        """Records a launch by the C function. ``c_arguments``: its arguments, with constants and fields of
+        descriptors."""
         remaining, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
         recorded: list[Argument] = []
         for i, parameter in enumerate(launcher.kernel.params):
@@ -174,7 +175,8 @@ class Recorder:
         self.steps.append((run, leading + recorded))
 
     def called(self, function: Callable[..., Any], *arguments: Any, written: torch.Tensor | None = None) -> None:
-        """A call of a function: Triton's own launch, or a product that has been ``written`` to a tensor."""
+        """Records a call of a function: a launch by Triton; or a product of torch, with the tensor ``written`` that it
+        has written to."""
         recorded: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
@@ -188,7 +190,8 @@ class Recorder:
         self.steps.append((function, recorded))
 
     def end(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":
-        """The recording, or None. It returns new tensors for ``results``; the first ``sharing`` may share memory."""
+        """The recording, or None if the sweep cannot be recorded. A replay returns new tensors in place of ``results``,
+        of which the first ``sharing`` may be views of one tensor."""
         places = [self.place_of(result) for result in results]
         fits = all(
             self.tensors[place.slot].shape == result.shape
@@ -208,20 +211,21 @@ def is_row(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
 
 
 def at_once(run: Callable[..., Any], leading: int, *arguments: Any) -> None:
-    """A launch in C that takes a kernel's arguments as a tuple."""
+    """Calls ``run``, a C function that takes the kernel's arguments as a tuple, after ``leading`` others."""
     run(*arguments[:leading], arguments[leading:])
 
 
 class Recording:
-    """A sweep's memory and steps. Holds no tensor.
+    """The allocations and steps of a sweep. Holds no tensor.
 
-    A step picks its arguments from one list, which a run makes: constants, addresses, views, fields of descriptors.
+    A replay makes one list of constants, addresses, views and fields of descriptors. Each step picks its arguments from
+    this list by index.
     """
 
     def __init__(self, recorder: Recorder, results: Sequence[int], sharing: int):
-        # results have memory of their own; all else lies in one block of bytes, freed with the sweep
+        # results have memory of their own; all other tensors are in one block of bytes, freed at the end of the replay
         separate, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
-        # vectors that may share memory are rows of one tensor, each aligned as by itself
+        # vectors that may share memory are rows of one tensor, each of them aligned
         rows = [slot for slot in results[:sharing] if is_row(tensors[slot], reference=tensors[results[0]])]
         separate = [slot for slot in separate if slot not in rows]
         self.rows = (len(rows), tensors[rows[0]].numel()) if rows else None
@@ -244,7 +248,7 @@ class Recording:
         self.descriptors = [
             encoded._replace(place=encoded.place.moved(*moved(*encoded.place[:2]))) for encoded in recorder.descriptors
         ]
-        self.kernels = recorder.kernels  # which are unloaded where nothing holds them
+        self.kernels = recorder.kernels  # a reference, since Triton unloads kernels without one
         self.launchers = list(dict.fromkeys([launcher for launcher, _ in recorder.kernels]))
         self.hooks = [launcher.kernel.pre_run_hooks for launcher in self.launchers]
         counts = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
@@ -261,12 +265,13 @@ class Recording:
         self.steps = [(run, picked(arguments)) for run, arguments in recorder.steps]
 
     def usable(self) -> bool:
-        """True where Triton would do no more than launch what it has compiled."""
+        """True where Triton would do no more than launch compiled kernels: no hook, no changed setting."""
         unusual = RUNTIME or COMPILATION or AROUND[0] or AROUND[1] or any(self.hooks)
         return not unusual or all(launcher.direct() for launcher in self.launchers)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The sweep's results on other inputs of equal kinds; None, with nothing run, where it cannot run so."""
+        """Runs the steps on other inputs of equal kinds, and returns the sweep's results. Returns None, before any
+        step, if the recording is not usable or an allocated tensor is not aligned."""
         if not self.usable():
             return None
         allocated = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocations]
@@ -291,7 +296,7 @@ class Recording:
 
 @contextmanager
 def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
-    """Listens to the sweep that this thread runs in the block."""
+    """A context in which a ``Recorder`` observes the sweep that this thread runs."""
     recorder = RECORDERS[get_ident()] = Recorder(inputs)
     try:
         yield recorder

@@ -1,14 +1,14 @@
 """Sums over the vocabulary in kernels: the library's divergences, and kernels generated for the sums of a call.
 
-``NAME_terms(log_p, log_q, p, q, tie, *numbers)`` are a column's term of a sum and its slope ``df / d log p``, up to a
-multiple of p (``records.SumFunction``). A probability of 0 has no part in a sum, whatever its logarithm; one that is
-nan shows. Sums are of differences of log-probabilities, so that equal rows give exactly 0. For a gradient both
-logarithms are at least ``LOG_FLOOR``.
+``NAME_terms(log_p, log_q, p, q, tie, *numbers)`` returns a column's term of a sum and its slope ``df / d log p``, up to
+a multiple of p (``records.SumFunction``). A probability of 0 adds 0 to a sum, whatever its logarithm; a nan makes it
+nan. Terms read differences of log-probabilities, so that equal rows give exactly 0. For a gradient both logarithms are
+at least ``LOG_FLOOR``.
 
-Kernels are written by hand over tuples of pointers and numbers, and over functions that are generated: ``ADD_SUMS`` for
-a list of sums here, ``ADD_TERMS`` for terms of a gradient in ``gradients/identity.py``. A generated kernel with flat
-arguments enters them: as arguments of a launch tuples would lose what ``do_not_specialize`` says, and Triton's cache
-would know functions in them by name alone.
+The body of a kernel is written by hand. It takes tuples of pointers and numbers, and calls generated functions:
+``ADD_SUMS`` for a list of sums (here), ``ADD_TERMS`` for the terms of a gradient (``gradients/identity.py``). A
+generated kernel with flat arguments calls the body. A launch cannot take the tuples: ``do_not_specialize`` would not
+reach their elements, and Triton's cache would tell functions in them apart by name only.
 """
 
 import inspect
@@ -33,7 +33,7 @@ LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
 
 @triton.jit
 def floored(log_p):
-    """A logarithm of at least -1e4; nan stays."""
+    """``max(log_p, LOG_FLOOR)``; a nan stays nan."""
     return tl.where(log_p < LOG_FLOOR, LOG_FLOOR, log_p)
 
 
@@ -41,7 +41,7 @@ def floored(log_p):
 def part_below(
     p,
     q,
-    tie,  # relative difference of equal probabilities; None for 0
+    tie,  # relative difference up to which probabilities count as equal; None for 0
 ):
     """``p (1 - sign(p - q))``, nan where either is."""
     near = 0.0 * p
@@ -56,13 +56,13 @@ def log_mixture(
     log_b,
     share_a,  # in (0, 1)
 ):
-    """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``, -inf where both are."""
+    """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``; -inf if both logarithms are."""
     return log_of_sum(log_a + tl.log2(share_a) * ln_2, log_b + tl.log2(1.0 - share_a) * ln_2)
 
 
 @triton.jit
 def log_of_sum(a, b):
-    """``log(exp(a) + exp(b))``, -inf where both are."""
+    """``log(exp(a) + exp(b))``; -inf if a and b are."""
     largest = tl.maximum(a, b)
     offset = tl.where(largest == float("-inf"), 0.0, largest)
     return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2
@@ -88,7 +88,7 @@ def teacher_entropy_terms(log_p, log_q, p, q, tie):
 def jsd_terms(log_p, log_q, p, q, tie, beta):
     log_m = log_mixture(log_q, log_p, beta)
     slope = (1.0 - beta) * tl.where(p != 0.0, p * (log_p - log_m), 0.0)
-    # with + LLVM's vectoriser crashes on the sums of rows for sm_90
+    # fma: with a product and a sum, LLVM's vectoriser crashes for sm_90
     return tl.fma(beta, tl.where(q != 0.0, q * (log_q - log_m), 0.0), slope), slope
 
 
@@ -99,10 +99,10 @@ def tvd_terms(log_p, log_q, p, q, tie):
 
 @triton.jit
 def tvd_gradient(log_p, log_q, p, q, total, tie):
-    """``p (sign(p - q) - sum p sign) / 2``, 1 taken out of both signs.
+    """``p (sign(p - q) - sum p sign) / 2``, computed with 1 subtracted from both signs.
 
-    The sign of a column above 2/3 follows from the sum: where a sure student and a sure teacher nearly agree, the sum
-    and the column could else see different signs, and differ by all of p instead of the rest of the row."""
+    For a column with p above 2/3 the sign follows from the sum. Where student and teacher both put nearly all
+    probability on one column, the sign of ``p - q`` could else differ between the sum and the column by rounding."""
     below = -2.0 * total
     by_sum = tl.where(below < 1.0 - 0.5 * p, 0.0, tl.where(below > 1.0 + 0.5 * p, 2.0 * p, p))
     return 0.5 * (p * below - tl.where(p > 0.75, by_sum, part_below(p, q, tie)))
@@ -120,7 +120,7 @@ def overlap_gradient(log_p, log_q, p, q, total, tie):
 
 @triton.jit
 def within(term, inside):
-    """A user's term, 0 outside of the columns."""
+    """The term of a user's function, 0 outside of the columns."""
     if inside is None:
         return term
     else:
@@ -129,38 +129,38 @@ def within(term, inside):
 
 @triton.jit
 def user_slope(slope, p, inside):
-    """A user's slope, 0 outside of the columns and where p is 0 and the slope nan."""
+    """The slope of a user's function; 0 outside of the columns, and where p is 0 and the slope nan."""
     return within(tl.where((p != 0.0) | (slope == slope), slope, 0.0), inside)
 
 
 @triton.jit
 def user_term(coefficient, slope, p, inside):
-    """The coefficient times a user's slope, 0 where the coefficient is."""
+    """``coefficient`` times the slope of a user's function; 0 for a coefficient of 0, even if the slope is infinite."""
     return tl.where(coefficient != 0.0, coefficient * user_slope(slope, p, inside), 0.0)
 
 
 class Kind(NamedTuple):
-    """All of a sum that decides a kernel's code."""
+    """The properties of a sum over the vocabulary on which a kernel's code depends."""
 
     function: SumFunction
-    view: int = 0  # of the softmax p
-    has_value: bool = False  # the sum is made
-    has_total: bool = False  # ... and that of the slopes; of a term: which reads it
-    has_term: bool = False  # of a gradient
+    view: int = 0  # index of the softmax p
+    has_value: bool = False  # the kernel makes the sum
+    has_total: bool = False  # the kernel makes the sum of the slopes; with ``has_term``, it reads that sum
+    has_term: bool = False  # the kernel makes the sum's term of a gradient
 
 
 class Code(NamedTuple):
-    """What a generated kernel gives its body."""
+    """The generated code and the constants that a generated kernel passes to its body."""
 
-    functions: list[str]  # sources
-    constants: dict[str, Any]  # the body's, by name
-    counts: dict[str, int]  # of numbers in its tuples, by their name
-    scope: dict[str, Any]  # what the sources name besides what is here
+    functions: list[str]  # sources of jit functions
+    constants: dict[str, Any]  # values of the body's constexpr arguments, by name
+    counts: dict[str, int]  # number of elements of the body's tuples, by argument's name
+    scope: dict[str, Any]  # objects that the sources name and this file lacks
 
 
 HEADER = "@triton.jit\ndef {}:\n    "
 ADD_SUMS = "add_sums(sums, logs, log_q, inside, scalars, tie)"
-# flat arguments in place of a tuple
+# by argument of a body: the flat arguments of a generated kernel that its tuple is made of
 FLAT: dict[str, tuple[str, ...]] = {
     "outputs": ("output{}_ptr",), "vectors": ("vector{}_ptr",), "scalars": ("scalar{}",),
     "sums": ("sum{}_ptr",), "strips": ("strip{}_ptr",), "places": ("place{}",),
@@ -176,7 +176,8 @@ COUNT = itertools.count()
 
 
 def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) -> Any:
-    """The function of that name in a source, which Triton can read as long as ``owner``, or the function, lives."""
+    """Executes ``source`` and returns its function ``name``. Triton can read the source as long as ``owner`` lives;
+    None: as long as the function lives."""
     file = f"<chunked_head {name} {next(COUNT)}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), scope)
@@ -186,7 +187,7 @@ def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) ->
 
 
 def add_sums(kinds: Sequence[Kind]) -> str:
-    """Source of ``ADD_SUMS``, which adds a block's terms to each sum."""
+    """The source of ``ADD_SUMS``, which adds the terms of a block of columns to each sum."""
     lines, sums = [], []
     for kind, terms in zip(kinds, calls(kinds, False), strict=True):
         i = len(sums)
@@ -200,7 +201,7 @@ def add_sums(kinds: Sequence[Kind]) -> str:
 
 
 def logarithms(kinds: Sequence[Kind], is_floored: bool) -> list[str]:
-    """Lines that make probabilities and logarithms which the kinds read."""
+    """The lines that compute the probabilities and logarithms that ``kinds`` read."""
     views = sorted({kind.view for kind in kinds})
     names = [f"p{view}" for view in views] + ["q"] * any(kind.function.is_paired for kind in kinds)
     lines = [f"log_p{view} = logs[{view}]" for view in views]
@@ -210,7 +211,7 @@ def logarithms(kinds: Sequence[Kind], is_floored: bool) -> list[str]:
 
 
 def calls(kinds: Sequence[Kind], is_floored: bool) -> Iterable[str]:
-    """For each kind the call that gives a column's term and slope."""
+    """For each kind the expression that returns a column's term and slope."""
     first = 0
     for function, view, *_ in kinds:
         p = f"p{view}"
@@ -235,7 +236,8 @@ def code_of_sums(kinds: Sequence[Kind]) -> Code:
 
 
 def kernel_of(body: Any, name: str, kinds: Hashable, code: Callable[[Any], Code] = code_of_sums) -> Launcher:
-    """The kernel of a jit function for these kinds: its tuples are flat arguments, ``output0_ptr`` and so on."""
+    """The generated kernel around ``body`` for these kinds. Elements of the body's tuples are its arguments,
+    ``output0_ptr`` and so on. ``code``: the function from kinds to ``Code``."""
     return KERNELS.get_or_make((name, body.fn, code, kinds), lambda: generate(body, name, code(kinds)))
 
 
@@ -259,7 +261,8 @@ def generate(body: Any, name: str, code: Code) -> Launcher:
 
 
 def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[Kind, ...], list[Any], list[float]]:
-    """Kinds of sums, their outputs and their numbers, in the order of a generated kernel's arguments."""
+    """Returns the kinds of ``sums``, their output tensors and their numbers, in the order of a generated kernel's
+    arguments."""
     kinds = [Kind(output.function, has_value=True, has_total=output.total is not None) for output in sums]
     tensors = [tensor for output in sums for tensor in (output.value, output.total) if tensor is not None]
     return tuple(kinds), tensors, [number for output in sums for number in output.numbers]

@@ -1,6 +1,6 @@
-"""From a stored logit to the logit that the softmax sees: functions of values, and loads.
+"""Functions that load stored logits and turn them into the logits of the softmax.
 
-Raw logits go through bias, scale and cap; relative ones get their strip's offset added.
+Raw logits get bias, scale and cap; relative logits get their strip's offset.
 """
 
 import triton
@@ -16,7 +16,7 @@ ln_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    # 1 - 2 / (e^2x + 1): saturates to 1 and -1 without overflow; near 0 the subtraction would cancel, so a series there
+    # 1 - 2 / (e^2x + 1) saturates to 1 and -1 without overflow; near 0, where the difference cancels, a series
     series = x * (1.0 - x * x * (1.0 / 3.0 - x * x * (2.0 / 15.0 - x * x * (17.0 / 315.0))))
     return tl.where(tl.abs(x) < 0.1, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
 
@@ -26,7 +26,7 @@ def transform_logits(
     x,  # hidden @ weight.T + bias, fp32
     logit_scale,  # float or None for 1
     softcap,  # float or None for no cap
-    row_scale,  # what a row's logits are multiplied by at last; None for 1
+    row_scale,  # last factor of a row's logits; None for 1
 ):
     if logit_scale is not None:
         x = x * logit_scale
@@ -44,7 +44,7 @@ def transform_derivative(
     softcap,
     row_scale,
 ):
-    """d transformed / d raw, from the transformed logit; 1.0 where there is no transform."""
+    """``d transformed / d raw``, computed from the transformed logit; 1.0 without a transform."""
     slope = 1.0
     if softcap is not None:
         capped = x / softcap
@@ -60,7 +60,7 @@ def transform_derivative(
 
 @triton.jit
 def times(x, factor):
-    """``factor x``, of a factor None x."""
+    """``factor * x``; x if ``factor`` is None."""
     if factor is None:
         return x
     else:
@@ -69,16 +69,16 @@ def times(x, factor):
 
 @triton.jit
 def load_number(ptr, row):
-    """A row's number; None where there is no such number."""
+    """The number of a row; None if ``ptr`` is None."""
     if ptr is None:
-        return  # Triton 3.5 cannot take a None that is written down
+        return  # Triton 3.5 cannot compile ``return None``
     else:
         return tl.load(ptr + row)
 
 
 @triton.jit
 def load_column(ptr, offs_row, in_rows):
-    """A number per row, as a column; None where there is no such number."""
+    """A number per row as [rows, 1]; None if ``ptr`` is None."""
     if ptr is None:
         return
     else:
@@ -87,7 +87,7 @@ def load_column(ptr, offs_row, in_rows):
 
 @triton.jit
 def load_columns(pointers, offs_row, in_rows, COUNT: tl.constexpr):
-    """As many numbers per row, each as a column."""
+    """A tuple of COUNT numbers per row, each as [rows, 1]."""
     columns = (load_column(pointers[0], offs_row, in_rows),)
     for i in tl.static_range(1, COUNT):
         columns = columns + (load_column(pointers[i], offs_row, in_rows),)
@@ -107,7 +107,7 @@ def load_row(
     softcap,
     row_scale,
 ):
-    """Columns ``offs`` of one row, as the softmax sees them; anything outside."""
+    """The softmax's logits of the columns ``offs`` of one row; any numbers where ``inside`` is false."""
     x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
     if strip_offset_ptr is not None:
         offset_at = strip_offset_ptr + (offs // STRIP).to(tl.int64) * strip_stride + row
@@ -128,16 +128,17 @@ def load_block(
     in_rows,
     strip_stride,  # from strip to strip of the offsets
     stride,
-    start,  # the first of offs, in one strip if logits are relative; None: in several
+    start,  # the first of offs, which are all in one strip if logits are relative; None: they are in several strips
     offs,
     in_columns,
     logit_scale,
     softcap,
     row_scale,
-    row_start=None,  # of relative logits: log-probabilities (x - row_start) + row_rest are wanted
+    row_start=None,  # for relative logits: returns log-probabilities (x - row_start) + row_rest; None: logits
     row_rest=None,
 ):
-    """A block of rows and columns, as the softmax sees it; outside -inf where logits are relative, else anything."""
+    """The softmax's logits of a block of rows and columns. Outside of rows and columns they are -inf if logits are
+    relative, else any numbers."""
     pointers = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     if strip_offset_ptr is not None:

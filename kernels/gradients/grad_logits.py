@@ -1,8 +1,9 @@
-"""The logits matmul whose epilogue leaves the gradient of the raw logits, where their statistics are known beforehand.
+"""The logits matmul whose epilogue writes the gradient of the raw logits, for statistics that are known beforehand.
 
-Body of generated kernels: the persistent GEMM of ``exp_logits.py`` with the terms of ``identity.py`` in its epilogue,
-without a teacher, 0 for rows that do not count. No logit is stored. Targets' columns get the general term here, since a
-test of every element would cost 3 to 10 % of the matmul: ``row_grad_kernel`` overwrites them, from the exact logits.
+``grad_logits`` is the body of generated kernels: the persistent GEMM of ``exp_logits.py`` with the terms of
+``identity.py`` in its epilogue, without a teacher. No logit is stored. Rows that do not count get 0. Targets' columns
+get the same terms as others, without beta's, since a test of every element would cost 3 to 10 % of the matmul; kernels
+of ``row_grad`` overwrite them, from exact logits.
 """
 
 import triton
@@ -106,5 +107,5 @@ def grad_logits(
                 zero, x, logs, None, offs[None, :], None, omega, None, softmaxes, coefficients, None, None
             )  # fmt: skip
             grad *= transform_derivative(x, logit_scale, softcap, row_scale)
-            # selection, whatever stands in a row that does not count
+            # by selection, since the gradient of a row that does not count may be nan
             store_tile(dlogits, row_start, first, tl.where(counts[:, None], grad, 0.0))

@@ -1,9 +1,9 @@
-"""The gradient of raw logits, as a function of values: every kernel that makes gradients calls it.
+"""The gradient of raw logits as a function of values in registers, which every kernel that makes gradients calls:
 
     g_j = sum of p_j (alpha + eta log p_j) over softmaxes - beta 1[j = target] - kappa omega_j
-        + c s_j of each sum over the vocabulary, s its slope (``common/sums.py``)
+        + sum of c s_j over the call's sums over the vocabulary, s the slope of such a sum (``common/sums.py``)
 
-then times the slope of scale and cap. ``ADD_TERMS`` is generated for a list of terms: for others there is no code.
+times the slope of scale and cap. ``ADD_TERMS`` is generated with the code of the terms that a call has.
 """
 
 import itertools
@@ -24,14 +24,14 @@ def softmax_term(log_p, alpha):
 
 @triton.jit
 def entropy_term(log_p, alpha, eta):
-    """``p (alpha + eta log p)``, 0 where p is, nan where p is."""
+    """``p (alpha + eta log p)``: 0 for p = 0, nan for a nan."""
     p = tl.exp2(log_p * log2_e)
     return tl.where(p != 0.0, p * (alpha + eta * log_p), 0.0)
 
 
 @triton.jit
 def fused_softmax_term(x, offs, start, neg_log_sum, ratio, width, alpha):
-    """``p alpha`` with one multiply-add: off by 1e-7 |start| of p, which 16 bits do not show."""
+    """``p alpha`` with one multiply-add. Its relative error, ``1e-7 |start|``, is below 16-bit rounding."""
     z = times(x, ratio)
     shift = tl.broadcast_to((neg_log_sum - start) * log2_e, z.shape)
     return cut(alpha * tl.exp2(tl.fma(z, tl.full(z.shape, log2_e, tl.float32), shift)), offs, width, 0.0)
@@ -39,13 +39,13 @@ def fused_softmax_term(x, offs, start, neg_log_sum, ratio, width, alpha):
 
 @triton.jit
 def log_probability(x, offs, start, neg_log_sum, ratio, width):
-    """``log p`` of a softmax, -inf behind its columns."""
+    """``log p`` of a softmax; -inf for columns from ``width`` on."""
     return cut((times(x, ratio) - start) + neg_log_sum, offs, width, float("-inf"))
 
 
 @triton.jit
 def cut(values, offs, width, fill):
-    """The values of a softmax's columns, ``fill`` behind them."""
+    """``values`` for columns below ``width``, ``fill`` for the others."""
     return values if width is None else tl.where(offs < width, values, fill)
 
 
@@ -56,7 +56,7 @@ def log_probabilities(
     softmaxes,  # tuples: start and rest, columns of numbers per row, the ratio or None, the width or None
     SOFTMAXES: tl.constexpr,
 ):
-    """``log p`` of each softmax."""
+    """A tuple of ``log p`` for each softmax."""
     starts, rests, ratios, widths = softmaxes
     logs = (log_probability(x, offs, starts[0], rests[0], ratios[0], widths[0]),)
     for i in tl.static_range(1, SOFTMAXES):
@@ -66,7 +66,7 @@ def log_probabilities(
 
 @triton.jit
 def column_mask(offs, width):
-    """Mask of a softmax's columns; None where it is over all."""
+    """Mask of the columns below ``width``; None if ``width`` is None, for all columns."""
     if width is None:
         return
     else:
@@ -74,16 +74,17 @@ def column_mask(offs, width):
 
 
 class Gradient(NamedTuple):
-    """All of a gradient that decides a kernel's code."""
+    """The properties of a gradient on which a kernel's code depends."""
 
     softmaxes: int
-    factors: tuple[bool, ...]  # those that there are: alpha and eta of each softmax, then beta and kappa
+    factors: tuple[bool, ...]  # which coefficients exist: alpha and eta of each softmax, then beta and kappa
     sums: tuple[Kind, ...]
-    has_entries: bool = False  # gradients of few columns of each row
-    is_fused: bool = False  # as ``fused_softmax_term``
+    has_entries: bool = False  # the gradient is of few columns of each row, the entries
+    is_fused: bool = False  # the first softmax's term is ``fused_softmax_term``
 
 
-# lines of ADD_TERMS, for a softmax i and coefficients: of which statistics, says ``core/stats.py``, ``Coefficients``
+# by term: its line in ADD_TERMS, formatted with a softmax's index i and coefficients, whose statistics
+# ``core/stats.py``, ``Coefficients`` names
 TERMS = {
     "softmax": "grad += softmax_term(logs[{i}], {})",  # alpha
     "entropy": "grad += entropy_term(logs[{i}], {}, {})",  # alpha, eta
@@ -95,7 +96,8 @@ ADD_TERMS = "add_terms(grad, x, logs, log_q, offs, is_target, omega, inside, sof
 
 
 def code_of_gradient(kinds: Gradient) -> Code:
-    """Functions of a gradient's kernel: ``ADD_TERMS`` adds terms to ``grad``, ``ADD_SUMS`` makes sums on the way."""
+    """The generated functions of a gradient's kernel: ``ADD_TERMS`` adds terms to ``grad``; ``ADD_SUMS`` adds up the
+    sums over the vocabulary that are made along with the gradient."""
     lines, places = ["starts, rests, ratios, widths = softmaxes"], itertools.count()
     vectors = (f"vectors[{place}]" for place in places)
     *of_softmaxes, beta, kappa = kinds.factors
@@ -136,7 +138,7 @@ def code_of_gradient(kinds: Gradient) -> Code:
 
 
 def slope_term(kind: Kind, coefficient: str) -> str:
-    """The term of a sum's ``slope``."""
+    """The expression of a sum's term in a gradient, from its ``slope``."""
     if not kind.function.source:
         return f"{coefficient} * slope"
     inside = "inside" if kind.function.is_paired else f"column_mask(offs, widths[{kind.view}])"

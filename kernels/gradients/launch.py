@@ -1,4 +1,4 @@
-"""Launching the kernels of logits' gradients on torch tensors: grids, block sizes, warps; nothing of losses."""
+"""Launches of the kernels of logits' gradients on torch tensors: grids, block sizes, warps."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from .row_grad import level_rows_kernel, scale_kernel, scale_rows_kernel
 
 
 def row_programs(columns: int) -> int:
-    """Programs that share a row of relative logits."""
+    """The number of programs that share a row of relative logits."""
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
 class TermArguments(NamedTuple):
-    """Terms of a gradient as a generated kernel takes them."""
+    """The arguments of a generated kernel that a gradient's terms give."""
 
     kinds: Gradient
     vectors: list[torch.Tensor]
@@ -45,7 +45,8 @@ class TermArguments(NamedTuple):
 def term_arguments(
     terms: Terms, sums: Sequence[SumTerm] = (), has_entries: bool = False, is_fused: bool = False
 ) -> TermArguments:
-    """``is_fused``: without the target's term, and probabilities as ``fused_softmax_term`` makes them."""
+    """The arguments for ``terms`` and ``sums``. ``has_entries``: of a gradient of entries. ``is_fused``: without the
+    target's term, and with ``fused_softmax_term``."""
     starts, rests, alphas, etas, ratios, widths = zip(*terms.softmaxes, strict=True)
     factors = [*itertools.chain(*zip(alphas, etas, strict=True)), None if is_fused else terms.beta, terms.kappa]
     has_factors = tuple([factor is not None for factor in factors])
@@ -75,17 +76,17 @@ def row_grad(
     # columns, what each adds to the gradient, begins and ends of rows' sets; None for all columns
     entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    """Gradients of all columns, or of entries alone; others stay as they are."""
+    """Writes the gradient of all columns to ``dlogits``; with ``entries``, of these columns only."""
     rows, columns, count = len(terms.target), dlogits.shape[-1], None
-    # one program walks a row, because a narrower gradient overwrites logits that lie before it
+    # one program walks over a row, since a narrower gradient overwrites logits of earlier columns
     block_rows, column_programs = 1, 1
     if entries[0] is not None:
         count = entries[0].shape[-1]
         block, warps = power_of_2(count), 1
         if entries[2] is not None:
-            block, columns = 128, ELSEWHERE  # behind every column
+            block, columns = 128, ELSEWHERE  # larger than any column
     elif stored.offset is not None:
-        # several strips a program: what is per row is loaded once for them
+        # a program has several strips, so that it loads numbers per row once for all of them
         block_rows, column_programs = 8, row_programs(columns)
         block, warps = RELATIVE_STRIP, 4
     else:
@@ -118,7 +119,7 @@ def set_grad(
     terms: Terms,
     transform: Transform,
 ) -> None:
-    """Gradients of the logits of sets; other rows' entries stay as they are."""
+    """Writes the gradient of the logits of sets' entries to ``dlogits``; entries of no row are not written."""
     entries = sets.columns, None, sets.begins, sets.ends
     row_grad(dlogits, Stored(logit, None), None, terms, None, (), None, 0, transform, entries=entries)
 
@@ -134,7 +135,7 @@ def grad_logits(
     tile: Tile,
     counted: Counted = ALL_ROWS,
 ) -> None:
-    """``dlogits`` of ``hidden @ weight.T``, as ``row_grad`` makes them of stored logits, but for the targets' terms."""
+    """Writes to ``dlogits`` the gradient of the logits ``hidden @ weight.T``, without the targets' terms."""
     tile = tile.for_operand(weight)
     (hidden, hidden_scale, hidden_common), (weight, weight_scale, common) = as_quantised(hidden), as_quantised(weight)
     rows, columns, width = *dlogits.shape, hidden.shape[1]
@@ -188,8 +189,8 @@ def scale(
     one_or_nan: torch.Tensor | None = None,  # []
     second: torch.Tensor | None = None,
 ) -> None:
-    """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``, and
-    ``second``, contiguous, is then scaled in place as well."""
+    """``out = source * factor * one_or_nan``, for contiguous tensors of one shape; ``out`` may be ``source``. The same
+    launch scales ``second``, contiguous and of any shape, in place."""
     block, most = 4096, 8 * multiprocessors_of(source.device)
     numel, second_numel = source.numel(), 0 if second is None else second.numel()
     programs = min(most, cdiv(numel, block))

@@ -1,22 +1,21 @@
-"""Gradients of raw logits [rows, columns] in the place of what is stored of a chunk.
+"""Gradients of raw logits [rows, columns], which overwrite the stored logits or exponentials of a chunk.
 
-From logits, by the identity of ``identity.py``, ``row_grad``: of all columns, or of few of each row, whose exact
-logits are entries [n]. On the way sums over the vocabulary that no gradient waits for [rows] fp32, in a part for each
-program. ``row_grad`` is the body of these kernels, which are generated for the terms of a call (``common/sums.py``).
+``row_grad`` makes them from logits by ``identity.py``: for all columns, or for few columns of each row, whose exact
+logits are entries [n]. It also makes sums over the vocabulary that no gradient waits for [rows] fp32, one part per
+program. It is the body of kernels that are generated for the terms of a call (``common/sums.py``).
 
-From exponentials E that ``exp_logits`` left, ``level_rows_kernel``: brought to one offset per row, and their factors.
-Hidden states times the softmax factor [rows] fp32 are the other operand of the weight's gradient.
+``level_rows_kernel`` prepares exponentials E that ``exp_logits`` has stored: it brings them to one offset per row,
+writes their factors, and multiplies hidden states, dweight's other operand, by the softmax factor [rows] fp32:
 
     E = exp(x - level),  dlogits[i] = softmax_factor[i] E[i] + target_factor[i] onehot(target[i])
     softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta - softmax_factor E(target)
 
-For an id of more than ``MOST_APART`` tokens the kernel writes into E(target) the 16-bit number that makes target_factor
-nearly 0, ``ratio``: in the row of dweight for a frequent id the sums of both kinds of terms nearly cancel, and must do
-so before that row is rounded. For a rarer id E(target) is 0, and the target's term is added behind the product: it is
-most of the row, which is rounded once so.
+For a target with more than ``MOST_APART`` tokens, the kernel writes a 16-bit number into E(target), ``ratio``, with
+which target_factor is nearly 0: in a frequent id's row of dweight the sums of softmax terms and targets' terms nearly
+cancel, and must cancel before the row is rounded. For a rarer target, E(target) becomes 0, and the target's term is
+added after the product: it is most of the row, which is then rounded once.
 
-The last factor of gradients [numel], known only in backward, in place or into the dtype that a gradient should have,
-``scale_kernel``:
+``scale_kernel`` multiplies gradients [numel] by their last factor, known only in backward, in place or with a cast:
 
     out = in * factor * one_or_nan
 
@@ -35,9 +34,9 @@ from ..common.transform import load_block, load_column, load_columns, log2_e, tr
 from .identity import log_probabilities
 
 PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
-# With 4, in place of 0, dweight errs by 1.66e-3 for 2.56e-3 on flat heads, 1.96e-3 for 1.93e-3 on Zipf's, in two chunks
+# dweight's error in two chunks: 1.66e-3 with 4, 2.56e-3 with 0 on flat heads; 1.96e-3 and 1.93e-3 on Zipf's
 MOST_APART = tl.constexpr(4)
-LEAST_FACTOR = tl.constexpr(2.0**-80)  # of a row's softmax; it and its inverse are far inside bf16's range
+LEAST_FACTOR = tl.constexpr(2.0**-80)  # least softmax factor; it and its inverse are far inside bf16's range
 
 
 @triton.jit
@@ -90,8 +89,8 @@ def row_grad(
 ):
     """``dlogits = g(logits)``, g the gradient of ``identity.py``, 0 where a row does not count.
 
-    Entries overwrite the gradients of their columns: ``p - t`` out of a rounded ``p`` would lose everything as the
-    student nears the teacher. A column that is named twice gets both terms, once."""
+    Entries overwrite the gradients of their columns, from exact logits: with a rounded ``p``, ``p - t`` would lose all
+    accuracy where the student is near the teacher t. A column with two entries is written once, with both terms."""
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
@@ -104,19 +103,19 @@ def row_grad(
         else:
             first, last = tl.load(begin_ptr + tl.program_id(0)), tl.load(end_ptr + tl.program_id(0))
     if count_ptr is not None:
-        # products read as many rows as a tile has
+        # rows after those that count are written up to a multiple of a tile's rows, since products read them
         read_rows = tl.cdiv(counted_rows(count_ptr, first_row, rows), PRODUCT_ROWS) * PRODUCT_ROWS
         last = tl.where((tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS < read_rows, columns, 0)
     wide_row, written = offs_row.to(tl.int64)[:, None], in_rows
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
     counts = target >= 0
     target = (target - first_column).to(tl.int32)[:, None]
-    # Without a second softmax or a cap relative logits are read as log-probabilities: a row and a strip add one number.
-    # Rows that do not count are not read and write no part.
+    # Without a second softmax or a cap, relative logits are loaded as log-probabilities, with one addition per element.
+    # Rows that do not count are not loaded and write no part of a sum.
     LOGARITHMS: tl.constexpr = strip_offset_ptr is not None and SOFTMAXES == 1 and softcap is None
     if LOGARITHMS:
         in_rows = in_rows & counts
-    # per row, and so before the loop over columns
+    # numbers per row, loaded before the loop over columns
     target_logit = load_column(target_logit_ptr, offs_row, in_rows)
     row_scale = load_column(row_scale_ptr, offs_row, in_rows)
     row_starts = load_columns(starts, offs_row, in_rows, SOFTMAXES)
@@ -140,7 +139,7 @@ def row_grad(
         for _ in tl.static_range(1, SUMS):
             sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32),)
     for start in range(first, last, COLUMN_PROGRAMS * BLOCK):
-        # a sum that starts from zero takes 32 registers for plain rows, one from the first term 49
+        # for plain rows a sum that starts from zeros takes 32 registers, one that starts from the first term 49
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         offs = start + tl.arange(0, BLOCK)
         if not HAS_ENTRIES:
@@ -169,7 +168,7 @@ def row_grad(
             if not HAS_ENTRIES:
                 # a block: the interpreter makes no mask of a block and a scalar
                 within = tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
-                with_teacher &= within  # a strip behind the teacher's last has no offset
+                with_teacher &= within  # strips after the teacher's last one have no offset
             else:
                 in_teacher &= in_columns
                 of_strip = None
@@ -187,7 +186,7 @@ def row_grad(
             if not LOGARITHMS:
                 logs = log_probabilities(x, offs[None, :], softmaxes, SOFTMAXES)
             sums = ADD_SUMS(sums, logs, log_q, in_both, scalars, tie)
-        # the target's column from its exact logit: p - 1 of a rounded p loses everything as p nears 1
+        # the target's column has its exact logit: with a rounded p, p - 1 would lose all accuracy for p near 1
         is_target = offs[None, :] == target
         x = tl.where(is_target, target_logit, x)
         logs = (x,)
@@ -198,12 +197,12 @@ def row_grad(
         )  # fmt: skip
         grad *= transform_derivative(x, logit_scale, softcap, row_scale)
         if not LOGARITHMS:
-            # selection: where a row does not count a teacher's logits, or a bias, may be nan
+            # by selection: where a row does not count, a teacher's logits or a bias may be nan
             grad = tl.where(counts[:, None], grad, 0.0)
-        # a narrower dlogits[j] lands on the bytes of logits[j / 2]: all of the block must have been read
+        # a narrower dlogits[j] overwrites bytes of logits[j / 2]: all threads must have read the block
         tl.debug_barrier()
         pointers, mask = dlogits_ptr + wide_row * dlogits_stride + offs[None, :], written[:, None] & in_columns[None, :]
-        if begin_ptr is not None:  # entries that are none get 0
+        if begin_ptr is not None:  # entries without a column get 0
             grad = tl.where(mask, grad, 0.0)
             pointers, mask = (dlogits_ptr + entry)[None, :], (entry < last)[None, :]
         tl.store(pointers, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
@@ -252,7 +251,8 @@ def level_rows_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The factors of rows, and rows whose strips differ in offset brought to one: nearly all blocks have none."""
+    """Writes the factors of rows, and brings the strips of a row to one offset. Nearly all blocks have the row's offset
+    already."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     level = tl.load(level_ptr + offs_row, mask=in_rows, other=0.0)
@@ -270,7 +270,7 @@ def level_rows_kernel(
         neg_log_sum = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)
         logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)
         softmax = tl.exp2(((level - start) + neg_log_sum) * log2_e)
-        # one program of a row's writes its factors; the interpreter takes no mask that is one number
+        # one of a row's programs writes its factors; the mask is a block, since the interpreter takes no scalar
         first = in_rows & (offs_row * 0 + tl.program_id(1) == 0)
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = target >= 0
@@ -346,7 +346,7 @@ def scale_kernel(
     factor = tl.load(factor_ptr).to(tl.float32)
     if one_or_nan_ptr is not None:
         factor *= tl.load(one_or_nan_ptr)
-    # in place there is nothing to do for a factor of 1, which is what nearly every step asks for
+    # a factor of 1, as in nearly every step, changes nothing in place
     if (not IN_PLACE) or factor != 1.0:
         program, all_programs = tl.program_id(0), tl.num_programs(0)
         if second_ptr is None:

@@ -1,10 +1,11 @@
-"""The product [rows, hidden] of logits' gradients, or of exponentials that stand for them, with the weight.
+"""dhidden [rows, hidden]: the product of logits' gradients, or of exponentials E in their place, with the weight.
 
     dhidden (+)= grad [rows, vocab] @ weight [vocab, hidden]
     dhidden (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
 
-A persistent GEMM that reads on the device how many rows count: rows behind them cost nothing. Tiles of the last turn
-may be cut over the vocabulary; the last program to finish a part of a tile adds up all parts, in a fixed order.
+It is a persistent GEMM that reads the number of rows that count on the device; later rows take no time. Tiles of the
+last turn may be cut over the vocabulary: the last program to finish a part of a tile adds up all parts, in a fixed
+order.
 """
 
 import triton
@@ -48,10 +49,11 @@ def store_dhidden(
 
 @triton.jit
 def cut_tiles(tiles, most_parts, units, programs):
-    """Number of tiles, the first, that one program each makes, and of parts that each other tile is cut into.
+    """Returns the number of first tiles that are not cut, and the number of parts into which each later tile is cut.
 
-    Programs make tiles in turns. If the last turn has fewer tiles than there are programs, each is cut into parts over
-    the vocabulary. ``units``: places for the parts' sums, a bound also where fewer rows count than expected.
+    Programs make tiles in turns. If the last turn has fewer tiles than programs, each of its tiles is cut into parts
+    over the vocabulary. ``units``: most parts in all, for which there is memory; fewer rows may count than the host
+    has assumed.
     """
     last_turn = tiles % programs
     pieces = tl.maximum(tl.minimum(units // tl.maximum(last_turn, 1), most_parts), 1)
@@ -107,7 +109,7 @@ def dhidden_kernel(
     for unit in tl.range(
         tl.program_id(0), uncut + (tiles - uncut) * pieces, tl.num_programs(0), flatten=grad_desc is not None
     ):
-        # bounds that are the same for all units would make the compiler unfold the loop, with spills
+        # the bounds depend on the unit: with constant bounds the compiler would unroll the loop, with spills
         tile, first, last = unit, unit // tiles, vocab
         if part_ptr is not None:
             cut_unit = tl.maximum(unit - uncut, 0)
@@ -165,7 +167,7 @@ def finish_dhidden_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dhidden from a product that BLAS made, as ``dhidden_kernel`` stores its own."""
+    """Makes dhidden from an fp32 product of BLAS: applies the factors and adds the targets' terms."""
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr

@@ -1,18 +1,18 @@
 """The weight's gradient [vocab, hidden].
 
-The product of logits' gradients, or of exponentials that stand for them, with hidden states, ``dweight_kernel``: a
-persistent GEMM, as ``dhidden.py`` has one; rows behind those that count cost nothing.
+``dweight_kernel`` is the product of logits' gradients, or of exponentials in their place, with hidden states: a
+persistent GEMM as in ``dhidden.py``, in which rows after those that count take no time.
 
     dweight (+)= grad [rows, vocab] .T @ hidden [rows, hidden]
 
-Terms of few logits, sums in fp32 over the entries [n] of each place, sorted by place, ``add_rows_kernel``: the targets'
-terms, which exponentials leave out, or where a softmax is over a set of columns all of dweight and, with rows of the
-weight, of dhidden.
+``add_rows_kernel`` adds terms of single logits: for n entries, sorted by the row ``place`` of the output, it adds up
+each place's entries in fp32. It adds the targets' terms that exponentials lack; and for softmaxes over sets of columns,
+all of dweight and (with ``rows`` the weight's) of dhidden.
 
     out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]] + ratio[e] (s - bf16(s)),  s = softmax_factor[e] rows[row[e]]
 
-Rows of frequent ids, summed apart: their columns of the gradients of logits, ``pick_columns_kernel``, and the sums in
-the place of what 16 bits rounded, ``put_rows_kernel``.
+For rows of frequent ids, which are summed in fp32, ``pick_columns_kernel`` copies their columns of logits' gradients,
+and ``put_rows_kernel`` overwrites their rounded rows by the sums.
 """
 
 import triton
@@ -24,7 +24,7 @@ from ..common.launcher import kernel
 
 @triton.jit
 def add_or_store(matrix, row, column, value, ADD: tl.constexpr, BY_MEMORY: tl.constexpr):
-    """Adds or stores a tile. Each element is added to once per launch, so that atomic addition leaves the same bits."""
+    """Adds (ADD) or stores a tile. BY_MEMORY adds atomically; a launch adds to each element once, so bits are fixed."""
     if ADD and BY_MEMORY:
         matrix[0].atomic_add([row, column], value)
     else:
@@ -118,7 +118,7 @@ def sort_columns_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """A stable sort in one launch: a column's place is the number of those before it."""
+    """A stable sort in one launch: a column's place is the number of columns that are smaller, or equal and earlier."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(column_ptr + entry, mask=entry < entries, other=0).to(tl.int32)
     smaller = tl.zeros((BLOCK, AT_ONCE), dtype=tl.int32)
@@ -126,7 +126,7 @@ def sort_columns_kernel(
     for start in range(0, entries, AT_ONCE):
         compared_entry = start + tl.arange(0, AT_ONCE)
         compared = tl.load(column_ptr + compared_entry, mask=compared_entry < entries, other=2147483647).to(tl.int32)
-        # of equals the first in place
+        # of equal columns, the earlier one comes first
         bound = column[:, None] + (compared_entry[None, :] < entry[:, None]).to(tl.int32)
         smaller += (compared[None, :] < bound).to(tl.int32)
         if occurrences_ptr is not None:
@@ -155,7 +155,7 @@ def pick_columns_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``out[:, i] = grad[:, sorted[each * i]]``, 0 where there is none and behind the rows that count."""
+    """``out[:, i] = grad[:, sorted[step * i]]``; 0 where ``sorted`` is -1, and in rows after those that count."""
     offs_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.load(sorted_ptr + offs.to(tl.int64) * step, mask=offs < picked, other=-1)
@@ -178,7 +178,7 @@ def put_rows_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """``out[sorted[each * i]] = rows[i]``, of equal places the first."""
+    """``out[sorted[step * i]] = rows[i]``; of equal places, the first i."""
     entry = tl.program_id(0).to(tl.int64)
     place = tl.load(sorted_ptr + entry * step)
     previous = tl.load(sorted_ptr + (entry - 1) * step, mask=entry > 0, other=-1)
@@ -191,7 +191,8 @@ def put_rows_kernel(
 
 @triton.jit
 def entry_and_row(entry_pointers, position, mask):
-    """The entries ``position`` in their order, and their rows, -1 where not ``mask`` or there is none."""
+    """Returns the entries at positions ``position`` of the sorted order, and their rows; -1 where ``mask`` is false or
+    an entry has no row."""
     row_ptr, order_ptr = entry_pointers
     entry = tl.where(mask, position, -1).to(tl.int64)
     if order_ptr is not None:
@@ -204,7 +205,7 @@ def entry_and_row(entry_pointers, position, mask):
 
 @triton.jit
 def load_terms(rows_ptr, factors, entry, row, cols, width, stride):
-    """Terms of entries, 0 where a row is -1."""
+    """The terms of entries [entries, columns]; 0 for a row of -1."""
     factor_ptr, softmax_factor_ptr, ratio_ptr = factors
     has_row = row >= 0
     row_pointers = rows_ptr + row[:, None] * stride + cols[None, :]
@@ -243,9 +244,9 @@ def add_piece(
     previous = tl.load(sorted_ptr + position - 1, mask=(position > 0) & (position < entries), other=-2)
     last = tl.load(sorted_ptr + end - 1, mask=end < entries, other=-1)
     following_place = tl.load(sorted_ptr + end, mask=end < entries, other=-2)
-    # a row for each place, where it stands first, gathers all of the piece
+    # matrix [PIECE, PIECE]: the row of a place's first entry has ones at all entries of the place
     first = (place >= 0) & (previous != place)
-    # all that is read stands before the sum, so that it is waited for once
+    # all loads come before the sum, so that the program waits once
     entry, row = entry_and_row(entry_pointers, position, place >= 0)
     terms = load_terms(rows_ptr, factors, entry, row, cols, width, stride)
     out_pointers = out_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
@@ -266,7 +267,7 @@ def add_piece(
     ahead = end + tl.arange(0, AT_ONCE)
     entry, row = entry_and_row(entry_pointers, ahead, ahead < stop)
     for _ in range(end, stop, AT_ONCE):
-        # the next ones' rows are asked for while these come
+        # loads the next entries' rows while these terms are added
         ahead += AT_ONCE
         next_entry, next_row = entry_and_row(entry_pointers, ahead, ahead < stop)
         following += tl.sum(load_terms(rows_ptr, factors, entry, row, cols, width, stride), 0)

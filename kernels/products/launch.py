@@ -1,4 +1,4 @@
-"""Launching the products with logits' gradients, and what goes with them, on torch tensors."""
+"""Launches of the kernels that make dhidden and dweight, on torch tensors."""
 
 from typing import NamedTuple
 
@@ -14,11 +14,12 @@ from .dweight import add_rows_kernel, dweight_kernel, pick_columns_kernel, put_r
 
 PIECE = 16  # entries of equal or neighbouring columns that a program adds up
 SPARSE = 16  # pieces for each program where most entries are none
-MOST_COUNTED = 8192  # so many entries are sorted by comparing all pairs: one launch, not ten
+MOST_COUNTED = 8192  # up to so many entries, a sort compares all pairs, in one launch in place of ten
 
 
 class Factors(NamedTuple):
-    """Factors per row that turn products with exponentials into gradients: of softmax and target's term."""
+    """Factors per row that turn products with exponentials into gradients: of the product, and of the target's row of
+    the weight."""
 
     target: torch.Tensor | None = None  # [rows] int64, -1 where a row does not count
     softmax: torch.Tensor | None = None  # [rows] fp32
@@ -122,15 +123,15 @@ def dweight(
 
 
 class SortedColumns(NamedTuple):
-    """Columns of entries in ascending order, equal ones in theirs."""
+    """Columns of entries in ascending order; the sort is stable."""
 
     columns: torch.Tensor  # [entries] int32
-    order: torch.Tensor | None  # [entries] int64: where each stood; None: they were sorted
-    occurrences: torch.Tensor | None = None  # [entries] int32: how many equal the column of an entry, unsorted
+    order: torch.Tensor | None  # [entries] int64: each one's index before the sort; None: they were sorted already
+    occurrences: torch.Tensor | None = None  # [entries] int32, in the order before the sort: how many columns equal it
 
 
 def sort_columns(columns: torch.Tensor, counted: bool = False) -> SortedColumns:
-    """``columns`` [entries] sorted; with their occurrences where ``counted``."""
+    """Sorts ``columns`` [entries]. ``counted``: counts occurrences as well."""
     entries = columns.shape[0]
     if entries > MOST_COUNTED:
         columns = columns.to(torch.int32)  # half as many passes as for int64
@@ -156,7 +157,7 @@ def pick_columns(
     step: int,
     counted: Counted = ALL_ROWS,
 ) -> None:
-    """``out[:, i] = grad[:, columns[each * i]]``, 0 where there is none and behind the rows that count."""
+    """``out[:, i] = grad[:, columns[step * i]]``; 0 where a column is -1, and in rows after those that count."""
     rows, picked = out.shape
     pick_columns_kernel[cdiv(rows, 32), cdiv(picked, 32)](
         out, grad, columns, *counted, rows, picked, step, grad.stride(0), ROWS=32, COLUMNS=32, num_warps=4
@@ -169,7 +170,7 @@ def put_rows(
     places: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
     step: int,
 ) -> None:
-    """``out[places[each * i]] = rows[i]``, of equal places the first."""
+    """``out[places[step * i]] = rows[i]``; of equal places, the first i."""
     picked, width = rows.shape
     block = min(power_of_2(width), 1024)
     put_rows_kernel[picked, cdiv(width, block)](out, rows, places, step, width, BLOCK=block, num_warps=4)
@@ -185,8 +186,8 @@ def add_rows(
     products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),  # softmax_factor, ratio [entries]
     sparse: bool = False,  # most places are -1
 ) -> None:
-    """``out[places[i]] += factors[i] * rows[row[i]]``, rounded once, the same bits each time; and what ``ratio *
-    (softmax_factor * rows)`` lost where its last product was rounded to bf16."""
+    """``out[places[i]] += factors[i] * rows[row[i]]`` for each entry i; each sum is rounded once and has the same bits
+    in every run. With ``products`` it also adds ``ratio (s - bf16(s))``, ``s = softmax_factor * rows``."""
     if together:
         places = SortedColumns(places, None)
     elif not isinstance(places, SortedColumns):

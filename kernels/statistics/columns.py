@@ -1,10 +1,10 @@
-"""Exact logits fp32 of few columns of each row, scaled and capped.
+"""Exact logits, in fp32, of few columns of each row, scaled and capped.
 
-Of targets [rows], with the rows of hidden states [rows, hidden] as the matmuls take them, ``clean_rows_kernel``:
+``clean_rows_kernel`` makes those of targets [rows], and copies hidden states [rows, hidden] for the matmuls:
 
     out[i] = source[order[i]] where target[i] >= 0, else 0;  logit[i] = out[i] @ weight[target[i]]
 
-Of entries [n], some of each row, ``dot_columns_kernel``:
+``dot_columns_kernel`` makes those of n entries, several for each row:
 
     logit[e] = hidden[row[e]] @ weight[column[e]]
 """
@@ -70,7 +70,7 @@ def clean_rows_kernel(
             w = tl.load(pointers, mask=is_local[:, None] & in_hidden, other=0.0)
             lanes += value.to(tl.float32) * w.to(tl.float32)
             if tile_logit_ptr is not None:
-                # each row with all targets: tensor cores sum an element alike in any tile
+                # the product of each row with all targets: tensor cores sum an element in the same order in any tile
                 products = dot(value, w.T, products)
     if logit_ptr is not None:
         bias = 0.0

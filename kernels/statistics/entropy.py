@@ -1,4 +1,5 @@
-"""Entropy ``-sum p log p`` in kernels, of sums of ``exp(x - offset) (x - offset)`` that go with the softmax's."""
+"""Jit functions of the entropy ``-sum p log p``. They add up ``exp(x - offset) (x - offset)`` beside the softmax's
+sum of ``exp(x - offset)``."""
 
 import triton
 import triton.language as tl
@@ -32,7 +33,7 @@ def entropy_add_exponentials(state, numbers, offs, mask, run_max, run_sum, offse
 
 @triton.jit
 def entropy_exchange_target(state, removed, removed_distance, added, added_distance):
-    """The target's term of its logit in the tile out, that of its exact logit in."""
+    """Replaces the target's term with its logit in the tile by the term with its exact logit."""
     shifted = state[0] - tl.where(removed > 0.0, removed * removed_distance, 0.0)
     return (shifted + tl.where(added > 0.0, added * added_distance, 0.0),)
 
@@ -59,7 +60,7 @@ def entropy_merge_lanes(state, lane_max, lane_sum, distance, weight, row_max, ro
 
 @triton.jit
 def entropy_half(z, e, IS_FIRST: tl.constexpr, INFINITE: tl.constexpr):
-    """Of half a tile of exponentials and their differences in base 2."""
+    """The sums [rows] of half a tile, from exponentials ``e`` and base-2 differences ``z``."""
     if IS_FIRST:
         if INFINITE:
             z = tl.maximum(z, -160.0)  # 0 below, where a logit of -inf would make it nan
@@ -70,5 +71,5 @@ def entropy_half(z, e, IS_FIRST: tl.constexpr, INFINITE: tl.constexpr):
 
 @triton.jit
 def entropy_store_sums(numbers, offs, in_rows, moment, total, rounded):
-    """``rounded``: what is in the differences too much."""
+    """Stores a strip's sums. ``rounded``: the rounding error in all differences, which is subtracted."""
     tl.store(numbers[0] + offs, (moment - rounded * total) * (tl.exp2(-rounded) * ln_2), mask=in_rows)

@@ -1,18 +1,19 @@
-"""The logits matmul whose epilogue leaves statistics, and exponentials or relative logits instead of logits.
+"""The logits matmul whose epilogue writes statistics, and exponentials or relative logits instead of logits.
 
-A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles of one or two column strips. The fp32 accumulator gives a strip's
-offset, its row sum of exponentials and what else was asked for. The output, 16 bits wide, is one of three things:
+A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles of one or two column strips. From the fp32 accumulator the epilogue
+makes, for each row and strip, an offset, the sum of exponentials, and numbers for other statistics. Its output, 16 bits
+wide, is one of three:
 
-- exponentials ``E = exp(x - offset)`` in the operands' dtype, relative to the row's given offset (the target's logit):
-  the gradient is E times a factor per row, without a pass over E. A strip with a maximum more than REACH above takes a
-  larger offset, and the row is levelled afterwards.
-- relative logits ``x - offset`` in fp16 and in base 2, as the exponentials have them, relative to the row's maximum
-  in the strip: off by 2^-12 of their distance from the maximum, so a probability ``p`` by ``2^-12 log(p_max / p)`` of
-  itself, for any row up to 45,000 nats wide. Every statistic and every gradient can be made from them.
-- nothing, where only statistics are wanted.
+- exponentials ``E = exp(x - offset)`` in the operands' dtype, relative to a given offset per row (the target's logit).
+  The gradient is E times a factor per row, without a pass over E. A strip with a maximum more than REACH above the
+  offset takes a larger one; ``level_rows_kernel`` brings such rows to one offset afterwards.
+- relative logits ``x - offset`` in fp16, in base 2, relative to the row's maximum in the strip. Their error is 2^-12 of
+  their distance to the maximum, so that of a probability ``p`` is ``2^-12 log(p_max / p)`` of p, for any row up to
+  45,000 nats wide. Every statistic and every gradient can be made from them.
+- nothing, if only statistics are wanted.
 
-No logit is rounded by its own size. The target's term has the tile's logit here; ``merge.py`` and
-``level_rows_kernel`` replace it by the exact one, so that loss and gradient see the same logit.
+No rounding error grows with the size of a logit itself. Here the target's term has the logit of the tile; ``merge.py``
+and ``level_rows_kernel`` replace it by the exact one, so that loss and gradient have the same logit.
 
 Operands may be e4m3, with a scale for each row of hidden states and one for the weight. The tile then holds the
 target's exact logit; those of other probable ids take their places later (``heavy.py``).
@@ -36,18 +37,18 @@ from ..common.transform import log2_e, transform_logits
 
 # most nats of a logit above the row's offset: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
-# an offset below it, as of a strip of ids that a bias makes impossible, would move logits by a constant rounded so far
-# that exponentials overflow; a power of 2, whose own product with log2_e is not rounded
+# least offset. Below it (a strip whose ids a bias excludes) the product with log2_e is rounded by so much that
+# exponentials overflow. It is a power of 2, whose product with log2_e is exact
 LEAST_OFFSET = tl.constexpr(-(2.0**30))
 
 
 @triton.jit
 def finish_tile(
     out,  # matrix: exponentials or relative logits; descriptor and pointer None: nothing is stored
-    offset_ptr,  # pointers to what is left of each strip
-    sums,  # a tuple of them, as the two that follow of each softmax
+    offset_ptr,  # [strips, rows] fp32, as ``exp_logits`` has it; so are the next three
+    sums,
     strips,
-    strip_stride,  # from strip to strip of these
+    strip_stride,
     tile,  # [BLOCK_M, BLOCK_N] fp32
     class_weights_ptr,
     row_offset,  # None: each strip's own maximum
@@ -78,7 +79,7 @@ def finish_tile(
     ends = (vocab,)
     for i in tl.static_range(1, SOFTMAXES):
         ends = ends + (vocab if widths[i] is None else widths[i],)
-    # past the vocabulary a strip leaves what merges to nothing (-inf, 0), and its store falls outside
+    # a strip past the vocabulary writes an offset of -inf and a sum of 0, which merge to nothing; its store is outside
     for i in tl.static_range(STRIPS):
         x = tile if STRIPS == 1 else column_halves(tile, BLOCK_M, BLOCK_N)[i]
         strip = tile_n * STRIPS + i
@@ -88,7 +89,7 @@ def finish_tile(
         STORE_LOGITS(strips, stats_at, in_rows, x, offs_col, in_vocab, class_weights_ptr)
         if END == 1:
             x = tl.where(in_vocab[None, :], x, float("-inf"))
-        # sums of a half behind the vocabulary are left out, without an operation per element
+        # a half past the vocabulary adds no sums; this takes no operation per element
         if END == HALF:
             top = row_offset
             for half in tl.static_range(2 // STRIPS):
@@ -106,14 +107,14 @@ def finish_tile(
         for half in tl.static_range(2 // STRIPS):
             half_tile = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
             first = strip * STRIP + half * HALF
-            # one fused multiply-add; the rounding of its constant, one per row, is taken out of the sums
+            # one fused multiply-add; the rounding error of its constant, one per row, is removed from the sums
             moved = tl.broadcast_to((shift * -log2_e)[:, None], half_tile.shape)
             z = tl.math.fma(half_tile, tl.full(half_tile.shape, log2_e, tl.float32), moved)
             e = tl.exp2(z)
             totals = ADD_HALF(totals, z, e, ratios, first, ends, half == 0, END == HALF, INFINITE)
             if STORED:
                 store_tile(out, row_start, first, z if RELATIVE else e)
-        # what the fused multiply-add's constant was rounded by; exponents are of base 2
+        # the rounding error of the fused multiply-add's constant, in base 2
         rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
         scale = tl.exp2(-rounded)
         total, stores_offset = totals[0] * scale, in_rows
@@ -181,7 +182,7 @@ def exp_logits(
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
-    # flattened with the loop over K, so that the next tile's loads run under this tile's epilogue
+    # flattened with the loop over K, so that the next tile's loads overlap this tile's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start = tile_m * BLOCK_M

@@ -16,9 +16,9 @@ from ..common.launcher import kernel
 def read_targets_kernel(
     # outputs
     paired_ptr,  # [tokens] int64, -1 where a row does not count
-    counted_ptr,  # [] fp32: how many do
-    one_or_nan_ptr,  # [] fp32: 1, or nan where an id is out of range
-    inverse_ptr,  # [] fp32: that divided by how many count, or by 1 where none does
+    counted_ptr,  # [] fp32: number of rows that count
+    one_or_nan_ptr,  # [] fp32: 1, or nan if an id is out of range
+    inverse_ptr,  # [] fp32: one_or_nan divided by counted, or by 1 if no row counts
     # inputs
     target_ptr,  # [tokens] int64
     mask_ptr,  # [tokens] bytes, or None for 1
@@ -31,7 +31,7 @@ def read_targets_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """Shifts and checks targets in one program that walks over all of them: nothing has to be set to 0 before."""
+    """Shifts and checks targets. One program walks over all of them, so that counters need no initial 0."""
     counted = tl.zeros((BLOCK,), dtype=tl.int32)
     wrong = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, tokens, BLOCK):
@@ -86,8 +86,8 @@ def read_fields_kernel(
 
 @triton.jit
 def predicting_row(token, target_ptr, length, shift):
-    """The row that predicts a token, whether it does and counts, and its target; tokens that no row predicts go with
-    rows that predict none."""
+    """Returns the row that predicts a token; True if there is one and it counts; and its target. A token that no row
+    predicts is paired with a row that predicts no token."""
     within = token % length
     row = token - within + (within - shift % length + length) % length
     target = tl.load(target_ptr + row)
@@ -123,7 +123,7 @@ def kept_rows_kernel(
     EVERYWHERE: tl.constexpr,  # whether a row that counts and keeps none is wrong
     BLOCK: tl.constexpr,
 ):
-    """Begins and ends of the entries of each row, its target before the others."""
+    """Writes the begin and end of each row's entries, of which the target's is the first."""
     token = tl.program_id(0).to(tl.int64)
     row, counts, _ = predicting_row(token, target_ptr, length, shift)
     begin, end = token * ids_per_token, (token + 1) * ids_per_token
@@ -174,7 +174,7 @@ def kept_entries_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Writes each entry's row and column, BLOCK entries to a program, whatever the offsets are."""
+    """Writes each entry's row and column. A program has BLOCK entries, which may be of several rows."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_entries = entry < tl.cast(entries, tl.int64) + tokens
     if offset_ptr is None:
@@ -198,7 +198,7 @@ def kept_entries_kernel(
     real = counts & (id != -1)
     in_vocab = (id >= 0) & (id < vocab)
     wrong = tl.max((real & (in_vocab == 0)).to(tl.int32), 0) > 0
-    # the first of equals stays, and the target has an entry of its own
+    # the first of equal ids is kept; the target is removed, since it has an entry of its own
     is_repeated = tl.zeros((BLOCK,), dtype=tl.int32)
     least = tl.maximum(tl.min(tl.where(of_id, begin, entries), 0), 0)
     small_id, small_at, small_begin = id.to(tl.int32), (id_place - least).to(tl.int32), (begin - least).to(tl.int32)

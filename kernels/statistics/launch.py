@@ -1,4 +1,4 @@
-"""Launching the kernels of statistics on torch tensors: grids, block sizes, warps; nothing of losses."""
+"""Launches of the kernels of statistics on torch tensors: grids, block sizes, warps."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ from .merge import sum_rows_kernel
 from .row_stats import row_stats as body_of_rows
 from .sums import row_sums
 
-MOST_PARTS = 4  # that sum_rows_kernel puts together
+MOST_PARTS = 4  # most losses that sum_rows_kernel adds up
 
 
 def read_targets(
@@ -41,8 +41,8 @@ def read_targets(
     vocab: int,
     dtype: torch.dtype,  # of the numbers
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Targets [tokens] ``shift`` further along the last dimension, -1 where one does not count; and numbers []: how
-    many count, 1 or nan, and the second over the first."""
+    """Returns the targets [tokens] that rows predict, -1 where one does not count; and three numbers []: the count;
+    1, or nan if an id is out of range; and the latter divided by the former."""
     tokens, length = target.numel(), target.shape[-1] if target.dim() else 1
     paired = torch.empty(tokens, dtype=torch.int64, device=target.device)
     counted, one_or_nan, inverse = torch.empty(3, dtype=dtype, device=target.device).unbind()
@@ -61,7 +61,7 @@ def read_fields(
     dtype: torch.dtype,
     most: Sequence[float],
 ) -> Sequence[torch.Tensor]:
-    """Fields [tokens], shifted as ``read_targets`` shifts targets; nan where one is above its ``most``."""
+    """Fields [tokens], shifted as ``read_targets`` shifts targets; nan where a number is above the field's ``most``."""
     tokens, block = len(target), 1024
     outs = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
     for first in range(0, len(values) if tokens else 0, 4):
@@ -86,7 +86,8 @@ def clean_rows(
     zeros: torch.Tensor | None = None,  # [counters] int32 that become 0, for a later kernel to count in
     tile_logit: torch.Tensor | None = None,  # [rows] fp32: ``logit`` as ``exp_logits`` sums it
 ) -> None:
-    """``out = source[order]``, 0 where a row does not count; and the targets' logits where there is a weight."""
+    """``out = source[order]``, 0 where a row does not count. With ``weight``, also writes the targets' logits to
+    ``logit`` and ``tile_logit``."""
     rows, hidden = out.shape
     # a product takes 16 rows at a time; without products a program per row is faster
     at_once, block, warps = 1, min(power_of_2(hidden), 2048), 4
@@ -104,8 +105,8 @@ def sum_rows(
     one_or_nan: torch.Tensor,  # []
     coefficients: Sequence[float],  # of losses, whose rows come first
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of losses times their coefficients [] in memory of its own, and sums over tokens [rows], of losses times
-    ``inverse``, of others times ``one_or_nan``."""
+    """Returns the sum of losses times their coefficients [], in memory of its own; and the sums over tokens [rows] of
+    ``table``, those of losses times ``inverse``, the others times ``one_or_nan``."""
     loss_count = len(coefficients)
     total, sums = table.new_empty(()), table.new_empty(table.shape[0])
     first = (*coefficients, *[0.0] * MOST_PARTS)[:MOST_PARTS]
@@ -183,17 +184,17 @@ def mend_heavy(
 
 
 def merge_strips(
-    out: Outputs,  # but the target's logit
+    out: Outputs,  # without the target's logit
     level: torch.Tensor | None,  # [rows] fp32
     strips: Strips,
-    target_logit: torch.Tensor | None,  # known
-    tile_logit: torch.Tensor | None,  # what it is in the strips' sums; None where it is the same
+    target_logit: torch.Tensor | None,  # [rows] fp32, the exact logit
+    tile_logit: torch.Tensor | None,  # [rows] fp32, the logit in the strips' sums; None: the exact one
     target: torch.Tensor | None,
     columns: int,
     ratio: float | None = None,
     view: int = 0,
 ) -> None:
-    """Statistics of a softmax over ``columns``."""
+    """Merges the strips' statistics of the softmax ``view``, which has ``columns`` columns, into ``out``."""
     count, rows = strips.offset.shape
     vectors = [vector for s in strips.statistics[view] for vector in s.vectors]
     kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
@@ -228,7 +229,8 @@ def set_stats(
     ratio: float | None,
     fill: bool,
 ) -> None:
-    """Statistics of rows with sets; the other rows' stay as they are, or become 0 with ``fill``."""
+    """Writes statistics of rows with sets to ``out``. With ``fill`` those of other rows become 0; else they are not
+    written."""
     kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(len(sets.target),)](
         *out[:-1], *out.vectors, logit, *sets, None, None, 0, 0, *PLAIN, ratio, FILL=fill, BLOCK=128, num_warps=1
     )
@@ -243,7 +245,7 @@ def sums(
     columns: int,  # that both have
     tie: float | None,  # relative difference of probabilities that count as equal
 ) -> None:
-    """Sums over the vocabulary."""
+    """Writes sums over the vocabulary to ``outputs``, from stored logits and known softmaxes."""
     kinds, tensors, numbers = flat_outputs(outputs)
     kernel_of(row_sums, "sums_kernel", kinds)[(student.logits.shape[0],)](
         *tensors, student.logits, student.offset, student.bias, *softmax, *teacher_operands(teacher),
@@ -262,7 +264,7 @@ def dot_columns(
     rows: torch.Tensor | None = None,  # [entries] int64; None: those of ``logit``
     nothing: float = 0.0,
 ) -> None:
-    """Exact logits of some columns, ``nothing`` where there is none."""
+    """Writes exact logits of ``columns`` to ``logit``, and ``nothing`` where a column is -1."""
     entries, count, width = columns.numel(), columns.shape[-1], hidden.shape[1]
     at_once = 8
     dot_columns_kernel[(cdiv(entries, at_once),)](
@@ -280,7 +282,7 @@ def merge_softmax(
     places: Places,
     known_targets: bool,
 ) -> None:
-    """Statistics of the softmax over the vocabulary, from those over its pieces."""
+    """Merges the pieces' statistics into ``out``, those of the softmax over the vocabulary."""
     ranks, numbers, rows = gathered.shape
     block = 64
     kernel_of(kernels.merge_ranks, "merge_ranks_kernel", out.kinds, code_of_pieces)[(cdiv(rows, block),)](
@@ -307,7 +309,8 @@ def kept_sets(
     vocab: int,
     everywhere: bool,
 ) -> None:
-    """Sets as entries of rows; both numbers become nan where an id or an offset is wrong."""
+    """Writes each row's set of ids as entries, to the first five arguments. ``one_or_nan`` and ``inverse`` are nan if
+    an id or an offset is wrong."""
     tokens, entries, block = len(target), len(ids), 128
     numbers = entries, entries // tokens, tokens, length
     wrong = one_or_nan, inverse

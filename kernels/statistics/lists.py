@@ -1,7 +1,8 @@
-"""Functions over the statistics of a softmax, generated for kernels that are written by hand over tuples of them.
+"""Generated functions over the statistics of a softmax, which the hand-written bodies of kernels call.
 
-A statistic's jit functions are NAME_stage, in its file; a state is left as it is where there is none. A state
-is a tuple of what a loop carries, and ``numbers`` are a statistic's numbers or pointers, one for each of its vectors.
+A stage is a step of a kernel, such as "add_piece". For each statistic it calls the jit function NAME_stage of the
+statistic's file; a statistic without one keeps its state. A state is the tuple that a loop carries for a statistic;
+``numbers`` are a statistic's numbers or pointers, one for each of its vectors.
 """
 
 import functools
@@ -20,25 +21,26 @@ from ..common.transform import times
 
 @triton.jit
 def limited(sums, first, end, MAY_END: tl.constexpr):
-    """The sums of half a tile, 0 where it begins behind the last column."""
+    """``sums`` of half a tile; 0 if its first column is not below ``end``."""
     if MAY_END:
         sums = tl.where(first < end, sums, 0.0)
     return sums
 
 
 def functions_of(statistics: Iterable[Statistic]) -> dict[str, Any]:
-    """The jit functions of statistics, by name."""
+    """The jit functions in the files of ``statistics``, by name."""
     modules = [importlib.import_module(f".{statistic.file or statistic.name}", __package__) for statistic in statistics]
     functions = {name: value for module in modules for name, value in vars(module).items() if name[0] != "_"}
     return functions | {"limited": limited, "times": times}
 
 
 class Stage(NamedTuple):
-    """A function over all statistics, of the body's constant of its name in capitals."""
+    """A generated function that loops over all statistics. The body takes it as the constant that has its name in
+    capitals."""
 
-    name: str  # the end of the names of the statistics' functions
+    name: str  # end of the names of the statistics' jit functions
     parameters: str
-    is_last: bool = False  # gives the vectors of all statistics, else the states
+    is_last: bool = False  # True: it returns the vectors of all statistics; False: it returns their states
 
 
 ZERO = Stage("zero", "BLOCK, DTYPE")
@@ -63,13 +65,13 @@ LANES = (
 
 
 def numbered(statistics: Iterable[Statistic], name: str) -> list[tuple[Statistic, str]]:
-    """Each with a tuple of its vectors' elements of the tuple ``name``, in words."""
+    """Each statistic with the source of a tuple: the elements of the tuple ``name`` that are for its vectors."""
     places = itertools.count()
     return [(statistic, "".join(f"{name}[{next(places)}], " for _ in statistic.vectors)) for statistic in statistics]
 
 
 def source_of(stage: Stage, statistics: Sequence[Statistic], functions: Container[str]) -> str:
-    """Source of a stage's function."""
+    """The source of a stage's function. ``functions``: names of the jit functions that exist."""
     calls, parameters = list[str](), stage.parameters.split(", ")
     for i, (statistic, numbers) in enumerate(numbered(statistics, "numbers")):
         function = f"{statistic.name}_{stage.name}"
@@ -81,7 +83,8 @@ def source_of(stage: Stage, statistics: Sequence[Statistic], functions: Containe
 
 
 def code_of(stages: Sequence[Stage], statistics: Sequence[Statistic]) -> Code:
-    """What a kernel over statistics takes: a function for each stage, and tuples of one number for each vector."""
+    """The ``Code`` of a kernel over ``statistics``: a function for each stage; the kernel's tuples have an element for
+    each vector."""
     functions, vectors = functions_of(statistics), sum(len(statistic.vectors) for statistic in statistics)
     constants: dict[str, Any] = {stage.name.upper(): stage.name if statistics else None for stage in stages}
     sources = [source_of(stage, statistics, functions) for stage in stages] if statistics else []
@@ -101,17 +104,18 @@ STORE_SUMS = "store_sums(totals, sums, strips, offs, in_rows, rounded, ratios)"
 
 
 def code_of_tile(softmaxes: Sequence[Sequence[Statistic]]) -> Code:
-    """What the logits' epilogue takes for the statistics beside each softmax.
+    """The ``Code`` of the logits matmul's epilogue, for the statistics beside each softmax.
 
-    ``STORE_LOGITS`` stores what is made of logits, ``STORE_STRIP`` what their maximum goes into. ``ADD_HALF`` adds sums
-    of half a strip: of exponentials, and of statistics made of them, which ``STORE_SUMS`` stores.
+    ``STORE_LOGITS`` stores the statistics that read logits, ``STORE_STRIP`` those that read their maximum.
+    ``ADD_HALF`` adds the sums of half a strip, of exponentials and of statistics made from them; ``STORE_SUMS`` stores
+    these sums.
     """
     listed = [statistic for statistics in softmaxes for statistic in statistics]
     functions, pointers = functions_of(listed), iter(numbered(listed, "strips"))
     logits, strip, halves, stores = list[str](), list[str](), list[str](), list[str]()
     count = itertools.count()
     for i, statistics in enumerate(softmaxes):
-        # the first softmax has ratio 1 and all columns, and its sum is stored by the body
+        # the body stores the sum of the first softmax, which has ratio 1 and all columns
         place, ratio, end = next(count), f"ratios[{i}]", f"first, ends[{i}], {'True' if i else 'MAY_END'}"
         halves += [f"z{i} = times(z, {ratio})", f"e{i} = tl.exp2(z{i})"] if i else ["z0, e0 = z, e"]
         halves.append(f"total{place} = limited(tl.sum(e{i}, 1), {end})")

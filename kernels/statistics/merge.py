@@ -1,17 +1,17 @@
-"""Statistics [rows] fp32 merged from those of parts of a row.
+"""Statistics [rows] fp32, merged from those of parts of a row.
 
-From those of strips [strips, rows] that ``exp_logits`` left, ``merge_strips_kernel``; the target's term is taken out of
-them and enters from its exact logit:
+``merge_strips`` merges those of strips [strips, rows] that ``exp_logits`` has written. It replaces the target's term by
+the term of its exact logit:
 
     lse = log sum_s sum[s] exp(offset[s]),  log p = (x - start) + rest,  start = max_s offset[s],  rest = start - lse
 
-From those of pieces of the vocabulary [ranks, numbers, rows], as all ranks have sent them, ``merge_ranks_kernel``:
+``merge_ranks`` merges those of pieces of the vocabulary [ranks, numbers, rows], which the ranks have sent:
 
     lse = log sum_r exp(lse[r]),  share[r] = exp(lse[r] - lse)
 
 Both are bodies of kernels that are generated for the statistics beside the softmax (``lists.py``).
 
-Sums over tokens of a table [rows, tokens] of losses' and metrics' values, and the sum of losses, ``sum_rows_kernel``:
+``sum_rows_kernel`` sums a table [rows, tokens] of losses' and metrics' values over tokens, and adds up the losses:
 
     out[r] = factor[r] * sum_i table[r, i],  total = sum_r coefficient[r] out[r]
 """
@@ -57,7 +57,7 @@ def merge_strips(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STRIPS: tl.constexpr,
 ):
-    """``lse = log sum_s sum[s] exp(offset[s])``, and what else strips have statistics of."""
+    """``lse = log sum_s sum[s] exp(offset[s])``, and the other statistics that strips have."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
     run_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
@@ -70,7 +70,7 @@ def merge_strips(
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         counts = (target >= 0) & (target < columns)
         if ratio is not None:
-            # selected, so that it is rounded as the strips' offsets are: no product of a fused multiply-add
+            # ``where`` keeps the compiler from a fused multiply-add, so that rounding is that of the strips' offsets
             exact_logit = tl.where(counts, exact_logit * ratio, 0.0)
         run_max = tl.where(counts, exact_logit, run_max)
     for start in range(0, strip_count, BLOCK_STRIPS):
@@ -116,7 +116,7 @@ def merge_strips(
             states = EXCHANGE_TARGET(states, removed, tile_logit - offset, added, exact_logit - offset)
     if target_ptr is not None:
         least = times(LEAST_OFFSET + 0.0, ratio)
-        # strips have no sums so far below: where there is nothing above, the row shows it
+        # strips have no sums so far below: a row whose maximum is there becomes nan
         run_sum = tl.where(counts & (run_max < least) & (run_max > float("-inf")), float("nan"), run_sum)
     log_sum = tl.log2(run_sum) * ln_2
     lse = run_max + log_sum
@@ -124,7 +124,7 @@ def merge_strips(
         tl.store(lse_ptr + offs_row, lse, mask=in_rows)
     tl.store(start_ptr + offs_row, run_max, mask=in_rows)
     tl.store(rest_ptr + offs_row, -log_sum, mask=in_rows)
-    # not exact_logit - lse, which has lost what lies below an ulp of the logits
+    # exact_logit - lse would lose all that is below an ulp of the logits
     if logprob_ptr is not None:
         logprob = (exact_logit - run_max) - log_sum
         logprob = tl.where(counts, tl.where(logprob > 0.0, 0.0, logprob), 0.0)
@@ -167,7 +167,7 @@ def merge_ranks(
     KNOWN_TARGETS: tl.constexpr,  # every piece has the target's complete logit
     BLOCK: tl.constexpr,
 ):
-    """Merges pieces' softmaxes in fp64 (logarithms have been rounded once already), in one order on every rank."""
+    """Merges pieces' softmaxes in fp64, since their logarithms are rounded already; in the same order on every rank."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     stride = tl.cast(rows, tl.int64)

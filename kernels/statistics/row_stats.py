@@ -1,11 +1,11 @@
-"""Statistics [rows] fp32 of rows of logits that are stored, one program a row.
+"""Statistics [rows] fp32 of stored logits, one program per row.
 
-Of rows [rows, columns], ``row_stats``, the body of kernels that are generated for the statistics beside the softmax
-(``lists.py``):
+``row_stats`` is the body of kernels that are generated for the statistics beside the softmax (``lists.py``). It makes
+those of complete rows [rows, columns]:
 
     log p = (x - start) + rest,  start = max x,  rest = -log sum exp(x - start)
 
-Of a set of columns per row, from the logits [entries] fp32 of all sets, the same kernel:
+or, from the logits [entries] fp32 of all sets of columns, those of each row's set:
 
     lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
@@ -48,7 +48,7 @@ def row_stats(
     FILL: tl.constexpr,  # 0 for a row without a set, instead of what is there
     BLOCK: tl.constexpr,
 ):
-    """``lse = log sum exp(x)`` of a row or of its set, and what else was asked for."""
+    """``lse = log sum exp(x)`` of a row or of its set, and the other statistics."""
     row = tl.program_id(0).to(tl.int64)
     SETS: tl.constexpr = begin_ptr is not None
     row_scale = load_number(row_scale_ptr, row)
@@ -65,8 +65,8 @@ def row_stats(
             if bias_ptr is not None:
                 raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
             target_logit = transform_logits(raw, logit_scale, softcap, row_scale)
-    # every lane keeps a maximum, -inf where it has seen nothing, the sum of exp(x - max), and states of statistics:
-    # the loop has no reduction in it
+    # each lane has a maximum (-inf at first), a sum of exp(x - max), and the statistics' states, so that there is no
+    # reduction in the loop
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -116,7 +116,7 @@ def row_stats(
         tl.store(target_logit_ptr + place, target_logit, mask=mask)
     if logprob_ptr is not None:
         target_logit = times(target_logit, ratio)
-        # not target_logit - lse, which has lost what lies below an ulp of the logits
+        # target_logit - lse would lose all that is below an ulp of the logits
         tl.store(logprob_ptr + place, tl.where(counts, (target_logit - row_max) - log_sum, 0.0), mask=mask)
     for i in tl.static_range(VECTORS):
         value = vectors[i]

@@ -1,7 +1,7 @@
-"""Sums over the vocabulary of rows of logits that are stored, one program a row, once softmaxes are known.
+"""Sums over the vocabulary, from stored logits whose softmaxes are known, one program per row.
 
-Body of generated kernels (``common/sums.py``): ``sum_j f(log p_j, log q_j)`` of the student's softmax p and a dense
-teacher's q, or of p alone, and of each sum's slopes where the gradient needs it.
+The body of generated kernels (``common/sums.py``): it makes ``sum_j f(log p_j, log q_j)`` for the student's softmax p
+and a dense teacher's q, or for p alone; and the sum of the slopes of f, if the gradient needs it.
 """
 
 import triton

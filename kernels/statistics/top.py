@@ -11,7 +11,7 @@ def top_zero(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def top_add_piece(state, numbers, share, log_share, is_first):
-    # of equal logits the first column's, which the first piece has
+    # of equal logits the first column's; earlier pieces have earlier columns
     higher = (numbers[0] > state[0]) | (numbers[0] != numbers[0]) | is_first
     return tl.where(higher, numbers[0], state[0]), tl.where(higher, numbers[1].to(tl.int32), state[1])
 
@@ -22,7 +22,7 @@ def top_add_strips(state, numbers, offs, mask):
     best = tl.max(top, 0)
     first = tl.load(numbers[1] + offs, mask=mask, other=2147483647)
     first = tl.min(tl.where(top == best[None, :], first, 2147483647), 0)
-    # of equals the first block's
+    # of equal logits, that of the earlier block
     return tl.maximum(state[0], best), tl.where(best > state[0], first, state[1])
 
 
@@ -57,7 +57,8 @@ def runner_up_zero(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def joined(state, largest, second):
-    """The two largest of two pairs, each in descending order."""
+    """Returns the two largest of ``state`` (a pair in descending order), ``largest`` and ``second``, in descending
+    order."""
     smaller = tl.maximum(tl.minimum(state[0], largest), tl.maximum(state[1], second))
     return tl.maximum(state[0], largest), smaller
 

@@ -27,7 +27,7 @@ def weighted_sum_add_lanes(state, x, column, in_columns, class_weights_ptr, lane
     omega = tl.where(in_columns, 1.0, 0.0)
     if class_weights_ptr is not None:
         omega = tl.load(class_weights_ptr + column, mask=in_columns, other=0.0).to(tl.float32)
-    # selection, so that a logit of -inf with weight 0 does not become nan
+    # by selection, so that a logit of -inf with weight 0 gives 0 and not nan
     return (state[0] + tl.where(omega != 0.0, x * omega, 0.0),)
 
 
@@ -41,6 +41,6 @@ def weighted_sum_store_logits(numbers, offs, in_rows, x, offs_col, in_vocab, cla
     omega = tl.where(in_vocab, 1.0, 0.0)
     if class_weights_ptr is not None:
         omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
-    # selection, so that a logit of -inf with weight 0 does not become nan
+    # by selection, so that a logit of -inf with weight 0 gives 0 and not nan
     weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
     tl.store(numbers[0] + offs, tl.sum(weighted, 1), mask=in_rows)

@@ -1,4 +1,4 @@
-"""Agreement with a patched model, its state and its counts: ``model.chunked_head``."""
+"""``Agreement``, which is ``model.chunked_head`` of a patched model: its options, state and counts."""
 
 import contextlib
 import sys
@@ -25,7 +25,7 @@ from .head import FSDP1, sizes_of
 from .source import Forward, enter, forward_of, leave, running
 from .virtual import Rehearsed, Tail
 
-# options of how to compute; what to compute is the model's
+# the options of ``linear_cross_entropy`` that ``patch_model`` takes; the model decides the others
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
            "deterministic", "precision", "backend")  # fmt: skip
 SKIPPED_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
@@ -35,22 +35,22 @@ FOR_TRL = "patch_trl() for TRL's SFT, DPO, KTO, GRPO, RLOO and distillation trai
 
 @dataclass(eq=False)
 class GraphState:
-    """Notes of graphs of ``torch.compile``. A graph reads none that was written outside of it, and so depends on
-    none."""
+    """State of a forward that graphs of ``torch.compile`` write. A graph reads only what it has written itself, so that
+    it is not compiled again for other values."""
 
     has_lazy_head: bool = False  # while a forward runs, in a graph or not
     is_tracing: bool = False  # a forward runs in a graph; code between its graphs runs outside of them
     has_loss: bool = False  # the forward that runs made its loss
     has_logits: bool = False  # the forward that runs computed its logits
-    loss_in_words: str = ""  # for the report
+    loss_in_words: str = ""  # the loss that a graph has made, as text for the report
     logits_in_words: str = ""
 
 
 class Agreement:
-    """Options of ``patch_model`` for one model, and what came of them; ``print(model.chunked_head)`` shows it.
+    """The options of ``patch_model`` for one model, with counts of its losses: ``print(model.chunked_head)`` shows it.
 
-    ``fused``, ``materialised`` and ``reasons``: number of losses through this library, number of times that logits were
-    computed instead, and for what. Graphs of ``torch.compile`` do not count.
+    ``fused``: number of losses that this library has computed. ``materialised``: number of times that logits were
+    computed instead. ``reasons``: for each purpose, how often. Graphs of ``torch.compile`` are not counted.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class Agreement:
         return "loss=" if self.loss is not None else "metrics=" if self.measured else ""
 
     def refuse(self, reason: str) -> None:
-        """Notes that the model stays as it is, and warns; ValueError where ``loss`` or ``metrics`` have no effect."""
+        """Notes that the model stays unpatched for ``reason``, and warns. ValueError if ``loss`` or ``metrics`` were
+        given, which would have no effect."""
         if self.loss_argument:
             raise ValueError(f"{self.loss_argument} of patch_model has no effect on this {self.model}: {reason}")
         self.mechanism = f"none: {reason}"
@@ -146,7 +147,8 @@ class Agreement:
 
     @contextlib.contextmanager
     def lazy_head(self, head: Any, has_labels: bool) -> Iterator[None]:
-        """A context in which the head's call is lazy. Of models that share a head, the innermost with labels has it."""
+        """A context in which a call of the head returns lazy logits. If nested forwards share a head, they belong to
+        the innermost forward with labels."""
         compiling = torch.compiler.is_compiling()
         forward, count = Forward(self), 0
         if not compiling:  # a graph must not depend on counts
@@ -189,7 +191,8 @@ class Agreement:
         self.forwards = -1 if torch.compiler.is_compiling() else self.forwards + 1
 
     def check_outside_loss(self, description: str) -> None:
-        """Raises where ``loss`` or ``metrics`` have no part in a training step's loss; warns, once, without them."""
+        """Reports a training step's loss that was made outside of the forward, so that ``loss`` and ``metrics`` have no
+        effect on it: raises if they were given, else warns once."""
         argument = self.loss_argument
         if argument:
             trained = "train on the loss that the forward returns for its labels (label smoothing is an option of "
@@ -208,7 +211,7 @@ class Agreement:
             self.report_outside_loss(f"by {name}, which runs instead of the model's forward", remedies)
 
     def report_outside_loss(self, description: str, remedies: Sequence[str]) -> None:
-        """Raises or warns of a loss of which this library has no part."""
+        """Reports a loss that this library does not compute: raises with ``loss`` or ``metrics``, else warns once."""
         if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and in_backward()):
             return  # in backward a checkpoint runs the forward again
         advice = ", or ".join(remedies)

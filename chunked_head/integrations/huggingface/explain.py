@@ -1,4 +1,5 @@
-"""Report of what ``patch_model`` would do to a model, found out on a copy of it that has shapes and no numbers."""
+"""``explain_model``: a report of what ``patch_model`` would do to a model, from a forward of its copy on the meta
+device."""
 
 import contextlib
 import copy
@@ -92,16 +93,16 @@ def explain_model(
 
     Args:
         model: as in ``patch_model``, before FSDP shards it.
-        tokens: for which the memory is planned.
-        inputs: what its forward takes, labels included, of any small size. None: ``input_ids`` and ``labels``.
+        tokens: number of tokens of a training step, for the plan.
+        inputs: the arguments of its forward, labels included, of any small size. None: ``input_ids`` and ``labels``.
         autocast: the dtype that the model trains in under ``torch.autocast``.
-        device: where it will train, for the plan; as in ``plan``.
-        options: of ``patch_model``.
+        device: the device that the model will train on, for the plan; as in ``plan``.
+        options: options of ``patch_model``.
 
     Raises:
-        TypeError, ValueError: ``model`` is none, or a wrapper of torch.compile or DataParallel, or it cannot be copied;
-            ``tokens``, ``autocast`` or ``device`` is wrong; a budget is too small. What ``patch_model`` raises of its
-            options is text in the result.
+        TypeError, ValueError: ``model`` is no model, a wrapper of torch.compile or DataParallel, or cannot be copied;
+            ``tokens``, ``autocast`` or ``device`` is wrong; a budget is too small. Errors that ``patch_model`` raises
+            for its options are text in the result.
     """
     inner = the_model(model, "explain_model")
     checks.check_int("tokens", tokens, 1)
@@ -134,8 +135,8 @@ def explain_model(
 
 
 def needs_rows_together(head: Any, copied_head: Any) -> str:
-    """The reason for which a head's own forward needs all rows at once; empty without one, and where the head cannot be
-    asked: its weight alone makes the logits, or it has no numbers."""
+    """The reason why a head's own forward needs all rows at once. "" if there is none; also if its weight alone makes
+    the logits, or if it is on the meta device and cannot be tried."""
     tensors = [tensor for tensor in (*head.parameters(), *head.buffers()) if tensor.is_floating_point()]
     if copied_head.reads_weight or not tensors or any(tensor.is_meta for tensor in tensors):
         return ""
@@ -150,7 +151,7 @@ def with_memory(
     vocab: int,
     device: torch.device | str | None,
 ) -> Explanation:
-    """Adds the memory that the first loss's call takes and spares."""
+    """The explanation with the memory of the first loss's call, and of the unpatched model's logits."""
     call, tokens = calls[0], explanation.tokens
     tail, hidden = call.tail, call.hidden
     columns, dtype = vocab if tail.vocab is None else tail.vocab, call.autocast or hidden.dtype

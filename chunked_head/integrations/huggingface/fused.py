@@ -29,13 +29,13 @@ NONE = -(1 << 62)  # every id counts: an id out of range is an error, as gather 
 
 
 def rows_at_once(columns: int) -> int:
-    """Rows of a chunk of real logits."""
+    """The number of rows in a chunk of real logits."""
     return max(1, BYTES_AT_ONCE // (columns * torch.float32.itemsize * COPIES_OF_LOGITS))
 
 
 @dataclass(frozen=True, eq=False)
 class LazyLoss:
-    """A loss of lazy logits with its options, in the place of a cross-entropy of them."""
+    """A cross-entropy of lazy logits, with its options."""
 
     source: Source
     tail: Tail
@@ -121,7 +121,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` of class ids; NotImplemented where it is another one."""
+    """``F.cross_entropy`` of lazy logits and class ids; NotImplemented for other targets and shapes."""
     tail, source = tail_of(logits), logits.source
     rows = tuple(logits.shape[:-1])
     is_plain = size_average is None and reduce is None and isinstance(target, Tensor)
@@ -173,7 +173,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def counted(loss: LazyLoss) -> Tensor:
-    """The denominator of a mean, 1 where nothing counts."""
+    """The denominator of a mean over tokens; 1 if no token counts."""
     counts = loss.target != loss.ignore_index
     if loss.class_weights is None:
         return counts.sum().clamp(min=1)
@@ -212,7 +212,7 @@ def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.
 
 
 def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
-    """The cross-entropy of log-probabilities' logits, as ProphetNet writes it."""
+    """``F.nll_loss`` of lazy log-probabilities, as ProphetNet calls it: the cross-entropy of their logits."""
     if not v.steps or v.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
     logits = v.with_fields(steps=v.steps[:-1])
@@ -220,7 +220,8 @@ def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
 
 
 def reading(v: Virtual) -> Read | None:
-    """The logits and the factor that are equal to the steps; None where statistics of rows do not give the result."""
+    """The lazy logits or log-probabilities that ``v`` is, for statistics of rows; None if its steps are of another
+    kind."""
     names = [name for name, _ in v.steps]
     position = names.index(LOG_SOFTMAX) if LOG_SOFTMAX in names else None
     factor = None
@@ -277,8 +278,8 @@ def gather(v: Virtual, cached: Cached, dim: Any, index: Any) -> Any:
 
 
 def reduction(statistic: Callable[[Read, Cached], Tensor], logprobs: bool = False, everything: bool = False) -> Any:
-    """A tensor's method that reduces logits, or log-probabilities, over the vocabulary to ``statistic``.
-    ``everything``: the method without a dimension is the mean over all rows too."""
+    """A tensor's method that reduces lazy logits, with ``logprobs`` log-probabilities, over the vocabulary to
+    ``statistic``. ``everything``: without a dimension, the method also takes the mean over all rows."""
 
     def reduced(
         v: Virtual, cached: Cached, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""The head of a model: how it is found. Hooks and forwards that other libraries and users hang on a module."""
+"""Functions that find the head of a model, and the hooks and forwards that other code has set on a module."""
 
 import inspect
 from pathlib import Path
@@ -19,7 +19,7 @@ OLD_FORWARD = "_old_forward"  # attribute in which accelerate's hooks keep the f
 
 
 class NotUnderstood(Exception):
-    """Reason for which a model stays as it is."""
+    """Raised with the reason why a model cannot be patched."""
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -29,7 +29,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def find_head(model: nn.Module) -> nn.Module:
-    """The module that computes logits, found anew at every forward: users and PEFT put new ones in its place."""
+    """The module that computes a model's logits. It is looked up in every forward, since users and PEFT replace it."""
     get = getattr(model, "get_output_embeddings", None)
     if not callable(get):
         raise NotUnderstood(f"{type(model).__name__} has no get_output_embeddings()")
@@ -45,8 +45,8 @@ def find_head(model: nn.Module) -> nn.Module:
 
 
 def unnamed(model: nn.Module) -> nn.Module | None:
-    """The head of a model that names none: its one matrix onto the vocabulary (ClvpForCausalLM), else that of the one
-    model inside of it that names one (BlipForConditionalGeneration)."""
+    """The head of a model without ``get_output_embeddings()``: its only matrix with a row per id (ClvpForCausalLM), or
+    the head of the only model inside of it that has one (BlipForConditionalGeneration). None if there is neither."""
     vocab = getattr(getattr(model, "config", None), "vocab_size", None)
     matrices = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
     if matrices:
@@ -75,7 +75,7 @@ def active(head: Any, model: nn.Module) -> nn.Module:
 
 
 def embeddings(module: nn.Module, kind: str) -> Any:
-    """A module's ``"input"`` or ``"output"`` embeddings, None where it names none."""
+    """The ``"input"`` or ``"output"`` embeddings of a module, by its ``get_...`` method; None without one."""
     get = getattr(module, f"get_{kind}_embeddings", None)
     try:  # contextlib.suppress is more than the compiler of torch 2.9 follows
         return get() if callable(get) else None
@@ -106,8 +106,8 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 
 
 def watcher(head: Any) -> str | None:
-    """The name of a hook that reads the head's output, its gradient, or an input of a module inside of the head: logits
-    cannot be lazy then. None without one."""
+    """The name of a hook because of which logits cannot be lazy, since it reads the head's output, its gradient, or an
+    input of a module inside of the head. None if there is no such hook."""
     has_hooks_or_modules = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
     if not has_hooks_or_modules and not of_all_modules._global_forward_hooks:
         return None  # the usual head, without a loop
@@ -124,7 +124,8 @@ def watcher(head: Any) -> str | None:
 
 
 def pre_hook(head: Any) -> tuple[str | None, bool]:
-    """The name of a user's hook on the head's input, or None, and True where frameworks' hooks are on the head too."""
+    """Returns the name of a user's hook on the head's input, or None; and True if the head has hooks of frameworks
+    too."""
     if not head._forward_pre_hooks and not of_all_modules._global_forward_pre_hooks:
         return None, False
     own_hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
@@ -145,7 +146,7 @@ def module_of(hook: Any) -> str:
 
 
 class LateForward:
-    """A forward to hang on a module: it calls that of the module's class, whichever that is at the time."""
+    """A forward to set on a module: it calls the forward of the class that the module has at the time of the call."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -159,28 +160,28 @@ class LateForward:
 
 
 def loosen(module: Any) -> None:
-    """Replaces a forward that hangs on a module and is its class's by one that follows the class, which then
-    changes."""
+    """Replaces a forward that is set on a module and is its class's by a ``LateForward``, since the class will
+    change."""
     for name in ("forward", OLD_FORWARD):
         if is_of_class(module.__dict__.get(name), module):
             module.__dict__[name] = LateForward(module)
 
 
 def hides(module: Any) -> bool:
-    """True where a forward that hangs on a module runs instead of its class's."""
+    """True where a forward that is set on a module runs instead of its class's."""
     hung = module.__dict__.get("forward")
     innermost = module.__dict__.get(OLD_FORWARD, hung)
     return hung is not None and not isinstance(innermost, LateForward) and not is_of_class(innermost, module)
 
 
 def is_of_class(hung: Any, module: Any) -> bool:
-    """True where a forward that hangs on a module is the bound method of its class."""
+    """True where a forward that is set on a module is the bound method of its class."""
     function, class_forward = getattr(hung, "__func__", None), type(module).forward
     return function in (class_forward, getattr(class_forward, SHOWN, class_forward)) and hung.__self__ is module
 
 
 def hung_by(module: Any) -> str:
-    """In words, the function that hangs on a module as its forward, and its place in the code."""
+    """A text that names the function that is set on a module as its forward, and its place in the code."""
     hung = module.__dict__.get("forward")
     while (inner := getattr(hung, "__func__", getattr(hung, "func", None))) is not None:
         hung = inner

@@ -1,4 +1,4 @@
-"""The head of a patched model as a module whose call gives lazy logits."""
+"""``LazyHead``: the head of a patched model, whose call returns lazy logits."""
 
 import functools
 from typing import Any
@@ -18,8 +18,8 @@ HOLLOW = "hidden states without numbers"
 
 
 class Passed:
-    """A computation in the place of a loss: it notes the hidden states as a head's pre-hooks leave them. They stay None
-    where the pre-hooks give the head more than hidden states."""
+    """Stands for a loss in the head's call, and stores the hidden states that the head's pre-hooks return; None if the
+    pre-hooks return more arguments than hidden states."""
 
     hidden: Tensor | None = None
 
@@ -35,10 +35,10 @@ def is_hollow(hidden: Any) -> bool:
 
 
 class LazyHead:
-    """A base class, put before a head's own class, whose call gives lazy logits.
+    """A base class that is put before a head's own class; its call returns lazy logits.
 
-    ``__call__`` gives them rather than ``forward``: no hook runs where nothing is computed, and a ``forward`` that a
-    framework hangs on the instance does not hide it.
+    ``__call__`` returns them and not ``forward``: so no hook runs before anything is computed, and a ``forward`` that a
+    framework sets on the instance does not hide it.
     """
 
     weight: Tensor
@@ -109,7 +109,8 @@ class LazyHead:
         return self.plain and not hides(self) and (numbers or is_dtensor(self.weight))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles have the class from before the patch; a patched model's forward makes them lazy again."""
+        """Copies and pickles of a lazy head have its class from before the patch. If the copy's model is patched, its
+        forward makes the head lazy again."""
         reduced: Any = super().__reduce_ex__(protocol)
         if reduced[0] is type(self):  # as of what torch.compile makes
             return self.class_before, *reduced[1:]
@@ -119,6 +120,6 @@ class LazyHead:
 
 @functools.cache
 def lazy_class(base: type) -> type:
-    """The class of ``base``'s modules that are lazy."""
+    """The class of lazy heads whose own class is ``base``."""
     names = {"class_before": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (LazyHead, base), names)

@@ -1,4 +1,4 @@
-"""Lazy logits as a tensor: what takes a tensor takes it, and what needs numbers gets them computed."""
+"""``LazyLogits``: logits as a tensor that is computed when a function reads its numbers."""
 
 import sys
 import weakref
@@ -24,16 +24,16 @@ COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
 
 class View(NamedTuple):
-    """A view of logits: the result of a function of them, or one of its results."""
+    """A view of logits, as the function and arguments that make it from them."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = {}
-    position: int | None = None  # among several results
+    position: int | None = None  # index among the function's results; None if it returns one
 
 
 class KnownRows(NamedTuple):
-    """Statistics of rows that were computed, and for what."""
+    """Statistics of rows that were computed, and the ids and state that they were computed for."""
 
     ids: Tensor | None  # [..., 1]; None where the statistics serve for any
     version: int | None  # of the ids
@@ -44,9 +44,9 @@ class KnownRows(NamedTuple):
 class LazyLogits(Tensor):
     """Logits [..., vocab] of a patched model, with shape, dtype and device but no numbers until they are asked for.
 
-    Casts, scalings, caps, slices and reshapes stay lazy, ``cross_entropy`` of them never holds them, ``argmax(-1)``
-    holds some rows at a time. Everything else computes them, as the model would have, and says so once;
-    ``materialise()`` does it without a word.
+    Casts, scalings, caps, slices and reshapes return lazy logits. ``cross_entropy`` of lazy logits never holds them,
+    and ``argmax(-1)`` holds some rows at a time. Any other function computes them, as the unpatched model does, and
+    warns once; ``materialise()`` computes them without a warning.
     """
 
     _real: Tensor | None
@@ -54,8 +54,8 @@ class LazyLogits(Tensor):
     _hidden_version: int | None  # version of the hidden states at the head's call
     _rows: KnownRows | None
     _origin: "LazyLogits | None"  # the logits that these are a view of
-    _view: View | None  # of those
-    _family: "list[weakref.ref[LazyLogits]]"  # these, and all lazy logits that would share memory with them
+    _view: View | None  # how these are made from ``_origin``
+    _family: "list[weakref.ref[LazyLogits]]"  # all lazy logits that would share memory with these, and these
     _is_shared: bool  # the numbers are in the memory of ``_origin``
 
     @staticmethod
@@ -90,7 +90,7 @@ class LazyLogits(Tensor):
         return self._real
 
     def share(self) -> None:
-        """Computes all logits of a family in one memory: a write to one of them then reaches the others."""
+        """Computes all logits of the family in one memory, so that a write to one of them reaches the others."""
         for reference in self._family:
             relative = reference()
             if relative is not None:
@@ -184,7 +184,7 @@ class LazyLogits(Tensor):
 
 
 def through(logits: Tensor, view: Any) -> Tensor:
-    """The view of computed logits."""
+    """Applies ``view`` to computed logits."""
     result: Any = view.function(logits, *view.arguments, **view.keywords)
     tensor: Tensor = result if view.position is None else list(result)[view.position]
     return tensor
@@ -230,7 +230,7 @@ def is_view(value: Any, logits: Any) -> bool:
 
 
 def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A function's result without the logits computed, or NotImplemented."""
+    """The result of a function of lazy logits that does not compute them; NotImplemented if there is none."""
     name = NAMES.get(function)
     if name is None:
         return NotImplemented
@@ -290,7 +290,7 @@ RESULTS: dict[str, Any] = {"cross_entropy": cross_entropy, "nll_loss": nll_loss,
 
 
 def computed(value: Any, purpose: str) -> Any:
-    """The value with computed logits in the place of lazy ones, in containers too."""
+    """``value`` with lazy logits, also those in containers, replaced by computed ones."""
     if isinstance(value, LazyLogits):
         will_compute(value, purpose)
         return value.materialise()

@@ -1,7 +1,7 @@
-"""Output of a head: columns, dtype and device of its logits, and whether some rows alone give the same logits.
+"""``output_of``: columns, dtype and device of a head's logits, and whether its rows can be computed some at a time.
 
-For a matrix the weight tells. Any other head is asked: its forward runs on a few rows, once for each state that may
-decide the answer.
+For a plain matrix they follow from the weight. Any other head is tried: its forward runs on a few rows, once for each
+state that may change the answer.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from ...core.checks import in_a_line, is_dtensor
 from .head import FSDP1, OLD_FORWARD, hides, module_of, sizes_of, unwrapped
 
-ROWS, PIECES = (2, 32), (40, 24)  # shape of the rows that a head is asked with; how many are in each piece of them
+ROWS, PIECES = (2, 32), (40, 24)  # leading shape of the hidden states of a trial; rows in each of its two pieces
 # packages whose forwards take each row by itself: they need no comparison, which dropout would fail
 BY_ROWS = ("torch.", "peft.", "bitsandbytes.")
-SMALL = 1 << 20  # most numbers in a buffer that is restored after a head was asked
+SMALL = 1 << 20  # most elements of a buffer that is restored after a trial
 ASKED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # heads in graphs, by id
 
 
 class Output(NamedTuple):
-    """Logits that a head gives."""
+    """The properties of a head's logits."""
 
     columns: int
     dtype: torch.dtype
     device: torch.device
-    reason: str = ""  # for which they cannot be lazy; empty without one
+    reason: str = ""  # why the logits cannot be lazy; "" if they can
 
     def checked(self, logits: Tensor) -> Tensor:
         """The same logits; RuntimeError where the head gave other columns, or another dtype, when it was asked."""
@@ -63,7 +63,7 @@ def output_of(
 
 
 def of_matrix(head: Any, hidden: Tensor, autocast: torch.dtype | None) -> Output | None:
-    """Output of a product with a weight; None where more than the weight decides."""
+    """The output of a head that is a plain matrix; None for any other head."""
     module = unwrapped(head)
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
     has_own_forward = any(OLD_FORWARD in candidate.__dict__ or hides(candidate) for candidate in (head, module))
@@ -95,7 +95,7 @@ def dtypes(head: Any, hidden: torch.dtype, weight: torch.dtype) -> tuple[list[to
 
 
 def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """Objects, to be compared by identity, and facts that decide a head's answer."""
+    """The state of a head that its output may depend on: objects, to be compared by identity, and plain values."""
     objects, facts = list[Any](), list[Any]()
     for module in head.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -106,7 +106,8 @@ def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def ask(head: Any, hidden: Tensor, autocast: torch.dtype | None, has_run_hooks: bool) -> Output:
-    """A head's answer for a few rows: the reason is empty if pieces of them give the same logits as all at once."""
+    """The output of a head by a trial on a few rows. Its reason is "" if two pieces of them give the same logits as all
+    at once."""
     call, size = head.forward if has_run_hooks else head.real, hidden.shape[-1]
     name = f"a forward of its own, {forward_of(head)}"
     by_rows = all(package_of(module).startswith(BY_ROWS) for module in head.modules())
@@ -151,7 +152,7 @@ def forward_of(head: Any) -> str:
 
 @contextlib.contextmanager
 def undisturbed(head: Any, hidden: Tensor) -> Iterator[None]:
-    """A context that leaves no trace of a forward in random numbers, gradients and a head's small buffers."""
+    """A context in which a forward does not change random states, gradients and the head's small buffers."""
     devices = [hidden.device] if hidden.device.type == "cuda" else []
     small = [buffer for buffer in head.buffers() if buffer.numel() <= SMALL and not buffer.is_meta]
     copies = [(buffer, buffer.clone()) for buffer in small]
@@ -162,7 +163,7 @@ def undisturbed(head: Any, hidden: Tensor) -> Iterator[None]:
 
 
 def in_graph(head: Any, hidden: Tensor, autocast: torch.dtype | None, has_run_hooks: bool) -> Output:
-    """A head's answer as a constant of a graph of torch.compile."""
+    """The output of a head while a graph is traced, as a constant of the graph."""
     columns, dtype, device, reason = constant(
         id(head), hidden.dtype, hidden.shape[-1], str(hidden.device), autocast, has_run_hooks
     )
@@ -172,7 +173,8 @@ def in_graph(head: Any, hidden: Tensor, autocast: torch.dtype | None, has_run_ho
 def constant(
     head: int, dtype: torch.dtype, size: int, device: str, autocast: torch.dtype | None, has_run_hooks: bool
 ) -> tuple[int, torch.dtype, str, str]:
-    """A head's answer in types that a compiler keeps as constants. ``head``: its id."""
+    """The output of a head in types that a compiler keeps as constants of a graph. ``head``: the id of the head in
+    ``ASKED``."""
     output = ask(ASKED[head], torch.empty(1, size, dtype=dtype, device=device), autocast, has_run_hooks)
     return output.columns, output.dtype, str(output.device), output.reason
 

@@ -136,7 +136,7 @@ WRAPPERS = {
 
 
 def the_model(model: Any, function: str) -> nn.Module:
-    """The model that ``function`` was given, without PEFT's wrapper; TypeError for other wrappers."""
+    """The model without PEFT's wrapper; TypeError for other wrappers. ``function``: its caller's name, for errors."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of {function} must be a torch.nn.Module, got {type(model).__name__}")
     for kind in type(model).__mro__:
@@ -150,7 +150,7 @@ def the_model(model: Any, function: str) -> nn.Module:
 
 
 class Patched:
-    """A base class, put before a model's own class, whose ``forward`` makes the head lazy."""
+    """A base class that is put before a model's own class; its ``forward`` makes the head lazy."""
 
     class_before: type
     training: bool
@@ -190,7 +190,7 @@ def unpickled(base: type) -> Any:
 
 @functools.cache
 def patched_class(base: type) -> type:
-    """The class of patched models of class ``base``, which goes by its name."""
+    """The class of patched models whose own class is ``base``; it has the same name."""
     class_forward = base.forward  # type: ignore[attr-defined]
     signature = inspect.signature(class_forward)
     names = [name for name in signature.parameters if name != "self"]
@@ -244,7 +244,8 @@ def settle(agreement: Agreement, model: nn.Module, head: Any) -> None:
 
 
 def find_again(agreement: Agreement, model: Any) -> Any:
-    """The model's head now, lazy: users resize, exchange and adapt heads. None for one that is not understood."""
+    """Looks up the model's head, which users resize, replace and adapt, makes it lazy and returns it. None if it is
+    not understood."""
     try:
         head = find_head(model)
     except NotUnderstood as reason:
@@ -275,8 +276,8 @@ def make_lazy(head: nn.Module, agreement: Any) -> None:
 
 
 def make_plain(agreement: Agreement) -> None:
-    """Gives a head its class back. Our class stays, and does nothing, where another framework has built on it. A head
-    that another patched model shares stays lazy."""
+    """Gives a head its own class back. If another framework has subclassed our class, it stays and does nothing. A
+    head that another patched model shares stays lazy."""
     head, agreement.head = agreement.head, None
     if head is None or head.__dict__.get(AGREEMENT) is not agreement:
         return

@@ -1,4 +1,5 @@
-"""Origin of lazy logits (``Source``): the head's module and the state in which it was called. The forwards that run."""
+"""``Source``, the origin of lazy logits: a head and the state in which it was called; ``Forward``, the forwards that
+run."""
 
 import contextlib
 import functools
@@ -25,24 +26,25 @@ Versions = tuple[tuple[str, Tensor, int | None], ...]  # of a head's parameters,
 
 @dataclass(eq=False)
 class Forward:
-    """A patched model's forward that runs in a thread, and what became of its logits. Graphs have ``GraphState``."""
+    """A patched model's forward that runs in a thread, and whether its logits or a loss were computed. Graphs have
+    ``GraphState`` instead."""
 
     agreement: Any
-    outer: "Forward | None" = None  # of another model, which has the same head and called this one
-    is_covered: bool = False  # a model inside of this one took the head over
+    outer: "Forward | None" = None  # the forward of another model with the same head, which has called this one
+    is_covered: bool = False  # the lazy logits belong to the forward of a model inside of this one
     has_loss: bool = False  # the model made its loss
-    logits_in_words: str = ""  # what logits were computed for, for an error
+    logits_in_words: str = ""  # the purpose for which logits were computed, for an error
 
 
 def enter(forward: Forward, head: Any) -> None:
-    """Makes a forward the one that calls the head in this thread."""
+    """Registers ``forward`` as the innermost forward of this thread that has the head."""
     key = threading.get_ident(), id(head)
     forward.outer = FORWARDS.get(key)
     FORWARDS[key] = forward
 
 
 def leave(forward: Forward, head: Any) -> None:
-    """Makes the outer forward the one that calls the head again."""
+    """Removes ``forward``; its outer forward becomes the innermost again."""
     key = threading.get_ident(), id(head)
     del FORWARDS[key]
     if forward.outer is not None:
@@ -117,8 +119,8 @@ def count_writes(optimizer: Any, *_: Any) -> None:
 
 
 def unrounded(rounded: Any, exact: Any) -> Any:
-    """The values of ``exact`` with the gradient of ``rounded``: statistics before and after a head's hooks, which cast
-    them to the 16 bits of logits."""
+    """The values of ``exact`` with the gradient of ``rounded``. ``exact`` are statistics before a head's hooks,
+    ``rounded`` after them: hooks cast statistics to the logits' 16-bit dtype."""
     if isinstance(exact, tuple):
         return tuple(unrounded(*pair) for pair in zip(rounded, exact, strict=True))
     if rounded.dtype.itemsize >= exact.dtype.itemsize:
@@ -128,7 +130,7 @@ def unrounded(rounded: Any, exact: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A head's call that was put off, and the state in which it was made."""
+    """A deferred call of a head, and the state in which it was called."""
 
     head: Any  # the module, whose call computes
     agreement: Any  # of its model

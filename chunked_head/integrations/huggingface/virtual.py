@@ -1,9 +1,10 @@
 """Logits that are not computed (``Virtual``), and the options of this library's functions that stand for them
 (``Tail``).
 
-A ``Virtual`` has the hidden states and the operations on the logits since the head's call. Every function here does
-what the tensor's method of the same name does to logits [..., vocab]. An operation on rows is done to the hidden states
-at once; an operation on each logit is noted with a copy of its operand. ``NotImplemented``: an operation is neither.
+A ``Virtual`` has the hidden states, and the operations on the logits since the head's call. Every function here stands
+for the tensor's method of the same name on logits [..., vocab]. An operation on rows is applied to the hidden states at
+once; an operation on each logit becomes a step, with a copy of its operand; for any other the result is
+``NotImplemented``.
 """
 
 import operator
@@ -23,7 +24,7 @@ DIMENSIONS = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  
 
 @dataclass(frozen=True, eq=False)
 class Virtual:
-    """Logits [..., vocab]: ``steps``, in order, of the head's output for ``hidden`` [..., hidden].
+    """Logits [..., vocab] that are not computed: the head's output for ``hidden`` [..., hidden], after ``steps``.
 
     A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
     ``("add", [vocab])``, ``("crop", n)``, ``("log_softmax", dtype)``. ``source`` computes the head's output.
@@ -60,7 +61,7 @@ class Virtual:
 
 
 def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
-    """The logits [..., vocab] that the steps make of the head's output."""
+    """Applies ``steps`` to the head's output; returns the logits [..., vocab]."""
     for name, argument in steps:
         logits = STEPS[name](logits, argument)
     return logits
@@ -222,8 +223,8 @@ def permute(v: Virtual, *dims: Any) -> Any:
 
 
 def by_rows(name: str, *names: str, **defaults: int) -> Callable[..., Any]:
-    """The tensor's method ``name``, done to the hidden states; NotImplemented along the vocabulary. ``names`` are its
-    parameters, ``defaults`` their values."""
+    """A function that applies the tensor's method ``name`` to the hidden states; NotImplemented along the vocabulary.
+    ``names``: the method's parameters; ``defaults``: their default values."""
 
     def method(v: Virtual, *args: Any, **kwargs: Any) -> Any:
         arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
@@ -278,9 +279,11 @@ OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__
 
 @dataclass(frozen=True)
 class Tail:
-    """``x = softcap * tanh(logit_scale * (hidden @ weight[:vocab].T + bias) / softcap)``, each part where asked.
+    """The operations between head and loss: ``x = softcap * tanh(logit_scale * (hidden @ weight[:vocab].T + bias) /
+    softcap)``; None for those that the model lacks.
 
-    ``biases``: vectors over the vocabulary and the factor that each had when it was added: to be divided by it.
+    ``biases``: vectors over the vocabulary, each with the factor that the logits had when it was added; the bias of the
+    head is the vector divided by the factor.
     """
 
     logit_scale: float = 1.0
@@ -319,7 +322,7 @@ class Rehearsed(NamedTuple):
 
 
 def tail_of(logits: Virtual) -> Tail | None:
-    """The tail that is equal to the steps; None where no tail is."""
+    """The tail with the same result as the steps of ``logits``; None if there is none."""
     inner, outer, capped = 1.0, 1.0, False  # factors before and after the tanh
     vocab, biases = None, []
     for name, argument in logits.steps:

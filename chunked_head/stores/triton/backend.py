@@ -1,16 +1,17 @@
 """The backend of Triton kernels: NVIDIA and AMD GPUs, and any machine under Triton's interpreter
 (``TRITON_INTERPRET=1``).
 
-Three stores of the reused buffer, all with statistics from fp32 accumulators:
+Three stores, each with one buffer that all chunks use. Statistics come from fp32 accumulators:
 
-- ``fast``: our matmul writes bf16 exponentials relative to the target's logit. The gradients are plain products with
-  them, but for a factor per row and the target's terms: for losses of the target's log-probability and lse, no cap.
-- ``relative``: it writes fp16 logits relative to each strip's maximum, one pass turns them into any gradient (16-bit
-  operands).
-- ``logits``: BLAS writes fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
+- ``FastStore``: our matmul writes bf16 exponentials relative to the target's logit. Gradients are products with them,
+  up to a factor per row and the target's terms. It is for losses of the target's log-probability and lse, without cap.
+- ``RelativeStore``: our matmul writes fp16 logits relative to each strip's maximum. One pass turns them into any
+  gradient. It is for 16-bit operands.
+- ``LogitsStore``: BLAS writes fp32 logits. With 16-bit operands, a 16-bit gradient is written over their bytes.
 
-Where statistics are known before any gradient (the plan recomputes) the first two store no logits at all: the matmul
-writes their gradient. With a dense teacher, whose terms need both rows of logits, the third is taken there.
+In the recompute schedule statistics are known before any gradient. ``GradStore`` then takes the place of the first two:
+its matmul writes the gradient of the logits and no logits. With a dense teacher, whose terms need rows of both models'
+logits, it is ``LogitsStore``.
 """
 
 from itertools import starmap
@@ -38,13 +39,14 @@ from .store import TMA_BYTES, GradStore
 
 
 def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:
-    """True for a head that our matmuls read: 16-bit as ``dtype``, contiguous, its rows on 16 bytes."""
+    """True for a weight that our matmuls can read: contiguous, of ``dtype``, 16-bit, with rows that start on 16
+    bytes."""
     aligned = weight.data_ptr() % TMA_BYTES == weight.shape[1] * dtype.itemsize % TMA_BYTES == 0
     return dtype.itemsize == 2 and aligned and weight.is_contiguous()
 
 
 class TritonBackend(Backend):
-    """Kernels in the place of torch operations."""
+    """The backend whose functions launch Triton kernels."""
 
     name = "triton"
     recording = staticmethod(recording)
@@ -90,15 +92,16 @@ class TritonBackend(Backend):
         plain: bool,
         teacher: TeacherHead | None,
     ) -> type[Store]:
-        """``dtype``: of the matmuls. ``plain``: no softcap, no bias's gradient, contiguous columns of hidden states."""
+        """The class of the store. ``dtype``: that of the matmuls. ``plain``: there is no softcap and no gradient of a
+        bias, and columns of hidden states are contiguous."""
         heads = [(weight, dtype)]
         if teacher is not None and teacher.weight is not None:
             heads.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
         if not all(starmap(read_in_blocks, heads)) or demand.searches_logits or gpu is None:
             return LogitsStore
         if (demand.views[-1].columns or 0) % RELATIVE_STRIP:
-            return LogitsStore  # a second softmax would end within a strip
-        # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
+            return LogitsStore  # the second softmax would end in the middle of a strip
+        # fp16 would overflow by a factor per row; a cap or a bias's gradient needs a pass over the buffer
         one_factor = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep
         return FastStore if one_factor and plain else RelativeStore
 

@@ -22,16 +22,17 @@ from .store import counted_of
 
 
 class FastStore(RelativeStore):
-    """bf16 exponentials E relative to one level per row; ``kernels/gradients/row_grad.py`` defines their factors.
+    """bf16 exponentials E relative to one level per row. ``kernels/gradients/row_grad.py`` defines the factors that
+    make gradients of them.
 
-    dhidden is ``E @ weight`` times a factor plus a row of the weight; dweight is ``E.T @ (factor * hidden)`` plus rows
-    of hidden states at their targets. Those, and what 16 bits rounded away of targets' terms, are added at the end,
-    for all tokens sorted by target.
+    dhidden is ``E @ weight`` times a factor per row, plus a factor times the target's row of the weight. dweight is
+    ``E.T @ (factor * hidden)``, plus hidden states times a factor in their target's row. These targets' terms, with a
+    correction for their rounding to 16 bits, are added after the last chunk, for all tokens sorted by target.
     """
 
     name = "fast"
     description = "exponentials relative to the target"
-    adds_by_chunk = False  # rows of all ranks: targets' terms are added chunk by chunk
+    adds_by_chunk = False  # True for hidden states of all ranks: targets' terms are added after each chunk
     rounded: RoundedGradients | None = None  # products of e4m3 operands
 
     @classmethod
@@ -41,7 +42,7 @@ class FastStore(RelativeStore):
             yield from RoundedGradients.buffers(sizes, rows)
         if last < LOOP or not sizes.weight_grad or sizes.e4m3_gradients:
             return
-        # tokens sorted by target, chunk by chunk where hidden states come so
+        # memory to sort tokens by target: all at once, or a chunk at a time if hidden states are gathered by chunks
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 28,), BYTE, SWEEP, LOOP)
 
@@ -50,10 +51,10 @@ class FastStore(RelativeStore):
         if self.buffer is None:
             return
         device = head.weight.device
-        # exponentials of the gradient are relative to them on every rank
+        # on every rank exponentials are relative to the target's logit
         self.known_targets = True
         self.level = empty(self.rows, dtype=torch.float32, device=device)
-        # as level_rows makes them, each aligned like the others whatever the number of tokens
+        # the factors that level_rows writes, [tokens] each; all three start on the same alignment
         self.factors = empty(3, strip_rows(self.sizes.tokens), dtype=torch.float32, device=device)
         self.rounded = RoundedGradients(self.sizes, self.rows, head) if plan.e4m3_gradients else None
 
@@ -61,7 +62,7 @@ class FastStore(RelativeStore):
         tokens, exp = rows.tokens, self.stored.logits
         assert self.level is not None
         row_factors, ordered, occurrences = self.factors[:, tokens.start :], None, None
-        # hidden states of all ranks' tokens, which are here for this chunk only
+        # gathered hidden states of all ranks, which are in memory for this chunk only
         chunk_hidden = rows.source if rows.order is not None and self.all_rows.order is None else None
         if grads.weight is not None and self.rounded is None:
             ordered = self.every_target_sorted if chunk_hidden is None else self.sorted_targets(rows.target)
@@ -69,7 +70,7 @@ class FastStore(RelativeStore):
             if occurrences is not None and chunk_hidden is None:
                 occurrences = occurrences[tokens]
         terms = terms_of(self.demand, rows.target, stats, coefficients)
-        # after this only the weight's gradient reads the chunk's hidden states
+        # level_rows scales the chunk's hidden states in place: only the weight's gradient reads them from here on
         gradients.level_rows(
             exp,
             row_factors,
@@ -122,6 +123,6 @@ class FastStore(RelativeStore):
     def add_target_rows(
         self, hidden: Tensor, targets: products.SortedColumns, first: int, d_weight: Tensor, order: Tensor | None
     ) -> None:
-        """The targets' terms of the weight's gradient, after the products with the chunk's exponentials."""
+        """Adds the targets' terms to the weight's gradient ``d_weight``, after the products with exponentials."""
         softmax, at_target, ratio = self.factors[:, first:]
         products.add_rows(d_weight, hidden, targets, at_target, order, products=(softmax, ratio))

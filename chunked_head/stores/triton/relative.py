@@ -30,9 +30,9 @@ class RelativeStore(HalfStore):
 
     name = "relative"
     description = "logits relative to strips of columns"
-    partial_sums: Tensor | None = None  # of each sum over the vocabulary that comes with the gradient
+    partial_sums: Tensor | None = None  # parts of each sum over the vocabulary that is made along with the gradient
     arrived: Tensor | None = None
-    level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
+    level: Tensor | None = None  # [rows] the logit that stored exponentials are relative to; None: logits are stored
     frequent: FrequentRows | None = None
 
     @classmethod
@@ -44,14 +44,14 @@ class RelativeStore(HalfStore):
             yield from teacher_buffers(sizes, rows, last)
         relative = stored and cls.name == "relative"
         strips = gpu.strips_of(sizes.vocab, relative)
-        # offsets, and for each softmax a sum of exponentials and what statistics are made of
+        # per strip and row: an offset, and for each softmax a sum of exponentials and its statistics' numbers
         numbers = 1 + sum(1 + sum(len(s.vectors) for s in statistics) for statistics in demand.statistics)
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
         if last < LOOP:
             return
         yield from FrequentRows.buffers(sizes, rows)
         partial_elements = part_sums(sizes, rows) // 4
-        if partial_elements > (numbers - 1) * strips * strip_rows(rows):  # else in the place of the strips' sums
+        if partial_elements > (numbers - 1) * strips * strip_rows(rows):  # else in the strips' memory
             yield Buffer("gradient of hidden, parts", (partial_elements,), torch.float32, LOOP, LOOP)
         if sizes.teacher_last and pairing is not None:
             shape = rows, len(demand.sums), cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
@@ -60,14 +60,14 @@ class RelativeStore(HalfStore):
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
         sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
-        # a sweep that makes no gradient and is not passed over again keeps nothing
+        # a sweep without gradients stores logits only if a second pass reads them
         keep = plan.schedule == "forward" or sizes.keeps_sweep
         self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
-            # numbers of finished parts of each tile: 0 before a chunk's tiles are made
+            # for each cut tile of dhidden the number of finished parts; 0 at the start of each chunk
             self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         self.tile = gpu.logits_tile(rows)
-        self.tile_logit = empty(rows, dtype=torch.float32, device=device)  # targets' as they are in the strips' sums
+        self.tile_logit = empty(rows, dtype=torch.float32, device=device)  # targets' logits as in the strips' sums
         strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
         self.strips = Strips.empty(rows, strip_count, device, demand.statistics)
         if self.arrived is not None:
@@ -82,7 +82,7 @@ class RelativeStore(HalfStore):
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
             self.teacher_tile = gpu.logits_tile(self.teacher_rows)
             strip_count = gpu.strips_of(sizes.teacher_columns, relative=True)
-            # a kernel that reads both takes one distance from strip to strip
+            # kernels that read student and teacher take one stride from strip to strip
             assert demand.pairing is not None
             self.teacher_strips = Strips.empty(rows, strip_count, device, (demand.pairing.statistics,))
         if plan.teacher_last:
@@ -90,8 +90,8 @@ class RelativeStore(HalfStore):
             self.partial_sums = empty(len(demand.sums), programs, stride, dtype=torch.float32, device=device)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Logits relative to their strips' maxima, or exponentials relative to the target's logit; only strips'
-        sums where there is no buffer."""
+        """Makes logits relative to their strips' maxima, or exponentials relative to the target's logit, and the
+        strips' sums. Without a buffer it makes the sums only."""
         head, count, stored = self.head, rows.target.shape[0], None
         logit_transform = transform(head, rows.scale)
         tile_logit = None if head.fp8 is not None else self.tile_logit[:count]
@@ -109,7 +109,7 @@ class RelativeStore(HalfStore):
             tile_logit,
         )
         if self.known_targets and head.add_targets is not None:
-            head.add_targets(out.target_logit)  # other ranks' part
+            head.add_targets(out.target_logit)  # gets the logits of targets on other ranks
         self.stored_strips = strips = self.strips.of_rows(count)
         for statistic in self.demand.lists:
             assert rows.columns is not None
@@ -189,7 +189,7 @@ class RelativeStore(HalfStore):
             teacher = None if self.demand.pairing is None else self.teacher_stored
             counted = self.differentiated(rows)
             return self.differentiate_(dlogits, stored, head, 0, rows, stats, coefficients, teacher, counted)
-        # a teacher's logits and statistics are made here, some rows at a time, and the divergence with them
+        # makes a teacher's logits and statistics, and the divergence, for some rows at a time
         for tokens in slices(len(dlogits), self.teacher_rows):
             block, out = rows.narrow(tokens), stats.narrow(tokens)
             assert self.demand.pairing is not None
@@ -226,17 +226,17 @@ class RelativeStore(HalfStore):
 
     @functools.cached_property
     def every_target_sorted(self) -> products.SortedColumns:
-        """Targets of all tokens of the call."""
+        """The targets of all tokens of the call, sorted."""
         return self.sorted_targets(self.all_rows.target)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
-        # a deterministic call's dhidden depends on no other token
+        # occurrences make a token's exponentials depend on other tokens, which a deterministic call must not
         return products.sort_columns(target, counted=self.level is not None and not self.sizes.deterministic)
 
     def differentiated(self, rows: Rows) -> Counted:
-        # a bias's gradient sums over all rows
+        # a bias's gradient is a sum over all rows of dlogits, so none may be left out
         return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
 
     def add_dhidden(
@@ -248,7 +248,8 @@ class RelativeStore(HalfStore):
         first: bool,
         factors: products.Factors = products.NO_FACTORS,
     ) -> None:
-        """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, by factors of the rows."""
+        """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, or ``out +=`` if not ``first``.
+        ``factors``: ``softmax`` and ``at_target`` per row; without them, 1 and 0."""
         if self.sizes.own_dhidden:
             split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
             products.dhidden(
@@ -272,7 +273,7 @@ class RelativeStore(HalfStore):
 
 
 def part_sums(sizes: Sizes, rows: int) -> int:
-    """Bytes of the parts' sums where dhidden is made in parts, or of its product where BLAS multiplies exponentials."""
+    """Bytes of the partial sums of dhidden's cut tiles; or of an fp32 product, where BLAS multiplies exponentials."""
     if sizes.gpu is None or not sizes.hidden_grad:
         return 0
     if sizes.store.name == "fast" and (sizes.e4m3_gradients or not sizes.own_dhidden):
@@ -281,5 +282,5 @@ def part_sums(sizes: Sizes, rows: int) -> int:
 
 
 def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Memory of 16-bit logits, of which a row starts on 16 bytes."""
+    """Uninitialised 16-bit logits [rows, columns], each row of which starts on 16 bytes."""
     return empty(rows, padded_columns(columns), dtype=torch.float16, device=device)

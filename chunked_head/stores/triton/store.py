@@ -1,4 +1,5 @@
-"""Stores of 16-bit rows in Triton kernels, and of gradients of blocks whose statistics are known."""
+"""``HalfStore``, the base of stores of 16-bit operands, and ``GradStore``, whose matmul writes dlogits in the recompute
+schedule."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,8 @@ from ..operands import Head, Rows
 from ..quantised import empty_quantised
 from ..store import MatmulStore, heavy_columns, own_columns, terms_of, transform
 
-TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
-FREQUENT, MOST_FREQUENT = 32, 512  # tokens of an id that is frequent, or more where there would be more such ids
+TMA_BYTES = 16  # alignment of rows for tensor descriptors
+FREQUENT, MOST_FREQUENT = 32, 512  # least tokens of a frequent id; most frequent ids, for which the least grows
 
 
 def counted_of(rows: Rows) -> Counted:
@@ -29,7 +30,8 @@ def counted_of(rows: Rows) -> Counted:
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
-    """Zeros the rows behind those that count, which our products leave unwritten, for sums over all rows."""
+    """Fills the rows of ``dlogits`` after those that count with 0, for sums over all rows. Our products do not write
+    them."""
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
@@ -39,29 +41,29 @@ def is_aligned(out: Tensor) -> bool:
 
 
 class FrequentRows:
-    """Rows of the weight's gradient for ids that are the targets of many tokens, summed over chunks in float32.
+    """Rows of the weight's gradient for frequent ids, the targets of many tokens, summed over chunks in float32.
 
-    Terms of a frequent id nearly cancel, and a 16-bit sum rounds what is left in every chunk, twice: cuBLAS rounds a
-    product before it adds it. Two chunks erred by 2.3e-3 on Zipf-distributed ids where one product errs by 1.7e-3.
+    The terms of a frequent id nearly cancel. A 16-bit sum rounds the remainder twice in every chunk, since cuBLAS
+    rounds a product before it adds it. On Zipf-distributed ids the error was 2.3e-3 with two chunks, 1.7e-3 with one.
     """
 
     def __init__(self, targets: Tensor, sizes: Sizes, rows: int):
-        """``targets``: of all tokens [tokens] int32 in ascending order, -1 where a token does not count. ``rows``: of
-        the largest chunk."""
-        # an id with as many tokens as a step is met at least once; any other that is met gets a better row too
+        """``targets``: [tokens] int32 targets of all tokens in ascending order, -1 where a token does not count.
+        ``rows``: number of rows of the largest chunk."""
+        # every step-th target is picked: all ids of at least ``step`` tokens are, and some rarer ones
         self.targets, self.step, device = targets, step_of_frequent(sizes.tokens), targets.device
         count = cdiv(sizes.tokens, self.step)
         self.sums = empty(count, sizes.hidden, dtype=torch.float32, device=device)
         self.picked = empty(rows, count, dtype=sizes.dtype, device=device)
 
     def add_chunk(self, dlogits: Tensor, rows: Rows, first: bool) -> None:
-        """Adds a chunk's products, or stores them where it is the ``first``."""
+        """Adds a chunk's terms of these rows; stores them for the ``first`` chunk."""
         picked = self.picked[: len(dlogits)]
         products.pick_columns(picked, dlogits, self.targets, self.step, counted_of(rows))
         add_dweight(picked, rows.hidden, self.sums, first)
 
     def replace(self, out: Tensor) -> None:
-        """Puts the sums in the place of their rows."""
+        """Overwrites the rows of frequent ids in ``out``, the weight's gradient, with the sums."""
         products.put_rows(out, self.sums, self.targets, self.step)
 
     @staticmethod
@@ -77,14 +79,14 @@ def step_of_frequent(tokens: int) -> int:
 
 
 def sums_frequent(sizes: Sizes, rows: int, dtype: torch.dtype) -> bool:
-    """True where a weight's gradient in ``dtype`` rounds its sums over chunks of ``rows``."""
-    # else its rows are added to after each chunk, or most of their terms stand apart
+    """True where a weight's gradient that adds up in ``dtype`` over chunks of ``rows`` rows needs ``FrequentRows``."""
+    # more ranks add rows after each chunk, or most of their terms stand apart
     several = rows < sizes.tokens and sizes.hidden_ranks == 1 and not sizes.e4m3_gradients
     return several and sizes.returns_weight_grad and dtype == sizes.dtype == torch.bfloat16
 
 
 class HalfStore(MatmulStore):
-    """A store of 16-bit rows that start on 16 bytes, as our products ask."""
+    """A store of 16-bit operands whose buffer has rows that start on 16 bytes, as our products need."""
 
     bounds_rows = True
 
@@ -121,7 +123,7 @@ class HalfStore(MatmulStore):
 
 
 class GradStore(HalfStore):
-    """Gradients of logits whose statistics are known: the matmul stores them in place of the logits."""
+    """The store of tiles whose statistics are known: the matmul writes the gradient of the logits, and no logits."""
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
@@ -164,7 +166,7 @@ class GradStore(HalfStore):
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
-        # BLAS chooses by the number of rows, and computes all of them
+        # BLAS chooses its algorithm by the number of rows, and cannot stop at those that count
         if rows.counted is None and not self.sizes.deterministic:
             super().add_dhidden(dlogits, rows, weight, out, first)
         else:
