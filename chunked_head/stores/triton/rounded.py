@@ -49,7 +49,7 @@ class RoundedGradients:
         assert sizes.gpu is not None
         self.tile = sizes.gpu.product
         if sizes.hidden_grad:
-            self.unit = torch.ones((), device=device)
+            self.unit = torch.ones((), dtype=torch.float32, device=device)
             self.exp = empty(rows, columns, dtype=E4M3, device=device)
         if sizes.weight_grad:
             self.transposed = empty(columns * padded, dtype=E4M3, device=device)
