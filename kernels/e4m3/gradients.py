@@ -3,9 +3,9 @@
 A row's target and its heavy ids stand apart, in float32. What is left of a row is divided by a power of 2 that takes
 its largest number to 224 to 448, or less: the power comes from sums over strips of columns, which bound it. In the
 weight's gradient that power belongs to the row's hidden state, and these are rounded by one power of 2 for all rows,
-without their mean ``m``, whose part is exact for any vector. With ``share = factor * power``
+without their mean ``m``, whose part needs no rounding, for any vector. With ``share = factor * power``
 
-    E8 = e4m3(E / power),  E.T @ (factor * hidden) = E8.T @ e4m3(share * (hidden - m)) + outer(share @ E8, m)
+    E.T @ (factor * hidden) = e4m3(E / power).T @ e4m3(share * (hidden - m)) + outer(factor @ E, m)
 
 Tensor cores sum 13 bits, and sums over tokens of what hidden states have in common err by that: on Zipf heads, where
 targets' terms nearly cancel them, dweight was off by 1e-2 to 7e-2.
@@ -131,7 +131,7 @@ def both_orders_kernel(
     # outputs
     out_ptr,  # [rows, padded_columns] e4m3, or None
     transposed_ptr,  # [padded_columns, padded_rows] e4m3, or None
-    sum_ptr,  # [programs, padded_columns] fp32: sums over ROWS rows of share * out; or None
+    sum_ptr,  # [programs, padded_columns] fp32: sums over ROWS rows of share * matrix / power; or None
     # inputs
     matrix_ptr,  # [rows, columns] 16 bit or e4m3
     power_ptr,  # [rows] fp32, or None for 1
@@ -151,12 +151,14 @@ def both_orders_kernel(
     offs_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
+    if power_ptr is not None:
+        share = tl.load(share_ptr + offs_row, mask=in_rows, other=0.0)
+        in_rows &= share != 0.0  # another row's power may be nan
+        inverse = 1.0 / tl.load(power_ptr + offs_row, mask=in_rows, other=1.0)
     source = matrix_ptr + offs_row.to(tl.int64)[:, None] * (stride // 8 * 8) + offs[None, :]
     x = tl.load(source, mask=in_rows[:, None] & (offs < columns)[None, :], other=0.0).to(tl.float32)
     if power_ptr is not None:
-        share = tl.load(share_ptr + offs_row, mask=in_rows, other=0.0)
-        inverse = 1.0 / tl.load(power_ptr + offs_row, mask=in_rows, other=1.0)
-        x = tl.where((share != 0.0)[:, None], x * inverse[:, None], 0.0)
+        x *= inverse[:, None]
     e4m3 = to_e4m3(x)
     padded_rows, padded_columns = padded_rows // 16 * 16, padded_columns // 16 * 16  # so that the compiler knows it
     if out_ptr is not None:
@@ -168,7 +170,7 @@ def both_orders_kernel(
         tl.store(out, e4m3.T, mask=mask)
     if sum_ptr is not None:
         out = sum_ptr + tl.program_id(0).to(tl.int64) * padded_columns + offs
-        tl.store(out, tl.sum(e4m3.to(tl.float32) * share[:, None], 0), mask=offs < padded_columns)
+        tl.store(out, tl.sum(x * share[:, None], 0), mask=offs < padded_columns)
 
 
 @kernel

@@ -84,7 +84,7 @@ def both_orders(
     matrix: torch.Tensor,  # [rows, columns] 16 bit or e4m3, contiguous columns
     power: torch.Tensor | None = None,  # [rows] fp32; None for 1
     share: torch.Tensor | None = None,  # [rows] fp32, with the power: where it is 0 a row becomes 0
-    sums: torch.Tensor | None = None,  # [rows / E4M3_ROWS, columns] fp32: of share * out over so many rows
+    sums: torch.Tensor | None = None,  # [rows / E4M3_ROWS, columns] fp32: of share * matrix / power over so many rows
     counted: Counted = ALL_ROWS,
 ) -> None:
     """``matrix / power`` in e4m3; 0 in rows that do not count, and in what is padded."""

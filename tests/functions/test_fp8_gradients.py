@@ -79,15 +79,16 @@ def test_sums_in_a_buffer(place: Place) -> None:
     assert (buffer - 2.0 * dweight).norm() <= 1e-2 * buffer.norm()
 
 
-# of plain PyTorch's errors in bf16, or flat heads' relative ones: dhidden, dweight
-BOUNDS: dict[Heads, tuple[float, float, bool]] = {
-    trained_like: (1.0, 1.1, False), zipf: (1.5, 1.5, False), flat: (3.6e-3, 3.2e-3, True),
+# of plain PyTorch's errors in bf16, of those of the same logits by 16-bit products, or relative: dhidden, dweight
+BOUNDS: dict[Heads, tuple[str, float, float]] = {
+    trained_like: ("plain", 1.0, 1.1), zipf: ("16-bit", 1.2, 1.2), flat: ("relative", 3.6e-3, 3.2e-3),
 }  # fmt: skip
 
 
 @crossed(place=[place for place in IN_TRITON if place.values[0].device == "cuda"], head=BOUNDS)
 def test_errors(place: Place, head: Heads) -> None:
-    """Against float64. A vocabulary that the interpreter has time for is too small for errors to average out."""
+    """Against float64. A vocabulary that the interpreter has time for is too small for errors to average out. On the
+    Zipf head the logits err by most, which ``test_fp8_errors.py`` bounds."""
     hidden, weight, target = head_of(place, head, (2048, 65536, 2048))
 
     def run(dtype: torch.dtype, **options: Any) -> list[Tensor]:
@@ -99,11 +100,12 @@ def test_errors(place: Place, head: Heads) -> None:
             loss = F.cross_entropy(x.to(torch.promote_types(dtype, torch.float32)), target)
         return [grad.double() for grad in torch.autograd.grad(loss, operands)]
 
-    truth, plain, found = run(torch.float64), run(torch.bfloat16), run(torch.bfloat16, precision="fp8")
-    *bounds, is_absolute = BOUNDS[head]
-    for true, other, ours, bound in zip(truth, plain, found, bounds, strict=True):
+    kind, *bounds = BOUNDS[head]
+    truth, found = run(torch.float64), run(torch.bfloat16, precision="fp8")
+    options = {"precision": "fp8", "deterministic": True} if kind == "16-bit" else {}
+    for true, other, ours, bound in zip(truth, run(torch.bfloat16, **options), found, bounds, strict=True):
         error, allowed = ((t - true).norm() / true.norm() for t in (ours, other))
-        assert error <= bound * (1.0 if is_absolute else allowed), (head.__name__, float(error), float(allowed))
+        assert error <= bound * (1.0 if kind == "relative" else allowed), (head.__name__, float(error), float(allowed))
 
 
 def test_plans_say_which_operands_they_have() -> None:
