@@ -132,7 +132,8 @@ class Measure:
     width: int = field(init=False, repr=False)  # numbers per token, 0 for values of other units
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.name or self.kind)
+        # a name of another type is refused where the call knows its place among the losses and metrics
+        object.__setattr__(self, "label", self.name if isinstance(self.name, str) and self.name else self.kind)
         object.__setattr__(self, "width", int(self.unit == "token"))
 
     @property

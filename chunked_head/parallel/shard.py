@@ -95,7 +95,7 @@ class Shard:
         """
         layout, dtype = layout_of(demand), stats.lse.dtype
         for name, form in layout.forms.items():
-            if form.ids is not None:
+            if form.ids is not None and form.sent:  # what stays here is of this rank's columns
                 stats.by_name[name].add_(self.local_ids.start)
         tokens = hidden.sum(1, dtype=dtype) if self.compares_hidden else token_checks
         local = pack(stats, layout.places, tokens)
