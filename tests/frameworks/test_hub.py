@@ -94,7 +94,14 @@ def test_without_this_package(folder: Path, tmp_path: Path) -> None:
 def test_beside_this_package(folder: Path) -> None:
     """Operators of torch.compile have the name of the build; names of the public functions are the same."""
     head = kernels.get_local_kernel(folder)
-    parts = {"explain_model", "log_metrics", "override_torch", "patch_model", "patch_trl", "unpatch_model"}  # of frameworks
+    parts = {
+        "explain_model",
+        "log_metrics",
+        "override_torch",
+        "patch_model",
+        "patch_trl",
+        "unpatch_model",
+    }  # of frameworks
     assert set(head.__all__) == set(chunked_head.__all__) - parts
     for name in head.__all__:
         theirs, ours = (getattr(module, name) for module in (chunked_head, head))
