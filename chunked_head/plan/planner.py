@@ -105,10 +105,11 @@ def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
     """The reason for the plan's budget, as lines for the printed plan."""
     if request.explicit:
         return ("memory_budget",)
-    share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16)) + e4m3_copy(plan.sizes)
     lines = ["the default: 1.25 GiB"]
-    if request.budget > share:
+    if request.budget > default_share(plan.sizes, ranks) + e4m3_copy(plan.sizes):
         lines = [f"the default: a chunk of {GOOD_CHUNK} tokens, which takes more than 1.25 GiB"]
+    elif plan.sizes.e4m3_gradients:
+        lines.append("twice, for exponentials in e4m3")
     if ranks > 1:
         lines.append(f"divided by {min(ranks, 16) ** 0.5:.3g} for {ranks} ranks")
     if plan.budget > request.budget:
@@ -160,6 +161,12 @@ def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
     return fewer if fewer == rows else fewer + ranks
 
 
+def default_share(sizes: Sizes, ranks: int) -> int:
+    """Bytes of the default budget where no chunk of 2048 tokens takes more, without copies of the weight in e4m3."""
+    # exponentials in e4m3 take as much as those in 16 bits
+    return math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16)) * (1 + sizes.e4m3_gradients)
+
+
 def default_budget(sizes: Sizes, ranks: int) -> int:
     """Bytes that a call may take by default: 1.25 GiB; or the bytes of a chunk of 2048 tokens, if its logits (student's
     and teacher's, in the operands' dtype) alone take more than 1.25 GiB.
@@ -167,13 +174,12 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     With more ranks that share the vocabulary, each rank has less budget and larger chunks. From 16 ranks on the budget
     does not shrink, since hidden states are not divided among ranks.
     """
-    share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
+    share = default_share(sizes, ranks)
     rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
     columns = sizes.vocab + sizes.teacher_columns * sizes.teacher_made
     logits = rows * columns * sizes.dtype.itemsize
-    if logits <= share:
-        # exponentials in e4m3 take as much as those in 16 bits
-        return share * (1 + sizes.e4m3_gradients) + e4m3_copy(sizes)
+    if logits * (1 + sizes.e4m3_gradients) <= share:
+        return share + e4m3_copy(sizes)
     # logits count in the operands' dtype, whatever the buffer keeps
     bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored = rows * columns * bits16 if sizes.store.multiplies else 0
