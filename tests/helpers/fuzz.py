@@ -40,7 +40,7 @@ LOSSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]  # fmt: skip
 # seeds that fail, and what is open in them: printed by a run, and no failure of it
 OPEN: dict[int, str] = {
-    3000573: "one token and two ids in float16: logits that are stored relative to a strip are rounded once more than eager's",
+    3000573: "one token and two ids in float16: relative logits are rounded once more than eager's",
     3002722: "topk_kl's K ids leave the student a remainder r, which is known to 1e-7 / r (docs/losses.md, tail guard)",
 }
 # every metric that needs no teacher, and options of which a call has some
