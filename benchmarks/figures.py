@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # the newest result of each question; a test checks that there are no other files
 FILES = {
-    "head": "head-cuda.json", "small": "head-small-cuda.json", "late": "head-cuda-late.json",
+    "head": "head-cuda.json", "head-flat": "head-flat-cuda.json",
+    "small": "head-small-cuda.json", "small-flat": "head-small-flat-cuda.json", "late": "head-cuda-late.json",
     "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json",
     "losses": "losses-cuda.json", "short": "losses-cuda-short.json",
     "trainers": "frameworks-cuda.json",
@@ -25,7 +26,7 @@ FILES = {
 }  # fmt: skip
 LONG = {f"long-{ranks}": f"long-{ranks}-cuda.json" for ranks in (1, 2, 4)}
 FILES |= {question: file for question, file in LONG.items() if (RESULTS / file).exists()}
-HEADS = ("head", "small")  # of README's table
+HEADS = ("head", "head-flat", "small", "small-flat")  # of README's table
 SHOWN: set[str] = set()  # questions whose results were read since a page was begun
 OLD = 100  # commits; figures that are older are to be measured again
 DATA = {"trained": "trained-like data", "flat": "flat data", "random": "flat data; errors of peaked data"}

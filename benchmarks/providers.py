@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +53,12 @@ PACKAGES = {
     # by default blocks of the gradient of the logits that are all below 2.4e-4 (bf16) are left out
     "cce": Package("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy", {"impl": "cce"}, (8, 0)),
     "trl": _TRL,
-    # LGPL and AGPL: it is run where it is installed, and its package imports beside all of Unsloth only
+    # LGPL and AGPL: it is run where it is installed, and nothing of it is here
     "unsloth": Package("unsloth-zoo", "unsloth_zoo.fused_losses.cross_entropy_loss", "unsloth_fused_ce_loss", {}),
 }
 NAMES = ("ours", "eager", "compile", "torch", *PACKAGES)
+# Packages whose own ``__init__`` asks for all of Unsloth: its head is imported below empty ones.
+_UNSLOTH_PARENTS = ("unsloth_zoo", "unsloth_zoo.temporary_patches", "unsloth_zoo.fused_losses")
 # Functions of log-probabilities and entropy whose gradients come in backward, of logits that are made again there.
 LATE_PACKAGES = {
     "late-trl": _TRL,
@@ -267,11 +270,23 @@ def _function(package: Package, device: torch.device) -> Any:
         wanted = ".".join(map(str, package.capability))
         raise Unavailable(f"{package.name} needs a GPU of compute capability {wanted} or newer")
     try:
+        if package.name == "unsloth-zoo":
+            _import_empty(_UNSLOTH_PARENTS)
         return getattr(importlib.import_module(package.module), package.function)
     except Exception as error:  # whatever a foreign package raises on import, no other provider is lost
         if isinstance(error, ModuleNotFoundError) and error.name == package.module.split(".")[0]:
             raise Unavailable(f"the package {package.name} is not installed") from error
         raise Unavailable(f"{package.name} did not import: {type(error).__name__}: {error}") from error
+
+
+def _import_empty(names: Sequence[str]) -> None:
+    """Put packages in place that find their modules and run nothing of their own; the parent stands first."""
+    for name in names:
+        found = importlib.util.find_spec(name)
+        if found is None:
+            raise ModuleNotFoundError(name=name)
+        sys.modules[name] = module = types.ModuleType(name)
+        module.__path__ = list(found.submodule_search_locations or ())
 
 
 def _import_ours(options: dict[str, Any]) -> Any:

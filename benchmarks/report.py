@@ -25,6 +25,7 @@ from benchmarks.figures import (
     LONG,
     NAMES,
     ONE,
+    RESULTS,
     ROOT,
     SHOWN,
     measured,
@@ -99,19 +100,30 @@ def span(row: dict[str, Any]) -> str:
 
 def beside(folder: Path) -> str:
     """Medians of the heads here and of another sitting's in ``folder``, side by side, and how far they are apart."""
-    lines = []
+    lines, others = [], dict[str, str]()
     for question in measured(HEADS):
-        theirs = json.loads((folder / FILES[question]).read_text())["rows"]
+        if not (folder / FILES[question]).is_file():
+            continue
+        theirs = json.loads((folder / FILES[question]).read_text())
+        others[f"{theirs['device']}, {theirs['date'][:10]}, commit {theirs['commit'][:7]}"] = question
         keys = ("shape", "data", "provider")
-        other = {tuple(row[key] for key in keys): row["ms"] for row in theirs if "ms" in row}
+        other = {tuple(row[key] for key in keys): row["ms"] for row in theirs["rows"] if "ms" in row}
         for row in read(question)["rows"]:
             key = tuple(row[key] for key in keys)
             if "ms" in row and key in other:
                 apart = f"{100 * (other[key] / row['ms'] - 1):+.1f} %"
-                lines.append(
-                    [*key[:2], NAMES.get(key[2], key[2]), milliseconds(row["ms"]), milliseconds(other[key]), apart]
-                )
-    return table(["head", "data", "", "ms here", "ms there", "apart"], lines)
+                head = f"{key[0].replace('x', ' x ')}, {DATA[key[1]].split()[0]}"
+                way = NAMES.get(key[2], key[2])
+                lines.append([f"{head}: {way}", milliseconds(row["ms"]), milliseconds(other[key]), apart])
+    if not lines:
+        return "`python -m benchmarks report --beside FOLDER` prints it; no second sitting is recorded."
+    made = table(["head", "ms above", "ms of the other sitting", "apart"], lines)
+    return f"{made}\n\nThe other sitting: {'; '.join(others)}."
+
+
+def both(texts: Sequence[str]) -> str:
+    """A number of each kind of data, or a dash where there is none."""
+    return ", ".join(texts) if set(texts) != {"-"} else "-"
 
 
 def reason(why: str) -> str:
@@ -126,27 +138,26 @@ def two_heads() -> str:
     questions = measured(HEADS)
     runs = [read(question) for question in questions]
     cells: dict[str, list[str]] = {name: [] for name in NAMES}
-    columns = []
-    for found in runs:
-        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
-        for row in found["rows"]:
-            if row["status"] == "ok" and row["provider"] in rows:
-                rows[row["provider"]].append(row)
-        shape = found["rows"][0]["shape"].replace("x", " x ")
-        kinds = dict.fromkeys(DATA[row["data"]].split()[0] for row in found["rows"])
-        which = f" ({', '.join(kinds)})" if len(kinds) > 1 else ""
-        columns += [f"{shape}: ms{which}", "GiB", f"error{which}"]
-        for name, of_name in rows.items():
-            worst = [max(row.get("d_hidden_error", 0.0), row.get("d_weight_error", 0.0)) for row in of_name]
+    absent = {name: why for found in runs for name, why in found["skipped"].items()}
+    columns, every = list[str](), [row for found in runs for row in found["rows"]]
+    for shape in dict.fromkeys(row["shape"] for row in every):
+        rows = {(row["provider"], row["data"]): row for row in every if row["shape"] == shape}
+        kinds = list(dict.fromkeys(data for _, data in rows))
+        which = f" ({', '.join(DATA[data].split()[0] for data in kinds)})" if len(kinds) > 1 else ""
+        columns += [f"{shape.replace('x', ' x ')}: ms{which}", "GiB", f"error{which}"]
+        for name in NAMES:
+            of_name = [rows.get((name, data), {}) for data in kinds]
+            absent.update((name, row["error"]) for row in of_name if row.get("status", "ok") != "ok")
             peaks = [row["peak_bytes"] / 2**30 for row in of_name if "peak_bytes" in row]
+            worst = [max(row.get("d_hidden_error", 0.0), row.get("d_weight_error", 0.0)) for row in of_name]
             cells[name] += [
-                ", ".join(milliseconds(row["ms"]) for row in of_name) or "-",
+                both([milliseconds(row["ms"]) if "ms" in row else "-" for row in of_name]),
                 f"{max(peaks):.1f}" if peaks else "-",
-                ", ".join(f"{value:.1e}" for value in worst if value) or "-",
+                both([f"{value:.1e}" if value else "-" for value in worst]),
             ]
     lines = [[NAMES[name], *texts] for name, texts in cells.items() if set(texts) != {"-"}]
-    for name, why in {name: why for found in runs for name, why in found["skipped"].items()}.items():
-        lines.append([NAMES[name], f"did not run: {reason(why)}", *["-"] * (len(columns) - 1)])
+    for name in (name for name in absent if set(cells.get(name, ())) <= {"-"}):
+        lines.append([NAMES[name], f"did not run: {reason(absent[name])}", *["-"] * (len(columns) - 1)])
     return f"{table(['', *columns], lines)}\n\n{source(*questions, command=False)}"
 
 
@@ -325,6 +336,7 @@ def gpus() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "model-source": lambda: source("models", command=False), "head-source": lambda: source("head", command=False),
     "readme": two_heads, "heads": lambda: heads(*HEADS), "late": lambda: heads("late"),
+    "beside": lambda: beside(RESULTS / "beside"),
     "default": default, "losses": all_losses, "short": lambda: all_losses("short"), "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
     "peers": lambda: matrix(

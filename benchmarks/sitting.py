@@ -22,8 +22,10 @@ _ALL = " ".join(f"--provider {name}" for name in providers.NAMES)
 _FEW = "--provider eager --provider liger --provider quack --provider cce --provider ours"
 # by name: the file, about how many minutes an H200 takes, and the words
 PARTS = {
-    "head": ("head-cuda.json", 3.8, f"head --shape 8192x4096x128256 --errors {_ALL}"),
-    "small": ("head-small-cuda.json", 3.8, f"head --shape 8192x1024x151936 --errors {_ALL}"),
+    "head": ("head-cuda.json", 4.5, f"head --shape 8192x4096x128256 --data trained --errors {_ALL}"),
+    "head-flat": ("head-flat-cuda.json", 4.5, f"head --shape 8192x4096x128256 --data flat --errors {_ALL}"),
+    "small": ("head-small-cuda.json", 4.5, f"head --shape 8192x1024x151936 --data trained --errors {_ALL}"),
+    "small-flat": ("head-small-flat-cuda.json", 4.5, f"head --shape 8192x1024x151936 --data flat --errors {_ALL}"),
     "late": ("head-cuda-late.json", 2.4, "head --late --shape 8192x4096x128256 --errors --data trained"),
     "peers": ("speed-cuda-peers.json", 6.5, "speed --peers --rows default --rounds 3 --no-memory"),
     "memory": ("memory-cuda.json", 0.8, f"memory --model llama3-8b {_FEW}"),

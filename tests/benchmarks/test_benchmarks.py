@@ -1,6 +1,7 @@
 """The benchmarks' own parts: what is measured is what a row is called, and mistakes and failures are rows."""
 
 import contextlib
+import importlib
 import json
 import sys
 import time
@@ -322,6 +323,24 @@ def test_the_chunks_of_a_newer_torch_run_on_an_older_one(monkeypatch: Any) -> No
     monkeypatch.setenv(providers.NEWER_TORCH, str(Path(torch.__file__).parent))
     assert torch.equal(providers.build("torch", CPU).call(drawn.hidden, drawn.weight, drawn.target), expected)
     assert torch.__version__.startswith(providers.newer_torch()["F.linear_cross_entropy of torch"])
+
+
+def test_a_head_is_imported_without_what_its_package_runs(monkeypatch: Any, tmp_path: Path) -> None:
+    """As Unsloth's, whose ``__init__`` raises outside of Unsloth; a package that is not there has its own words."""
+    deepest = tmp_path / "whole" / "part"
+    deepest.mkdir(parents=True)
+    for folder in (deepest.parent, deepest):
+        (folder / "__init__.py").write_text("raise ImportError('install all of it')")
+    (deepest / "head.py").write_text("VALUE = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = "whole", "whole.part"
+    for name in (*names, "whole.part.head"):  # taken away afterwards
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    providers._import_empty(names)
+    assert importlib.import_module("whole.part.head").VALUE == 3
+    with pytest.raises(ModuleNotFoundError):
+        providers._import_empty(["absent_package"])
 
 
 def test_a_framework_that_is_missing_is_a_row(tmp_path: Any) -> None:

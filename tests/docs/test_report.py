@@ -81,12 +81,19 @@ def test_two_heads_on_two_kinds_of_data(
 ) -> None:
     """Time and error of the same data side by side; two decimals; what did not run stands last."""
     found = report.read("head") | {"rows": ROWS, "skipped": {"torch": "too old"}}
-    (tmp_path / "head.json").write_text(json.dumps(found))
-    for name in figures.HEADS:
-        monkeypatch.setitem(figures.FILES, name, str(tmp_path / "head.json"))
+    failed = {"shape": "8x4x9", "data": "trained", "status": "failed", "provider": "quack", "error": "no such size"}
+    small = [row | {"shape": "8x4x9"} for row in ROWS if row["data"] == "trained"]
+    of_file = {"head": ROWS[:2], "head-flat": ROWS[2:], "small": [*small, failed], "small-flat": []}
+    of_file["small-flat"] = [row | {"shape": "8x4x9"} for row in ROWS if row["data"] == "flat"]
+    for name, rows in of_file.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found | {"rows": rows}))
+        monkeypatch.setitem(figures.FILES, name, str(tmp_path / f"{name}.json"))
     lines = report.two_heads().splitlines()
+    assert lines[0].count("ms (trained-like, flat)") == 2
+    assert lines[5].startswith("| quack, scaled exponentials | did not run: no such size |")
     assert lines[3] == "| **chunked_head**" + 2 * " | 10.20, 10.40 | 1.0 | 2.0e-03, 1.0e-03" + " |"
     assert lines[4].startswith("| `F.linear_cross_entropy` | did not run: too old |") and "commit be47ae3." in lines[-1]
+    (tmp_path / "head.json").write_text(json.dumps(found))
     text = report.heads("head")
     assert "**8 x 2 x 9, trained-like data**" in text and "**8 x 2 x 9, flat data**" in text
     assert "| **chunked_head** | 10.20 ms (10.10 to 10.30) | 1.02 | 1.0 GiB | 1.0e-03 | 2.0e-03 | - |" in text
@@ -97,7 +104,9 @@ def test_two_heads_on_two_kinds_of_data(
     monkeypatch.setattr(report, "HEADS", ("head",))
     (tmp_path / "other" / "head.json").write_text(json.dumps(found | {"rows": slower}))
     assert report.main(["--beside", str(tmp_path / "other")]) == 0
-    assert capsys.readouterr().out.count("| +1.0 % |") == len(ROWS)
+    printed = capsys.readouterr().out
+    assert printed.count("| +1.0 % |") == len(ROWS) and "The other sitting: NVIDIA H" in printed
+    assert report.main(["--beside", str(tmp_path)]) == 0 and "| +0.0 % |" in capsys.readouterr().out
 
 
 def test_numbers_of_near_dots_are_apart() -> None:
@@ -112,7 +121,9 @@ def test_numbers_of_near_dots_are_apart() -> None:
 
 
 def test_no_result_is_kept_that_nothing_shows() -> None:
-    assert {path.name for path in figures.RESULTS.iterdir()} <= set(figures.FILES.values())
+    found = {path.name for path in figures.RESULTS.iterdir() if path.name != "beside"}
+    assert found <= set(figures.FILES.values())
+    assert {path.name for path in figures.RESULTS.glob("beside/*")} <= {figures.FILES[name] for name in figures.HEADS}
 
 
 def test_figures_of_gpus_are_of_those() -> None:
