@@ -245,7 +245,7 @@ def evaluate(
     writes values of tokens to ``table`` [values, tokens]. A Triton kernel runs if there is one, else PyTorch. Hooks of
     an activation checkpoint do not run: the graph of the vectors ends in this function."""
     if backend is not None and backend.name == "triton":
-        arithmetic, arguments = arithmetic_of(structure, stats.by_name, inputs)
+        arithmetic, arguments = arithmetic_of(structure, stats.for_losses, inputs)
         if arithmetic is not None:
             kernel, names = arithmetic
             chunk = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
@@ -254,7 +254,7 @@ def evaluate(
     if rows.stop - rows.start < len(inputs.target):
         stats, inputs = stats.narrow(rows), inputs.narrow(rows)
     with plain_saving():
-        coefficients, values, unit_values = values_of(structure, stats.by_name, inputs)
+        coefficients, values, unit_values = values_of(structure, stats.for_losses, inputs)
     if values:
         table[:, rows] = torch.stack(values)
     return coefficients, unit_values

@@ -11,6 +11,7 @@ from .memory import Cache, empties
 from .records import Statistic, SumFunction
 
 SUFFIX = ("", "2")  # by view: the end of the names of a softmax's statistics and coefficients
+HEAVY_VECTORS = ("heavy_ids", "heavy_logits")  # statistics that stores read, and no loss
 
 
 class View(NamedTuple):
@@ -169,8 +170,8 @@ def forms_anew(demand: Demand) -> dict[str, Form]:
     for statistic in demand.lists:
         add_vectors(statistic, statistic.vectors)
     if demand.heavy:
-        add_forms(["heavy_ids"], Form(demand.heavy, torch.int32, sent=False))
-        add_forms(["heavy_logits"], Form(demand.heavy, sent=False))
+        for name, ids in zip(HEAVY_VECTORS, (torch.int32, None), strict=True):
+            add_forms([name], Form(demand.heavy, ids, sent=False))
     if pairing is not None:
         add_forms(["teacher_start", "teacher_rest"])
         for statistic in pairing.statistics:
@@ -229,6 +230,13 @@ class RowStats(Vectors):
 
     def narrow(self, rows: slice) -> Self:
         return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().narrow(rows)
+
+    @property
+    def for_losses(self) -> dict[str, Tensor]:
+        """The statistics that losses and metrics may read, by name."""
+        if self.heavy_ids is None:
+            return self.by_name
+        return {name: value for name, value in self.by_name.items() if name not in HEAVY_VECTORS}
 
     def zero_(self) -> None:
         for value in self.by_name.values():
