@@ -129,7 +129,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("shift: temperatures that stay behind", "chunked_head/call/tokens.py", 'if kind.kind == "token" and dims:', 'if kind.kind == "token" and dims and name != TEMPERATURE:', LOGPROBS + " -k temperature"),
     ("scale: temperatures of tokens", "chunked_head/call/tokens.py", "torch.where(ignored, 1.0, 1.0 / temperature)", "torch.where(ignored, 1.0, temperature)", LOGPROBS + " -k temperature"),
     ("range: an id too many", "chunked_head/call/tokens.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
-    ("buffer: a promise that is broken", "chunked_head/call/run.py", "one_or_nan = expected.one_or_nan_for(loss_upstream)", "one_or_nan = expected.one_or_nan", BUFFER),
+    ("buffer: a promise that is broken", "chunked_head/call/run.py", "one_or_nan = objective.one_or_nan_for(loss_upstream)", "one_or_nan = objective.one_or_nan", BUFFER),
     ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "self.fresh = gradient_buffer is None or gradient_buffer.fresh", "self.fresh = True", BUFFER),
     ("checkpoint: gradients made twice", "chunked_head/call/run.py", "makes_grads is None and in_backward()", "False", "tests/functions/test_gradients.py -k checkpointing"),
     # losses

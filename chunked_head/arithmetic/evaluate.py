@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     target: Tensor  # [n] int64, -1 where a token does not count
     fields: Named
     num_segments: int | None
-    factors: Tensor  # [summands] each one's coefficient / D
+    summand_factors: Tensor  # [summands] the coefficient of each over its denominator D
     tensors: list[Named]  # for each summand, its ``tensors`` by name
     metric_weights: Named  # by weighting, "token" excepted: [n] from ``weights_in``
     token_fields: frozenset[str] = frozenset()  # names of ``fields`` that have a row for each token
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         along = {name: 0 if name in self.token_fields else None for name in self.fields}
         return self._replace(
             target=change(self.target, 0),
-            factors=change(self.factors, None),
+            summand_factors=change(self.summand_factors, None),
             fields={name: change(value, along[name]) for name, value in self.fields.items()},
             tensors=[{name: change(value, None) for name, value in of_summand.items()} for of_summand in self.tensors],
             metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
@@ -81,12 +81,14 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
     leaves = masked(leaves, batch.mask)
     dtype, sloped_names = leaves["lse"].dtype, structure.leaves if structure.summands else ()
     sloped = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items() if name in sloped_names}
-    rows, unit_values, loss = list[Tensor](), list[Tensor](), inputs.factors.new_zeros(())
+    rows, unit_values, loss = list[Tensor](), list[Tensor](), inputs.summand_factors.new_zeros(())
     for i, (summand, view) in enumerate(structure.summands):
         with torch.set_grad_enabled(bool(sloped)):
             loss_leaves = leaves
             if sloped:
-                is_zero = inputs.factors[i] == 0  # a factor of 0 gives 0 by selection: the slope may be infinite
+                is_zero = (
+                    inputs.summand_factors[i] == 0
+                )  # a factor of 0 gives 0 by selection: the slope may be infinite
                 loss_leaves = leaves | {
                     name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped.items()
                 }
@@ -99,7 +101,7 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
                     values = values * weight.to(dtype)
             values = torch.where(mask, values, 0)
             if sloped:
-                loss = loss + (values * inputs.factors[i]).sum()
+                loss = loss + (values * inputs.summand_factors[i]).sum()
         (rows if summand.unit == "token" else unit_values).append(values.detach())
     coefficients: Named = {}
     if sloped:
@@ -193,7 +195,8 @@ def arithmetic_of(
     if not structure.builtin:
         return None, []
     tensors = [
-        *leaves.values(), inputs.target, inputs.factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
+        *leaves.values(),
+        inputs.target, inputs.summand_factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
         *[tensor for of_summand in inputs.tensors for tensor in of_summand.values()], *inputs.metric_weights.values(),
     ]  # fmt: skip
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])

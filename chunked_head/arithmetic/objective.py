@@ -1,15 +1,15 @@
 """Results of a call and their derivatives: from statistics to values, and from upstream gradients to coefficients.
 
 A call returns a sum of losses as one number, with parts and metrics (``ScalarObjective``), a sum of losses for each
-token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep calls ``visit`` for each chunk,
-which returns coefficients if the forward pass makes gradients. ``outputs`` is called once, after the sweep. A backward
-that makes gradients calls ``coefficients_for`` with the upstream gradients. ``evaluate.py`` has the arithmetic.
+token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep calls ``run_losses`` for each
+chunk, which returns coefficients if the forward pass makes gradients. ``results`` is called once, after the sweep. A
+backward that makes gradients calls ``coefficients_for`` with the upstream gradients. ``evaluate.py`` has the
+arithmetic.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,26 +43,6 @@ def product_of(value: Tensor, *factors: float | Tensor) -> Tensor:
     return value
 
 
-class Expected(NamedTuple):
-    """The upstream gradient for which a forward pass makes gradients."""
-
-    upstream: float | Tensor
-    one_or_nan: Tensor
-
-    def factors(self, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the factors by which gradients for the expected upstream gradient become those for ``upstream``: the
-        ratio [] of both, and [] 1 or nan."""
-        ratio = upstream.to(self.one_or_nan.dtype)
-        if isinstance(self.upstream, Tensor) or self.upstream != 1.0:
-            ratio = torch.where(upstream == self.upstream, 1.0, ratio / self.upstream)
-        return ratio, self.one_or_nan
-
-    def one_or_nan_for(self, upstream: Tensor) -> Tensor:
-        """[] the factor of a caller's buffer, which cannot be scaled: ``one_or_nan`` if ``upstream`` is the expected
-        one, else nan."""
-        return torch.where(upstream == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
-
-
 @dataclass(eq=False, kw_only=True)
 class Objective:
     """Computes a call's results from statistics, and coefficients from upstream gradients. This base class has the
@@ -79,19 +59,19 @@ class Objective:
     one_or_nan: Tensor  # [] a factor of all results: nan if an id is out of range, else 1
     dtype: torch.dtype  # dtype of statistics and values
     differentiable: int = 1  # number of the first outputs that take a gradient
-    expected: Expected | None = None  # the upstream gradient for which the forward pass makes gradients
     # True where ranks hold different tokens. Losses that sum segments over ranks are then evaluated once, in the
     # forward pass: ranks have different plans and must send the same messages.
     exchanges: bool = False
 
-    def visit(
-        self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
+    def run_losses(
+        self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, keeps_values: bool = True
     ) -> Coefficients | None:
-        """Takes the values of the tokens ``rows``. Returns their coefficients; None if gradients need other tokens'
-        statistics as well, or without ``gradient``.
+        """Runs losses and metrics on the tokens ``rows``. Returns the tokens' coefficients; None without ``gradient``,
+        or if the losses read other tokens' statistics too: ``results`` then runs them on all tokens at once.
 
-        ``closed``: the segments of these tokens have no other tokens. ``values``: keep the tokens' values; False if a
-        teacher's statistics are made later, with the gradients, so that ``outputs`` computes all values.
+        ``closed``: the segments of these tokens have no other tokens. ``keeps_values``: values are kept for
+        ``results``; False if a teacher's statistics are made later, with the gradients, so that ``results`` computes
+        all values.
         """
 
     @functools.cached_property
@@ -99,19 +79,21 @@ class Objective:
         """[tokens] -1, 0 where a token does not count: alpha and beta of the gradient of a target's log-probability."""
         return (self.targets >= 0).to(self.dtype).neg_()
 
-    def unit_coefficients(self, stats: RowStats, rows: slice, values: bool = True) -> Coefficients:
-        """Coefficients of the tokens ``rows`` up to the factor that ``row_factors`` has for each. ``values``: as in
-        ``visit``."""
+    def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
+        """Coefficients of the tokens ``rows`` up to the factor that ``token_factors`` has for each. ``keeps_values``:
+        as in ``run_losses``."""
         slopes = self.unit_slopes[rows]
         return Coefficients.from_dict({"alpha": slopes, "beta": slopes})
 
-    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """What rows made by ``unit_coefficients`` are multiplied by [tokens], from statistics and upstream gradients of
-        the outputs."""
+    def token_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """[tokens] the factors that turn ``unit_coefficients`` into coefficients, from statistics and upstream
+        gradients of the outputs."""
         raise NotImplementedError
 
-    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        """The values that the call returns, from the statistics of all tokens; called after the last chunk."""
+    def results(self, stats: RowStats) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
+        """Returns the call's outputs, the reduced values [] of the summands, and the sums or extrema of the metrics'
+        values, from the statistics of all tokens. The lists are empty where values are per token. It is called once,
+        after the last chunk."""
         raise NotImplementedError
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
@@ -123,31 +105,34 @@ class Objective:
 class LossObjective(Objective):
     """A sum of losses.
 
-    ``table`` and ``unit_values`` collect values between the chunks of a pass: ``evaluate`` fills them chunk by chunk,
-    ``take_values`` returns and empties them at the end. Both are empty before and after a pass.
+    ``table`` and ``unit_values`` collect values between the chunks of a pass: ``evaluate_rows`` fills them chunk by
+    chunk, ``take_values`` returns and empties them at the end. Both are empty before and after a pass.
     """
 
-    inputs: Inputs  # those of all tokens; ``factors`` have the expected upstream gradient in them
+    inputs: Inputs  # those of all tokens; ``summand_factors`` have the expected upstream gradient in them
     loss_coefficients: list[float | Tensor]  # of the summands; tensors are []
     backend: Backend | None  # kernels of the arithmetic; None: plain PyTorch
-    # Coefficients of the forward pass by the first row of their chunk, kept for backward, since a user's function might
-    # return others when it runs again. None: backward computes coefficients again.
-    forward_coefficients: dict[int, Named] | None
+    # The forward pass keeps coefficients for backward, since a user's function might return others when it runs again,
+    # or since the losses' values are computed at the same time. False: backward computes coefficients again.
+    keeps_coefficients: bool
+    forward_coefficients: dict[int, Named] = field(default_factory=dict)  # kept ones, by the first row of their chunk
     # [values, tokens]: values of tokens; they are summed over all tokens at once, so that sums do not depend on chunks
     table: Tensor | None = None
     unit_values: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
     coupled: bool = False  # a loss reads other tokens' statistics
 
-    def evaluate(self, stats: RowStats, rows: slice, gradient: bool) -> Named:
-        """Puts values of the tokens ``rows`` into ``table`` and ``unit_values``. Returns coefficients by name; an empty
-        dict without ``gradient``."""
-        structure = self.structure if gradient or self.forward_coefficients is not None else self.structure.values_only
-        if self.table is None:
-            width, device = sum(structure.widths), self.targets.device
-            self.table = empty(width, len(self.targets), dtype=self.dtype, device=device)
-        coefficients, unit_values = evaluate(structure, stats, self.inputs, rows, self.backend, self.table)
-        self.unit_values.append(unit_values)
-        if self.forward_coefficients is not None:
+    def evaluate_rows(self, stats: RowStats, rows: slice, gradient: bool, keeps_values: bool = True) -> Named:
+        """Coefficients of the tokens ``rows`` by name; an empty dict without ``gradient``. With ``keeps_values``, the
+        tokens' values go to ``table`` and ``unit_values``."""
+        structure = self.structure if gradient or self.keeps_coefficients else self.structure.values_only
+        table = self.table
+        if table is None:
+            table = empty(sum(structure.widths), len(self.targets), dtype=self.dtype, device=self.targets.device)
+        coefficients, unit_values = evaluate(structure, stats, self.inputs, rows, self.backend, table)
+        if keeps_values:
+            self.table = table
+            self.unit_values.append(unit_values)
+        if self.keeps_coefficients:
             self.forward_coefficients[rows.start] = coefficients
         return coefficients
 
@@ -160,71 +145,66 @@ class LossObjective(Objective):
     def coefficients_at_once(self, stats: RowStats) -> Named:
         """Coefficients of all tokens for the expected upstream gradient: those that the forward pass has kept, or
         computed here."""
-        chunks = [chunk for _, chunk in sorted((self.forward_coefficients or {}).items())]
+        chunks = [chunk for _, chunk in sorted(self.forward_coefficients.items())]
         if not chunks:
             tokens = len(self.targets)
             blocks = slices(tokens, MOST_AT_ONCE) if tokens and not self.coupled else [slice(0, tokens)]
-            chunks = [self.evaluate(stats, rows, gradient=True) for rows in blocks]
-            self.take_values()
-        return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
+            chunks = [self.evaluate_rows(stats, rows, gradient=True, keeps_values=False) for rows in blocks]
+        if len(chunks) == 1:
+            return chunks[0]
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
 
 @dataclass(eq=False, kw_only=True)
 class ScalarObjective(LossObjective):
     """A sum of losses, each reduced by itself."""
 
-    inverse: list[Tensor]  # [] 1 / D of each summand: 0 for a normalizer of 0, nan if an id is out of range
+    inverses: list[Tensor]  # [] 1 / D of each summand: 0 for a normalizer of 0, nan if an id is out of range
     is_normalized: bool  # some denominator is a normalizer, which may be 0
-    expected: Expected
+    expected_upstream: float | Tensor  # the upstream gradient [] for which the forward pass makes gradients
     counts: list[Tensor]  # [] divisors of the metrics
-    loss_values: list[Tensor] = field(default_factory=list)  # [] reduced values of the summands
-    metric_totals: list[Tensor] = field(default_factory=list)  # sums or extrema of the metrics' values
 
-    def visit(
-        self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
+    def run_losses(
+        self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, keeps_values: bool = True
     ) -> Coefficients | None:
-        if values and self.coupled and not closed and rows.stop - rows.start < len(self.targets):
+        if keeps_values and self.coupled and not closed and rows.stop - rows.start < len(self.targets):
             return None
-        coefficients = self.evaluate(stats, rows, gradient)
-        if not values:
-            self.take_values()
+        coefficients = self.evaluate_rows(stats, rows, gradient, keeps_values)
         return Coefficients.from_dict(coefficients) if gradient else None
 
-    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+    def results(self, stats: RowStats) -> tuple[tuple[Tensor], list[Tensor], list[Tensor]]:
         if self.table is None and (self.targets.shape[0] or (self.coupled and self.exchanges)):
-            self.evaluate(stats, slice(0, len(self.targets)), gradient=False)
-        (table, unit_values), structure, count = self.take_values(), self.structure, len(self.inverse)
-        has_one_denominator = not self.is_normalized and len({id(d) for d in self.inverse}) == 1
+            self.evaluate_rows(stats, slice(0, len(self.targets)), gradient=False)
+        (table, unit_values), structure, count = self.take_values(), self.structure, len(self.inverses)
+        has_one_denominator = not self.is_normalized and len({id(d) for d in self.inverses}) == 1
         numbers = [c for c in self.loss_coefficients if type(c) is float]
         adds_rows = {*structure.widths} == {1} and all(metric.reduce == "mean" for metric, _ in structure.metrics)
         has_number_factors = has_one_denominator and len(numbers) == count
         if table is not None and self.backend is not None and has_number_factors and adds_rows:
             # one launch makes the sums of all rows and the sum of losses
-            total, row_sums = self.backend.sum_rows(table, self.inverse[0], self.one_or_nan, numbers)
+            total, row_sums = self.backend.sum_rows(table, self.inverses[0], self.one_or_nan, numbers)
             sums = list(row_sums.unbind())
-            self.loss_values[:], self.metric_totals[:] = sums[:count], sums[count:]
-            return (total,)
+            return (total,), sums[:count], sums[count:]
         if table is None:
-            self.loss_values[:] = [d * 0.0 for d in self.inverse]
-            self.metric_totals[:] = self.of_nothing(structure.metrics)
+            loss_values = [d * 0.0 for d in self.inverses]
+            metric_totals = self.totals_without_tokens(structure.metrics)
         else:
             sums = totals(structure, table, unit_values, self.one_or_nan)
-            loss_values = list(map(torch.mul, sums[:count], self.inverse))
+            loss_values, metric_totals = list(map(torch.mul, sums[:count], self.inverses)), sums[count:]
             if self.is_normalized:  # by selection: a normalizer of 0 gives 0 even for an infinite sum
                 loss_values = [
-                    torch.where(d == 0, d, value) for d, value in zip(self.inverse, loss_values, strict=True)
+                    torch.where(d == 0, d, value) for d, value in zip(self.inverses, loss_values, strict=True)
                 ]
-            self.loss_values[:], self.metric_totals[:] = loss_values, sums[count:]
         # the sum has memory of its own: a caller may write to it
-        first, *further = map(torch.mul, self.loss_values, self.loss_coefficients)
-        return (sum(further, first),)
+        first, *further = map(torch.mul, loss_values, self.loss_coefficients)
+        return (sum(further, first),), loss_values, metric_totals
 
-    def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
-        """Metrics of all tokens by name. ``Structure.segment_metrics``, which read all tokens at once, are computed
-        here; the others were computed with the chunks."""
-        metric_totals, of_segments = [*self.metric_totals], self.structure.segment_metrics
+    def metric_values(self, stats: RowStats, metric_totals: Sequence[Tensor]) -> dict[str, MetricValue]:
+        """Metrics of all tokens by name. ``metric_totals``: those that ``results`` returns, of metrics computed with
+        the chunks. ``Structure.segment_metrics``, which read all tokens at once, are computed here."""
+        metric_totals, of_segments = [*metric_totals], self.structure.segment_metrics
         if of_segments and not self.targets.shape[0] and not self.exchanges:
-            metric_totals += self.of_nothing(of_segments)
+            metric_totals += self.totals_without_tokens(of_segments)
         elif of_segments:
             structure = replace(self.structure, summands=(), metrics=of_segments, leaves=frozenset())
             all_rows = slice(0, len(self.targets))
@@ -240,7 +220,7 @@ class ScalarObjective(LossObjective):
                 values[metric.label] = MetricValue(metric.reduce, extremum=total)
         return values if rank_sums is None else metrics_of_all_ranks(values, rank_sums.parallel)
 
-    def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
+    def totals_without_tokens(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
         """Totals of the metrics of a call without tokens."""
         shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
         values = [OF_NOTHING[metric.reduce] for metric, _ in metrics]
@@ -249,9 +229,21 @@ class ScalarObjective(LossObjective):
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (loss_upstream,) = upstream
         assert loss_upstream is not None
-        return Coefficients.from_dict(self.coefficients_at_once(stats)) * self.expected.factors(loss_upstream)[0]
+        return Coefficients.from_dict(self.coefficients_at_once(stats)) * self.upstream_ratio(loss_upstream)
 
-    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+    def upstream_ratio(self, upstream: Tensor) -> Tensor:
+        """[] the factor by which gradients for the expected upstream gradient become those for ``upstream`` []."""
+        ratio = upstream.to(self.dtype)
+        if isinstance(self.expected_upstream, Tensor) or self.expected_upstream != 1.0:
+            ratio = torch.where(upstream == self.expected_upstream, 1.0, ratio / self.expected_upstream)
+        return ratio
+
+    def one_or_nan_for(self, upstream: Tensor) -> Tensor:
+        """[] the factor of a caller's buffer, which cannot be scaled: ``one_or_nan`` if ``upstream`` [] is the expected
+        upstream gradient, else nan."""
+        return torch.where(upstream == self.expected_upstream, self.one_or_nan, torch.nan).to(self.dtype)
+
+    def token_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
         """The loss's derivatives by log-probabilities."""
         beta = self.coefficients_for(stats, upstream).beta
         assert beta is not None
@@ -262,22 +254,19 @@ class ScalarObjective(LossObjective):
 class TokenObjective(LossObjective):
     """The weighted sum of token losses for each token, unreduced."""
 
-    def unit_coefficients(self, stats: RowStats, rows: slice, values: bool = True) -> Coefficients:
-        coefficients = self.evaluate(stats, rows, gradient=True)
-        if not values:
-            self.take_values()
-        return Coefficients.from_dict(coefficients)
+    def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
+        return Coefficients.from_dict(self.evaluate_rows(stats, rows, True, keeps_values))
 
-    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+    def token_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
         return counted_upstream(upstream[0], self.targets)
 
-    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+    def results(self, stats: RowStats) -> tuple[tuple[Tensor], list[Tensor], list[Tensor]]:
         if self.table is None:
-            self.evaluate(stats, slice(0, len(self.targets)), gradient=False)
+            self.evaluate_rows(stats, slice(0, len(self.targets)), gradient=False)
         table, _ = self.take_values()
         assert table is not None
         first, *further = map(product_of, table, self.loss_coefficients)
-        return (sum(further, first) * self.one_or_nan,)
+        return (sum(further, first) * self.one_or_nan,), [], []
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         token_upstream = counted_upstream(upstream[0], self.targets)
@@ -307,9 +296,9 @@ class StatsObjective(Objective):
 
     names: tuple[str, ...]
 
-    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+    def results(self, stats: RowStats) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
         if self.names == ("logprobs",):
-            return (stats.logprob * self.one_or_nan,)  # the kernels store 0 where a token does not count
+            return (stats.logprob * self.one_or_nan,), [], []  # the kernels store 0 where a token does not count
         counts, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
         values = []
         for name in self.names:
@@ -319,7 +308,7 @@ class StatsObjective(Objective):
                 values.append(torch.where(is_counted, value + zero_or_nan, zero_or_nan))
             else:
                 values.append(value * is_counted)  # integers are never nan, so a product suffices
-        return tuple(values)
+        return tuple(values), [], []
 
     def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
         for statistic in self.demand.lists:
@@ -335,13 +324,13 @@ class StatsObjective(Objective):
         value = stats[LEAF.get(name, name)]
         return value if value.is_floating_point() else value.long()
 
-    def unit_coefficients(self, stats: RowStats, rows: slice, values: bool = True) -> Coefficients:
+    def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
         if self.names[0] == "logprobs":
-            return super().unit_coefficients(stats, rows, values)
+            return super().unit_coefficients(stats, rows, keeps_values)
         chunk = replace(self, targets=self.targets[rows])
         return chunk.coefficients_for(stats.narrow(rows), (-self.unit_slopes[rows],))
 
-    def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
+    def token_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
         return counted_upstream(upstream[0], self.targets).to(self.dtype)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:

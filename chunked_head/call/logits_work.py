@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.stats import RowStats
+from ..core.stats import Coefficients, RowStats
 from ..plan.plans import text_fields
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
 from ..stores.sets import SetStore, WithSets
 from ..stores.store import GivenLogits, Store
 from .objectives import request_fields
-from .sweep import LocalWork, Loop, sweep
+from .sweep import LocalWork, run_chunks
 from .tokens import Tokens
 
 
@@ -31,43 +31,44 @@ class LogitsWork(LocalWork):
     def forward(self, operands: Sequence[Tensor]) -> tuple[RowStats, None]:
         """Statistics of all rows; gradients are made in backward."""
         (logits,) = operands
-        return sweep(self, logits, self.head(logits))[0], None
+        objective = self.objective
+        stats = RowStats.empty(len(logits), objective.demand, objective.dtype, logits.device)
+        self.sweep(logits, stats, None, None)
+        return stats, None
 
     def late_gradients(
         self, operands: Sequence[Tensor], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None]:
         """The gradient of the logits, [tokens, vocab]; with ``inplace`` it overwrites them. It is nan everywhere if an
         id of the call is out of range."""
-        one_or_nan = self.objective.one_or_nan
+        (logits,), one_or_nan = operands, self.objective.one_or_nan
         masked_upstream = tuple(None if gradient is None else gradient * one_or_nan for gradient in upstream)
         coefficients = self.objective.coefficients_for(stats, masked_upstream)
-        _, grads = sweep(self, operands[0], self.head(operands[0]), (stats, coefficients))
-        assert grads is not None
-        return (grads.hidden,)
-
-    def new_gradients(self, logits: Tensor, is_recompute: bool) -> Gradients | None:
-        """Memory for dlogits in backward; None in the forward pass."""
-        if not is_recompute:
-            return None
         grad = logits.detach() if self.inplace else logits.new_empty(logits.shape)
         if self.width < grad.shape[-1]:
             grad[:, self.width :] = 0.0
-        return Gradients(grad, None, None)
+        self.sweep(logits, stats, coefficients, grad)
+        return (grad,)
 
-    def begin(self, logits: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
-        """Returns the store, a function that returns all ``Rows``, and the spans: the one chunk of all rows."""
-        demand, backend = self.objective.demand, self.backend
+    def sweep(self, logits: Tensor, stats: RowStats, coefficients: Coefficients | None, grad: Tensor | None) -> None:
+        """Runs one pass over the rows of logits [tokens, vocab], all in one chunk: writes to ``stats``; or with
+        ``coefficients``, those of all tokens, to ``grad`` [tokens, vocab], the logits' gradient."""
+        if not len(logits):
+            return
+        objective, backend, head, demand = self.objective, self.backend, self.head(logits), self.objective.demand
         if self.shard is not None:
             demand = demand.of_columns(self.width)
-        dlogits = None if grads is None or grads.hidden is None else grads.hidden[:, : self.width]
-        objective, local_logits = self.objective, logits[:, : self.width]
-        rows = Rows(local_logits, self.softmax_targets, self.local_columns, objective.scale, objective.teacher)
-        store: Store = GivenLogits(backend, head, demand, rows, dlogits)
+        local_logits, tokens = logits[:, : self.width], slice(0, len(logits))
+        dlogits = None if grad is None else grad[:, : self.width]
+        no_hidden = logits.new_empty(len(logits), 0)
+        rows = Rows(no_hidden, self.softmax_targets, tokens, self.local_columns, objective.scale, objective.teacher)
+        store: Store = GivenLogits(backend, head, demand, rows, local_logits, dlogits)
         if self.column_sets is not None:
-            every_row = rows._replace(target=self.local_targets)
-            sets = SetStore(backend, head, self.column_sets, every_row, demand, True, dlogits)
+            operand, targets = local_logits, self.local_targets
+            sets = SetStore(backend, head, self.column_sets, operand, targets, rows.scale, demand, True, dlogits)
             store = WithSets(store, sets) if self.has_vocabulary_rows else sets
-        return store, lambda chunk: rows, [(rows.tokens,)]
+        grads = None if grad is None else Gradients(grad, None, None)
+        run_chunks(self, store, lambda chunk: rows, [(tokens,)], stats, coefficients, grads)
 
 
 def logits_work(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsWork]:

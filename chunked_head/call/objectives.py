@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..arithmetic.evaluate import Inputs, unit_mask
 from ..arithmetic.objective import (
-    Expected,
     Objective,
     ScalarObjective,
     StatsObjective,
@@ -25,15 +24,17 @@ from ..metrics.values import weights_in
 from ..parallel.agreement import agree
 from ..parallel.groups import TokenParallel
 from ..parallel.tokens import RankSums, add_up
+from ..plan.plans import Plan
 from ..stores.operands import Kept
 from .tokens import Tokens
 
 IDS = ("segments", "documents")
 
 
-def objective_of(tokens: Tokens) -> Objective:
+def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
     """The objective of a call: the sum of losses, as one number or one per token; or statistics of each token. Where
-    ranks hold different tokens, it sends the call's first messages: one compares their calls, one adds their counts."""
+    ranks hold different tokens, it sends the call's first messages: one compares their calls, one adds their counts.
+    ``plan``: None for logits that exist."""
     call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
         in_common = request_fields(tokens) | {"vocab": str(call.vocab)}
@@ -49,33 +50,36 @@ def objective_of(tokens: Tokens) -> Objective:
     if rank_sums is not None and rank_sums.parallel.average:
         coefficients = [c * rank_sums.parallel.ranks for c in coefficients]
     declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
-    inverse = [inverse_of(summand, tokens) for _, summand in (terms[:1] if call.shares_denominator else terms)]
-    is_normalized = call.normalizer is not None or bool([s for _, s in terms if s.normalizer is not None])
     if call.shares_denominator:
-        inverse *= len(terms)
-    factors, number_factors = inverse, [c for c in coefficients if type(c) is float]
-    if call.upstream is not None or len(number_factors) < len(inverse):
-        factors = [product_of(d, c, declared) for c, d in zip(coefficients, inverse, strict=True)]
-        number_factors = [1.0] * len(inverse)
+        inverses = [inverse_of(terms[0][1], tokens)] * len(terms)
+    else:
+        inverses = [inverse_of(summand, tokens) for _, summand in terms]
+    is_normalized = call.normalizer is not None or bool([s for _, s in terms if s.normalizer is not None])
+    factors, number_factors = inverses, [c for c in coefficients if type(c) is float]
+    if call.upstream is not None or len(number_factors) < len(inverses):
+        factors = [product_of(d, c, declared) for c, d in zip(coefficients, inverses, strict=True)]
+        number_factors = [1.0] * len(inverses)
     weights, counts = dict[str, Tensor](), list[Tensor]()
     if call.metrics:
         measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
         weights, counts = metric_counts(measured, tokens)
     if len(counts) < 2 and number_factors == [1.0]:
-        table = factors[0].unsqueeze(0)
+        summand_factors = factors[0].unsqueeze(0)
     else:
         # each count has memory of its own: a caller may add other ranks' counts to it in place
-        numbers = torch.stack([*map(product_of, factors, number_factors), *counts])
-        table, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
-    fields = fields_of(tokens, table, weights)
-    if rank_sums is not None and spec.coupled:
-        fields["forward_coefficients"] = {}
+        # a factor of 1 takes no launch
+        products = [d if c == 1.0 else d * c for d, c in zip(factors, number_factors, strict=True)]
+        numbers = torch.stack([*products, *counts])
+        summand_factors, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
+    fields = fields_of(tokens, summand_factors, weights)
+    if spec.coupled and (rank_sums is not None or (plan is not None and plan.has_unit_rows)):
+        fields["keeps_coefficients"] = True  # those of all tokens at once, made with the values
     return ScalarObjective(
         **fields,
         loss_coefficients=coefficients,
-        inverse=inverse,
+        inverses=inverses,
         is_normalized=is_normalized,
-        expected=Expected(declared, one_or_nan),
+        expected_upstream=declared,
         exchanges=rank_sums is not None,
         coupled=spec.coupled,
         counts=counts,
@@ -100,13 +104,13 @@ def of_each_token(tokens: Tokens) -> Objective:
 
 
 def fields_of(
-    tokens: Tokens, factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
+    tokens: Tokens, summand_factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Fields of ``Objective`` by name. With ``factors`` [summands], coefficients over denominators, also those that
-    ``LossObjective`` adds."""
+    """Fields of ``Objective`` by name. With ``summand_factors`` [summands], coefficients over denominators, also those
+    that ``LossObjective`` adds."""
     demand, structure, one_or_nan = tokens.spec.demand, tokens.structure, tokens.one_or_nan
     column_sets = tokens.column_sets
-    columns = tokens.fields.get("teacher_ids") if demand.columns else None
+    columns = tokens.fields.get("teacher_ids") if demand.lists else None
     class_weights = None
     if structure.weighted is not None:
         # a copy: the caller may change it before backward reads it
@@ -126,25 +130,25 @@ def fields_of(
         "one_or_nan": one_or_nan,
         "dtype": one_or_nan.dtype,
     }
-    if factors is None:
+    if summand_factors is None:
         return fields
     # copies: the caller may change these tensors before backward reads them
     tensors = [
-        {name: value.to(factors.dtype, copy=True) for name, value in summand.tensors.items()}
+        {name: value.to(summand_factors.dtype, copy=True) for name, value in summand.tensors.items()}
         for _, summand in tokens.call.losses.terms
     ]
     fields["inputs"] = Inputs(
         tokens.targets,
         tokens.fields,
         tokens.call.num_segments,
-        factors,
+        summand_factors,
         tensors,
         metric_weights or {},
         tokens.token_fields,
         tokens.spec.withheld,
         tokens.rank_sums,
     )
-    fields["forward_coefficients"] = None if structure.builtin or not torch.is_grad_enabled() else {}
+    fields["keeps_coefficients"] = not structure.builtin and torch.is_grad_enabled()
     return fields
 
 

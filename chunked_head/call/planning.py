@@ -26,8 +26,8 @@ class PlanKey(NamedTuple):
 
     tokens: int
     makes_grads: GradFlags
-    is_late: bool  # the call runs inside of a backward, and makes its gradients in it
-    by_segments: bool  # chunks end where segments end
+    is_in_backward: bool  # the call runs inside of a backward, and makes its gradients in it
+    ends_with_segments: bool  # chunks end where segments end
     is_copied: bool  # hidden states are copied to get the shape [tokens, hidden]
     is_moved: bool  # rows run in another order than the caller's
     skips: bool  # products stop at a number of rows on the device
@@ -45,10 +45,12 @@ def grads_asked_for(call: Call[Any]) -> GradFlags:
     return call.rows.requires_grad, call.weight.requires_grad, call.bias is not None and call.bias.requires_grad
 
 
-def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: bool) -> tuple[Tokens, Plan, Spans | None]:
+def planned(
+    tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_in_backward: bool
+) -> tuple[Tokens, Plan, Spans | None]:
     """Returns the tokens in the order in which they run, the plan, and the spans: chunks whose gradients wait for each
-    other's statistics and for no others (None: each chunk is a span). ``hidden`` [tokens, hidden]; ``is_late``: the
-    call runs inside of a backward. ValueError where no plan fits."""
+    other's statistics and for no others (None: each chunk is a span). ``hidden`` [tokens, hidden]; ``is_in_backward``:
+    the call runs inside of a backward. ValueError where no plan fits."""
     call, packing, groups, weight, buffer_dtype = tokens.call, tokens.packing, tokens.groups, tokens.call.weight, None
     assert weight is not None
     if call.accumulate_into is not None and call.gradient_buffer is not None:
@@ -58,8 +60,8 @@ def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: boo
     key = PlanKey(
         len(tokens.targets),
         makes_grads,
-        is_late,
-        by_segments=groups is not None,
+        is_in_backward,
+        ends_with_segments=groups is not None,
         is_copied=hidden.numel() > 0 and (packs_hidden or hidden.data_ptr() != call.rows.data_ptr()),
         is_moved=packing is not None,
         skips=packing is not None and packing.count is not None,
@@ -69,9 +71,9 @@ def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: boo
         weight_offset=weight.data_ptr() & 15,
     )
     plan = plan_or_reason(tokens, key)
-    if isinstance(plan, str) and key.by_segments:
+    if isinstance(plan, str) and key.ends_with_segments:
         # the budget has no room for a second gradient of hidden states, in the order in which rows run
-        groups, plan = None, plan_or_reason(tokens, key._replace(by_segments=False))
+        groups, plan = None, plan_or_reason(tokens, key._replace(ends_with_segments=False))
     if isinstance(plan, str):
         raise ValueError(plan)
     if groups is None or plan.schedule != "forward" or plan.chunks == 1:
@@ -82,7 +84,7 @@ def planned(tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_late: boo
     if not plan.too_many_chunks:
         return in_order(tokens, [groups[group] for group in order]), plan, spans
     # segments are too uneven: 16-bit sums over so many chunks are not accurate
-    plan_without_spans = plan_or_reason(tokens, key._replace(by_segments=False))
+    plan_without_spans = plan_or_reason(tokens, key._replace(ends_with_segments=False))
     if isinstance(plan_without_spans, str):
         raise ValueError(plan_without_spans)
     return tokens, plan_without_spans, None
@@ -101,15 +103,15 @@ def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
             key.makes_grads,
             tokens.teacher,
             key.has_plain_rows,
-            late_upstream=key.is_late or bool(call.outputs),
-            by_segments=key.by_segments,
+            waits_for_backward=key.is_in_backward or bool(call.outputs),
+            ends_with_segments=key.ends_with_segments,
             copied=key.is_copied,
-            moved=key.is_moved or key.by_segments,
+            moved=key.is_moved or key.ends_with_segments,
             buffer_dtype=key.buffer_dtype,
             skips=key.skips,
         )
         check_own_matmuls(tokens, sizes)
-        plan_or_text = find_late_plan(sizes, spec.request) if key.is_late else find_plan(sizes, spec.request)
+        plan_or_text = find_late_plan(sizes, spec.request) if key.is_in_backward else find_plan(sizes, spec.request)
         if isinstance(plan_or_text, Plan) and call.memory_budget is None and plan_or_text.extra_bytes > NOTEWORTHY:
             note_default(plan_or_text)
         if is_cached and isinstance(plan_or_text, Plan):
@@ -160,9 +162,9 @@ def sizes_of(
     fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
     only_hidden = makes_grads == (True, False, False)
     traits_of_call: dict[str, Any] = {
-        "late_factors": spec.late_factors if only_hidden else 0,
-        "late_upstream": bool(call.outputs),
-        "coupled": spec.coupled and not traits.get("by_segments"),
+        "num_row_factors": spec.num_row_factors if only_hidden else 0,
+        "waits_for_backward": bool(call.outputs),
+        "waits_for_all": spec.coupled and not traits.get("ends_with_segments"),
         "fp8": fp8,
         "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         "teacher_cast": teacher is not None and teacher.casts,

@@ -5,7 +5,6 @@ A key holds everything that a sweep depends on except addresses and contents of 
 finds a tensor in memory where the recorded steps cannot run on it, the sweep runs normally.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,6 @@ from ..plan.plans import Plan
 from ..stores.gradients import Gradients
 from ..stores.operands import Head
 
-# from ``HeadWork``, hidden states and a head to the results of ``sweep.sweep``
-Sweep = Callable[[Any, Tensor, Head], tuple[RowStats, Gradients | None]]
 ALIGNED = 16  # bytes
 NOT_YET = object()  # ``RecordedSweep.steps`` of a sweep that has run once and was not recorded yet
 FEW_TOKENS = 8192  # with more, torch sorts the targets, which no recording has, and host time is hidden anyway
@@ -44,14 +41,14 @@ def is_recordable(plan: Plan, objective: Objective) -> bool:
         sizes.own_matmul
         and sizes.tokens <= FEW_TOKENS
         and sizes.dtype == torch.bfloat16
-        and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.skips or sizes.coupled)
-        and not (sizes.by_segments or sizes.ranks > 1 or sizes.fp8)
+        and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.skips or sizes.waits_for_all)
+        and not (sizes.ends_with_segments or sizes.ranks > 1 or sizes.fp8)
         and objective.teacher is None
         and objective.column_sets is None
         and objective.columns is None
         and objective.structure.builtin
         and not objective.exchanges
-        and getattr(objective, "forward_coefficients", None) is None
+        and not getattr(objective, "keeps_coefficients", False)
     )
 
 
@@ -61,20 +58,20 @@ def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
     tensors = [hidden, head.weight, head.bias, head.class_weights, objective.targets, objective.scale]
     if isinstance(objective, LossObjective):
         inputs = objective.inputs
-        tensors += [inputs.factors, *inputs.fields.values(), *inputs.metric_weights.values()]
+        tensors += [inputs.summand_factors, *inputs.fields.values(), *inputs.metric_weights.values()]
         tensors += [tensor for tensors_by_name in inputs.tensors for tensor in tensors_by_name.values()]
-    elif work.has_row_factors:
+    elif work.plan.has_unit_rows:
         tensors.append(objective.unit_slopes)
     return tensors if work.gradient_buffer is None else [*tensors, work.gradient_buffer.buffer]
 
 
-def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
-    """The results of ``sweep(work, hidden, head)``: replays its key's recording, or runs the sweep and perhaps
-    records it."""
+def run_recorded(work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
+    """The results of ``work.sweep(hidden, head)``: replays its key's recording, or runs the sweep and perhaps records
+    it. ``work``: a ``HeadWork``."""
     plan, objective, recordings = work.plan, work.objective, work.recordings
     assert recordings is not None
     if getattr(objective, "table", None) is not None:  # it holds an earlier sweep's values, to which this one adds
-        return sweep(work, hidden, head)
+        return work.sweep(hidden, head)
     inputs = inputs_of(work, hidden, head)
     # ``buffer.fresh``: the first product of the first stream is stored in the buffer, all others are added
     buffer, numbers = work.gradient_buffer, (work.logit_scale, work.softcap)
@@ -83,17 +80,17 @@ def run_recorded(sweep: Sweep, work: Any, hidden: Tensor, head: Head) -> tuple[R
     recording = recordings.get(key)
     if recording is None:
         recordings[key] = RecordedSweep(plan)
-        return sweep(work, hidden, head)
+        return work.sweep(hidden, head)
     present_inputs = [tensor for tensor in inputs if tensor is not None]
     if recording.steps is not NOT_YET:
         if buffer is not None:
             buffer.written = plan.schedule == "forward"
         results = None if recording.steps is None else recording.steps.replay(present_inputs)
-        return sweep(work, hidden, head) if results is None else results_of(work, recording, results)
+        return work.sweep(hidden, head) if results is None else results_of(work, recording, results)
     recording.steps = None
     assert work.backend.recording is not None
     with work.backend.recording(present_inputs) as recorder:
-        stats, grads = sweep(work, hidden, head)
+        stats, grads = work.sweep(hidden, head)
     named_stats, scalar = stats.by_name, isinstance(objective, ScalarObjective)
     tables = [objective.table] if scalar else []
     gradients = [] if grads is None else [grad for grad in (grads.hidden, grads.weight) if grad is not None]

@@ -1,7 +1,6 @@
 """The run of a call: makes its tokens, plan, objective and work, in this order, and runs its autograd Function."""
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,21 +33,26 @@ class Outcome(NamedTuple):
     tokens: Any = None  # ``Tokens``
     objective: Any = None
     stats: Any = None  # ``RowStats``
+    loss_values: Sequence[Tensor] = ()  # [] the reduced value of each summand; none for values per token
+    metric_totals: Sequence[Tensor] = ()  # as ``ScalarObjective.metric_values`` takes them
+
+
+Finished = tuple[RowStats, list[Tensor], list[Tensor]]  # the last three fields of an ``Outcome``
 
 
 def run(call: Call[Any], spec: Spec) -> Outcome:
     """Runs the call eagerly. Its outputs are differentiable."""
-    stats = list[RowStats]()
+    finished = list[Finished]()
     with on_device(call.device):
         tokens, work, operands = prepared(tokens_of(call, spec))
-        outputs = Loss.apply([work], None, stats, *operands)
+        outputs = CallFunction.apply([work], None, finished, *operands)
     if call.outputs:
         if tokens.packing is not None:
             outputs = tuple(map(tokens.packing.unpack, outputs))
         if call.shard is not None and call.weight is not None:
             outputs = tuple(map(call.shard.own_tokens, outputs))
         outputs = all_at_targets(outputs, call.leading, call.shift)
-    return Outcome(outputs, work.plan, tokens, work.objective, stats[0])
+    return Outcome(outputs, work.plan, tokens, work.objective, *finished[0])
 
 
 def prepared(
@@ -59,15 +63,13 @@ def prepared(
     are made; None: those that autograd asks for."""
     call, spec = tokens.call, tokens.spec
     if call.weight is None:
-        logits, on_logits = logits_work(tokens, objective_of(tokens))
+        logits, on_logits = logits_work(tokens, objective_of(tokens, None))
         return tokens, on_logits, (logits,)
     hidden = call.rows if call.rows.dim() == 2 else call.rows.reshape(-1, call.rows.shape[-1])
-    is_late = makes_grads is None and in_backward()
-    tokens, plan, spans = planned(tokens, hidden, makes_grads or grads_asked_for(call), is_late)
+    is_in_backward = makes_grads is None and in_backward()
+    tokens, plan, spans = planned(tokens, hidden, makes_grads or grads_asked_for(call), is_in_backward)
     # sends the first messages between ranks; it comes after all checks that can raise on this rank alone
-    objective = objective_of(tokens)
-    if plan.row_factors and spec.coupled and isinstance(objective, ScalarObjective):
-        objective.forward_coefficients = {}  # of all tokens at once, with their values; backward scales them
+    objective = objective_of(tokens, plan)
     temperature, shard = tokens.structure.temperature, call.shard
     if shard is not None:
         fields = request_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
@@ -90,106 +92,53 @@ def prepared(
     return tokens, on_hidden, (hidden, call.weight, call.bias)
 
 
-@dataclass(eq=False)
-class Backward:
-    """The backward of one call: all that it needs besides the tensors that autograd saves.
-
-    Autograd saves, in this order, the operands; statistics, where the call returns them (an attribute would keep their
-    graph alive); and a teacher's tensors, which are freed after backward.
-    """
-
-    work: LocalWork  # has empty tensors in place of a teacher's
-    stats: RowStats | None  # None: autograd saves them
-    names: tuple[str, ...]  # names of the statistics that autograd saves
-    has_grads: bool  # some operand takes a gradient
-
-    def gradients(
-        self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
-    ) -> Grads:
-        """Gradients of the operands. ``grads``: those of the forward pass, which are scaled by ``upstream``; None: they
-        are made here. If this raises, the caller's buffer notes that a part of a gradient may lie in it."""
-        work, buffer, loss_upstream = self.work, self.work.gradient_buffer, upstream[0]
-        expected = work.objective.expected
-        try:
-            if buffer is not None:
-                buffer.check_there()
-            stats = self.stats or RowStats.from_dict(dict(zip(self.names, saved, strict=False)))
-            if grads is not None and (plan := work.plan) is not None and plan.row_factors:
-                if all(gradient is None for gradient in upstream[1:]):
-                    return grads.finish_rows(work.backend, work.row_factors(stats, upstream), plan.sizes)
-                grads.hidden = None  # of the first output alone: gone before the sum of all is made
-                grads = None
-            if grads is None:
-                return work.with_teacher(saved[len(self.names) :]).late_gradients(operands, stats, upstream)
-            assert expected is not None and loss_upstream is not None and work.plan is not None
-            factors, one_or_nan = expected.factors(loss_upstream), expected.one_or_nan
-            if buffer is not None and grads.weight is not None:
-                # the buffer holds the gradient for the expected upstream gradient; for any other it becomes nan
-                one_or_nan = expected.one_or_nan_for(loss_upstream)
-                factors = *factors[:1], one_or_nan
-            return grads.finish(work.backend, factors, one_or_nan, work.plan.sizes)
-        except BaseException:
-            if buffer is not None:
-                buffer.note_failure()
-            raise
-
-
-class Pass:
-    """The forward pass of a call on operands from ``prepared``."""
-
-    def __init__(self, work: LocalWork, *operands: Any):
-        objective = work.objective
-        self.stats, self.grads = work.forward(operands)  # gradients: None where backward makes them
-        self.outputs = objective.outputs(self.stats)
-        is_scalar, sizes = isinstance(objective, ScalarObjective), None if work.plan is None else work.plan.sizes
-        named_stats = {} if is_scalar else self.stats.by_name
-        self.saved = [*named_stats.values()]  # tensors for autograd to save
-        if objective.teacher is not None:
-            self.saved += objective.teacher.tensors
-            work = work.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
-        has_grads = sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
-        self.backward = Backward(work, self.stats if is_scalar else None, tuple(named_stats), has_grads)
-
-
-class Loss(torch.autograd.Function):
+class CallFunction(torch.autograd.Function):
     """The autograd Function of a call, which returns its outputs; or of the calls on several streams of hidden states,
     which returns the sum of their losses.
 
-    ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. ``stats``: a list
-    to which the statistics of each call are appended. Operands: the hidden states of each call, weight, and bias or
-    None; or logits.
+    ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. ``finished``: a
+    list to which statistics, values of summands and totals of metrics of each call are appended. Operands: the hidden
+    states of each call, weight, and bias or None; or logits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, works: Sequence[LocalWork], buffer: Any, stats: list[RowStats], *operands: Tensor | None
+        ctx: Any, works: Sequence[LocalWork], buffer: Any, finished: list[Finished], *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
-        first, count, passes = operands[0], len(works), list[Pass]()
+        first, count = operands[0], len(works)
         assert first is not None
-        is_late = bool([work for work in works if work.plan is None or work.plan.schedule == "recompute"])
+        has_late_gradients = bool([work for work in works if work.plan is None or work.plan.schedule == "recompute"])
+        outputs_by_call, grads_by_call = list[tuple[Tensor, ...]](), list[Gradients | None]()
+        backwards, saved, ends = list[BackwardWork](), [*operands], [len(operands)]
         with without_autocast(first.device):  # ``run`` has made the tensors' GPU the current one
-            if buffer is not None and not is_late:
+            if buffer is not None and not has_late_gradients:
                 buffer.begin(works[0])
             for work, hidden_or_logits in zip(works, operands, strict=False):
-                passes.append(Pass(work, hidden_or_logits, *operands[count:]))
-                if buffer is not None and passes[-1].grads is not None:
-                    buffer.added(work, passes[-1].grads)
-            outputs = passes[0].outputs
+                stats, grads = work.forward((hidden_or_logits, *operands[count:]))
+                outputs, loss_values, metric_totals = work.objective.results(stats)
+                finished.append((stats, loss_values, metric_totals))
+                if buffer is not None and grads is not None:
+                    buffer.added(work, grads)
+                backward, tensors = BackwardWork.of(work, stats)
+                outputs_by_call.append(outputs)
+                grads_by_call.append(grads)
+                backwards.append(backward)
+                saved += tensors
+                ends.append(len(saved))
             if count > 1:
-                total, *further = [p.outputs[0] for p in passes]
+                total, *further = [outputs[0] for outputs in outputs_by_call]
                 outputs = (sum(further, total),)
-        stats += [p.stats for p in passes]
-        ctx.operands, ctx.buffer, ctx.backwards = len(operands), buffer, [p.backward for p in passes]
-        if [b for b in ctx.backwards if b.has_grads]:
+        ctx.operands, ctx.buffer, ctx.backwards = len(operands), buffer, backwards
+        if [backward for backward in backwards if backward.has_grads]:
             # saved for recomputing and for a second backward: autograd checks that inputs have not changed
-            ctx.save_for_backward(*operands, *[tensor for p in passes for tensor in p.saved])
-            ctx.ends = [*itertools.accumulate([len(p.saved) for p in passes], initial=len(operands))]
+            ctx.save_for_backward(*saved)
+            ctx.ends = ends
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.grads = None if is_late else [p.grads for p in passes]
+            ctx.grads = None if has_late_gradients else grads_by_call
             # Under an activation checkpoint, reading saved tensors runs the forward pass again, with its messages, so
             # all ranks that exchange them must read or none. ``reads_saved``: backward reads even if it has gradients.
             # Nor does a change of an operand pass unseen where gradients wait for each token's own.
-            waits = [work for work in works if work.objective.exchanges or work.has_row_factors]
+            waits = [w for w in works if w.objective.exchanges or (w.plan is not None and w.plan.has_unit_rows)]
             ctx.reads_saved, ctx.is_overwritten = bool(waits), False
         ctx.mark_non_differentiable(*outputs[works[0].objective.differentiable :])
         ctx.set_materialize_grads(False)
@@ -223,7 +172,7 @@ class Loss(torch.autograd.Function):
                     by_stream.append((None, None, None))
                     continue
                 arguments = (*operands[i : i + 1], *operands[count:]), saved[slice(*ctx.ends[i : i + 2])], upstream
-                by_stream.append(backward.gradients(None if grads is None else grads[i], *arguments))
+                by_stream.append(backward.run(None if grads is None else grads[i], *arguments))
                 if buffer is not None and grads is None:
                     buffer.added(backward.work, None)
             gradients = [*by_stream[0]]
@@ -241,6 +190,62 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(FORWARD_MODE)
+
+
+@dataclass(eq=False)
+class BackwardWork:
+    """The work of one call's backward: all that it needs besides the tensors that autograd saves.
+
+    Autograd saves the operands; of each call statistics, where the call returns them (an attribute would keep their
+    graph alive), and a teacher's tensors, which are freed after backward.
+    """
+
+    work: LocalWork  # has empty tensors in place of a teacher's
+    stats: RowStats | None  # None: autograd saves them
+    names: tuple[str, ...]  # names of the statistics that autograd saves
+    has_grads: bool  # some operand takes a gradient
+
+    @classmethod
+    def of(cls, work: LocalWork, stats: RowStats) -> tuple["BackwardWork", list[Tensor]]:
+        """Returns the work of the backward after a forward pass with these statistics, and the tensors for autograd to
+        save besides operands."""
+        objective, sizes = work.objective, None if work.plan is None else work.plan.sizes
+        is_scalar = isinstance(objective, ScalarObjective)
+        named_stats = {} if is_scalar else stats.by_name
+        saved = [*named_stats.values()]
+        if objective.teacher is not None:
+            saved += objective.teacher.tensors
+            work = work.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
+        has_grads = sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
+        return cls(work, stats if is_scalar else None, tuple(named_stats), has_grads), saved
+
+    def run(
+        self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
+    ) -> Grads:
+        """Gradients of the operands. ``grads``: those of the forward pass, which are scaled by ``upstream``; None: they
+        are made here. If this raises, the caller's buffer notes that a part of a gradient may lie in it."""
+        work, objective, buffer, loss_upstream = self.work, self.work.objective, self.work.gradient_buffer, upstream[0]
+        try:
+            if buffer is not None:
+                buffer.check_there()
+            stats = self.stats or RowStats.from_dict(dict(zip(self.names, saved, strict=False)))
+            if grads is not None and (plan := work.plan) is not None and plan.has_unit_rows:
+                if all(gradient is None for gradient in upstream[1:]):
+                    return grads.finish_rows(work.backend, work.row_factors(stats, upstream), plan.sizes)
+                grads.hidden = None  # of the first output alone: gone before the sum of all is made
+                grads = None
+            if grads is None:
+                return work.with_teacher(saved[len(self.names) :]).late_gradients(operands, stats, upstream)
+            assert isinstance(objective, ScalarObjective) and loss_upstream is not None and work.plan is not None
+            ratio, one_or_nan = objective.upstream_ratio(loss_upstream), objective.one_or_nan
+            if buffer is not None and grads.weight is not None:
+                # the buffer holds the gradient for the expected upstream gradient; for any other it becomes nan
+                one_or_nan = objective.one_or_nan_for(loss_upstream)
+            return grads.finish(work.backend, work.plan.sizes, one_or_nan, ratio)
+        except BaseException:
+            if buffer is not None:
+                buffer.note_failure()
+            raise
 
 
 def summed(grads: Grads) -> Tensor | None:

@@ -46,9 +46,9 @@ class Spec:
     field_names: tuple[str, ...]  # fields that losses and metrics read
     field_kinds: Mapping[str, Field]  # kind and type of every field, by name
     request: Request
-    coupled: bool  # a token's loss needs other tokens' statistics; gradients wait for them
-    by_segments: bool  # ``coupled``, but by statistics of the token's own segment or pair only
-    late_factors: int  # as in ``Sizes``, where hidden states alone take a gradient; 2 for several
+    coupled: bool  # a token's loss reads other tokens' statistics
+    can_end_with_segments: bool  # it reads those of its own segment or pair only, so chunks may end where segments end
+    num_row_factors: int  # that of ``Sizes`` for a call in which hidden states alone take a gradient
     columns: int  # K of ``teacher_ids`` [tokens, K]; 0 without them
     teacher_vocab: int | None  # of a dense teacher
     numbers: tuple[Any, ...] = ()  # floats of the head, losses and metrics; ``structure`` is made for them
@@ -256,9 +256,9 @@ def decided(
     structure, demand = structure_at(call, field_names, columns, teacher_vocab)
     summands = [summand for _, summand in call.losses.terms]
     is_coupled = not call.outputs and "segment" in [summand.scope for summand in summands]
-    late_factors = len(call.planned[:2])
+    num_row_factors = len(call.planned[:2])
     if is_coupled:
-        late_factors = 1 if structure.of_logprobs else 2
+        num_row_factors = 1 if structure.of_logprobs else 2
     is_separable = call.weight is not None and not call.skip_ignored and all(s.separable for s in summands)
     return Spec(
         dtype=dtype,
@@ -270,8 +270,8 @@ def decided(
         field_kinds=field_kinds,
         request=Request(call.memory_budget, call.chunk_tokens, call.accumulate_dtype),
         coupled=is_coupled,
-        by_segments=is_coupled and is_separable,
-        late_factors=late_factors,
+        can_end_with_segments=is_coupled and is_separable,
+        num_row_factors=num_row_factors,
         columns=columns,
         teacher_vocab=teacher_vocab,
     )

@@ -7,13 +7,13 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from ..core.stats import RowStats
+from ..arithmetic.objective import ScalarObjective
 from ..losses.base import Losses
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
 from .options import Call, Result
 from .planning import grads_asked_for
-from .run import Backward, Grads, Loss, Outcome, on_device, prepared
+from .run import BackwardWork, CallFunction, Finished, Grads, Outcome, on_device, prepared
 from .spec import spec_of
 from .sweep import LocalWork
 from .tokens import tokens_of
@@ -45,22 +45,21 @@ class StreamsBuffer(GradientBuffer):
         """The weight's gradient that one stream hands over: None, since the backward of all streams returns the sums
         once."""
 
-    def finished(self, backwards: Sequence[Backward], upstream: Grads, is_late: bool) -> Tensor:
+    def finished(self, backwards: Sequence[BackwardWork], upstream: Grads, has_late_gradients: bool) -> Tensor:
         """The sums in the weight's dtype; nan if an id of any stream was out of range. Drops the reference to them,
-        since a graph may outlive its backward. ``is_late``: the sums were made in backward and have the upstream
-        gradient in them."""
-        work, one_or_nan = backwards[0].work, [b.work.objective.one_or_nan for b in backwards]
-        factors: tuple[Tensor, ...] = (torch.stack(one_or_nan).prod(),)
-        if not is_late:
-            expected = work.objective.expected
-            assert expected is not None and upstream[0] is not None
-            factors = *expected.factors(upstream[0])[:1], *factors
+        since a graph may outlive its backward. ``has_late_gradients``: the sums were made in backward and have the
+        upstream gradient in them."""
+        work = backwards[0].work
+        factors: tuple[Tensor, ...] = (torch.stack([b.work.objective.one_or_nan for b in backwards]).prod(),)
+        if not has_late_gradients:
+            assert isinstance(work.objective, ScalarObjective) and upstream[0] is not None
+            factors = work.objective.upstream_ratio(upstream[0]), *factors
         sums = self.buffer.zero_() if self.fresh else self.buffer
         self.buffer = sums.new_empty(0)
         if sums.dtype == self.weight.dtype:
-            work.backend.scale_([sums], factors)
+            work.backend.scale_([sums], *factors)
             return sums
-        return work.backend.scale(sums, factors, self.weight.dtype)
+        return work.backend.scale(sums, self.weight.dtype, *factors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +73,7 @@ class Streams(Generic[Result]):
     def run(self) -> Result:
         calls, buffer = with_one_buffer(self.calls)
         specs = [spec_of(call) for call in calls]  # checks of all streams come before any work on tensors
-        first_call, stats = calls[0], list[RowStats]()
+        first_call, finished = calls[0], list[Finished]()
         with on_device(first_call.device):
             tokens_of_streams = [tokens_of(call, spec) for call, spec in zip(calls, specs, strict=True)]
             prepared_streams = [prepared(tokens) for tokens in tokens_of_streams]
@@ -83,16 +82,17 @@ class Streams(Generic[Result]):
                 # if one stream makes gradients in backward, all do: their sums take one factor
                 works = [work if work.plan.schedule == "loss only" else work.recomputing() for work in works]
             hidden = [operands[0] for _, _, operands in prepared_streams]
-            (total,) = Loss.apply(works, buffer, stats, *hidden, first_call.weight, first_call.bias)
+            (total,) = CallFunction.apply(works, buffer, finished, *hidden, first_call.weight, first_call.bias)
         outcomes = []
-        for (tokens, _, _), work, losses, stream_stats in zip(prepared_streams, works, self.losses, stats, strict=True):
+        for (tokens, _, _), work, losses, results in zip(prepared_streams, works, self.losses, finished, strict=True):
+            _, loss_values, _ = results
             rank_sums = work.objective.inputs.rank_sums
             ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
-                terms = zip(work.objective.loss_values, losses.terms, strict=True)
+                terms = zip(loss_values, losses.terms, strict=True)
                 first, *further = [loss_value * (coefficient * ranks) for loss_value, (coefficient, _) in terms]
                 value = sum(further, first)
-            outcomes.append(Outcome((value,), work.plan, tokens, work.objective, stream_stats))
+            outcomes.append(Outcome((value,), work.plan, tokens, work.objective, *results))
         return self.result(total, outcomes)
 
 

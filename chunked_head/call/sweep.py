@@ -16,117 +16,15 @@ from ..parallel.shard import Shard
 from ..plan.planner import find_late_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans
-from ..plan.sizes import DEFAULT_REQUEST, Request, slices
+from ..plan.sizes import DEFAULT_REQUEST, Request
 from ..stores import Backend
 from ..stores.gradients import GradientBuffer, Gradients
-from ..stores.operands import Head, Kept, Rows
+from ..stores.operands import CallRows, Head, Kept, Rows
 from ..stores.quantised import QuantisedWeight
 from ..stores.sets import SetStore, WithSets
 from ..stores.store import Store
 from .recording import RecordedSweep, run_recorded
 from .tokens import Packing
-
-# One chunk of n tokens, of H hidden states and V columns on this rank; e: the dtype of the matmuls (bf16, fp16, fp32,
-# fp64), s: the dtype of statistics (fp32, fp64 for e = fp64).
-#
-#   hidden [n, H] ----- store.fill -----------> rows [n, H] e         copied; 0 where a token does not count
-#                                                 |
-#   weight [V, H] e ---------------- @ ---------- |
-#                                                 v
-#                                               logits [n, V]         16 or 32 bits, as the store keeps them, in a
-#                                                 |                   buffer that is used for every chunk
-#                       store.statistics -------> lse, logprob, ... [n] s each         of this rank's columns
-#                                                 |
-#                       shard.merge_stats ------> lse, logprob, ... [n] s each         of the vocabulary: one message
-#                                                 |                                    of all ranks' statistics
-#   batch fields [n] -- objective.visit --------> values of losses and metrics, summed up
-#                       (arithmetic)              |
-#                                                 v
-#                                               coefficients alpha, beta, ... [n] s each
-#                                                 |
-#                       store.add_gradients       v
-#                          one pass             dlogits [n, V] e      over the logits, in the same buffer
-#                          matmul               dlogits @ weight       -> dhidden [n, H], stored
-#                          matmul               dlogits.T @ rows       -> dweight [V, H], added
-#
-# Where gradients wait for the upstream gradient or for all tokens' statistics, the forward pass ends above the
-# coefficients, and backward's sweep runs ``store.add_gradients`` only, from statistics and coefficients that exist.
-# Logits that exist are one chunk, and dlogits are their gradient.
-
-
-def sweep(
-    work: "LocalWork",
-    operand: Tensor,  # hidden states [tokens, hidden] or logits [tokens, vocab], in the caller's order
-    head: Head,
-    stats_and_coefficients: tuple[RowStats, Coefficients] | None = None,
-) -> tuple[RowStats, Gradients | None]:
-    """Runs one pass over chunks of tokens. Returns the statistics of all tokens, and the gradients if the plan makes
-    them in this pass.
-
-    ``stats_and_coefficients``: those of all tokens, in a backward that recomputes logits, which makes only gradients.
-    """
-    objective, tokens = work.objective, len(work.objective.targets)
-    is_recompute = stats_and_coefficients is not None
-    if stats_and_coefficients is None:
-        stats = RowStats.empty(tokens, objective.demand, objective.dtype, operand.device)
-    else:
-        stats, all_coefficients = stats_and_coefficients
-    grads = work.new_gradients(operand, is_recompute)
-    if not tokens:
-        return stats, grads
-    store, rows_of, spans = work.begin(operand, head, stats, grads, is_recompute)
-    has_sums, plan = bool(objective.demand.sums), work.plan
-    has_row_factors = plan is not None and plan.row_factors and not is_recompute
-    # statistics of student and teacher are then made along with the gradients
-    is_teacher_last = plan is not None and plan.teacher_last
-    is_closed = work.spans is not None and work.has_vocabulary_rows  # each span has all tokens of its segments
-
-    def filled(chunk: slice) -> tuple[Rows, RowStats]:
-        rows, out = rows_of(chunk), stats if chunk.stop - chunk.start == tokens else stats.narrow(chunk)
-        store.fill(rows, out)
-        store.statistics(rows, out)
-        if work.shard is not None:
-            local_targets = rows.target if work.column_sets is None else work.local_targets[rows.tokens]
-            inputs = rows.hidden, local_targets, work.token_checks[rows.tokens]
-            work.shard.merge_stats(work.backend.merge_ranks, *inputs, out, objective.demand, store.known_targets)
-        if has_sums and not is_teacher_last:
-            store.sum_statistics(rows, out)
-            if work.shard is not None:
-                work.shard.add_sums(out, objective.demand)
-        return rows, out
-
-    for span in spans:
-        span_rows = slice(span[0].start, span[-1].stop)
-        if not is_recompute:
-            for chunk in span:
-                rows, out = filled(chunk)
-            if not has_row_factors:
-                coefficients = objective.visit(stats, span_rows, grads is not None, is_closed, not is_teacher_last)
-            else:
-                coefficients = objective.unit_coefficients(stats, span_rows, not is_teacher_last)
-        else:
-            rows, out, coefficients = rows_of(span_rows), stats.narrow(span_rows), all_coefficients.narrow(span_rows)
-        if grads is None:
-            continue
-        assert coefficients is not None
-        if grads.gradient_buffer is not None:
-            grads.gradient_buffer.written = True
-        if len(span) == 1:
-            store.add_gradients(rows, out, coefficients, grads)
-            continue
-        for chunk in span:  # logits are made again: later chunks have overwritten them
-            rows, out = filled(chunk)
-            of_chunk = coefficients.narrow(slice(chunk.start - span_rows.start, chunk.stop - span_rows.start))
-            store.add_gradients(rows, out, of_chunk, grads)
-    if grads is not None:
-        store.finish(grads)
-        if grads.over_ranks is not None:
-            grads.over_ranks.wait()
-    return stats, grads
-
-
-# What a sweep loops over: a store, a function from tokens to their rows, spans (chunks that wait for each other).
-Loop = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -158,14 +56,6 @@ class LocalWork:
         """Gradients of the operands, which autograd saved, from the upstream gradients of the outputs."""
         raise NotImplementedError
 
-    def new_gradients(self, operand: Tensor, is_recompute: bool) -> Gradients | None:
-        """Buffers of the sweep's gradients; None where this pass makes none."""
-        raise NotImplementedError
-
-    def begin(self, operand: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
-        """What the sweep loops over: the store, a function from a chunk to its rows, and the spans."""
-        raise NotImplementedError
-
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
         """The work with these tensors in place of its dense teacher's."""
         objective = self.objective
@@ -173,11 +63,6 @@ class LocalWork:
             return self
         objective = replace(objective, teacher=objective.teacher.with_tensors(tensors))
         return replace(self, objective=objective)
-
-    @property
-    def has_row_factors(self) -> bool:
-        """True where the forward pass makes rows of hidden's gradient that backward multiplies by ``row_factors``."""
-        return self.plan is not None and self.plan.row_factors
 
     @functools.cached_property
     def local_targets(self) -> Tensor:
@@ -264,15 +149,99 @@ class HeadWork(LocalWork):
         hidden, weight, bias = operands
         head = self.head(weight, bias)
         if self.recordings is not None:
-            return run_recorded(sweep, self, hidden, head)
-        stats, grads = sweep(self, hidden, head)
+            return run_recorded(self, hidden, head)
+        stats, grads = self.sweep(hidden, head)
         if self.packing is not None and grads is not None and grads.hidden is not None:
             grads.hidden = self.packing.unpack(grads.hidden)
         return stats, grads
 
+    def sweep(
+        self,
+        hidden: Tensor,  # [tokens, hidden] in the caller's order
+        head: Head,
+        stats_and_coefficients: tuple[RowStats, Coefficients] | None = None,
+    ) -> tuple[RowStats, Gradients | None]:
+        """Runs one pass over chunks of tokens. Returns the statistics of all tokens, and the gradients if this pass
+        makes them.
+
+        ``stats_and_coefficients``: those of all tokens, in a backward that computes logits again, which makes only
+        gradients.
+        """
+        objective, plan, backend, tokens = self.objective, self.plan, self.backend, len(self.objective.targets)
+        is_recompute = stats_and_coefficients is not None
+        most = plan.block_tokens if is_recompute else plan.chunk_tokens  # rows of a chunk
+        order, count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
+        scale, coefficients, sets, grads = objective.scale, None, None, None
+        if stats_and_coefficients is None:
+            stats = RowStats.empty(tokens, objective.demand, objective.dtype, hidden.device)
+        else:
+            stats, coefficients = stats_and_coefficients
+        if is_recompute or plan.schedule == "forward":
+            hidden_dtype = plan.sizes.hidden_dtype if is_recompute else plan.hidden_accumulate
+            device, buffer = hidden.device, self.gradient_buffer
+            grads = Gradients.empty(plan.sizes, hidden_dtype, plan.weight_accumulate, device, buffer)
+            grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
+            if grads.hidden is not None and count is not None:
+                grads.hidden.zero_()  # products do not write rows of tokens that do not count
+        if not tokens:
+            return stats, grads
+        if self.column_sets is not None:
+            targets, packed_hidden = self.local_targets, hidden if self.packing is None else self.packing.pack(hidden)
+            sets = SetStore(backend, head, self.column_sets, packed_hidden, targets, scale, objective.demand)
+            if not self.has_vocabulary_rows:
+                every_row = Rows(packed_hidden, targets, slice(0, tokens), self.local_columns, scale)
+                run_chunks(self, sets, lambda chunk: every_row, [(every_row.tokens,)], stats, coefficients, grads)
+                return stats, grads
+        targets, columns = self.softmax_targets, self.local_columns
+        clean_hidden = empty(most, hidden.shape[1], dtype=plan.sizes.dtype, device=hidden.device)
+        teacher = None if objective.teacher is None else objective.teacher.cast_head()  # once for the pass
+        gathered = None if self.shard is None else self.shard.gathered(hidden, most)
+        if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
+            clean_teacher_hidden = teacher.weight.new_empty(most, teacher.hidden.shape[1])
+
+        def rows_of(chunk: slice) -> Rows:
+            """The rows of a chunk. The store copies ``source`` to ``hidden``; a teacher's hidden states are copied
+            here."""
+            size = chunk.stop - chunk.start
+            is_part = size < tokens
+            source, chunk_order, chunk_teacher = hidden, order, teacher
+            if is_part and order is None:
+                source = hidden[chunk]
+            elif is_part and order is not None:
+                chunk_order = order[chunk]
+            chunk_targets = targets[chunk] if is_part else targets
+            if chunk_teacher is not None and chunk_teacher.hidden is not None:
+                clean, raw = clean_teacher_hidden[:size], chunk_teacher.hidden
+                raw = raw if order is not None else raw[chunk]
+                backend.clean_rows(clean, raw, chunk_targets, chunk_order)
+                chunk_teacher = replace(chunk_teacher, hidden=clean)
+            elif chunk_teacher is not None and is_part:
+                chunk_teacher = chunk_teacher.rows(chunk)
+            if gathered is not None:
+                source, chunk_order = gathered.chunk(chunk)  # rows rank after rank; copied in the call's order
+            return Rows(
+                clean_hidden if size == most else clean_hidden[:size],
+                chunk_targets,
+                chunk,
+                columns[chunk] if is_part and columns is not None else columns,
+                scale[chunk] if is_part and scale is not None else scale,
+                chunk_teacher,
+                count,
+                source,
+                chunk_order,
+            )
+
+        store = backend.store_of(head, plan, CallRows(hidden, targets, order), is_recompute)
+        spans: Any = self.spans
+        if is_recompute or spans is None:
+            spans = [(slice(start, min(start + most, tokens)),) for start in range(0, tokens, most)]
+        store = store if sets is None else WithSets(store, sets)
+        run_chunks(self, store, rows_of, spans, stats, coefficients, grads)
+        return stats, grads
+
     def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
         """What this rank's rows of hidden's gradient are multiplied by [tokens], in the caller's order."""
-        factors = self.objective.row_factors(stats, upstream)
+        factors = self.objective.token_factors(stats, upstream)
         if self.packing is not None:
             factors = self.packing.unpack(factors)
         factors = factors * self.objective.one_or_nan
@@ -304,57 +273,98 @@ class HeadWork(LocalWork):
         coefficients."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
-        _, grads = sweep(self, hidden, self.head(weight, bias), (stats, coefficients))
+        _, grads = self.sweep(hidden, self.head(weight, bias), (stats, coefficients))
         assert grads is not None
-        dhidden, *head_gradients = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan.sizes)
+        dhidden, *head_gradients = grads.finish(self.backend, self.plan.sizes, one_or_nan)
         return dhidden if packing is None or dhidden is None else packing.unpack(dhidden), *head_gradients
 
-    def new_gradients(self, hidden: Tensor, is_recompute: bool) -> Gradients | None:
-        plan = self.plan
-        if not is_recompute and plan.schedule != "forward":
-            return None
-        hidden_dtype = plan.sizes.hidden_dtype if is_recompute else plan.hidden_accumulate
-        grads = Gradients.empty(plan.sizes, hidden_dtype, plan.weight_accumulate, hidden.device, self.gradient_buffer)
-        grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
-        if grads.hidden is not None and self.packing is not None and self.packing.count is not None:
-            grads.hidden.zero_()  # products do not write rows of tokens that do not count
-        return grads
 
-    def begin(self, hidden: Tensor, head: Head, stats: RowStats, grads: Gradients | None, is_recompute: bool) -> Loop:
-        plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
-        if self.objective.column_sets is not None:
-            assert self.column_sets is not None
-            packed_hidden = hidden if self.packing is None else self.packing.pack(hidden)
-            set_rows = Rows(packed_hidden, self.local_targets, self.local_columns, self.objective.scale)
-            sets = SetStore(backend, head, self.column_sets, set_rows, self.objective.demand)
-            if not self.has_vocabulary_rows:
-                return sets, lambda chunk: set_rows, [(set_rows.tokens,)]
-        teacher = None if teacher is None else teacher.cast_head()  # one cast for the pass, as the weight's
-        targets, columns, scale = self.softmax_targets, self.local_columns, self.objective.scale
-        order, count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
-        every_row = Rows(hidden, targets, columns, scale, teacher, count, order=order)
-        most, tokens = plan.block_tokens if is_recompute else plan.chunk_tokens, plan.sizes.tokens
-        gathered = None if self.shard is None else self.shard.gathered(hidden, most)
-        clean_hidden = empty(most, hidden.shape[1], dtype=plan.sizes.dtype, device=hidden.device)
-        if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
-            teacher_hidden = teacher.hidden
-            clean_teacher_hidden = teacher.weight.new_empty(most, teacher_hidden.shape[1])
+# One chunk of n tokens, of H hidden states and V columns on this rank; e: the dtype of the matmuls (bf16, fp16, fp32,
+# fp64), s: the dtype of statistics (fp32, fp64 for e = fp64).
+#
+#   hidden [n, H] ----- store.fill -----------> rows [n, H] e         copied; 0 where a token does not count
+#                                                 |
+#   weight [V, H] e ---------------- @ ---------- |
+#                                                 v
+#                                               logits [n, V]         16 or 32 bits, as the store keeps them, in a
+#                                                 |                   buffer that is used for every chunk
+#                       store.statistics -------> lse, logprob, ... [n] s each         of this rank's columns
+#                                                 |
+#                       shard.merge_stats ------> lse, logprob, ... [n] s each         of the vocabulary: one message
+#                                                 |                                    of all ranks' statistics
+#   batch fields [n] -- objective.run_losses ---> values of losses and metrics, summed up
+#                       (arithmetic)              |
+#                                                 v
+#                                               coefficients alpha, beta, ... [n] s each
+#                                                 |
+#                       store.add_gradients       v
+#                          one pass             dlogits [n, V] e      over the logits, in the same buffer
+#                          matmul               dlogits @ weight       -> dhidden [n, H], stored
+#                          matmul               dlogits.T @ rows       -> dweight [V, H], added
+#
+# Where gradients wait for the upstream gradient or for all tokens' statistics, the forward pass ends above the
+# coefficients, and backward's sweep runs ``store.add_gradients`` only, from statistics and coefficients that exist.
+# Logits that exist are one chunk, and dlogits are their gradient.
 
-        def rows_of(chunk: slice) -> Rows:
-            """The rows of a chunk. The store copies ``Rows.source`` to ``Rows.hidden``, with 0 where a token does not
-            count; a teacher's rows have 0 there already."""
-            count = chunk.stop - chunk.start
-            rows = every_row if count == tokens else every_row.narrow(chunk)
-            source, order, teacher_rows = rows.hidden, rows.order, rows.teacher
-            if gathered is not None:
-                source, order = gathered.chunk(chunk)  # rows rank after rank; the store copies them in the call's order
-            if teacher_rows is not None and teacher_rows.hidden is not None:
-                clean, raw = clean_teacher_hidden[:count], teacher_rows.hidden if rows.order is None else teacher_hidden
-                backend.clean_rows(clean, raw, rows.target, rows.order)
-                teacher_rows = replace(teacher_rows, hidden=clean)
-            clean = clean_hidden if count == most else clean_hidden[:count]
-            return rows._replace(hidden=clean, source=source, order=order, teacher=teacher_rows)
 
-        store = backend.store_of(head, plan, every_row, is_recompute)
-        spans = [(chunk,) for chunk in slices(tokens, most)] if is_recompute or self.spans is None else self.spans
-        return store if sets is None else WithSets(store, sets), rows_of, spans
+def run_chunks(
+    work: LocalWork,
+    store: Store,
+    rows_of: Callable[[slice], Rows],
+    spans: Iterable[Sequence[slice]],
+    stats: RowStats,  # of all tokens: memory that is written to; with ``coefficients`` their statistics
+    coefficients: Coefficients | None,
+    grads: Gradients | None,
+) -> None:
+    """The loop over chunks of tokens: writes to ``stats``, runs the losses, adds to ``grads``.
+
+    ``rows_of`` returns the rows of a slice of tokens. A span is a list of chunks that wait for each other's statistics.
+    ``coefficients``: those of all tokens, in a backward that computes logits again; None in a forward pass.
+    """
+    objective, plan, tokens = work.objective, work.plan, len(work.objective.targets)
+    has_sums, has_unit_rows = bool(objective.demand.sums), plan is not None and plan.has_unit_rows
+    # statistics of student and teacher are then made along with the gradients
+    is_teacher_last = plan is not None and plan.teacher_last
+    is_closed = work.spans is not None and work.has_vocabulary_rows  # each span has all tokens of its segments
+
+    def filled(chunk: slice) -> tuple[Rows, RowStats]:
+        """The rows and statistics of a chunk whose logits are made here."""
+        rows, out = rows_of(chunk), stats if chunk.stop - chunk.start == tokens else stats.narrow(chunk)
+        store.fill(rows, out)
+        store.statistics(rows, out)
+        if work.shard is not None:
+            local_targets = rows.target if work.column_sets is None else work.local_targets[chunk]
+            inputs = rows.hidden, local_targets, work.token_checks[chunk]
+            work.shard.merge_stats(work.backend.merge_ranks, *inputs, out, objective.demand, store.known_targets)
+        if has_sums and not is_teacher_last:
+            store.sum_statistics(rows, out)
+            if work.shard is not None:
+                work.shard.add_sums(out, objective.demand)
+        return rows, out
+
+    for span in spans:
+        span_rows = slice(span[0].start, span[-1].stop)
+        if coefficients is None:
+            for chunk in span:
+                rows, out = filled(chunk)
+            if has_unit_rows:
+                of_span: Any = objective.unit_coefficients(stats, span_rows, not is_teacher_last)
+            else:
+                of_span = objective.run_losses(stats, span_rows, grads is not None, is_closed, not is_teacher_last)
+        else:
+            rows, out, of_span = rows_of(span_rows), stats.narrow(span_rows), coefficients.narrow(span_rows)
+        if grads is None:
+            continue
+        if grads.gradient_buffer is not None:
+            grads.gradient_buffer.written = True
+        if len(span) == 1:
+            store.add_gradients(rows, out, of_span, grads)
+            continue
+        for chunk in span:  # logits are made again: later chunks have overwritten them
+            rows, out = filled(chunk)
+            of_chunk = of_span.narrow(slice(chunk.start - span_rows.start, chunk.stop - span_rows.start))
+            store.add_gradients(rows, out, of_chunk, grads)
+    if grads is not None:
+        store.finish(grads)
+        if grads.over_ranks is not None:
+            grads.over_ranks.wait()

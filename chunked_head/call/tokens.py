@@ -176,7 +176,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
         # on the CPU there is no device to wait for
         wait = call.skip_ignored == "wait" or (reading_is_free(tokens.targets) and not spec.backend.bounds_rows)
         return packed(tokens, Packing.by_target(tokens.targets, wait))
-    if not (spec.by_segments and call.segments is not None and len(tokens.targets)):
+    if not (spec.can_end_with_segments and call.segments is not None and len(tokens.targets)):
         return tokens
     return replace(tokens, groups=groups_of(call.segments, leading[-1] if leading else 1, call.shift))
 

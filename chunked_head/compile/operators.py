@@ -4,7 +4,7 @@
 its parts and metrics (``SCALAR``). If an operand takes a gradient, further outputs follow:
 
 - for a loss of hidden states, the expected upstream gradient [], and the operands' gradients for it;
-- for values per token, if only hidden states take a gradient (``has_row_factors``), a factor per token that is 0 where
+- for values per token, if only hidden states take a gradient (``has_unit_rows``), a factor per token that is 0 where
   one does not count, and the rows of hidden's gradient for upstream gradients of 1;
 - for every other call (``has_late_gradients``), statistics, from which ``backward`` makes the gradients.
 
@@ -32,6 +32,7 @@ from ..call.tokens import Tokens, tokens_of
 from ..core.checks import PACKAGE
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats
+from ..metrics import MetricValue
 from ..plan.planner import find_late_plan
 from .recipes import recipe_of
 
@@ -121,10 +122,10 @@ def has_late_gradients(call: Call[Any]) -> bool:
     return bool(call.outputs) or call.weight is None
 
 
-def has_row_factors(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bool:
+def has_unit_rows(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bool:
     """True for values per token one of which takes a gradient, that of hidden states alone."""
     is_only_hidden = call.weight is not None and not any(needs_grad[1:])
-    return bool(call.outputs) and spec.late_factors == 1 and is_only_hidden
+    return bool(call.outputs) and spec.num_row_factors == 1 and is_only_hidden
 
 
 @torch.library.custom_op(f"{PACKAGE}::forward", mutates_args=(), schema=FORWARD)
@@ -136,7 +137,7 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
         values = returned_values(work, stats)
         if not any(needs_grad):
             return values
-        if has_row_factors(work.call, work.spec, needs_grad):
+        if has_unit_rows(work.call, work.spec, needs_grad):
             return [*values, *counts_and_rows(work, stats, grads)]
         if has_late_gradients(work.call):
             return [*values, *stats.by_name.values()]
@@ -147,20 +148,22 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
 def returned_values(work: Work, stats: RowStats) -> list[Tensor]:
     """The operator's first outputs: values per token in the caller's order; or the loss [] and ``packed``."""
     objective, packing = work.sweep.objective, work.tokens.packing
-    outputs = objective.outputs(stats)
+    outputs, loss_values, metric_totals = objective.results(stats)
     if isinstance(objective, ScalarObjective):
-        return [*outputs, packed(work.call, objective, stats)]
+        metric_values = objective.metric_values(stats, metric_totals)
+        return [*outputs, packed(work.call, loss_values, metric_values, objective.dtype)]
     return [*outputs] if packing is None else [packing.unpack(values) for values in outputs]
 
 
-def packed(call: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:
+def packed(
+    call: Call[Any], loss_values: Sequence[Tensor], metrics: dict[str, MetricValue], dtype: torch.dtype
+) -> Tensor:
     """One vector of the loss's parts, then of each metric sums and count, or the extremum; in the caller's order."""
-    numbers = [*objective.loss_values]
-    metrics = objective.metric_values(stats)
+    numbers = [*loss_values]
     for metric in call.metrics:
         value = metrics[metric.label]
         numbers += [number for number in (value.sum, value.count, value.extremum) if number is not None]
-    return torch.cat([number.detach().reshape(-1).to(objective.dtype) for number in numbers])
+    return torch.cat([number.detach().reshape(-1).to(dtype) for number in numbers])
 
 
 def counts_and_rows(work: Work, stats: RowStats, grads: Any) -> list[Tensor]:
@@ -187,13 +190,13 @@ def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor,
     sweep, objective = work.sweep, work.sweep.objective
     assert isinstance(objective, ScalarObjective) and isinstance(sweep, HeadWork)
     plan, one_or_nan = sweep.plan, objective.one_or_nan
-    expected = torch.ones_like(one_or_nan) * objective.expected.upstream
+    expected = torch.ones_like(one_or_nan) * objective.expected_upstream
     hidden, weight, bias = gradient_dtypes(work.call, work.spec)
     sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
-    if grads is not None and plan.row_factors:
+    if grads is not None and plan.has_unit_rows:
         return expected, grads.finish_rows(sweep.backend, sweep.row_factors(stats, (expected,)), sizes)
     if grads is not None:
-        return expected, grads.finish(sweep.backend, [one_or_nan], one_or_nan, sizes)
+        return expected, grads.finish(sweep.backend, sizes, one_or_nan)
     coefficients = objective.coefficients_for(stats, (expected,))
     if sizes != plan.sizes:
         late_plan = find_late_plan(sizes, sweep.request)
@@ -238,7 +241,7 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
     ]
     if not any(needs_grad):
         return values
-    if has_row_factors(call, spec, needs_grad):
+    if has_unit_rows(call, spec, needs_grad):
         rows = first.new_empty(first.shape, dtype=gradient_dtypes(call, spec)[0])
         return [*values, first.new_empty(tokens, dtype=dtype), rows]
     if has_late_gradients(call):
@@ -313,7 +316,7 @@ def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     for_gradients = output[len(names) :]
     ctx.mark_non_differentiable(*gradless, *for_gradients)
     ctx.key, ctx.needs_grad, ctx.tensors = key, needs_grad, len(tensors)
-    if has_row_factors(call, spec, needs_grad):
+    if has_unit_rows(call, spec, needs_grad):
         ctx.saved = SavedRows(operands[0].dtype)
         ctx.save_for_backward(*for_gradients)
     elif has_late_gradients(call):

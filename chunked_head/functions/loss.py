@@ -211,9 +211,9 @@ def loss_output(outcome: Outcome) -> LossOutput:
         return LossOutput(value, {}, {}, plan)
     with torch.no_grad():
         values_by_label = dict(
-            zip([s.label for _, s in outcome.tokens.call.losses.terms], objective.loss_values, strict=True)
+            zip([s.label for _, s in outcome.tokens.call.losses.terms], outcome.loss_values, strict=True)
         )
-        values = objective.metric_values(outcome.stats)
+        values = objective.metric_values(outcome.stats, outcome.metric_totals)
     return LossOutput(
         value, values_by_label, {metric.label: values[metric.label] for metric in outcome.tokens.call.metrics}, plan
     )

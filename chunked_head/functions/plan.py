@@ -135,11 +135,11 @@ def plan(
     check_fp8(call, spec, absent_gpu)
     if sequence_sharded:
         spec = replace(spec, demand=spec.demand._replace(columns_only=False))
-    by_segments = segment_lengths and spec.by_segments
+    ends_with_segments = segment_lengths and spec.can_end_with_segments
     traits: dict[str, Any] = {
         "columns": rows, "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1,
-        "largest_part": rows if ranks > 1 else None, "skips": skip_ignored, "moved": skip_ignored or by_segments,
-        "by_segments": by_segments, "buffer_dtype": buffer_dtype,
+        "largest_part": rows if ranks > 1 else None, "skips": skip_ignored, "moved": skip_ignored or ends_with_segments,
+        "ends_with_segments": ends_with_segments, "buffer_dtype": buffer_dtype,
     }  # fmt: skip
     if absent_gpu is not None and "gpu" in device_backend.traits(place):
         is_nvidia = absent_gpu.name.startswith("sm_")

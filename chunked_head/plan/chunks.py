@@ -50,7 +50,7 @@ def chunk_size(
     if plan.schedule == "loss only" and not (fits_budget or plan.sizes.keeps_sweep):
         # where no logits are stored, larger chunks gain nothing
         rows = min(rows, max(largest(needed, MODEST_SWEEP + e4m3_copy(plan.sizes), tokens), GOOD_CHUNK))
-    if rows == 0 or (plan.schedule == "forward" and plan.sizes.by_segments):
+    if rows == 0 or (plan.schedule == "forward" and plan.sizes.ends_with_segments):
         return rows
     equal = balanced(tokens, rows)
     return equal if needed(equal) <= budget else rows  # fewer rows may have more partial sums of dhidden

@@ -68,7 +68,7 @@ def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:
     """The plan of a backward that makes the gradients, as a second backward does; or the reason why there is none.
     ``chunk_tokens`` and ``accumulate_dtype`` of the request are dropped where they do not fit, so that backward does
     not raise for them."""
-    late = replace(sizes, late_upstream=True, late_factors=0)
+    late = replace(sizes, waits_for_backward=True, num_row_factors=0)
     for attempt in request, replace(request, accumulate_dtype=None), Request(memory_budget=request.memory_budget):
         plan = find_plan(late, attempt)
         if isinstance(plan, Plan):
@@ -175,7 +175,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     does not shrink, since hidden states are not divided among ranks.
     """
     share = default_share(sizes, ranks)
-    rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
+    rows = int(GOOD_CHUNK * SLACK) if sizes.ends_with_segments else GOOD_CHUNK
     columns = sizes.vocab + sizes.teacher_columns * sizes.teacher_made
     logits = rows * columns * sizes.dtype.itemsize
     if logits * (1 + sizes.e4m3_gradients) <= share:
@@ -212,7 +212,7 @@ def refusal(sizes: Sizes, request: Request) -> str:
     if accumulate_dtype is not None and accumulate_dtype not in allowed:
         choices = " or ".join(sorted(map(name, allowed)))
         return f"accumulate_dtype must be None or {choices}{reason}, got {accumulate_dtype!r}"
-    in_forward = not sizes.late_upstream and not sizes.coupled
+    in_forward = not sizes.waits_for_backward and not sizes.waits_for_all
     if accumulate_dtype == torch.float16 and in_forward and sizes.returns_weight_grad:
         return (
             "accumulate_dtype=torch.float16 cannot hold sums of unscaled gradients (they pass 65504); "
@@ -228,7 +228,7 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
             return plan_or_miss
     weight_dtype, accumulate_dtype = sizes.weight_dtype, request.accumulate_dtype
     misses = [miss for candidate in candidates(sizes, request) if isinstance(miss := fitted(request, candidate), Miss)]
-    in_forward = not (sizes.late_upstream or sizes.coupled)
+    in_forward = not (sizes.waits_for_backward or sizes.waits_for_all)
     if accumulate_dtype == weight_dtype and weight_dtype.itemsize < 4 and (in_forward or not misses):
         needed = with_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
         return (
@@ -251,10 +251,11 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     tokens = max(sizes.tokens, 1)
     if not sizes.any_grad:
         yield Candidate(of_one_row(sizes, "loss only", request.budget), 1, chunk_tokens, request.explicit)
-    elif sizes.late_upstream:
+    elif sizes.waits_for_backward:
         yield from by_rows(sizes, request)
-        yield from recomputing(sizes, request, "the upstream gradient comes late" + SEVERAL * (sizes.late_factors > 1))
-    elif sizes.coupled:
+        note = "the upstream gradient comes late" + SEVERAL * (sizes.num_row_factors > 1)
+        yield from recomputing(sizes, request, note)
+    elif sizes.waits_for_all:
         # a single chunk with all tokens needs no recompute
         weight_acc = weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
         weight_acc = sizes.buffer_dtype or weight_acc
@@ -262,7 +263,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
         if fits and not sizes.deterministic and (not sizes.weight_grad or accumulate_dtype in (None, weight_acc)):
             yield from forward(sizes, request, weight_acc, tokens)
         yield from by_rows(sizes, request)
-        yield from recomputing(sizes, request, "a loss couples tokens" + SEVERAL * (sizes.late_factors > 1))
+        yield from recomputing(sizes, request, "a loss couples tokens" + SEVERAL * (sizes.num_row_factors > 1))
     elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
         yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
@@ -294,7 +295,7 @@ def forward(
     sizes: Sizes, request: Request, weight_acc: torch.dtype, least_rows: int = 1, grown: int = 0
 ) -> Iterator[Candidate]:
     """Candidates that make gradients in the forward pass. ``grown``: bytes by which they may exceed the budget."""
-    half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.coupled
+    half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.waits_for_all
     chunk_tokens, accumulate_dtype, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
     if chunk_tokens is None and half and accumulate_dtype == sizes.weight_dtype and not request.explicit:
         # accumulate_dtype overrides the default budget: chunks are so large that a sum in 16 bits is accurate enough
@@ -315,10 +316,10 @@ def by_rows(sizes: Sizes, request: Request) -> Iterator[Candidate]:
 
     Of two factors each would take a tensor of its own, and a product: as many products as recomputing, and more memory.
     """
-    if sizes.late_factors != 1:
+    if sizes.num_row_factors != 1:
         return
     for candidate in forward(sizes, request, sizes.weight_dtype):
-        plan = replace(candidate.plan, row_factors=True, note="backward multiplies each row by what comes late")
+        plan = replace(candidate.plan, has_unit_rows=True, note="backward multiplies each row by what comes late")
         yield candidate._replace(plan=plan)
 
 

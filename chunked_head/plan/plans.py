@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
@@ -43,9 +44,10 @@ class Plan:
     """The way a call runs and the memory that it needs; ``print`` shows it as a table. Holds no tensor.
 
     ``schedule``: "forward" makes gradients along with the loss; "recompute" makes them in backward, where logits are
-    computed again; "loss only" makes none. ``row_factors``: "forward" makes the rows of hidden's gradient for upstream
-    gradients of 1, and backward multiplies each row by its own. ``chunk_tokens``: rows of logits at a time in passes
-    over all columns. "recompute" makes gradients from ``block_tokens`` rows by ``tile_columns`` columns at a time.
+    computed again; "loss only" makes none. ``has_unit_rows``: "forward" makes the rows of hidden's gradient for
+    upstream gradients of 1, and backward multiplies each row by its own factor. ``chunk_tokens``: rows of logits at a
+    time in passes over all columns. "recompute" makes gradients from ``block_tokens`` rows by ``tile_columns`` columns
+    at a time.
     ``budget``: most bytes that ``extra_bytes`` may be.
     """
 
@@ -58,7 +60,7 @@ class Plan:
     hidden_accumulate: torch.dtype
     weight_accumulate: torch.dtype
     note: str = ""
-    row_factors: bool = False
+    has_unit_rows: bool = False
     ending: int | None = None  # number of chunks, where chunks end with segments; else None
     budget_rule: tuple[str, ...] = ()  # the reason for the budget, as lines for the printed plan
 
@@ -124,6 +126,12 @@ class Plan:
         demand = self.sizes.demand.of_columns(None)._replace(values=0)
         sizes = replace(self.sizes, vocab=0, padding=0, demand=demand)
         return text_fields(replace(self, sizes=sizes, tile_columns=0, budget=0, budget_rule=()))
+
+    @property
+    def row_factors(self) -> bool:
+        """The older name of ``has_unit_rows``; DeprecationWarning."""
+        warnings.warn("Plan.row_factors is called Plan.has_unit_rows", DeprecationWarning, stacklevel=2)
+        return self.has_unit_rows
 
     def __str__(self) -> str:
         return as_text(sections(self))
@@ -193,7 +201,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     """The buffers that depend on chunks, blocks or tiles."""
     sizes, rows, forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
     # if a loss waits for several chunks, buffers of the sweep are freed before the losses' arithmetic
-    last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
+    last = LOOP if forward else SWEEP if sizes.waits_for_all and rows < sizes.tokens else LOSSES
     yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
     yield from sizes.store.chunk_buffers(sizes, rows, last, forward or sizes.keeps_sweep)
     yield from block_buffers(sizes, rows, sizes.vocab, SWEEP, last)
@@ -206,9 +214,9 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
         yield from recompute_buffers(plan)
     # the losses' arithmetic runs for all tokens at once if a loss depends on all, or values are made after the sweep
     in_backward = plan.schedule == "recompute" and plan.block_tokens < sizes.tokens
-    at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last or in_backward
+    at_once = sizes.waits_for_all or sizes.ends_with_segments or sizes.teacher_last or in_backward
     bytes_per_token = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
-    if in_backward and not sizes.coupled:  # coefficients are no temporaries: ``vector_buffers`` has their buffer
+    if in_backward and not sizes.waits_for_all:  # coefficients are no temporaries: ``vector_buffers`` has their buffer
         bytes_per_token -= 4 * torch.float32.itemsize
     yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, bytes_per_token), BYTE, LOSSES, LOSSES)
 
@@ -276,7 +284,7 @@ def vector_buffers(plan: Plan) -> Iterator[Buffer]:
     yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
     yield Buffer("statistics", (tokens, demand.numbers_per_token), wide, SWEEP, WEIGHT)
     # 1: only each token's loss is kept
-    values = max(1, demand.values * plan.row_factors) if sizes.late_upstream else demand.values
+    values = max(1, demand.values * plan.has_unit_rows) if sizes.waits_for_backward else demand.values
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
     if sizes.any_grad:
         numbers = 1 + len(demand.views) + demand.columns

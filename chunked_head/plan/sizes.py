@@ -91,11 +91,12 @@ class Sizes:
     bias_dtype: torch.dtype | None = None  # None: the weight's dtype
     buffer_dtype: torch.dtype | None = None  # dtype of the caller's buffer for the weight's gradient; None without one
     # the time at which gradients can be made
-    late_upstream: bool = False  # gradients wait for backward: the upstream gradient is one number per token
-    coupled: bool = False  # a token's gradient depends on other tokens' statistics, all of which are made first
-    by_segments: bool = False  # it depends on the token's own segment or pair only, and chunks end where segments end
-    # numbers that a row of hidden's gradient waits for, 2 for several; 0 where another operand takes a gradient too
-    late_factors: int = 0
+    # gradients wait for backward: the upstream gradient is one number per token, or the call runs inside of a backward
+    waits_for_backward: bool = False
+    waits_for_all: bool = False  # gradients wait for the statistics of all tokens
+    ends_with_segments: bool = False  # chunks end where segments end: gradients wait for their own segments' statistics
+    # number of factors that a row of hidden's gradient waits for, 2 for several; 0 if another operand takes a gradient
+    num_row_factors: int = 0
     # statistics
     demand: Demand = LEAST_DEMAND
     deterministic: bool = False  # a token's results do not depend on other tokens or their number
@@ -174,7 +175,7 @@ class Sizes:
         """True where gradients of the forward pass are products of e4m3 operands: of stored exponentials, with fp8."""
         able = self.gpu is not None and self.gpu.e4m3_gradients and self.store.name == "fast"
         whole = self.hidden_ranks == 1 and not self.deterministic  # cuBLAS chooses by the number of rows
-        return self.fp8 is not None and able and whole and self.any_grad and not self.late_upstream
+        return self.fp8 is not None and able and whole and self.any_grad and not self.waits_for_backward
 
     @property
     def grads_in_matmul(self) -> bool:
@@ -191,7 +192,7 @@ class Sizes:
         """True where the forward pass's gradients need no statistic of teacher and student together. The teacher's
         logits are then made along with the gradients, some rows at a time."""
         pairing = self.demand.pairing
-        simple = self.ranks == 1 and not (self.coupled or self.by_segments)
+        simple = self.ranks == 1 and not (self.waits_for_all or self.ends_with_segments)
         return pairing is not None and pairing.last and self.own_matmul and simple
 
     def teacher_rows(self, rows: int) -> int:

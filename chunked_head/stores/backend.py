@@ -16,7 +16,7 @@ from ..core.stats import RowStats, layout_of
 from ..parallel.merge import GatheredStats
 from ..plan.plans import Plan
 from . import torch_functions as functions
-from .operands import Head, Rows
+from .operands import CallRows, Head
 from .quantised import Quantised, QuantisedWeight, RoundedHead, direction_of, empty_quantised, quantise_
 from .store import LogitsStore, MatmulStore, Store, outputs_of
 
@@ -40,7 +40,7 @@ class Backend:
     set_grad = staticmethod(functions.set_grad)
     add_rows = staticmethod(functions.add_rows)
     sum_rows = staticmethod(functions.sum_rows)
-    factored = staticmethod(functions.scale)
+    scale_into = staticmethod(functions.scale)
     scale_rows = staticmethod(functions.scale_rows)
     merge_softmax = staticmethod(functions.merge_softmax)
     quantise_ = staticmethod(quantise_)
@@ -57,7 +57,7 @@ class Backend:
         """Fields of ``Sizes`` that the backend and the device decide."""
         return {"in_blocks": True}
 
-    def store_of(self, head: Head, plan: Plan, all_rows: Rows, tiled: bool) -> Store:
+    def store_of(self, head: Head, plan: Plan, all_rows: CallRows, tiled: bool) -> Store:
         """The store for a sweep over a plan's chunks; with ``tiled`` over its blocks, whose statistics are known.
         ``all_rows``: all rows of the call."""
         store: type[MatmulStore] = plan.sizes.store
@@ -112,19 +112,18 @@ class Backend:
             for name, merged in zip(statistic.vectors, statistic.merge(pieces), strict=True):
                 stats[name].copy_(merged)
 
-    def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def scale(self, source: Tensor, dtype: torch.dtype, factor: Tensor, further: Tensor | None = None) -> Tensor:
         """``source`` times one or two factors [], which are on the device, in a new tensor of ``dtype``."""
         out = torch.empty_like(source, dtype=dtype)
         if source.numel():
-            self.factored(out, source, *factors)
+            self.scale_into(out, source, factor, further)
         return out
 
-    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        """Multiplies tensors by the factors in place."""
-        filled = [source for source in sources if source.numel()]
-        one_or_nan = factors[1] if factors[1:] else None
+    def scale_(self, tensors: Sequence[Tensor], factor: Tensor, further: Tensor | None = None) -> None:
+        """Multiplies tensors by one or two factors [] in place, two tensors in one launch."""
+        filled = [tensor for tensor in tensors if tensor.numel()]
         for i in range(0, len(filled), 2):
-            self.factored(filled[i], filled[i], factors[0], one_or_nan, *filled[i + 1 : i + 2])
+            self.scale_into(filled[i], filled[i], factor, further, *filled[i + 1 : i + 2])
 
 
 TORCH = Backend()

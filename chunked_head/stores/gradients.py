@@ -1,6 +1,5 @@
 """Buffers of a call's gradients, and the caller's buffer for the weight's gradient (``accumulate_into=``)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,26 +152,27 @@ class Gradients:
         self.weight, self.buffers = None, (None, self.buffers[1])
 
     def finish(
-        self, backend: Any, factors: Sequence[Tensor], one_or_nan: Tensor, sizes: Sizes
+        self, backend: Any, sizes: Sizes, one_or_nan: Tensor, ratio: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients times ``factors``, in the inputs' dtypes. Each buffer is freed before the next gradient
-        is made. ``backend``: the ``Backend`` that multiplies.
+        """Returns the gradients times ``one_or_nan`` [] and ``ratio`` [] (None: 1), in the inputs' dtypes. Each buffer
+        is freed before the next gradient is made. ``backend``: the ``Backend`` that multiplies.
 
         The caller's buffer is multiplied by ``one_or_nan`` only, since it holds more than this call's gradient.
         """
         buffer = self.gradient_buffer
         if buffer is not None and self.weight is not None:
-            backend.scale_([self.weight], [one_or_nan])
+            backend.scale_([self.weight], one_or_nan)
             self.without_weight()
+        factors = (one_or_nan,) if ratio is None else (ratio, one_or_nan)
         gradients, dtypes = [self.hidden, *self.buffers], (sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype)
         self.hidden = self.weight = self.bias = None
         self.buffers = None, None
         in_place = [g for g, dtype in zip(gradients, dtypes, strict=True) if g is not None and g.dtype == dtype]
-        backend.scale_(in_place, factors)
+        backend.scale_(in_place, *factors)
         for i, dtype in enumerate(dtypes):
             gradient = gradients[i]
             if gradient is not None and dtype not in (None, gradient.dtype):
-                gradients[i] = backend.scale(gradient, factors, dtype)
+                gradients[i] = backend.scale(gradient, dtype, *factors)
         hidden, weight, bias = gradients
         return hidden, weight if buffer is None else buffer.handed_over(), bias
 

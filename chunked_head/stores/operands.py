@@ -118,36 +118,37 @@ class Kept:
         return self.ends > self.starts
 
 
+class CallRows(NamedTuple):
+    """All rows of a call on hidden states."""
+
+    hidden: Tensor  # [tokens, hidden] of the caller, in the caller's order
+    targets: Tensor  # [rows] int64 in the order in which rows run, -1 where a row does not count
+    order: Tensor | None  # [rows] int64: each row's index in ``hidden``; None: row i is i
+
+
 class Rows(NamedTuple):
     """The rows of a chunk as a store takes them."""
 
-    hidden: Tensor  # [rows, hidden], cleaned by the store; or logits that exist [rows, vocab]
+    # [rows, hidden] the matmuls' operand: ``source`` with 0 where a row does not count, copied by ``Store.fill``; for
+    # logits that exist [rows, 0]
+    hidden: Tensor
     target: Tensor  # [rows] int64, -1 where a row does not count
+    tokens: slice  # the slice of the call that these rows are
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
     scale: Tensor | None = None  # [rows] in the statistics' dtype: factor of a row's logits; None: 1
     teacher: TeacherHead | None = None
     counted: Tensor | None = None  # [] int64: the call's first rows, so many, count; None: any row may count
-    first: int = 0  # index in the call of the first of these rows
-    source: Tensor | None = None  # [..., hidden]: the caller's hidden states, from which ``hidden`` is copied
+    source: Tensor | None = None  # [..., hidden]: hidden states of the caller, or of all ranks
     order: Tensor | None = None  # [rows] int64: each row's index in ``source``; None: row i is i
 
-    @property
-    def tokens(self) -> slice:
-        """The slice of the call that these rows are."""
-        return slice(self.first, self.first + self.target.shape[0])
-
     def narrow(self, rows: slice) -> "Rows":
-        """A slice of the rows, sharing memory; ``self`` for a slice of all."""
+        """A slice of the rows, without their ``source``, sharing memory; ``self`` for a slice of all."""
         if rows.start == 0 and rows.stop == self.target.shape[0]:
             return self
         columns, scale = (None if values is None else values[rows] for values in (self.columns, self.scale))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
-        first, hidden, order = self.first + rows.start, self.hidden, self.order
-        if order is None:
-            hidden = hidden[rows]
-        else:
-            order = order[rows]
-        return Rows(hidden, self.target[rows], columns, scale, teacher, self.counted, first, order=order)
+        tokens = slice(self.tokens.start + rows.start, self.tokens.start + rows.stop)
+        return Rows(self.hidden[rows], self.target[rows], tokens, columns, scale, teacher, self.counted)
 
 
 def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:

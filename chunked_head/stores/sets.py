@@ -34,29 +34,32 @@ class SetStore(Store):
         backend: Any,
         head: Head,
         column_sets: Kept,
-        rows: Rows,
+        operand: Tensor,
+        targets: Tensor,
+        scale: Tensor | None,
         demand: Demand,
         exist: bool = False,
         gradient: Tensor | None = None,
     ):
-        """``rows``: all rows of the call: hidden states, or with ``exist`` logits, whose gradient is stored in
-        ``gradient``."""
-        self.backend, self.head, self.column_sets, self.rows = backend, head, column_sets, rows
+        """``operand``: hidden states [tokens, hidden], or with ``exist`` logits [tokens, vocab], whose gradient is
+        stored in ``gradient``. ``targets`` [tokens] are this rank's; ``scale`` [tokens]: each row's factor, None: 1."""
+        self.backend, self.head, self.column_sets = backend, head, column_sets
+        self.operand, self.targets = operand, targets
         self.demand, self.softmaxes, self.gradient = demand, layout_of(demand).softmaxes, gradient
-        self.transform, wide = transform(head, rows.scale), torch.promote_types(head.weight.dtype, torch.float32)
+        self.transform, wide = transform(head, scale), torch.promote_types(head.weight.dtype, torch.float32)
         # each tensor has memory of its own, since kernels are compiled for the alignment of its address
         self.logits = torch.empty(len(column_sets.columns), dtype=wide, device=head.weight.device)
         self.dlogits = torch.empty_like(self.logits)
         if exist:
             self.entry_index = column_sets.rows.clamp(min=0), column_sets.columns.clamp(min=0).long()
-            x = rows.hidden[self.entry_index].to(wide).unsqueeze(1)
+            x = operand[self.entry_index].to(wide).unsqueeze(1)
             logits = transformed(x, None, of_rows(self.transform, column_sets.rows)).squeeze(1)
             self.logits.copy_(logits.masked_fill(column_sets.columns < 0, -torch.inf))
         else:
             of_entries = column_sets.columns, head.bias, self.transform, column_sets.rows, -math.inf
-            self.backend.dot_columns(self.logits, rows.hidden, head.weight, *of_entries)
+            self.backend.dot_columns(self.logits, operand, head.weight, *of_entries)
         if column_sets.bias is not None:
-            self.logits += column_sets.bias if rows.scale is None else column_sets.bias * rows.scale[column_sets.rows]
+            self.logits += column_sets.bias if scale is None else column_sets.bias * scale[column_sets.rows]
 
     def entries(self, tokens: slice) -> KeptEntries:
         """The sets of the rows ``tokens``."""
@@ -64,7 +67,7 @@ class SetStore(Store):
             self.column_sets.columns,
             self.column_sets.starts[tokens],
             self.column_sets.ends[tokens],
-            self.rows.target[tokens],
+            self.targets[tokens],
         )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
@@ -118,11 +121,11 @@ class SetStore(Store):
         if grads.weight is not None:
             if column_sets.everywhere and grads.fresh:
                 grads.weight.zero_()
-            self.backend.add_rows(grads.weight, self.rows.hidden, column_sets.columns, self.dlogits, column_sets.rows)
+            self.backend.add_rows(grads.weight, self.operand, column_sets.columns, self.dlogits, column_sets.rows)
         if grads.bias is not None:
             if column_sets.everywhere:
                 grads.bias.zero_()
-            unit_column = self.dlogits.new_ones(len(self.rows.hidden), 1)
+            unit_column = self.dlogits.new_ones(len(self.operand), 1)
             self.backend.add_rows(
                 grads.bias.unsqueeze(1), unit_column, column_sets.columns, self.dlogits, column_sets.rows
             )

@@ -27,7 +27,7 @@ from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
 from .matmul import accumulate, add_dhidden, add_dweight, project
-from .operands import Head, Rows, TeacherHead, fp8_logits, mend_heavy, put_columns
+from .operands import CallRows, Head, Rows, TeacherHead, fp8_logits, mend_heavy, put_columns
 from .torch_functions import transform_, transformed
 
 FP16_LARGEST = 64.0
@@ -175,8 +175,8 @@ class MatmulStore(Store):
         columns += min(columns, sizes.teacher_columns) * sizes.teacher_made
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
-        """``backend``: the ``Backend``. ``all_rows``: all rows of the call, with the caller's hidden states."""
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
+        """``backend``: the ``Backend``. ``all_rows``: all rows of the call."""
         self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
         self.tie, self.softmaxes = TIE if self.sizes.half else None, self.sizes.softmaxes
@@ -187,7 +187,7 @@ class MatmulStore(Store):
             self.rows, self.columns = plan.block_tokens, plan.tile_columns
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        tokens, first = rows.tokens, rows.first == 0
+        tokens, first = rows.tokens, rows.tokens.start == 0
         sums = dhidden = None if grads.hidden is None else grads.hidden_rows(tokens)
         if self.tiled:
             assert rows.source is not None
@@ -306,7 +306,7 @@ class LogitsStore(MatmulStore):
     """fp32 logits (fp64 for fp64 operands) that BLAS makes. The gradient overwrites them; with kernels and 16-bit
     operands it is 16-bit wide."""
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
         self.buffer = head.weight.new_empty(self.rows * self.columns, dtype=self.sizes.wide)
         if self.sizes.teacher_made:
@@ -395,10 +395,10 @@ class GivenLogits(LogitsStore):
 
     fill = Store.fill  # the logits exist already
 
-    def __init__(self, backend: Any, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
-        self.backend, self.head, self.demand, self.vocab = backend, head, demand, rows.hidden.shape[1]
+    def __init__(self, backend: Any, head: Head, demand: Demand, rows: Rows, logits: Tensor, gradient: Tensor | None):
+        self.backend, self.head, self.demand, self.vocab = backend, head, demand, logits.shape[1]
         self.softmaxes = layout_of(demand).softmaxes
-        self.stored, self.gradient_of = Stored(rows.hidden, None, None, transform(head, rows.scale)), gradient
+        self.stored, self.gradient_of = Stored(logits, None, None, transform(head, rows.scale)), gradient
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         assert self.gradient_of is not None

@@ -1,7 +1,6 @@
 """Calls inside of ``torch.compile(fullgraph=True)``: the same values, gradients, parts and metrics as outside of it."""
 
 import functools
-import importlib
 import os
 import subprocess
 import sys
@@ -30,9 +29,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from chunked_head import ChunkedHead, linear_cross_entropy, linear_loss, losses, metrics
+from chunked_head.call.sweep import HeadWork
 from chunked_head.compile.recipes import described, text_of
-
-SWEEP = "chunked_head.call.sweep"
 
 
 def ways() -> list:
@@ -193,13 +191,13 @@ def test_a_model_under_autocast(where: str) -> None:
 @pytest.mark.parametrize("saved", [False, True])
 def test_activation_checkpointing(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler runs the operator again, unless it is told that its outputs are to be kept."""
-    sweeps, sweep = [], importlib.import_module(SWEEP).sweep
+    sweeps, sweep = [], HeadWork.sweep
 
     def watched(*args: Any) -> Any:
         sweeps.append(args)
         return sweep(*args)
 
-    monkeypatch.setattr(f"{SWEEP}.sweep", watched)
+    monkeypatch.setattr(HeadWork, "sweep", watched)
     kept = [torch.ops.chunked_head.forward.default]
     how = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)} if saved else {}
 
@@ -245,14 +243,14 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("upstream", [1.0, 0.37])
 def test_handed_over_without_a_copy(dtype: torch.dtype, upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled backward scales gradients where they are: what arrives lies in the memory that forward filled."""
-    filled, sweep = [], importlib.import_module(SWEEP).sweep
+    filled, sweep = [], HeadWork.sweep
 
     def watched(*args: Any) -> Any:
         stats, grads = sweep(*args)
         filled.append((grads.hidden.data_ptr(), grads.weight.data_ptr()))
         return stats, grads
 
-    monkeypatch.setattr(f"{SWEEP}.sweep", watched)
+    monkeypatch.setattr(HeadWork, "sweep", watched)
     torch._dynamo.reset()
     hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (48, VOCAB))
     target = torch.randint(0, VOCAB, (48,))

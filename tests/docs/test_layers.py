@@ -96,7 +96,7 @@ BROAD = {
     ("losses.sums", "parameters_of"): "says that a function has no signature",
     ("losses.sums", "trace"): "says why a user's function cannot be traced",
     ("losses.user_checks", "adds_up"): "runs a user's function on tokens that it may refuse",
-    ("call.run", "gradients"): "notes what lies in the caller's buffer, and raises it on",
+    ("call.run", "run"): "notes what lies in the caller's buffer, and raises it on",
     ("compile.operation", "execute"): "notes what lies in the caller's buffer, and raises it on",
     ("integrations.cut_cross_entropy", "translated"): "names the option as the other library does",
     ("integrations.huggingface.output", "ask"): "says what a head's own forward raises, and leaves it alone",

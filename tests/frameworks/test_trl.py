@@ -244,7 +244,7 @@ def schedules_of(
     def noted(*args: Any, real: Any = run.prepared, **more: Any) -> Any:
         prepared = real(*args, **more)
         if prepared[1].plan.sizes.any_grad:
-            schedules.append("by rows" if prepared[1].plan.row_factors else prepared[1].plan.schedule)
+            schedules.append("by rows" if prepared[1].plan.has_unit_rows else prepared[1].plan.schedule)
         return prepared
 
     monkeypatch.setattr(run, "prepared", noted)

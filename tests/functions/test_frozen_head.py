@@ -143,7 +143,7 @@ def test_segments_without_lengths(place: Place, case: LossCase, dtype: torch.dty
     kinds = {summand.kind for _, summand in case.losses.terms}
     views = {summand.temperature for _, summand in case.losses.terms}
     is_of_logprobs = kinds.isdisjoint({"entropy", "z_loss", "topk_kl"}) and len(views) == 1
-    assert out.plan.row_factors == is_of_logprobs and (out.plan.schedule == "recompute") != is_of_logprobs
+    assert out.plan.has_unit_rows == is_of_logprobs and (out.plan.schedule == "recompute") != is_of_logprobs
     for factor in (0.37, -2.0):
         (ours,) = torch.autograd.grad(out.loss, hidden, torch.full_like(out.loss, factor), retain_graph=True)
         assert_within_budget(ours, factor * eager.double(), factor * truth, dtype, case.name)
@@ -243,7 +243,7 @@ def test_plan_says_which() -> None:
         "device": "sm_90",
     }
     frozen = plan(**sizes, returns=["logprobs"], weight_grad=False)
-    assert (frozen.schedule, frozen.row_factors) == ("forward", True) and "multiplies each row" in str(frozen)
+    assert (frozen.schedule, frozen.has_unit_rows) == ("forward", True) and "multiplies each row" in str(frozen)
     late = plan(**sizes, returns=["logprobs", "entropy"], weight_grad=False)
     assert late.schedule == "recompute" and "as many products" in late.note
     assert frozen.gradient_bytes == late.gradient_bytes == 8192 * 4096 * 2
@@ -251,9 +251,11 @@ def test_plan_says_which() -> None:
     for more in ({"returns": ["logprobs"]}, {"loss": losses.gspo()}, {"returns": ["logprobs"], "hidden_grad": False}):
         assert plan(**sizes, **more).schedule == "recompute" and "as many" not in plan(**sizes, **more).note
     one_chunk = plan(**{**sizes, "tokens": 512}, loss=losses.gspo(), weight_grad=False)
-    assert one_chunk.schedule == "forward" and not one_chunk.row_factors
-    assert plan(**sizes, loss=losses.gspo(), weight_grad=False).row_factors
-    assert not plan(**sizes, loss=losses.gspo(), weight_grad=False, segment_lengths=True).row_factors
+    assert one_chunk.schedule == "forward" and not one_chunk.has_unit_rows
+    assert plan(**sizes, loss=losses.gspo(), weight_grad=False).has_unit_rows
+    with pytest.warns(DeprecationWarning, match="has_unit_rows"):
+        assert frozen.row_factors
+    assert not plan(**sizes, loss=losses.gspo(), weight_grad=False, segment_lengths=True).has_unit_rows
 
 
 def test_frozen_and_unfrozen_between_calls() -> None:

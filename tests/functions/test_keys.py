@@ -225,11 +225,11 @@ OF_RECORDINGS = {
     "ScalarObjective.backend": "the Spec's", "ScalarObjective.demand": "the Spec's",
     "ScalarObjective.dtype": "the Spec's", "ScalarObjective.columns": "None: is_recordable",
     "ScalarObjective.column_sets": "None: is_recordable", "ScalarObjective.teacher": "None: is_recordable",
-    "ScalarObjective.forward_coefficients": "None: is_recordable", "ScalarObjective.exchanges": "is_recordable",
+    "ScalarObjective.keeps_coefficients": "False: is_recordable", "ScalarObjective.exchanges": "is_recordable",
     "ScalarObjective.coupled": "False: is_recordable", "ScalarObjective.structure": "the Spec's, and its numbers",
     "ScalarObjective.class_weights": "the head's, which is an input",
     "ScalarObjective.unit_values": "made by the sweep",
-    "ScalarObjective.expected": "factors, which are inputs, have it", "ScalarObjective.table": "asked for before",
+    "ScalarObjective.table": "asked for before",
     "Inputs.num_segments": NO_KERNEL, "Inputs.rank_sums": NO_KERNEL, "Inputs.withheld": "the Spec's",
     "Inputs.token_fields": "the Spec's", "Inputs.target": "the objective's",
 }  # fmt: skip
@@ -238,26 +238,28 @@ OF_RECORDINGS = {
 def test_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, lacking, keys = Reads(), set[tuple[str, str]](), list[Any]()
 
-    def watched(sweep: Any, call: HeadWork, rows: Tensor, head: Any) -> Any:
+    def watched(work: HeadWork, hidden: Tensor, head: Any) -> Any:
         asked = Asked(reads)
         with reads.of(HeadWork, ScalarObjective, Inputs):
-            found = recording.run_recorded(sweep, replace(call, recordings=asked), rows, head)  # type: ignore[arg-type]
+            found = recording.run_recorded(replace(work, recordings=asked), hidden, head)  # type: ignore[arg-type]
         keys.extend(asked.keys)
         return found
 
-    def sweeping(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def swept(*args: Any) -> Any:
-            reads.now = reads.made  # the cache has been asked, and set, before
-            found = plain(*args)
-            reads.now = None
-            lacking.update(reads.missing(OF_RECORDINGS))
-            return found
+    plain = HeadWork.sweep
 
-        return swept
+    def swept(work: HeadWork, *args: Any) -> Any:
+        if not isinstance(vars(work)["recordings"], Asked):
+            return plain(work, *args)
+        reads.now = reads.made  # the cache has been asked, and set, before
+        found = plain(work, *args)
+        reads.now = None
+        lacking.update(reads.missing(OF_RECORDINGS))
+        return found
 
     from chunked_head.call import sweep
 
-    monkeypatch.setattr(sweep, "run_recorded", lambda swept, *args: watched(sweeping(swept), *args))
+    monkeypatch.setattr(sweep, "run_recorded", watched)
+    monkeypatch.setattr(HeadWork, "sweep", swept)
     given = test_recording.made(1, "cpu")
     for call in list(test_recording.CALLS.values())[:12]:
         call(given)

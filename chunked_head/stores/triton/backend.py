@@ -64,7 +64,7 @@ class TritonBackend(Backend):
     set_grad = staticmethod(gradients.set_grad)
     add_rows = staticmethod(products.add_rows)
     sum_rows = staticmethod(statistics.sum_rows)
-    factored = staticmethod(gradients.scale)
+    scale_into = staticmethod(gradients.scale)
     scale_rows = staticmethod(gradients.scale_rows)
     merge_softmax = staticmethod(statistics.merge_softmax)
     quantise_ = staticmethod(e4m3.quantise)

@@ -14,7 +14,7 @@ from ...kernels.products import launch as products
 from ...plan.plans import Plan
 from ...plan.sizes import BYTE, LOOP, SWEEP, Buffer, Phase, Sizes
 from ..gradients import Gradients
-from ..operands import Head, Rows
+from ..operands import CallRows, Head, Rows
 from ..store import terms_of, transform
 from .relative import RelativeStore
 from .rounded import RoundedGradients
@@ -46,7 +46,7 @@ class FastStore(RelativeStore):
         at_once = sizes.tokens if sizes.hidden_ranks == 1 else rows
         yield Buffer("tokens sorted by target", (strip_rows(sizes.tokens) * 12 + at_once * 28,), BYTE, SWEEP, LOOP)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
         if self.buffer is None:
             return
@@ -93,9 +93,9 @@ class FastStore(RelativeStore):
             self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
             grads.hidden_done(tokens)
         if grads.weight is not None and ordered is not None:
-            self.add_dweight(exp, rows, grads.weight, rows.first == 0 and grads.fresh)
+            self.add_dweight(exp, rows, grads.weight, rows.tokens.start == 0 and grads.fresh)
             if chunk_hidden is not None:
-                self.add_target_rows(chunk_hidden, ordered, rows.first, grads.weight, rows.order)
+                self.add_target_rows(chunk_hidden, ordered, rows.tokens.start, grads.weight, rows.order)
                 self.adds_by_chunk = True
 
     def add_rounded(self, rounded: RoundedGradients, rows: Rows, stats: RowStats, grads: Gradients) -> None:
@@ -110,7 +110,7 @@ class FastStore(RelativeStore):
             rounded.put_dhidden(out, product, row_factors[0], rows, counted)
             grads.hidden_done(tokens)
         if grads.weight is not None:
-            rounded.add_dweight(grads.weight, rows.first == 0 and grads.fresh, counted)
+            rounded.add_dweight(grads.weight, rows.tokens.start == 0 and grads.fresh, counted)
 
     def finish(self, grads: Gradients) -> None:
         super().finish(grads)

@@ -20,7 +20,7 @@ from ...plan.plans import Plan
 from ...plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from ..gradients import Gradients
 from ..matmul import add_dhidden
-from ..operands import Head, Rows
+from ..operands import CallRows, Head, Rows
 from ..store import outputs_of, ratio_of, teacher_buffers, transform
 from .store import FrequentRows, HalfStore, counted_of, sums_frequent
 
@@ -57,7 +57,7 @@ class RelativeStore(HalfStore):
             shape = rows, len(demand.sums), cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
             yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
         sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
         # a sweep without gradients stores logits only if a second pass reads them
@@ -227,7 +227,7 @@ class RelativeStore(HalfStore):
     @functools.cached_property
     def every_target_sorted(self) -> products.SortedColumns:
         """The targets of all tokens of the call, sorted."""
-        return self.sorted_targets(self.all_rows.target)
+        return self.sorted_targets(self.all_rows.targets)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
         if self.head.add_targets is not None:

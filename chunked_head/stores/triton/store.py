@@ -17,7 +17,7 @@ from ...kernels.products import launch as products
 from ...plan.plans import Plan, own_dweight
 from ...plan.sizes import LOOP, SWEEP, Buffer, Sizes, padded_columns
 from ..matmul import add_dweight
-from ..operands import Head, Rows
+from ..operands import CallRows, Head, Rows
 from ..quantised import empty_quantised
 from ..store import MatmulStore, heavy_columns, own_columns, terms_of, transform
 
@@ -26,7 +26,7 @@ FREQUENT, MOST_FREQUENT = 32, 512  # least tokens of a frequent id; most frequen
 
 
 def counted_of(rows: Rows) -> Counted:
-    return Counted(rows.counted, rows.first)
+    return Counted(rows.counted, rows.tokens.start)
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
@@ -97,7 +97,7 @@ class HalfStore(MatmulStore):
         else:
             yield from super().tile_buffers(sizes, rows, columns)
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
@@ -125,7 +125,7 @@ class HalfStore(MatmulStore):
 class GradStore(HalfStore):
     """The store of tiles whose statistics are known: the matmul writes the gradient of the logits, and no logits."""
 
-    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: Rows, tiled: bool):
+    def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
         elements = self.rows * padded_columns(self.columns)
         self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
