@@ -15,8 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FILES = {
     "head": "head-cuda.json", "head-flat": "head-flat-cuda.json",
     "small": "head-small-cuda.json", "small-flat": "head-small-flat-cuda.json", "late": "head-cuda-late.json",
-    "peers": "speed-cuda-peers.json", "speed": "speed-cuda.json",
-    "losses": "losses-cuda.json", "short": "losses-cuda-short.json",
+    "speed": "speed-cuda.json", "losses": "losses-cuda.json",
     "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",

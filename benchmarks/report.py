@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import providers
 from benchmarks.figures import (
     DATA,
     ERRORS,
@@ -171,9 +170,9 @@ def default() -> str:
     return matrix("speed", "row", [*below, "half-skipped"], cell)
 
 
-def all_losses(question: str = "losses") -> str:
-    shapes = list(dict.fromkeys(row["shape"] for row in rows_of(question)))
-    return matrix(question, "shape", shapes, of_products, "workload")
+def all_losses() -> str:
+    shapes = list(dict.fromkeys(row["shape"] for row in rows_of("losses")))
+    return matrix("losses", "shape", shapes, of_products, "workload")
 
 
 def of_products(row: dict[str, Any]) -> str:
@@ -220,16 +219,16 @@ def memory() -> str:
 
 
 def models() -> str:
-    fits = {
-        row["provider"]: row["fits"] for name in ("longest-others", "longest-ours") for row in read(name)["longest"]
-    }
     rows = sorted(rows_of("models"), key=lambda row: -row["peak_bytes"])
-    lines = [
-        [NAMES[r["provider"]], f"{r['ms']:.1f}", mib(r["peak_bytes"]), f"{fits[r['provider']]:,} tokens"] for r in rows
-    ]
-    return table(
-        ["", "ms", "peak MiB", "longest sequence within 80 GiB"], lines, "models", "longest-ours", "longest-others"
-    )
+    lines = [[NAMES[row["provider"]], span(row), mib(row["peak_bytes"])] for row in rows]
+    return table(["", "time", "peak MiB"], lines, "models")
+
+
+def longest() -> str:
+    """The longest sequence of each way within a limit, of runs of their own."""
+    found = [row for question in ("longest-others", "longest-ours") for row in read(question)["longest"]]
+    lines = [[NAMES[row["provider"]], f"{row['fits']:,} tokens"] for row in found]
+    return table(["", "longest sequence within 80 GiB"], lines, "longest-ours", "longest-others")
 
 
 def curves() -> str:
@@ -337,11 +336,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "model-source": lambda: source("models", command=False), "head-source": lambda: source("head", command=False),
     "readme": two_heads, "heads": lambda: heads(*HEADS), "late": lambda: heads("late"),
     "beside": lambda: beside(RESULTS / "beside"),
-    "default": default, "losses": all_losses, "short": lambda: all_losses("short"), "memory": memory, "models": models,
+    "default": default, "losses": all_losses, "memory": memory, "models": models, "longest": longest,
     "trainers": trainers, "framework-steps": framework_steps,
-    "peers": lambda: matrix(
-        "peers", "row", ("default", "compile", *providers.PACKAGES), lambda row: f"{row['ratios']['3 products']:.2f}"
-    ),
     "gpus": gpus,
     "curves": curves, "parallel": parallel, "host": host, "long": long, "plans": plans,
     "fp8-times": fp8_times, "fp8-errors": fp8_errors,
