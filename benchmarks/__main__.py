@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 NAMES = (
-    "demo", "fp8", "framework_steps", "frameworks", "head", "host", "long", "losses", "memory", "model_curves",
-    "models", "parallel", "report", "sitting", "speed", "turns",
+    "demo", "fp8", "fp8_training", "framework_steps", "frameworks", "head", "host", "long", "losses", "memory",
+    "model_curves", "models", "parallel", "report", "sitting", "speed", "turns",
 )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""The demo's text: Python's own standard library (or a file the user names) and a BPE trained on it on the spot."""
+"""Text to train small models on: Python's standard library, a file, or all that is installed; and a BPE of it."""
 
+import itertools
 import sysconfig
 import tokenize
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 MAX_CHARACTERS = 4_000_000
+BPE_CHARACTERS = 8_000_000  # that the BPE is trained on, at most
 HELD_OUT_EVERY = 10  # one file in ten (of a single file: its last tenth) is held out
+INSTALLED = frozenset({".py", ".md", ".rst", ".txt"})  # suffixes of sources and documentation of packages
+LARGEST_FILE = 400_000  # bytes; larger files are tables that a program wrote
 BYTE_ALPHABET_SIZE = 256
 END_OF_DOCUMENT = "<|endoftext|>"
 # Installed packages and test data are not the library's own text; the last two are generated tables.
@@ -57,7 +62,9 @@ def tokenize_text(text: Text, bpe_vocab: int, context: int) -> TokenizedText:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(text.training, trainer)
+    sizes = itertools.accumulate(map(len, text.training))
+    sample = [document for document, size in zip(text.training, sizes, strict=True) if size <= BPE_CHARACTERS]
+    tokenizer.train_from_iterator(sample or text.training, trainer)
     tokens = TokenizedText(
         _encode(tokenizer, text.training), _encode(tokenizer, text.held_out), tokenizer.get_vocab_size()
     )
@@ -87,35 +94,57 @@ def _load_file(path: Path) -> Text:
     return Text([used[:cut]], [used[cut:]], f"{path.name}{of_all}: the last tenth is held out")
 
 
+def load_installed(most: int) -> Text:
+    """Sources and documentation of the standard library and of all installed packages, ``most`` characters of them.
+
+    The order is that of checksums of their names, so that each package is met and one machine gives one text.
+    """
+    paths = sysconfig.get_paths()
+    files = {
+        path: zlib.crc32(str(path.relative_to(root)).encode())
+        for root in (Path(paths["stdlib"]), Path(paths["purelib"]))
+        for path in _files(root)
+        if path.suffix in INSTALLED and path.stat().st_size <= LARGEST_FILE
+    }
+    return _load_files(sorted(files, key=files.__getitem__), most, "the standard library and installed packages")
+
+
 def _load_standard_library() -> Text:
     root = Path(sysconfig.get_paths()["stdlib"])
-    documents: list[str] = []
-    unreadable = 0
-    size = 0
-    for path in _sources(root):
+    return _load_files(
+        [path for path in _files(root) if path.suffix == ".py"], MAX_CHARACTERS, "Python's standard library"
+    )
+
+
+def _load_files(paths: list[Path], most: int, name: str) -> Text:
+    documents: dict[str, None] = {}  # each text once
+    unreadable = size = 0
+    for path in paths:
         try:
-            with tokenize.open(path) as source:  # honours the file's own coding line
-                document = source.read()
+            with tokenize.open(path) if path.suffix == ".py" else path.open(encoding="utf-8") as source:
+                document = source.read()  # a source honours its own coding line
         except (OSError, SyntaxError, UnicodeDecodeError):
             unreadable += 1
             continue
-        if size + len(document) > MAX_CHARACTERS:
+        if document in documents:
+            continue
+        if size + len(document) > most:
             break
-        documents.append(document)
+        documents[document] = None
         size += len(document)
     if len(documents) < HELD_OUT_EVERY:
-        raise DataError(f"only {len(documents)} readable *.py files in {root}; name a text file with --text")
-    held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        raise DataError(f"only {len(documents)} readable files of {name}; name a text file with --text")
+    held_out = list(documents)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     training = [document for i, document in enumerate(documents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     note = f", {unreadable} unreadable files left out" if unreadable else ""
     description = (
-        f"Python's standard library: {len(documents)} files, {size / 1e6:.1f} M characters "
-        f"(capped at {MAX_CHARACTERS / 1e6:.0f} M{note}); {len(held_out)} files held out"
+        f"{name}: {len(documents)} files, {size / 1e6:.1f} M characters "
+        f"(capped at {most / 1e6:.0f} M{note}); {len(held_out)} files held out"
     )
     return Text(training, held_out, description)
 
 
-def _sources(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
+def _files(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*")):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and path.is_file():
             yield path

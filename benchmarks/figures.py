@@ -20,7 +20,7 @@ FILES = {
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
-    "fp8": "fp8-cuda.json",
+    "fp8": "fp8-cuda.json", "fp8-training": "fp8-cuda-training.json",
     "framework-steps": "framework_steps-cuda.json", "framework-axolotl": "framework_steps-axolotl-cuda.json",
 }  # fmt: skip
 LONG = {f"long-{ranks}": f"long-{ranks}-cuda.json" for ranks in (1, 2, 4)}

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ STEADY, MOST_SECONDS = 0.005, 6
 # Seconds of a turn before what is timed: until no quarter of a second lies NOTICEABLE off the settled median.
 NOTICEABLE, LEAST_LEAD, MOST_LEAD, PIECE = 0.01, 0.25, 1.5, 0.25
 TIMED_SECONDS = 0.3
+# Of a turn that lasts until it is steady: seconds of a piece, and most pieces. Least rounds of such turns.
+STEADY_PIECE, MOST_PIECES, LEAST_ROUNDS = 0.2, 8, 3
 Step = Callable[[], Any]
 
 
@@ -43,6 +45,13 @@ class Times:
         """Runs of a turn before what is timed, and timed ones."""
         milliseconds = max(self.seconds[-1], 1e-3)
         return math.ceil(1e3 * self.lead / milliseconds), max(1, math.ceil(1e3 * TIMED_SECONDS / milliseconds))
+
+    @property
+    def change(self) -> float:
+        """The share by which the last round has moved the median; infinite before there are LEAST_ROUNDS."""
+        if len(self.rounds) < LEAST_ROUNDS:
+            return math.inf
+        return quantile(self.rounds, 0.5) / quantile(self.rounds[:-1], 0.5) - 1.0
 
     def row(self) -> dict[str, Any]:
         """A row's milliseconds: the median of the rounds, the ends of their middle half, each round's; the state."""
@@ -88,6 +97,11 @@ class Turns:
         step()
         return (time.perf_counter() - begin) * 1e3
 
+    def short(self, step: Step) -> Times:
+        """Runs a step that does not settle three times; on a CPU once."""
+        self.meet()
+        return Times([self.agree(self.run(step, 3 if self.device.type == "cuda" else 1)[-1])])
+
     def settle(self, step: Step) -> Times:
         """Runs a step, second by second, until its time has settled."""
         self.meet()
@@ -119,6 +133,21 @@ class Turns:
         times.rounds.append(sum(milliseconds) / timed)
         return end - sum(milliseconds) / 1e3, end
 
+    def steady_turn(self, step: Step, times: Times) -> tuple[float, float]:
+        """Runs pieces of a turn until two in a row take equally long, to STEADY; the last one goes into ``times``."""
+        count = max(1, math.ceil(1e3 * STEADY_PIECE / max(times.seconds[-1], 1e-3)))
+        count, pieces = (count, MOST_PIECES) if self.device.type == "cuda" else (1, 1)
+        before = 0.0
+        for _ in range(pieces):
+            self.meet()
+            milliseconds = self.run(step, count)
+            end, mean = time.monotonic(), self.agree(sum(milliseconds) / count)
+            if abs(mean - before) <= STEADY * before:
+                break
+            before = mean
+        times.rounds.append(mean)
+        return end - sum(milliseconds) / 1e3, end
+
 
 def lead_of(runs: list[float], settled: float) -> float:
     """Seconds until no quarter of a second's median lies NOTICEABLE off what the step settled at, within the bounds."""
@@ -135,11 +164,17 @@ def time_rounds(
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
     say: Callable[[str], Any] = lambda text: None,
+    settling: Collection[str] | None = None,
 ) -> tuple[dict[str, Times], dict[str, Failure]]:
     """Times of each step, which first settle one after the other and then take turns, and failures of those that fail.
 
     The order is reversed in every other round, so that a slow change of the clocks falls on all steps alike. On a CPU
     settling is one run that is not counted, and a turn one run. A step that fails leaves the turns.
+
+    Args:
+        settling: where there are more steps than there is time to let settle, those that do, right before the turns.
+            All turns then last until they are steady (``Turns.steady_turn``), and ``rounds`` is the most: they end once
+            a round moves no step's median by more than STEADY. None: all settle, and turns have the lead that it took.
     """
     times: dict[str, Times] = {}
     failures: dict[str, Failure] = {}
@@ -152,18 +187,23 @@ def time_rounds(
             times.pop(name, None)
         return value
 
-    for name, step in steps.items():
-        settled = tried(name, functools.partial(turns.settle, step))
+    for name in sorted(steps, key=lambda name: settling is not None and name in settling):
+        settles = settling is None or name in settling
+        settled = tried(name, functools.partial(turns.settle if settles else turns.short, steps[name]))
         if settled is not None:
             times[name] = settled
+    times = {name: times[name] for name in steps if name in times}
     seconds = sum(settled.lead + TIMED_SECONDS for settled in times.values() if settled.lead)
-    say(f"{rounds} rounds of {seconds:.1f} seconds")
+    say(f"{rounds} rounds of {seconds:.1f} seconds" if settling is None else f"{rounds} rounds at most")
+    turn = turns.turn if settling is None else turns.steady_turn
     with Gauge(turns.device) as gauge:
         for number in range(rounds):
             for name in list(times) if number % 2 == 0 else reversed(list(times)):
-                span = tried(name, functools.partial(turns.turn, steps[name], times[name]))
+                span = tried(name, functools.partial(turn, steps[name], times[name]))
                 spans[name] += [span] if span is not None else []
             tick()
+            if settling is not None and all(abs(settled.change) <= STEADY for settled in times.values()):
+                break
     turns.operands.clear()
     for name, span_list in spans.items():
         if name in times:
@@ -178,9 +218,10 @@ def records(
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
     say: Callable[[str], Any] = lambda text: None,
+    settling: Collection[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Rows of steps that take turns (``Times.row``), or the record of a step's failure."""
-    times, failures = time_rounds(steps, Turns(operands, device), rounds, tick, say)
+    times, failures = time_rounds(steps, Turns(operands, device), rounds, tick, say, settling)
     return {key: failures[key].record() if key in failures else {"status": "ok"} | times[key].row() for key in steps}
 
 

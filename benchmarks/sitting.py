@@ -33,7 +33,8 @@ PARTS = {
     "losses": ("losses-cuda.json", 4.5, f"losses {_LARGE} {_SMALL} --rounds 3 --no-memory"),
     "models": ("models-cuda.json", 1.0, "models --rounds 3"),
     "curves": ("model_curves-cuda.json", 2.0, "model_curves"),
-    "fp8": ("fp8-cuda.json", 3.0, "fp8 --rounds 3"),
+    "fp8": ("fp8-cuda.json", 4.0, "fp8 --no-training"),
+    "fp8-training": ("fp8-cuda-training.json", 4.0, "fp8_training"),
 }
 
 

@@ -4,18 +4,31 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470", "#6a994e", "#bc6c25", "#e07a9b", "#3a3a3a")
+BAND = "#5d6470"
 Points = Sequence[tuple[float, float]]
 ROW = 24  # of the legend
 
 
-def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: bool = False) -> str:
+def plot(
+    title: str,
+    across: str,
+    up: str,
+    lines: Mapping[str, Points],
+    log: bool = False,
+    band: Sequence[tuple[float, float, float]] = (),
+) -> str:
     """An SVG with a line for each name, or a dot for one point. The legend stands below, a row for each name; dots have
-    its numbers. Legible where it is 400 pixels wide."""
+    its numbers. Legible where it is 400 pixels wide.
+
+    Args:
+        band: x, and the lower and the upper end of a shaded range there.
+    """
     wide, left, top, right, floor = 520, 58, 44, 14, 330
     high = floor + 52 + ROW * len(lines)
     scale: Callable[[float], float] = math.log2 if log else float
     spans = [[scale(point[axis]) for points in lines.values() for point in points] for axis in (0, 1)]
-    ends = [(min(span), max(span)) if log else (0.0, 1.1 * max(span)) for span in spans]
+    spans[1] += [end for _, *both in band for end in both]
+    ends = [(min(span), max(span)) if log else (min(0.0, 1.1 * min(span)), 1.1 * max(span)) for span in spans]
 
     def place(x: float, y: float) -> tuple[float, float]:
         across, up = ((value - low) / (end - low) for value, (low, end) in zip((x, y), ends, strict=True))
@@ -40,6 +53,10 @@ def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: boo
             words = f"{value / 1024:g}K" if value >= 1024 else f"{value:g}"
             out.append(f'<path d="M{x:.0f} {y:.0f}{f"V{top}" if axis == 0 else f"H{wide - right}"}" stroke="#ddd"/>')
             out.append(text(x, y + 18, words) if axis == 0 else text(x - 6, y + 5, words, 'text-anchor="end"'))
+    if band:
+        edges = [place(x, low) for x, low, _ in band] + [place(x, high) for x, _, high in reversed(band)]
+        corners = "L".join(f"{x:.1f} {y:.1f}" for x, y in edges)
+        out.append(f'<path d="M{corners}Z" fill="{BAND}" fill-opacity="0.25"/>')
     numbers = list[tuple[float, float]]()  # places of dots' numbers
     for index, (name, points) in enumerate(lines.items()):
         color, places = COLORS[index % len(COLORS)], [place(scale(x), scale(y)) for x, y in points]

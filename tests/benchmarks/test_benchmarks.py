@@ -1,12 +1,13 @@
 """The benchmarks' own parts: what is measured is what a row is called, and mistakes and failures are rows."""
 
 import contextlib
+import functools
 import importlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,6 +228,41 @@ def test_a_step_settles_before_it_is_timed() -> None:
     times.rounds, times.state = [4.0, 1.0, 2.0, 3.0, 5.0], {"watts": 700.0}
     row = times.row()
     assert [row[name] for name in ("ms", "ms_p25", "ms_p75", "watts", "lead_seconds")] == [3.0, 2.0, 4.0, 700.0, 0.5]
+
+
+def test_more_steps_than_can_settle_take_turns_until_steady() -> None:
+    """A turn's last piece takes as long as the one before; rounds end when none moves a median by half a percent."""
+    order: list[str] = []
+    steps = {name: functools.partial(order.append, name) for name in "ab"}
+    times, _ = rounds.time_rounds(steps, rounds.Turns(operands(), CPU), 3, settling=["a"])
+    assert order == [*"ba", *"abbaab"]  # who settles does so last
+    turns = Clocks(operands(), torch.device("cuda"))
+    for slow, steady in (([10.0], 10.0), ([12.0] * 20 + [11.0] * 20 + [10.0], 10.0), ([12.0] * 21 + [10.0], 10.0)):
+        turns.slowness = list(slow)
+        times = {"a": rounds.Times([10.0])}
+        turns.steady_turn(lambda: None, times["a"])
+        assert times["a"].rounds == [steady], slow
+    turns.slowness = [20.0 - 0.03 * number for number in range(160)]  # never two pieces alike
+    turns.steady_turn(lambda: None, times["a"])
+    assert times["a"].rounds[-1] == pytest.approx(20.0 - 0.03 * 149.5) and len(turns.slowness) == 1
+    for means, few in (([10.0] * 9, 3), ([10.0, 9.0, 10.1, 11.0, 10.02, 10.03, 10.0], 5), ([10.0, 9.0], 2)):
+        turns = SimpleTurns(operands(), CPU, means=list(means))
+        times, _ = rounds.time_rounds({"a": lambda: None}, turns, len(means), settling=["a"])
+        assert len(times["a"].rounds) == few, means
+
+
+@dataclass
+class SimpleTurns(rounds.Turns):
+    """Turns that take given times."""
+
+    means: list[float] = field(default_factory=list)
+
+    def settle(self, step: Any) -> rounds.Times:
+        return rounds.Times([10.0])
+
+    def steady_turn(self, step: Any, times: rounds.Times) -> tuple[float, float]:
+        times.rounds.append(self.means.pop(0))
+        return 0.0, 0.0
 
 
 def test_clocks_and_power_are_those_of_the_timed_runs(monkeypatch: Any) -> None:

@@ -14,6 +14,9 @@ pytest.importorskip("psutil")
 
 from benchmarks import (
     command,
+    figures,
+    fp8,
+    fp8_report,
     frameworks,
     head,
     host,
@@ -177,6 +180,33 @@ def test_models_and_curves(tmp_path: Path, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(where, wrong)
     assert model_curves.main(words) == 1
+
+
+def test_fp8(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
+    """Times, memory, errors and training, and the tables and plots that the report makes of them."""
+    pytest.importorskip("tokenizers")
+    shapes = [*CPU, "--rounds", "2", "--shape", "64x32x1000", "--shape", "48x16x320"]
+    monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc1234")
+    _, rows = made(fp8.main, tmp_path, *shapes)
+    calls = [row for row in rows if "call" in row]
+    assert len(calls) == 2 * sum(len(ways) for _, ways in fp8.CALLS.values())
+    assert all(row["ratio"] == row["ms"] / row["floor_ms"] and row["peak_bytes"] for row in calls)
+    assert {row["plan"]["peak_bytes"] > 0 for row in calls if "kept" not in row["way"]} == {True}
+    trained = json.loads((tmp_path / "new" / "found-training.json").read_text())
+    runs = [row for row in trained["rows"] if "seed" in row]
+    assert len(runs) == 9 and all(row["curve"][-1][0] == trained["task"]["steps"] for row in runs)
+    for run in runs[::3]:  # of one seed all ways begin alike
+        first = [row["first_losses"][0] for row in runs if row["seed"] == run["seed"]]
+        assert max(first) - min(first) < 1e-3 * first[0]
+    assert {row["head"] for row in trained["rows"] if "head" in row} == {"trained on text"}
+    compared = trained["compared"]
+    assert compared["bf16"]["less_mean"] == 0.0 and compared["bf16"]["is_inside"]
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "new")
+    monkeypatch.setattr(figures, "FILES", {"fp8": "found.json", "fp8-training": "found-training.json"})
+    texts = {name: section() for name, section in fp8_report.SECTIONS.items()}
+    assert texts["fp8-times"].count("| 64 x 32 x 1000 |") == 1 and texts["fp8-errors"].count("plain PyTorch") == 6
+    assert "three seeds" in texts["fp8-training"] and all("commit abc1234" in text for text in texts.values())
+    assert 'fill-opacity="0.25"' in fp8_report.plots()["fp8_differences"]
 
 
 def test_trainers(tmp_path: Path, capsys: Any) -> None:

@@ -1,0 +1,162 @@
+"""The report's tables and plots of `precision="fp8"`: times, memory, errors, training."""
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.figures import mib, number, read, rows_of, source, table
+from benchmarks.fp8_ways import BF16, CROSS_ENTROPY, FP8, FROZEN, HIDDEN, KEPT, LOGITS, LOGPROBS, PLAIN
+from benchmarks.svg import plot
+
+Key = tuple[str, str, str]
+HEAD = "tokens x hidden x vocabulary"
+
+
+def calls() -> dict[Key, dict[str, Any]]:
+    """Rows of the timed calls by shape, call and way."""
+    return {(row["shape"], row["call"], row["way"]): row for row in rows_of("fp8") if "call" in row}
+
+
+def by_shape(columns: dict[str, Callable[[Callable[[str, str], dict[str, Any]]], str]], *questions: str) -> str:
+    """A line for each shape. ``columns``: texts of a function from call and way to a row."""
+    rows = calls()
+    lines = [
+        [shape.replace("x", " x "), *(cell(lambda call, way: rows[shape, call, way]) for cell in columns.values())]  # noqa: B023
+        for shape in dict.fromkeys(shape for shape, _, _ in rows)
+    ]
+    return table([HEAD, *columns], lines, *questions)
+
+
+def times() -> str:
+    """Ratios to bare products; of logits and dhidden in fp8, what a frozen head saves by fp8's dhidden is taken off."""
+
+    def ratio(call: str, way: str) -> Any:
+        return lambda row: f"{row(call, way)['ratio']:.2f}"
+
+    def with_dhidden(row: Any) -> str:
+        saved = row(FROZEN, LOGITS + KEPT)["ms"] - row(FROZEN, FP8 + KEPT)["ms"]
+        step = row(CROSS_ENTROPY, LOGITS + KEPT)
+        return f"{(step['ms'] - saved) / step['floor_ms']:.2f}"
+
+    ways = {BF16: BF16, "fp8 logits": LOGITS, "fp8 logits, weight kept": LOGITS + KEPT}
+    columns = {name: ratio(CROSS_ENTROPY, way) for name, way in ways.items()}
+    columns |= {"... with fp8 dhidden": with_dhidden}
+    columns |= {"fp8": ratio(CROSS_ENTROPY, FP8), "fp8, weight kept": ratio(CROSS_ENTROPY, FP8 + KEPT)}
+    return by_shape(columns, "fp8")
+
+
+def one_and_two() -> str:
+    """Ratios of log-probabilities without gradients to one product, of a frozen head's cross-entropy to two."""
+    pairs = [(LOGPROBS, BF16), (LOGPROBS, FP8), (LOGPROBS, FP8 + KEPT), (FROZEN, BF16), (FROZEN, FP8 + KEPT)]
+    names = {LOGPROBS: "log-probabilities, of one", FROZEN: "frozen head, of two"}
+
+    def cell(pair: tuple[str, str]) -> Any:
+        return lambda row: f"{row(*pair)['ratio']:.2f}"
+
+    return by_shape({f"{names[call]}: {way}": cell((call, way)) for call, way in pairs}, "fp8")
+
+
+def memory() -> str:
+    """Peaks of cross-entropy beside its gradients, the plan's in brackets, and what fp8 takes over bf16."""
+
+    def beside(way: str) -> Any:
+        def cell(row: Any) -> str:
+            found = row(CROSS_ENTROPY, way)
+            peak, expected = (
+                size - found["gradient_bytes"] for size in (found["peak_bytes"], found["plan"]["peak_bytes"])
+            )
+            return f"{mib(peak)} ({mib(expected)})"
+
+        return cell
+
+    def more(row: Any) -> str:
+        return mib(row(CROSS_ENTROPY, FP8)["peak_bytes"] - row(CROSS_ENTROPY, BF16)["peak_bytes"])
+
+    return by_shape({way: beside(way) for way in (BF16, LOGITS, FP8)} | {"fp8's over bf16's": more}, "fp8")
+
+
+def errors() -> str:
+    """A line for each head and way."""
+    names = {PLAIN: "plain PyTorch, bf16", BF16: "ours, bf16", HIDDEN: "fp8, `quantise(hidden=...)`"}
+    lines = []
+    for row in [row for question in ("fp8-training", "fp8") for row in rows_of(question) if "head" in row]:
+        shape = row["shape"].partition("x")[2].replace("x", " x ")
+        head = f"**{row['head']}**, {shape}" if row["way"] == PLAIN else ""
+        keys = "logprob", "d_hidden", "d_weight", "others", "batch"
+        mean = f"{row['loss_error'] * row['nats']:.0e}"
+        cells = [number(row[f"{key}_error"], ".1e") for key in keys]
+        lines.append([head, names.get(row["way"], row["way"]), cells[0], mean, *cells[1:]])
+    columns = (
+        "",
+        "log-probability, rms in nats",
+        "its mean",
+        "dhidden",
+        "dweight",
+        "rows of no target",
+        "in another batch",
+    )
+    return table(["head", *columns], lines, "fp8", "fp8-training")
+
+
+def training() -> str:
+    """A line for each way: held-out losses of its seeds, their mean, and that less bf16's."""
+    found, lines = read("fp8-training"), []
+    for way, one in found["compared"].items():
+        same = ", ".join(f"{value:+.4f}" for value in one["less_same_seed"]) if way != BF16 else "-"
+        inside = "-" if way == BF16 else "yes" if one["is_inside"] else "**no**"
+        losses = ", ".join(f"{value:.4f}" for value in one["held_out"])
+        less = "-" if way == BF16 else f"{one['less_mean']:+.4f}"
+        lines.append([way, losses, f"{one['spread']:.4f}", f"{one['mean']:.4f}", less, same, inside])
+    columns = (
+        "held-out loss of three seeds",
+        "largest less least",
+        "mean",
+        "less bf16's",
+        "seed by seed",
+        "inside of bf16's",
+    )
+    task = found["task"]
+    words = (
+        f"{task['steps']:,} steps of {task['windows'] * task['context']:,} tokens, {task['layers']} layers of "
+        f"{task['hidden']}, {task['vocab']:,} ids; {found['training_tokens'] / 1e6:.1f} million tokens of "
+        f"{found['text'].partition(':')[0]}."
+    )
+    return f"{table(['', *columns], lines)}\n\n{words}\n\n{source('fp8-training')}"
+
+
+def curves() -> dict[str, list[list[tuple[int, float]]]]:
+    """Held-out losses of each way's seeds, after so many steps."""
+    found: dict[str, list[list[tuple[int, float]]]] = {}
+    for row in rows_of("fp8-training"):
+        if "curve" in row:
+            found.setdefault(row["way"], []).append([(step, loss) for step, loss in row["curve"]])
+    return found
+
+
+def plots() -> dict[str, str]:
+    """The mean of each way's held-out losses, and how far each is from the mean of bf16's, whose seeds are shaded."""
+    seeds = curves()
+    steps = [step for step, _ in seeds[BF16][0]]
+    losses = {
+        way: list(zip(*([loss for _, loss in curve] for curve in of_way), strict=True)) for way, of_way in seeds.items()
+    }
+    means = {way: [sum(of_step) / len(of_step) for of_step in of_way] for way, of_way in losses.items()}
+    lines = {f"{way}: {values[-1]:.3f}": list(zip(steps, values, strict=True)) for way, values in means.items()}
+    less = {
+        f"{way} less bf16": [(step, 1e3 * (a - b)) for step, a, b in zip(steps, means[way], means[BF16], strict=True)]
+        for way in means if way != BF16
+    }  # fmt: skip
+    band = [
+        (step, 1e3 * (min(of_step) - mean), 1e3 * (max(of_step) - mean))
+        for step, of_step, mean in zip(steps, losses[BF16], means[BF16], strict=True)
+    ]
+    title = "Three seeds each: held-out loss"
+    return {
+        "fp8_training": plot(title, "step", "mean of the seeds, in nats", lines),
+        "fp8_differences": plot(f"{title} beside bf16's seeds (grey)", "step", "thousandths of a nat", less, band=band),
+    }
+
+
+SECTIONS = {
+    "fp8-times": times, "fp8-one-and-two": one_and_two, "fp8-memory": memory, "fp8-errors": errors,
+    "fp8-training": training,
+}  # fmt: skip
