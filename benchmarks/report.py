@@ -142,8 +142,7 @@ def two_heads() -> str:
     for shape in dict.fromkeys(row["shape"] for row in every):
         rows = {(row["provider"], row["data"]): row for row in every if row["shape"] == shape}
         kinds = list(dict.fromkeys(data for _, data in rows))
-        which = f" ({', '.join(DATA[data].split()[0] for data in kinds)})" if len(kinds) > 1 else ""
-        columns += [f"{shape.replace('x', ' x ')}: ms{which}", "GiB", f"error{which}"]
+        columns += [f"{shape.replace('x', ' x ')}: ms", "GiB", "error, %"]
         for name in NAMES:
             of_name = [rows.get((name, data), {}) for data in kinds]
             absent.update((name, row["error"]) for row in of_name if row.get("status", "ok") != "ok")
@@ -152,12 +151,13 @@ def two_heads() -> str:
             cells[name] += [
                 both([milliseconds(row["ms"]) if "ms" in row else "-" for row in of_name]),
                 f"{max(peaks):.1f}" if peaks else "-",
-                both([f"{value:.1e}" if value else "-" for value in worst]),
+                both([f"{100 * value:.2f}" if value else "-" for value in worst]),
             ]
     lines = [[NAMES[name], *texts] for name, texts in cells.items() if set(texts) != {"-"}]
     for name in (name for name in absent if set(cells.get(name, ())) <= {"-"}):
         lines.append([NAMES[name], f"did not run: {reason(absent[name])}", *["-"] * (len(columns) - 1)])
-    return f"{table(['', *columns], lines)}\n\n{source(*questions, command=False)}"
+    words = " and ".join(dict.fromkeys(DATA[row["data"]] for row in every))
+    return f"{table(['', *columns], lines)}\n\nOn {words}. {source(*questions, command=False)}"
 
 
 def default() -> str:

@@ -89,9 +89,10 @@ def test_two_heads_on_two_kinds_of_data(
         (tmp_path / f"{name}.json").write_text(json.dumps(found | {"rows": rows}))
         monkeypatch.setitem(figures.FILES, name, str(tmp_path / f"{name}.json"))
     lines = report.two_heads().splitlines()
-    assert lines[0].count("ms (trained-like, flat)") == 2
+    assert lines[0] == "|  | 8 x 2 x 9: ms | GiB | error, % | 8 x 4 x 9: ms | GiB | error, % |"
+    assert any(line.startswith("On trained-like data and flat data. NVIDIA H") for line in lines)
     assert lines[5].startswith("| quack, scaled exponentials | did not run: no such size |")
-    assert lines[3] == "| **chunked_head**" + 2 * " | 10.20, 10.40 | 1.0 | 2.0e-03, 1.0e-03" + " |"
+    assert lines[3] == "| **chunked_head**" + 2 * " | 10.20, 10.40 | 1.0 | 0.20, 0.10" + " |"
     assert lines[4].startswith("| `F.linear_cross_entropy` | did not run: too old |") and "commit be47ae3." in lines[-1]
     (tmp_path / "head.json").write_text(json.dumps(found))
     text = report.heads("head")
@@ -128,7 +129,7 @@ def test_no_result_is_kept_that_nothing_shows() -> None:
 
 def test_figures_of_gpus_are_of_those() -> None:
     for page, question in (("README.md", "head"), ("README.md", "models"), ("docs/benchmarks.md", "late")):
-        assert f"\n{report.read(question)['device']}, torch " in (report.ROOT / page).read_text()
+        assert f"{report.read(question)['device']}, torch " in (report.ROOT / page).read_text()
     expected = {"speed": "sm_90", "losses": "sm_90"}
     assert {question: report.read(question)["architecture"] for question in expected} == expected
 
