@@ -301,7 +301,7 @@ def misses_a_number(d: Data) -> Tensor:
     [
         (misses, "SqrtBackward0", ".sqrt().nansum()"),
         (misses_inside, "SqrtBackward0", "torch.sqrt(stats.logprob + 2.0)"),
-        (misses_a_number, "(LossBackward|MulBackward0)", "losses.grpo()"),
+        (misses_a_number, "(CallFunctionBackward|MulBackward0)", "losses.grpo()"),
     ],
     ids=["after", "inside", "built-in"],
 )
