@@ -42,7 +42,7 @@ def is_recordable(plan: Plan, objective: Objective) -> bool:
         and sizes.tokens <= FEW_TOKENS
         and sizes.dtype == torch.bfloat16
         and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.skips or sizes.waits_for_all)
-        and not (sizes.ends_with_segments or sizes.ranks > 1 or sizes.fp8)
+        and not (sizes.ends_with_segments or sizes.ranks > 1)
         and objective.teacher is None
         and objective.column_sets is None
         and objective.columns is None
@@ -56,6 +56,7 @@ def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
     """Tensors that the sweep may read or add to, in an order that is the same for all calls of a Spec."""
     objective = work.objective
     tensors = [hidden, head.weight, head.bias, head.class_weights, objective.targets, objective.scale]
+    tensors += [] if head.fp8 is None else head.fp8.tensors
     if isinstance(objective, LossObjective):
         inputs = objective.inputs
         tensors += [inputs.summand_factors, *inputs.fields.values(), *inputs.metric_weights.values()]

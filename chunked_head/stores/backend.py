@@ -91,8 +91,8 @@ class Backend:
         self.quantise_(None, weight, direction, common, expected=prints)
         return RoundedHead(quantised_weight.matrix._replace(common=common), direction)
 
-    def transposed(self, matrix: Tensor) -> Tensor:
-        """A matrix in e4m3, rows as columns, which are padded by zeros to a multiple of 16."""
+    def transposed(self, matrix: Tensor) -> Quantised:
+        """A matrix in e4m3, rows as columns, which are padded by zeros to a multiple of 16, by a scale of 1."""
         raise NotImplementedError  # no store of torch operations multiplies gradients in e4m3
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:

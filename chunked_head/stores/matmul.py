@@ -141,16 +141,20 @@ def sums_halves(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
-    """``out = a @ b`` if ``first``, else ``out += a @ b``"""
+def blas_multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else torch.addmm(out, a, b, out=out)
     elif first:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
+    """``out = a @ b`` if ``first``, else ``out += a @ b``"""
+    blas_multiply(a, b, out, first)
     if RECORDERS and (listening := recorder()) is not None:
-        listening.called(multiply, a, b, out, first, written=out)
+        listening.called(multiply, a, b, out, first, written=(out,))
 
 
 def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
@@ -158,10 +162,22 @@ def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
     found = private("_scaled_mm") if a.is_cuda else None
     if found is not None:
         found[0](a, b.t(), unit, unit, out_dtype=out.dtype, use_fast_accum=False, out=out)
-        return
-    dtype = torch.bfloat16 if sums_halves(a.device) else torch.float32
-    for k in slices(a.shape[1], cast_rows(len(a) + len(b))):
-        multiply(a[:, k].to(dtype), b[:, k].to(dtype).t(), out, k.start == 0)
+        writes = 1
+    else:
+        dtype = torch.bfloat16 if sums_halves(a.device) else torch.float32
+        tiles = slices(a.shape[1], cast_rows(len(a) + len(b)))
+        for k in tiles:
+            blas_multiply(a[:, k].to(dtype), b[:, k].to(dtype).t(), out, k.start == 0)
+        writes = len(tiles)
+    if RECORDERS and (listening := recorder()) is not None:
+        listening.called(multiply_e4m3, a, b, out, unit, written=(out,) * writes)
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """``out = rows.sum(0)``"""
+    torch.sum(rows, 0, out=out)
+    if RECORDERS and (listening := recorder()) is not None:
+        listening.called(sum_rows, rows, out, written=(out,))
 
 
 def accumulate(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:

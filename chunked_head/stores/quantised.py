@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.gpus import GPUS
+from ..core.memory import empty
 from ..core.private import breaks_graph
 from ..core.tiles import LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv
 from ..plan.sizes import cast_rows, slices
@@ -23,9 +24,9 @@ SAMPLED = 4096  # rows of a weight, of which the mean is made
 
 def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
     """Uninitialised memory of a matrix in e4m3. ``each_row``: it has a scale per row; else one scale."""
-    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty((rows,) if each_row else (), dtype=torch.float32, device=device)
-    return Quantised(values, scale, torch.empty(rows, dtype=torch.float32, device=device))
+    values = empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
+    scale, common = (empty(n, dtype=torch.float32, device=device) for n in (rows if each_row else 1, rows))
+    return Quantised(values, scale if each_row else scale[0], common)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,19 +45,21 @@ class QuantisedWeight:
     weight: Tensor
     version: int
     prints: dict[torch.dtype, Tensor]  # [rows] int32 each
-    more: dict[str, Tensor] = field(default_factory=dict)  # what later calls have added
+    more: dict[str, Quantised] = field(default_factory=dict)  # what later calls have added
 
     def __post_init__(self) -> None:
         watch_optimizers()
         CURRENT.add(self)
 
-    def transposed(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+    def transposed(self, make: Callable[[Tensor], Quantised]) -> Quantised:
         """[hidden, padded rows] e4m3, for products of gradients: made once, by the first call that has some."""
-        if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return self.more.get("transposed", make(self.matrix.values))  # the graph's memory is not ours to keep
-        if "transposed" not in self.more:
-            self.more["transposed"] = make(self.matrix.values)
-        return self.more["transposed"]
+        transposed = self.more.get("transposed")
+        if transposed is None:
+            transposed = make(self.matrix.values)
+            # the memory of a graph that is captured is not ours to keep
+            if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.more["transposed"] = transposed
+        return transposed
 
     def checked(self, weight: Tensor, rows: int) -> Self:
         """The copy itself, if it is of ``weight`` and its first ``rows`` rows, which stand for ids. ValueError if it
@@ -111,7 +114,12 @@ class RoundedHead(NamedTuple):
 
     weight: Quantised
     direction: Tensor  # [hidden] fp32, as ``direction_of`` makes it
-    transposed: Tensor | None = None  # [hidden, padded vocab] e4m3: the weight's numbers, for dhidden
+    transposed: Quantised | None = None  # [hidden, padded vocab]: the weight's numbers, by a scale of 1, for dhidden
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        matrices = [self.direction], self.weight, self.transposed or ()
+        return [tensor for matrix in matrices for tensor in matrix if tensor is not None]
 
     def columns(self, tile: slice) -> "RoundedHead":
         values, scale, common = self.weight

@@ -174,9 +174,9 @@ class Recorder:
         self.kernels.append((launcher, compiled))
         self.steps.append((run, leading + recorded))
 
-    def called(self, function: Callable[..., Any], *arguments: Any, written: torch.Tensor | None = None) -> None:
-        """Records a call of a function: a launch by Triton; or a product of torch, with the tensor ``written`` that it
-        has written to."""
+    def called(self, function: Callable[..., Any], *arguments: Any, written: Sequence[torch.Tensor] = ()) -> None:
+        """Records a call of a function: a launch by Triton; or an operation of torch, with the tensors ``written`` that
+        it has written to, once each."""
         recorded: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
@@ -185,8 +185,8 @@ class Recorder:
                 recorded += self.descriptor(argument, None)
             else:
                 recorded.append(self.add_constant(argument))
-        if written is not None:
-            self.versions[self.place_of(written).slot] += 1
+        for tensor in written:
+            self.versions[self.place_of(tensor).slot] += 1
         self.steps.append((function, recorded))
 
     def end(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":

@@ -127,6 +127,29 @@ def set_apart_kernel(
 
 
 @kernel
+def mean_of_rows_kernel(
+    # outputs
+    mean_ptr,  # [hidden] fp32
+    # inputs
+    hidden_ptr,  # [rows, hidden] 16 bit
+    target_ptr,  # [rows] int64, -1 where a row does not count
+    # sizes
+    rows,
+    hidden,
+    SAMPLED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The mean of SAMPLED rows at equal distances, of those that count; 0 if none does."""
+    row = tl.arange(0, SAMPLED).to(tl.int64) * rows // SAMPLED
+    offs = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    counts = tl.load(target_ptr + row) >= 0
+    mask = counts[:, None] & (offs < hidden)[None, :]
+    h = tl.load(hidden_ptr + row[:, None] * hidden + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    count = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
+    tl.store(mean_ptr + offs, tl.sum(h, 0) / count, mask=offs < hidden)
+
+
+@kernel
 def both_orders_kernel(
     # outputs
     out_ptr,  # [rows, padded_columns] e4m3, or None

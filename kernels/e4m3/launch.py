@@ -6,7 +6,7 @@ from ...core.gpus import multiprocessors_of
 from ...core.records import ALL_ROWS, Counted
 from ...core.tiles import E4M3_ROWS, Quantised, cdiv, power_of_2
 from ..common.operands import Strips
-from .gradients import both_orders_kernel, set_apart_kernel, transposed_rows_kernel
+from .gradients import both_orders_kernel, mean_of_rows_kernel, set_apart_kernel, transposed_rows_kernel
 from .quantise import quantise_kernel, sum_parts_kernel
 
 
@@ -78,6 +78,16 @@ def set_apart(
     )  # fmt: skip
 
 
+def mean_of_rows(
+    mean: torch.Tensor,  # [hidden] fp32
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    target: torch.Tensor,  # [rows] int64, -1 where a row does not count
+) -> None:
+    """About the mean of the rows that count: of some of them."""
+    rows, width = hidden.shape
+    mean_of_rows_kernel[(cdiv(width, 32),)](mean, hidden, target, rows, width, SAMPLED=256, COLUMNS=32, num_warps=4)
+
+
 def both_orders(
     out: torch.Tensor | None,  # [rows, columns] e4m3, a multiple of 16
     transposed: torch.Tensor | None,  # [columns, padded rows] e4m3, a multiple of 16
@@ -92,7 +102,7 @@ def both_orders(
     padded_rows, padded_columns = cdiv(rows, 16) * 16, cdiv(columns, 16) * 16
     both_orders_kernel[cdiv(padded_rows, block), cdiv(padded_columns, block)](
         out, transposed, sums, matrix, power, share, *counted, rows, padded_rows, columns, padded_columns,
-        matrix.stride(0), ROWS=block, COLUMNS=block, num_warps=8,
+        matrix.stride(0), ROWS=block, COLUMNS=block, num_warps=4,
     )  # fmt: skip
 
 

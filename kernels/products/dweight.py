@@ -193,13 +193,13 @@ def put_rows_kernel(
 def entry_and_row(entry_pointers, position, mask):
     """Returns the entries at positions ``position`` of the sorted order, and their rows; -1 where ``mask`` is false or
     an entry has no row."""
-    row_ptr, order_ptr = entry_pointers
+    row_ptr, order_ptr, ENTRIES_PER_ROW = entry_pointers
     entry = tl.where(mask, position, -1).to(tl.int64)
     if order_ptr is not None:
         entry = tl.load(order_ptr + position, mask=mask, other=-1)
-    row = entry
+    row = tl.where(mask, entry // ENTRIES_PER_ROW, -1)
     if row_ptr is not None:
-        row = tl.load(row_ptr + entry, mask=mask, other=-1).to(tl.int64)
+        row = tl.load(row_ptr + row, mask=mask, other=-1).to(tl.int64)
     return entry, row
 
 
@@ -224,7 +224,7 @@ def add_piece(
     piece,  # of the entries
     out_ptr,
     rows_ptr,
-    entry_pointers,  # pointers to entries' rows and to their order
+    entry_pointers,  # pointers to entries' rows and to their order, and ENTRIES_PER_ROW
     factors,  # pointers: factor, softmax_factor, ratio
     sorted_ptr,
     entries,
@@ -282,7 +282,7 @@ def add_rows_kernel(
     out_ptr,  # [places, width], added to
     # inputs
     rows_ptr,  # [rows, width]
-    row_ptr,  # [entries] int64 or int32, -1 for none; None where rows are the entries
+    row_ptr,  # [entries / ENTRIES_PER_ROW] int64 or int32, -1 for none; None where these are the rows
     factor_ptr,  # [entries] fp32
     softmax_factor_ptr,  # [entries] fp32, or None with ratio_ptr
     ratio_ptr,  # [entries] fp32
@@ -293,6 +293,7 @@ def add_rows_kernel(
     entries,
     width,
     stride,  # from row to row
+    ENTRIES_PER_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -303,7 +304,7 @@ def add_rows_kernel(
 
     A program finishes the places that begin in its piece: the order of every sum is fixed, and it is rounded once.
     """
-    entry_pointers, factors = (row_ptr, order_ptr), (factor_ptr, softmax_factor_ptr, ratio_ptr)
+    entry_pointers, factors = (row_ptr, order_ptr, ENTRIES_PER_ROW), (factor_ptr, softmax_factor_ptr, ratio_ptr)
     if none_ptr is None:
         add_piece(
             tl.program_id(0), out_ptr, rows_ptr, entry_pointers, factors, sorted_ptr, entries, width, stride,

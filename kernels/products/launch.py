@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
-from ...core.memory import empty
+from ...core.memory import RECORDERS, empty, recorder
 from ...core.records import ALL_ROWS, Counted
 from ...core.tiles import INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2
 from ..common.operands import as_quantised, matrix, row_stride
@@ -150,6 +150,22 @@ def sort_columns(columns: torch.Tensor, counted: bool = False) -> SortedColumns:
     return SortedColumns(ordered, order, occurrences)
 
 
+def sort_sparse(columns: torch.Tensor) -> tuple[SortedColumns, torch.Tensor]:
+    """Sorts ``columns`` [entries] int32; also returns how many are -1 [1] int64, which come first."""
+    dtypes = torch.int32, torch.int64
+    ordered, order = (empty(len(columns), dtype=dtype, device=columns.device) for dtype in dtypes)
+    none = empty(1, dtype=torch.int64, device=columns.device)
+    sort_into(ordered, order, none, columns)
+    return SortedColumns(ordered, order), none
+
+
+def sort_into(ordered: torch.Tensor, order: torch.Tensor, none: torch.Tensor, columns: torch.Tensor) -> None:
+    torch.sort(columns, stable=True, out=(ordered, order))
+    torch.sum(ordered < 0, 0, keepdim=True, out=none)
+    if RECORDERS and (listening := recorder()) is not None:
+        listening.called(sort_into, ordered, order, none, columns, written=(ordered, order, none))
+
+
 def pick_columns(
     out: torch.Tensor,  # [rows, picked] contiguous
     grad: torch.Tensor,  # [rows, vocab] 16 bit
@@ -181,15 +197,19 @@ def add_rows(
     rows: torch.Tensor,  # [rows, width]
     places: torch.Tensor | SortedColumns,  # [entries] int32 or int64, -1 for none; or sorted already
     factors: torch.Tensor,  # [entries] fp32
-    row: torch.Tensor | None = None,  # [entries] int64 or int32, -1 for none; None: in the order of ``rows``
+    # [entries / entries_per_row] int64 or int32, -1 for none; None: in the order of ``rows``
+    row: torch.Tensor | None = None,
     together: bool = False,  # equal places are together already, and int32
     products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),  # softmax_factor, ratio [entries]
-    sparse: bool = False,  # most places are -1
+    entries_per_row: int = 1,  # so many entries in a row have the same row; of more than 1 most places are -1
 ) -> None:
     """``out[places[i]] += factors[i] * rows[row[i]]`` for each entry i; each sum is rounded once and has the same bits
     in every run. With ``products`` it also adds ``ratio (s - bf16(s))``, ``s = softmax_factor * rows``."""
+    none, is_sparse = None, entries_per_row > 1
     if together:
         places = SortedColumns(places, None)
+    elif is_sparse and not isinstance(places, SortedColumns):
+        places, none = sort_sparse(places)
     elif not isinstance(places, SortedColumns):
         places = sort_columns(places)
     entries, width = places.columns.shape[0], rows.shape[1]
@@ -198,11 +218,9 @@ def add_rows(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(out.device)
     at_once = 32 if width % 16 == 0 else 16  # registers, where vectors are read in pieces
-    pieces, none = cdiv(entries, PIECE), None
-    if sparse:  # those come first
-        pieces, none = cdiv(pieces, SPARSE), (places.columns < 0).sum()
+    pieces = cdiv(entries, PIECE * SPARSE if is_sparse else PIECE)
     add_rows_kernel[pieces, cdiv(width, block)](
         out, rows, row, factors, *products, *places[:2], none, entries, width, rows.stride(0),
-        BLOCK=block, PIECE=PIECE, AT_ONCE=at_once, SCAN=256, PRECISION="ieee" if gpu is None else gpu.fp32_products,
-        num_warps=2,
+        ENTRIES_PER_ROW=entries_per_row, BLOCK=block, PIECE=PIECE, AT_ONCE=at_once, SCAN=256,
+        PRECISION="ieee" if gpu is None else gpu.fp32_products, num_warps=2,
     )  # fmt: skip

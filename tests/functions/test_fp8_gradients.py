@@ -71,8 +71,9 @@ def test_sums_in_a_buffer(place: Place) -> None:
     copy, buffer = quantise(weight, backend=place.backend), torch.zeros(SIZES[1], SIZES[2], device=place.device)
     options: dict[str, Any] = {"precision": "fp8", "backend": place.backend, "fp8_weight": copy}
     _, dweight = torch.autograd.grad(linear_cross_entropy(*operands, target, **options), operands)
-    assert copy.more["transposed"].shape == (64, 512)
-    assert torch.equal(copy.more["transposed"].float()[:, :509], copy.matrix.values.float().t())
+    transposed = copy.more["transposed"]
+    assert transposed.values.shape == (64, 512) and transposed.scale == 1.0
+    assert torch.equal(transposed.values.float()[:, :509], copy.matrix.values.float().t())
     for _ in range(2):
         linear_cross_entropy(*operands, target, accumulate_into=buffer, chunk_tokens=32, **options).backward()
     # each chunk's hidden states are rounded without their own mean

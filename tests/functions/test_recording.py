@@ -21,7 +21,7 @@ from chunked_head.kernels.common import recording as steps
 from chunked_head.kernels.gradients import launch as gradients
 from triton.runtime.interpreter import GridExecutor
 
-from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, quantise
 from chunked_head.call import recording, run, spec
 from chunked_head.core.memory import RECORDERS, empty, recorder
 from chunked_head.stores import matmul
@@ -103,6 +103,11 @@ def strided(given: Given) -> Tensor:
     return cross_entropy(given._replace(hidden=apart))
 
 
+def fp8(call: Callable[..., Any], given: Given, kept: bool = False, **options: Any) -> Any:
+    options["fp8_weight"] = quantise(given.weight, backend="triton") if kept else None
+    return call(given, precision="fp8", **options)
+
+
 HALF_SUMS = {"chunk_tokens": 16, "accumulate_dtype": torch.bfloat16}
 CALLS: dict[str, Callable[[Given], Tensor]] = {
     "plain": cross_entropy, "policy": policy, "logprobs": logprobs, "smoothed": smoothed, "strided": strided,
@@ -118,6 +123,10 @@ CALLS: dict[str, Callable[[Given], Tensor]] = {
     "unreduced": functools.partial(cross_entropy, reduction="none"),
     "logprobs of a frozen head": functools.partial(frozen, 1, logprobs, chunk_tokens=16),
     "unreduced, frozen head": functools.partial(frozen, 1, cross_entropy, reduction="none"),
+    "fp8": functools.partial(fp8, cross_entropy),
+    "fp8 chunks": functools.partial(fp8, cross_entropy, kept=True, **HALF_SUMS),
+    "fp8 policy": functools.partial(fp8, policy, kept=True),
+    "fp8 evaluated": functools.partial(without_gradient, functools.partial(fp8, logprobs)),
 }  # fmt: skip
 ODD = {"tokens": 13, "hidden": 24, "vocab": 77}
 ONE_TILE = {"tokens": 40, "hidden": 32, "vocab": 64}
@@ -137,7 +146,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
     product = a.float() @ b.float()
     out.copy_(product) if first else out.add_(product)
     if (listening := recorder()) is not None:
-        listening.called(multiply, a, b, out, first, written=out)
+        listening.called(multiply, a, b, out, first, written=(out,))
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,20 @@ def test_both_orders(place: Place, sizes: tuple[int, int, int], some: bool) -> N
         assert torch.equal(result.float().cpu(), whole)
 
 
+@crossed(place=PLACES, rows=[70, 600], some=[0, 1, 9])
+def test_mean_of_rows(place: Place, rows: int, some: int) -> None:
+    """Of 256 rows at equal distances, those that count."""
+    generator = torch.Generator().manual_seed(7)
+    states, target = torch.randn(rows, 80, generator=generator).bfloat16(), torch.full((rows,), -1)
+    target[some::3] = 5 if some else -1
+    row = torch.arange(256) * rows // 256
+    row = row[target[row] >= 0]
+    expected = states[row].float().mean(0) if some else torch.zeros(80)
+    mean = torch.full((80,), torch.nan, device=place.device)
+    e4m3.mean_of_rows(mean, states.to(place.device), target.to(place.device))
+    torch.testing.assert_close(mean.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
 @crossed(place=PLACES, sizes=SIZES, some=[False, True])
 def test_transposed_rows(place: Place, sizes: tuple[int, int, int], some: bool) -> None:
     (rows, _, hidden), generator = sizes, torch.Generator().manual_seed(2)
@@ -179,12 +193,12 @@ def test_rows_of_few_places(place: Place, some: int) -> None:
     places = torch.full((3000,), -1, dtype=torch.int32)
     places[torch.randperm(3000, generator=generator)[:some]] = torch.randint(7, (some,), generator=generator).int()
     rows, factors = torch.randn(40, 48, generator=generator), torch.randn(3000, generator=generator)
-    row = torch.randint(40, (3000,), generator=generator)
+    row = torch.randint(40, (60,), generator=generator)
     found = []
-    for sparse in (False, True):
+    for of_entry, entries_per_row in ((row.repeat_interleave(50), 1), (row, 50)):
         out = torch.zeros(7, 48, device=place.device)
-        given = [t.to(place.device) for t in (rows, places, factors, row)]
-        products.add_rows(out, *given, sparse=sparse)
+        given = [t.to(place.device) for t in (rows, places, factors, of_entry)]
+        products.add_rows(out, *given, entries_per_row=entries_per_row)
         found.append(out)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert bool(found[1].any()) == (some > 0)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...core.gpus import RELATIVE_STRIP, Gpu, gpu_of, multiprocessors_of
 from ...core.stats import Demand
-from ...core.tiles import INTERPRETED
+from ...core.tiles import INTERPRETED, Quantised
 from ...kernels.common.recording import recording
 from ...kernels.e4m3 import launch as e4m3
 from ...kernels.gradients import launch as gradients
@@ -69,10 +69,10 @@ class TritonBackend(Backend):
     merge_softmax = staticmethod(statistics.merge_softmax)
     quantise_ = staticmethod(e4m3.quantise)
 
-    def transposed(self, matrix: Tensor) -> Tensor:
+    def transposed(self, matrix: Tensor) -> Quantised:
         out = matrix.new_empty(matrix.shape[1], padded_e4m3(len(matrix)))
         e4m3.both_orders(None, out, matrix)
-        return out
+        return Quantised(out, torch.ones((), dtype=torch.float32, device=matrix.device))
 
     def check(self, device: torch.device, dtype: torch.dtype, label: str) -> None:
         if device.type != "cuda" and not INTERPRETED:

@@ -13,7 +13,7 @@ from ...kernels.common.operands import Strips
 from ...kernels.e4m3 import launch as e4m3
 from ...kernels.products import launch as products
 from ...plan.sizes import LOOP, SWEEP, Buffer, Sizes, padded_e4m3
-from ..matmul import multiply_e4m3
+from ..matmul import multiply_e4m3, sum_rows
 from ..operands import Head, Rows
 from .store import is_aligned
 
@@ -49,12 +49,12 @@ class RoundedGradients:
         assert sizes.gpu is not None
         self.tile = sizes.gpu.product
         if sizes.hidden_grad:
-            self.unit = torch.ones((), dtype=torch.float32, device=device)
             self.exp = empty(rows, columns, dtype=E4M3, device=device)
         if sizes.weight_grad:
             self.transposed = empty(columns * padded, dtype=E4M3, device=device)
             self.hidden = empty(sizes.hidden * padded, dtype=E4M3, device=device)
             self.scale = empty(1, dtype=torch.float32, device=device)[0]
+            self.mean = empty(sizes.hidden, dtype=torch.float32, device=device)
             self.sums = empty(cdiv(rows, E4M3_ROWS) + 1, columns, dtype=torch.float32, device=device)
         self.power, self.share, self.most = empty(3, rows, dtype=torch.float32, device=device).unbind()
         self.places = empty(sizes.tokens, entries, dtype=torch.int32, device=device)
@@ -76,8 +76,8 @@ class RoundedGradients:
         assert fp8 is not None and stats.heavy_ids is not None and stats.heavy_logits is not None
         mean, hidden = None, None
         if self.sizes.weight_grad:
-            hidden, number = rows.hidden, (rows.target >= 0).sum().clamp_(min=1)
-            mean = hidden.sum(0, dtype=torch.float32).div_(number)
+            hidden, mean = rows.hidden, self.mean
+            e4m3.mean_of_rows(mean, hidden, rows.target)
         e4m3.set_apart(
             exp,
             self.places[rows.tokens],
@@ -109,12 +109,13 @@ class RoundedGradients:
             e4m3.transposed_rows(self.operands[1], rows.hidden, mean, self.share, self.most, counted)
         e4m3.both_orders(out, transposed, exp, self.power, self.share, sums, counted)
         if sums is not None:
-            torch.sum(sums, 0, out=self.sums[-1])
+            sum_rows(sums, self.sums[-1])
 
     def put_dhidden(self, out: Tensor, product: Tensor, softmax_factor: Tensor, rows: Rows, counted: Counted) -> None:
         """The gradient of a chunk's hidden states. ``product``: memory [rows, hidden] fp32."""
         assert self.head.fp8 is not None and self.head.fp8.transposed is not None
-        multiply_e4m3(self.exp[: len(out)], self.head.fp8.transposed, product, self.unit)
+        weight, unit = self.head.fp8.transposed[:2]
+        multiply_e4m3(self.exp[: len(out)], weight, product, unit)
         entries = self.places[rows.tokens], self.terms[rows.tokens]
         products.finish_with_apart(out, product, self.head.weight, rows.target, softmax_factor, *entries, counted)
 
@@ -126,7 +127,5 @@ class RoundedGradients:
 
     def add_apart(self, out: Tensor, hidden: Tensor, order: Tensor | None) -> None:
         """Adds what stands apart, of all tokens, to the weight's gradient: each id's in the order of tokens."""
-        tokens, entries = self.places.shape
-        row = torch.arange(tokens, device=out.device) if order is None else order
-        row = row.repeat_interleave(entries, output_size=tokens * entries)
-        products.add_rows(out, hidden, self.places.view(-1), self.terms.view(-1), row, sparse=True)
+        entries = self.places.shape[1]
+        products.add_rows(out, hidden, self.places.view(-1), self.terms.view(-1), order, entries_per_row=entries)
