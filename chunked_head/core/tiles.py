@@ -30,9 +30,10 @@ PRODUCT_ROWS = 128  # most rows of logits' gradients that dweight's product read
 
 LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # largest number of e4m3; least scale, whose inverse is finite
 SAMPLED_ROWS = 4  # rows of a weight from which its scale is estimated
-HEAVY_LOG2, HEAVY = -6.0, 64  # logarithm of the probability that makes an id of a row heavy; the most that a row has
-# of e4m3 logits; a heavy id's exact logit is above, and errs by less than the difference
-CANDIDATE_LOG2 = -6.25
+# An id of a row is heavy above a probability of 2^LEAST_HEAVY_LOG2, or of twice or four times as much where more than
+# HEAVY ids, the most that a row has, may be above. Candidates are ids whose e4m3 logit is at most MARGIN_LOG2 below in
+# base 2, more than it errs by: their exact logits decide.
+LEAST_HEAVY_LOG2, MARGIN_LOG2, HEAVY = -8.0, 0.25, 64
 
 
 class Quantised(NamedTuple):

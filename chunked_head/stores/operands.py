@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.records import Transform
-from ..core.tiles import CANDIDATE_LOG2, HEAVY_LOG2
+from ..core.tiles import LEAST_HEAVY_LOG2, MARGIN_LOG2
 from .matmul import project
 from .quantised import RoundedHead, empty_quantised, quantise_
 from .torch_functions import dot_columns, row_blocks
@@ -182,12 +182,15 @@ def mend_heavy(
     exact.zero_()
     for block in row_blocks(logits):
         x, lse = logits[block], logits[block].logsumexp(1)
-        row, column = torch.where(x - lse[:, None] > CANDIDATE_LOG2 * math.log(2.0))
-        is_other = (target[block][row] >= 0) & (target[block][row] != column)
-        row, column = row[is_other], column[is_other]
+        # in base 2, by how much a candidate is above the least threshold
+        above = (x - lse[:, None]).div_(math.log(2.0)).add_(MARGIN_LOG2 - LEAST_HEAVY_LOG2)
+        apart = target[block][:, None]
+        above.masked_fill_((apart < 0) | (apart == torch.arange(x.shape[1], device=x.device)), -torch.inf)
+        steps = torch.stack([(above > step).sum(1) > ids.shape[1] for step in (0.0, 1.0)]).sum(0)
+        row, column = torch.where(above > steps[:, None])
         dots = x.new_empty(len(row))
         dot_columns(dots, hidden, weight, column, bias, transform, row + block.start)
-        is_heavy = dots - lse[row] > HEAVY_LOG2 * math.log(2.0)
+        is_heavy = dots - lse[row] > (steps[row] + LEAST_HEAVY_LOG2) * math.log(2.0)
         row, column, dots = row[is_heavy], column[is_heavy], dots[is_heavy]
         counts = row.bincount(minlength=len(x))
         slot = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]

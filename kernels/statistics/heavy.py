@@ -1,11 +1,12 @@
 """Exact logits of a row's probable ids, in the places of those of e4m3 operands.
 
-An id of a row is heavy if its exact logit ``x`` gives a probability above ``2^HEAVY_LOG2``, its e4m3 one nearly:
+An id of a row is heavy if its exact logit ``x`` gives a probability above ``2^t``, its e4m3 one nearly:
 
-    x > lse + HEAVY_LOG2 log 2,  x_e4m3 > lse + CANDIDATE_LOG2 log 2
+    x > lse + t log 2,  x_e4m3 > lse + (t - MARGIN_LOG2) log 2
 
-with the log-sum-exp ``lse`` of e4m3 logits, the target's exact among them, over these columns. The mass of a row bounds
-the number of ids that are looked at, and no other row decides anything. The target is none of them.
+with the log-sum-exp ``lse`` of e4m3 logits, the target's exact among them, over these columns. ``t`` is the least of
+LEAST_HEAVY_LOG2, 1 more and 2 more at which no more than HEAVY ids pass the second test; at the last one the mass of a
+row bounds their number. No other row decides anything. The target is none of them.
 
 ``mend_heavy`` opens the strips of columns that have such a mass, lists their heavy ids in ascending order, and mends
 what ``exp_logits`` has left: the stored numbers, and the statistics of strips, of all that is stored of these. It is
@@ -20,7 +21,7 @@ from ..common.blocks import counted_rows, rounded
 from ..common.transform import ln_2, log2_e, transform_logits
 from .exp_logits import LEAST_OFFSET
 
-HEAVY_LOG2, CANDIDATE_LOG2 = tl.constexpr(tiles.HEAVY_LOG2), tl.constexpr(tiles.CANDIDATE_LOG2)
+LEAST_HEAVY_LOG2, MARGIN_LOG2 = tl.constexpr(tiles.LEAST_HEAVY_LOG2), tl.constexpr(tiles.MARGIN_LOG2)
 BEHIND = tl.constexpr(2147483647)
 
 
@@ -33,6 +34,28 @@ def load_strips(offset_ptr, sum_ptr, offs, mask, target_logit, IS_RELATIVE: tl.c
     else:
         offset = tl.where(total < 0.0, tl.load(offset_ptr + offs, mask=mask & (total < 0.0), other=0.0), target_logit)
     return offset, tl.abs(total)
+
+
+@triton.jit
+def open_strip(
+    strip, stored_ptr, offset_ptr, sum_ptr, target, target_logit, lse, vocab, IS_RELATIVE: tl.constexpr,
+    STRIP: tl.constexpr
+):  # fmt: skip
+    """A strip of a row: the logit that it is stored relative to; logits in base 2 relative to that, the target's exact
+    among them; logits in base 2 relative to ``lse``, -inf for the target. ``stored_ptr``: the row; ``offset_ptr`` and
+    ``sum_ptr``: those of row and strip."""
+    top = tl.load(offset_ptr)
+    if not IS_RELATIVE:
+        top = tl.where(tl.load(sum_ptr) < 0.0, top, target_logit)
+    shift = tl.where(top < LEAST_OFFSET, LEAST_OFFSET, top)
+    column = strip * STRIP + tl.arange(0, STRIP)
+    in_vocab, is_target = column < vocab, column == target
+    if IS_RELATIVE:
+        z = tl.load(stored_ptr + column, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    else:
+        z = tl.log2(tl.load(stored_ptr + column, mask=in_vocab, other=0.0).to(tl.float32))
+    z = tl.where(is_target, (target_logit - shift) * log2_e, z)
+    return shift, z, tl.where(in_vocab & (is_target == 0), z + (shift - lse) * log2_e, float("-inf"))
 
 
 @triton.jit
@@ -102,7 +125,8 @@ def mend_heavy(
     for i in tl.static_range(1, SOFTMAXES):
         ends = ends + (vocab if widths[i] is None else widths[i],)
 
-    run_max, run_sum = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    run_max, zero = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    run_sum, run_top = zero, zero  # of the row, and the largest of a strip, relative to exp(run_max)
     for start in range(0, strip_count, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
@@ -110,35 +134,50 @@ def mend_heavy(
         offset = tl.where(total > 0.0, offset, float("-inf"))
         new_max = tl.maximum(run_max, tl.max(offset, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        run_sum = run_sum * tl.exp2((run_max - shift) * log2_e)
-        run_sum += tl.sum(total * tl.exp2((offset - shift) * log2_e), 0)
+        mass, scale = total * tl.exp2((offset - shift) * log2_e), tl.exp2((run_max - shift) * log2_e)
+        run_sum, run_top = run_sum * scale + tl.sum(mass, 0), tl.maximum(run_top * scale, tl.max(mass, 0))
         run_max = new_max
     lse = run_max + tl.log2(run_sum) * ln_2
+    least = LEAST_HEAVY_LOG2 - MARGIN_LOG2
+    strip_count = tl.where(run_top <= run_sum * tl.exp2(zero + least), 0, strip_count)  # nothing to open
+
+    # the row's threshold, above LEAST_HEAVY_LOG2 where it has too many candidates
+    many, more = 0, 0
+    for start in range(0, strip_count, BLOCK_STRIPS):
+        offs_strip = start + tl.arange(0, BLOCK_STRIPS)
+        offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
+        offset, total = load_strips(strip_offset_ptr, sums[0], offs, mask, target_logit, IS_RELATIVE)
+        opened = mask & (tl.log2(total) + (offset - lse) * log2_e > least)
+        for _ in range(0, tl.sum(opened.to(tl.int32), 0)):
+            strip = tl.min(tl.where(opened, offs_strip, BEHIND), 0)
+            opened &= offs_strip != strip
+            strip_at = strip.to(tl.int64) * strip_stride + row
+            shift, z, log_p = open_strip(
+                strip, stored_ptr + row * stride, strip_offset_ptr + strip_at, sums[0] + strip_at, target,
+                target_logit, lse, vocab, IS_RELATIVE, STRIP,
+            )  # fmt: skip
+            many += tl.sum((log_p > least).to(tl.int32), 0)
+            more += tl.sum((log_p > least + 1.0).to(tl.int32), 0)
+    threshold = LEAST_HEAVY_LOG2 + tl.where(many > HEAVY, 1.0, 0.0) + tl.where(more > HEAVY, 1.0, 0.0)
 
     for start in range(0, strip_count, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
         offset, total = load_strips(strip_offset_ptr, sums[0], offs, mask, target_logit, IS_RELATIVE)
-        opened = mask & (tl.log2(total) + (offset - lse) * log2_e > CANDIDATE_LOG2)
+        opened = mask & (tl.log2(total) + (offset - lse) * log2_e > threshold - MARGIN_LOG2)
         for _ in range(0, tl.sum(opened.to(tl.int32), 0)):
             strip = tl.min(tl.where(opened, offs_strip, BEHIND), 0)
             opened &= offs_strip != strip
             strip_at = strip.to(tl.int64) * strip_stride + row
+            shift, z, log_p = open_strip(
+                strip, stored_ptr + row * stride, strip_offset_ptr + strip_at, sums[0] + strip_at, target,
+                target_logit, lse, vocab, IS_RELATIVE, STRIP,
+            )  # fmt: skip
             is_negative = tl.load(sums[0] + strip_at) < 0.0
-            top = tl.load(strip_offset_ptr + strip_at)
-            if not IS_RELATIVE:
-                top = tl.where(is_negative, top, target_logit)
-            shift = tl.where(top < LEAST_OFFSET, LEAST_OFFSET, top)
             offs_col = strip * STRIP + tl.arange(0, STRIP)
-            in_vocab, is_target = offs_col < vocab, offs_col == target
-            stored_at = stored_ptr + row * stride + offs_col
-            if IS_RELATIVE:
-                z = tl.load(stored_at, mask=in_vocab, other=float("-inf")).to(tl.float32)
-            else:
-                z = tl.log2(tl.load(stored_at, mask=in_vocab, other=0.0).to(tl.float32))
-            x = tl.where(is_target, target_logit, shift + z * ln_2)
-            z = tl.where(is_target, (target_logit - shift) * log2_e, z)
-            candidates = in_vocab & (is_target == 0) & (z + (shift - lse) * log2_e > CANDIDATE_LOG2)
+            in_vocab = offs_col < vocab
+            x = tl.where(offs_col == target, target_logit, shift + z * ln_2)
+            candidates = log_p > threshold - MARGIN_LOG2
             mended = candidates & (z != z)  # none
             for _ in range(0, tl.sum(candidates.to(tl.int32), 0)):
                 column = tl.min(tl.where(candidates, offs_col, BEHIND), 0)
@@ -148,7 +187,7 @@ def mend_heavy(
                     exact += tl.load(bias_ptr + column).to(tl.float32)
                 exact = transform_logits(exact, logit_scale, softcap, row_scale)
                 # all of a block, since the interpreter makes no mask of a block and a number
-                is_found = (tl.where(offs_col == column, exact, float("-inf")) - lse) * log2_e > HEAVY_LOG2
+                is_found = (tl.where(offs_col == column, exact, float("-inf")) - lse) * log2_e > threshold
                 is_found &= offs_col * 0 + count < HEAVY
                 mended |= is_found
                 x = tl.where(is_found, exact, x)
@@ -160,7 +199,7 @@ def mend_heavy(
             if tl.max(mended.to(tl.int32), 0) > 0:
                 e = tl.exp2(z)
                 value = z if IS_RELATIVE else e
-                tl.store(stored_at, rounded(value, stored_ptr.dtype.element_ty), mask=mended)
+                tl.store(stored_ptr + row * stride + offs_col, rounded(value, stored_ptr.dtype.element_ty), mask=mended)
                 # as the epilogue of ``exp_logits`` takes a row and half a strip, some of whose logits may be -inf
                 stats_at, in_rows = strip_at + tl.arange(0, 1), tl.arange(0, 1) == 0
                 row_x, no_shift = x[None, :], tl.zeros((1,), dtype=tl.float32)

@@ -33,7 +33,7 @@ from chunked_head import (
 )
 from chunked_head.call.spec import SPECS
 from chunked_head.core import tiles
-from chunked_head.core.tiles import CANDIDATE_LOG2, ELSEWHERE, HEAVY, HEAVY_LOG2
+from chunked_head.core.tiles import ELSEWHERE, HEAVY, LEAST_HEAVY_LOG2, MARGIN_LOG2
 from chunked_head.stores import quantised
 from chunked_head.stores.quantised import empty_quantised, quantise_
 
@@ -80,8 +80,10 @@ def e4m3_logits(
     at = torch.arange(len(weight), device=target.device)
     x = torch.where((target[:, None] == at) | (target[:, None] < 0), exact, x)
     lse = transformed(x).logsumexp(1, keepdim=True)
-    above = [transformed(y) - lse > log * math.log(2.0) for y, log in ((x, CANDIDATE_LOG2), (exact, HEAVY_LOG2))]
-    return torch.where(above[0] & above[1], exact, x)
+    coarse, fine = ((transformed(y) - lse) / math.log(2.0) - LEAST_HEAVY_LOG2 for y in (x, exact))
+    coarse = torch.where(target[:, None] == at, -torch.inf, coarse + MARGIN_LOG2)
+    steps = sum(((coarse > step).sum(1, keepdim=True) > HEAVY).double() for step in (0.0, 1.0))
+    return torch.where((coarse > steps) & (fine > steps), exact, x)
 
 
 def fp8_logits(
