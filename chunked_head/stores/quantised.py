@@ -19,7 +19,7 @@ from ..core.tiles import LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdi
 from ..plan.sizes import cast_rows, slices
 
 WORD = (1 << 32) - 1
-SAMPLED = 4096  # rows of a weight, of which the mean is made
+SAMPLED = 16384  # rows of a weight, of which the mean is made
 
 
 def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
