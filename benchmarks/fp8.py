@@ -96,8 +96,8 @@ def planned(shape: Shape, call: str, way: str, args: Any) -> Row:
     options = options_of(way, args.device) | {"hidden_grad": call != LOGPROBS, "weight_grad": call == CROSS_ENTROPY}
     returns = ("logprobs",) if call == LOGPROBS else ()
     sizes = shape.tokens, shape.hidden, shape.vocab
-    found = plan(*sizes, args.dtype, device=args.device, returns=returns, **options)
-    return {"plan": {"peak_bytes": found.peak_bytes}, "gradient_bytes": found.gradient_bytes}
+    predicted = plan(*sizes, args.dtype, device=args.device, returns=returns, **options)
+    return {"plan": {"peak_bytes": predicted.peak_bytes}, "gradient_bytes": predicted.gradient_bytes}
 
 
 def _table(rows: Sequence[Row]) -> Table:

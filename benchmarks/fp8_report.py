@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures import mib, number, read, rows_of, source, table
+from benchmarks.figures import mib, read, rows_of, source, table
 from benchmarks.fp8_ways import BF16, CROSS_ENTROPY, FP8, FROZEN, HIDDEN, KEPT, LOGITS, LOGPROBS, PLAIN
 from benchmarks.svg import plot
 
@@ -58,78 +58,65 @@ def one_and_two() -> str:
 def memory() -> str:
     """Peaks of cross-entropy beside its gradients, the plan's in brackets, and what fp8 takes over bf16."""
 
-    def beside(way: str) -> Any:
+    def beside_gradients(way: str) -> Any:
         def cell(row: Any) -> str:
-            found = row(CROSS_ENTROPY, way)
-            peak, expected = (
-                size - found["gradient_bytes"] for size in (found["peak_bytes"], found["plan"]["peak_bytes"])
-            )
-            return f"{mib(peak)} ({mib(expected)})"
+            call = row(CROSS_ENTROPY, way)
+            sizes = (mib(size - call["gradient_bytes"]) for size in (call["peak_bytes"], call["plan"]["peak_bytes"]))
+            return "{} ({})".format(*sizes)
 
         return cell
 
-    def more(row: Any) -> str:
+    def difference(row: Any) -> str:
         return mib(row(CROSS_ENTROPY, FP8)["peak_bytes"] - row(CROSS_ENTROPY, BF16)["peak_bytes"])
 
-    return by_shape({way: beside(way) for way in (BF16, LOGITS, FP8)} | {"fp8's over bf16's": more}, "fp8")
+    columns = {way: beside_gradients(way) for way in (BF16, LOGITS, FP8)} | {"fp8's over bf16's": difference}
+    return by_shape(columns, "fp8")
 
 
 def errors() -> str:
     """A line for each head and way."""
     names = {PLAIN: "plain PyTorch, bf16", BF16: "ours, bf16", HIDDEN: "fp8, `quantise(hidden=...)`"}
+    keys = {
+        "logprob": "log-probability, rms in nats", "loss": "its mean", "d_hidden": "dhidden", "d_weight": "dweight",
+        "others": "rows of no target", "batch": "in another batch",
+    }  # fmt: skip
     lines = []
     for row in [row for question in ("fp8-training", "fp8") for row in rows_of(question) if "head" in row]:
         shape = row["shape"].partition("x")[2].replace("x", " x ")
         head = f"**{row['head']}**, {shape}" if row["way"] == PLAIN else ""
-        keys = "logprob", "d_hidden", "d_weight", "others", "batch"
-        mean = f"{row['loss_error'] * row['nats']:.0e}"
-        cells = [number(row[f"{key}_error"], ".1e") for key in keys]
-        lines.append([head, names.get(row["way"], row["way"]), cells[0], mean, *cells[1:]])
-    columns = (
-        "",
-        "log-probability, rms in nats",
-        "its mean",
-        "dhidden",
-        "dweight",
-        "rows of no target",
-        "in another batch",
-    )
-    return table(["head", *columns], lines, "fp8", "fp8-training")
+        values = {key: row[f"{key}_error"] for key in keys}
+        values["loss"] *= row["nats"]
+        cells = [format(value, ".0e" if key == "loss" else ".1e") for key, value in values.items()]
+        lines.append([head, names.get(row["way"], row["way"]), *cells])
+    return table(["head", "", *keys.values()], lines, "fp8", "fp8-training")
 
 
 def training() -> str:
     """A line for each way: held-out losses of its seeds, their mean, and that less bf16's."""
-    found, lines = read("fp8-training"), []
-    for way, one in found["compared"].items():
-        same = ", ".join(f"{value:+.4f}" for value in one["less_same_seed"]) if way != BF16 else "-"
-        inside = "-" if way == BF16 else "yes" if one["is_inside"] else "**no**"
-        losses = ", ".join(f"{value:.4f}" for value in one["held_out"])
-        less = "-" if way == BF16 else f"{one['less_mean']:+.4f}"
-        lines.append([way, losses, f"{one['spread']:.4f}", f"{one['mean']:.4f}", less, same, inside])
-    columns = (
-        "held-out loss of three seeds",
-        "largest less least",
-        "mean",
-        "less bf16's",
-        "seed by seed",
-        "inside of bf16's",
-    )
-    task = found["task"]
+    run, lines = read("fp8-training"), []
+    for way, result in run["compared"].items():
+        losses = ", ".join(f"{value:.4f}" for value in result["held_out"])
+        cells = [losses, f"{result['spread']:.4f}", f"{result['mean']:.4f}"]
+        same_seed = ", ".join(f"{value:+.4f}" for value in result["less_same_seed"])
+        differences = f"{result['less_mean']:+.4f}", same_seed, "yes" if result["is_inside"] else "**no**"
+        lines.append([way, *cells, *(("-",) * 3 if way == BF16 else differences)])
+    columns = "held-out loss of three seeds", "largest less least", "mean", "less bf16's", "seed by seed", "inside"
+    task = run["task"]
     words = (
         f"{task['steps']:,} steps of {task['windows'] * task['context']:,} tokens, {task['layers']} layers of "
-        f"{task['hidden']}, {task['vocab']:,} ids; {found['training_tokens'] / 1e6:.1f} million tokens of "
-        f"{found['text'].partition(':')[0]}."
+        f"{task['hidden']}, {task['vocab']:,} ids; {run['training_tokens'] / 1e6:.1f} million tokens of "
+        f"{run['text'].partition(':')[0]}. Inside: the mean lies between the least and the largest of bf16's losses."
     )
     return f"{table(['', *columns], lines)}\n\n{words}\n\n{source('fp8-training')}"
 
 
 def curves() -> dict[str, list[list[tuple[int, float]]]]:
     """Held-out losses of each way's seeds, after so many steps."""
-    found: dict[str, list[list[tuple[int, float]]]] = {}
+    by_way: dict[str, list[list[tuple[int, float]]]] = {}
     for row in rows_of("fp8-training"):
         if "curve" in row:
-            found.setdefault(row["way"], []).append([(step, loss) for step, loss in row["curve"]])
-    return found
+            by_way.setdefault(row["way"], []).append([(step, loss) for step, loss in row["curve"]])
+    return by_way
 
 
 def plots() -> dict[str, str]:

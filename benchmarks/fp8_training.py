@@ -127,8 +127,8 @@ def operands_of(task: Task, way: str, device: torch.device) -> str:
     """The dtype of the gradients' operands, as the call's plan says."""
     sizes: dict[str, Any] = {"hidden_dtype": torch.float32, "weight_dtype": torch.float32, "device": device}
     tokens = task.windows * task.context
-    made = plan(tokens, task.hidden, task.vocab, torch.bfloat16, **sizes, **options_of(way, device))
-    return f"logits {'e4m3' if made.sizes.fp8 else 'bf16'}, gradients {'e4m3' if made.e4m3_gradients else 'bf16'}"
+    call = plan(tokens, task.hidden, task.vocab, torch.bfloat16, **sizes, **options_of(way, device))
+    return f"logits {'e4m3' if call.sizes.fp8 else 'bf16'}, gradients {'e4m3' if call.e4m3_gradients else 'bf16'}"
 
 
 def run_seed(task: Task, seed: int, args: Any, watch: Watch) -> list[Row]:
@@ -170,7 +170,7 @@ def compared(rows: Sequence[Row]) -> dict[str, Row]:
     return {
         way: {
             "held_out": values, "mean": fmean(values), "less_mean": fmean(values) - fmean(base),
-            "less_same_seed": [value - other for value, other in zip(values, base, strict=True)],
+            "less_same_seed": [value - bf16 for value, bf16 in zip(values, base, strict=True)],
             "spread": max(values) - min(values), "is_inside": min(base) <= fmean(values) <= max(base),
         }
         for way, values in losses.items()
@@ -203,12 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in SEEDS
     ]  # fmt: skip
 
-    def more(rows: Sequence[Row]) -> Row:
+    def summary(rows: Sequence[Row]) -> Row:
         text = data_of(task, args.device)
         tokens = {"training_tokens": len(text.training), "held_out_tokens": len(text.held_out)}
         return {"task": task._asdict(), "text": text.description, **tokens, "compared": compared(rows)}
 
-    return command.run("fp8_training", args, jobs, len(jobs) * len(WAYS) * POINTS, table, KEYS, more=more)
+    return command.run("fp8_training", args, jobs, len(jobs) * len(WAYS) * POINTS, table, KEYS, more=summary)
 
 
 if __name__ == "__main__":

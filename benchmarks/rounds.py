@@ -137,14 +137,14 @@ class Turns:
         """Runs pieces of a turn until two in a row take equally long, to STEADY; the last one goes into ``times``."""
         count = max(1, math.ceil(1e3 * STEADY_PIECE / max(times.seconds[-1], 1e-3)))
         count, pieces = (count, MOST_PIECES) if self.device.type == "cuda" else (1, 1)
-        before = 0.0
+        previous = 0.0
         for _ in range(pieces):
             self.meet()
             milliseconds = self.run(step, count)
             end, mean = time.monotonic(), self.agree(sum(milliseconds) / count)
-            if abs(mean - before) <= STEADY * before:
+            if abs(mean - previous) <= STEADY * previous:
                 break
-            before = mean
+            previous = mean
         times.rounds.append(mean)
         return end - sum(milliseconds) / 1e3, end
 

@@ -36,6 +36,7 @@ class Tracker(TorchDispatchMode):
         self.large = large  # elements from which a tensor is large
         self.live: dict[int, tuple[StorageWeakRef, int, bool]] = {}
         self.peak_bytes = 0
+        self.peak_sizes: list[int] = []  # bytes of each storage at that time
         self.most_large = 0
         self.large_operations: set[str] = set()
 
@@ -51,7 +52,9 @@ class Tracker(TorchDispatchMode):
                 if storage._cdata not in self.known and storage._cdata not in self.live:
                     elements = storage.nbytes() // tensor.element_size()
                     self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), elements >= self.large
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self.live.values()))
+        sizes = [size for _, size, _ in self.live.values()]
+        if sum(sizes) > self.peak_bytes:
+            self.peak_bytes, self.peak_sizes = sum(sizes), sizes
         self.most_large = max(self.most_large, sum(large for _, _, large in self.live.values()))
         return result
 
