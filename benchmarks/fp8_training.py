@@ -24,7 +24,7 @@ from benchmarks.shapes import Operands, Shape
 from chunked_head import linear_cross_entropy, plan
 
 SEEDS = (0, 1, 2)
-RATE, WARM_UP = 1e-3, 100  # of AdamW: the largest learning rate, and steps until then
+RATE, WARM_UP = 1.5e-3, 50  # of AdamW: the largest learning rate, and steps until then
 POINTS = 25  # of a curve
 KEYS = ("way", "seed", "status", "held_out", "training", "seconds", "operands", *fp8_errors.KEYS)
 
@@ -43,7 +43,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "cuda": Task(512, 16384, 4, 256, windows=32, steps=2000, characters=36_000_000, evaluated=64),
+    "cuda": Task(512, 16384, 4, 256, windows=64, steps=1000, characters=36_000_000, evaluated=64),
     "cpu": Task(64, 512, 1, 32, windows=4, steps=8, characters=1_000_000, evaluated=4),
 }
 

@@ -77,4 +77,4 @@ def test_every_buffer(place: Place, options: dict[str, Any], monkeypatch: pytest
 def test_prediction(place: Place, options: dict[str, Any]) -> None:
     shape = 4096, 1024, 128256
     expected, (step, existing) = planned(place, shape, options), step_of(place, shape, options)
-    assert_predicted(peak_of(step, *existing), expected)
+    assert_predicted(peak_of(step, *existing), expected, share=0.01)
