@@ -70,17 +70,20 @@ def others_error(operands: Operands, step: measure.Step, exact: accuracy.Referen
     return error
 
 
-@torch.no_grad()
 def batch_error(operands: Operands, loss: Callable[..., Tensor]) -> float:
-    """The largest difference of tokens' losses from those of the same tokens among others, in nats.
+    """The largest difference of tokens' losses from those of the same tokens among others, without gradients and with
+    them, in nats.
 
     GRPO's ratio of the two is off from 1 by as much.
     """
     hidden, weight, target = operands.hidden.detach(), operands.weight.detach(), operands.target
     picked = torch.randperm(len(target), device=target.device)[: len(target) // 3]
-    batches = (hidden, target), (hidden[picked], target[picked])
-    nats, picked_nats = (loss(h, weight, t, reduction="none") for h, t in batches)
-    return float((nats[picked] - picked_nats).abs().max())
+    nats = loss(hidden, weight, target, reduction="none")[picked]
+    with_gradients = hidden[picked].requires_grad_(), operands.weight, target[picked]
+    picked_nats = [
+        loss(*batch, reduction="none").detach() for batch in ((hidden[picked], weight, target[picked]), with_gradients)
+    ]
+    return max(float((nats - others).abs().max()) for others in picked_nats)
 
 
 def rows_of(kind: str, operands: Operands, args: Any) -> list[Row]:
