@@ -45,12 +45,12 @@ def plot(
         text(0, 0, up, f'text-anchor="middle" transform="translate(15 {(floor + top) // 2}) rotate(-90)"'),
     ]
     for axis, (low, end) in enumerate(ends):
-        steps = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+        steps = (0.5, *(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)))
         step = 1.0 if log else next(step for step in steps if end - low <= 8 * step)
         for count in range(math.ceil(low / step), math.floor(end / step) + 1):
             x, y = place(count * step, ends[1][0]) if axis == 0 else place(ends[0][0], count * step)
             value = 2 ** (count * step) if log else count * step
-            words = f"{value / 1024:g}K" if value >= 1024 else f"{value:g}"
+            words = f"{value / 1024:g}K" if log and value >= 1024 else f"{value:g}"
             out.append(f'<path d="M{x:.0f} {y:.0f}{f"V{top}" if axis == 0 else f"H{wide - right}"}" stroke="#ddd"/>')
             out.append(text(x, y + 18, words) if axis == 0 else text(x - 6, y + 5, words, 'text-anchor="end"'))
     if band:
