@@ -17,15 +17,17 @@ be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (
 trace of ``values_of`` (``vectors.py``).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from ..core.memory import Cache, empty
-from ..core.private import anomalies_at, in_own_thread, plain_saving
+from ..core.private import anomalies_at, in_own_thread
 from ..core.statistics import OF_LOSSES, statistics_at
 from ..core.stats import SUFFIX, RowStats, vectors_at
 from ..losses.base import Measure, Summand
@@ -92,8 +94,11 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
                 loss_leaves = leaves | {
                     name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped.items()
                 }
-            stats, mask = stats_at(structure, summand, view, loss_leaves), share_mask(summand.unit, batch)
-            values = values_by(summand, stats, batch, mask, inputs.tensors[i])
+            mask, stats = share_mask(summand.unit, batch), stats_at(structure, summand, view, loss_leaves)
+            if summand.builtin:
+                values = summand.function(stats, batch, **summand.options, **inputs.tensors[i])
+            else:
+                values = values_of_user(summand, stats, batch, mask, inputs.tensors[i])
             if summand.unit == "token":
                 name = summand.token_weights
                 assert name is None or isinstance(name, str)
@@ -107,20 +112,24 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
     if sloped:
         grads = tuple([torch.zeros_like(leaf) for leaf in sloped.values()])
         if loss.requires_grad:
-            with anomalies_at(batch.mask):
+            with anomalies_at(batch.mask) if torch.is_anomaly_enabled() else contextlib.nullcontext():
                 grads = torch.autograd.grad(loss, tuple(sloped.values()), allow_unused=True, materialize_grads=True)
         # 0 by selection where a token does not count: a loss may have an infinite slope there
         slopes = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
         coefficients = coefficients_of(structure, slopes, leaves)
     metric_stats, masks = dict[Any, Stats](), dict[str, Tensor]()
     for metric, view in structure.metrics:
-        key = view, metric.reads_target, *structure.sum_vectors[metric, view].items()
-        if key not in metric_stats:
-            metric_stats[key] = stats_at(structure, metric, view, leaves)
         if metric.unit not in masks:
             masks[metric.unit] = share_mask(metric.unit, batch)
         mask = masks[metric.unit]
-        value = values_by(metric, metric_stats[key], batch, mask)
+        key = view, metric.reads_target, metric.builtin, metric.needs, *structure.sum_vectors[metric, view].items()
+        if key not in metric_stats:
+            metric_stats[key] = stats_at(structure, metric, view, leaves)
+        stats = metric_stats[key]
+        if metric.builtin:
+            value = metric.function(stats, batch, **metric.options)
+        else:
+            value = values_of_user(metric, stats, batch, mask)
         columns = value if isinstance(value, tuple) else (value, value.square()) if metric.components == 2 else (value,)
         if metric.unit == "token":
             weights = inputs.metric_weights.get(metric.weighting)
@@ -130,11 +139,9 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
     return coefficients, [row.to(dtype) for row in rows], unit_values
 
 
-def values_by(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
-    """Values of a loss or metric, one for each element of ``mask`` (a token, segment or pair). A user's function gets
-    copies of its arguments."""
-    if measure.builtin:
-        return measure.values(stats, batch, tensors)
+def values_of_user(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
+    """Values of a user's loss or metric, one for each element of ``mask`` (a token, segment or pair). The user's
+    function gets copies of its arguments; ValueError for values of another shape."""
     values = measure.values(Stats(Copies(stats.values)), batch.copies(), Copies(tensors or {}))
     if values.shape != mask.shape:
         sizes = f"{tuple(mask.shape)} here; got {tuple(values.shape)}"
@@ -143,7 +150,8 @@ def values_by(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, tensor
 
 
 def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves: Named) -> Stats:
-    """The ``Stats`` that a loss or metric reads: those of its softmax ``view``."""
+    """The ``Stats`` of a loss or metric at its softmax ``view``: those that the library's own ``needs``; for a user's
+    function all of the call."""
     suffix, ratio = SUFFIX[view], structure.views[view].ratio
     lse = leaves["lse" + suffix]
     values = {"logprob": leaves["logprob" + suffix], "lse": lse}
@@ -151,7 +159,8 @@ def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves:
         del values["logprob"]  # a call without targets has none
     for statistic in OF_LOSSES:
         names = vectors_at(statistic, view)
-        if names[0] in leaves:
+        is_needed = not measure.builtin or not measure.needs.isdisjoint(statistic.words)
+        if is_needed and names[0] in leaves:
             softmax = leaves["start" + suffix], leaves["rest" + suffix], lse
             values |= statistic.values([leaves[name] for name in names], softmax, ratio, structure.vocab)
     values.update({name: leaves[vector] for name, vector in structure.sum_vectors[measure, view].items()})
@@ -261,6 +270,21 @@ def evaluate(
     if values:
         table[:, rows] = torch.stack(values)
     return coefficients, unit_values
+
+
+def under_hooks() -> bool:
+    """True where autograd passes saved tensors to hooks, as inside of an activation checkpoint or of offloading."""
+    try:
+        with disable_saved_tensors_hooks("to switch them off raises where there are some"):
+            return False
+    except RuntimeError:
+        return True
+
+
+def plain_saving() -> contextlib.AbstractContextManager[Any]:
+    """A context in which autograd passes saved tensors to no hooks, for functions that are differentiated inside it."""
+    # autograd calls the innermost hooks only
+    return saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else contextlib.nullcontext()
 
 
 def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]], one_or_nan: Tensor) -> list[Tensor]:

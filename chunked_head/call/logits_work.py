@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.stats import Coefficients, RowStats
+from ..core.stats import Coefficients, RowStats, layout_of
 from ..plan.plans import text_fields
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
@@ -32,7 +32,7 @@ class LogitsWork(LocalWork):
         """Statistics of all rows; gradients are made in backward."""
         (logits,) = operands
         objective = self.objective
-        stats = RowStats.empty(len(logits), objective.demand, objective.dtype, logits.device)
+        stats = RowStats.empty(len(logits), layout_of(objective.demand), objective.dtype, logits.device)
         self.sweep(logits, stats, None, None)
         return stats, None
 

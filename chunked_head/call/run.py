@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arithmetic.evaluate import under_hooks
 from ..arithmetic.objective import ScalarObjective
-from ..core.private import FORWARD_MODE, in_backward, refuse_batched
+from ..core.private import private
 from ..core.stats import RowStats, all_at_targets
 from ..plan.plans import Plan
 from ..stores.gradients import Gradients
@@ -21,6 +22,17 @@ from .recording import is_recordable
 from .spec import Spec
 from .sweep import HeadWork, LocalWork
 from .tokens import Tokens, tokens_of
+
+BATCHED = (
+    "several upstream gradients at once (is_grads_batched=True, vectorize=True, torch.vmap over a backward) do not go "
+    "with chunked_head, whose kernels torch.vmap cannot see through; ask for one after the other "
+    "(vectorize=False), or use full logits"
+)
+FORWARD_MODE = (
+    "forward-mode derivatives (torch.autograd.forward_ad, strategy='forward-mode') do not go with chunked_head, which "
+    "has gradients in backward only; use loss.backward() or torch.autograd.grad, or full logits"
+)
+
 
 Grads = tuple[Tensor | None, ...]  # gradients of the operands, or upstream gradients of the outputs
 
@@ -92,6 +104,16 @@ def prepared(
     return tokens, on_hidden, (hidden, call.weight, call.bias)
 
 
+def in_backward() -> bool:
+    """True while autograd runs a backward; a forward pass is then an activation checkpoint's second run.
+
+    The call then makes no gradients in its forward pass, since a non-reentrant checkpoint discards the new graph. If
+    this torch cannot tell, True for every call under hooks on saved tensors: it costs one matmul more.
+    """
+    task = private("_C._current_graph_task_id")
+    return under_hooks() if task is None else task[0]() != -1
+
+
 class CallFunction(torch.autograd.Function):
     """The autograd Function of a call, which returns its outputs; or of the calls on several streams of hidden states,
     which returns the sum of their losses.
@@ -119,11 +141,17 @@ class CallFunction(torch.autograd.Function):
                 finished.append((stats, loss_values, metric_totals))
                 if buffer is not None and grads is not None:
                     buffer.added(work, grads)
-                backward, tensors = BackwardWork.of(work, stats)
                 outputs_by_call.append(outputs)
                 grads_by_call.append(grads)
-                backwards.append(backward)
-                saved += tensors
+                # what backward needs
+                is_scalar, teacher = isinstance(work.objective, ScalarObjective), work.objective.teacher
+                named_stats = {} if is_scalar else stats.by_name
+                saved += named_stats.values()
+                if teacher is not None:
+                    saved += teacher.tensors
+                    work = work.with_teacher([tensor.new_empty(0) for tensor in teacher.tensors])
+                has_grads = work.plan is None or work.plan.sizes.any_grad
+                backwards.append(BackwardWork(work, stats if is_scalar else None, tuple(named_stats), has_grads))
                 ends.append(len(saved))
             if count > 1:
                 total, *further = [outputs[0] for outputs in outputs_by_call]
@@ -192,6 +220,14 @@ class CallFunction(torch.autograd.Function):
         raise RuntimeError(FORWARD_MODE)
 
 
+def refuse_batched(upstream: Tensor) -> None:
+    """Raises for a batch of upstream gradients (``is_grads_batched``). If this torch cannot tell, an operation without
+    a batching rule raises."""
+    keys = private("_C._dispatch_keys")
+    if keys is not None and "Batched" in str(keys[0](upstream)):  # the key itself has no name in Python
+        raise RuntimeError(BATCHED)
+
+
 @dataclass(eq=False)
 class BackwardWork:
     """The work of one call's backward: all that it needs besides the tensors that autograd saves.
@@ -204,20 +240,6 @@ class BackwardWork:
     stats: RowStats | None  # None: autograd saves them
     names: tuple[str, ...]  # names of the statistics that autograd saves
     has_grads: bool  # some operand takes a gradient
-
-    @classmethod
-    def of(cls, work: LocalWork, stats: RowStats) -> tuple["BackwardWork", list[Tensor]]:
-        """Returns the work of the backward after a forward pass with these statistics, and the tensors for autograd to
-        save besides operands."""
-        objective, sizes = work.objective, None if work.plan is None else work.plan.sizes
-        is_scalar = isinstance(objective, ScalarObjective)
-        named_stats = {} if is_scalar else stats.by_name
-        saved = [*named_stats.values()]
-        if objective.teacher is not None:
-            saved += objective.teacher.tensors
-            work = work.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
-        has_grads = sizes is None or sizes.hidden_grad or sizes.weight_grad or sizes.bias_grad
-        return cls(work, stats if is_scalar else None, tuple(named_stats), has_grads), saved
 
     def run(
         self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads

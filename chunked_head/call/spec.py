@@ -12,7 +12,7 @@ from ..arithmetic.demand import Structure, structure_of
 from ..core import checks
 from ..core.gpus import Gpu
 from ..core.memory import Cache
-from ..core.private import refuse_transforms
+from ..core.private import private
 from ..core.statistics import lists_of, needed
 from ..core.stats import Demand, View
 from ..core.tiles import HEAVY
@@ -31,6 +31,10 @@ TENSORS = frozenset((Tensor, nn.Parameter))  # types whose metadata are all that
 # types of options whose values compare equal exactly where they decide the same
 PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
 PER_TOKEN = frozenset([TEMPERATURE, *[name for name, field in FIELDS.items() if field.kind in ("token", "row")]])
+TRANSFORMS = (
+    "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see through; "
+    "use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
+)
 MOST_SPECS, MOST_PLANS, MOST_RECORDINGS = 512, 256, 64
 
 
@@ -87,6 +91,14 @@ def spec_of(call: Call[Any]) -> Spec:
         SPECS[key] = spec
     check_every_call(call, spec)
     return spec
+
+
+def refuse_transforms() -> None:
+    """Raises inside of a transform of torch.func. If this torch cannot tell, the transform itself refuses our
+    Function."""
+    active = private("_C._are_functorch_transforms_active")
+    if active is not None and active[0]():
+        raise RuntimeError(TRANSFORMS)
 
 
 def check_every_call(call: Call[Any], spec: Spec) -> None:

@@ -22,7 +22,7 @@ from ..stores.gradients import GradientBuffer, Gradients
 from ..stores.operands import CallRows, Head, Kept, Rows
 from ..stores.quantised import QuantisedWeight
 from ..stores.sets import SetStore, WithSets
-from ..stores.store import Store
+from ..stores.store import LogitsStore, MatmulStore, Store
 from .recording import RecordedSweep, run_recorded
 from .tokens import Packing
 
@@ -171,28 +171,25 @@ class HeadWork(LocalWork):
         is_recompute = stats_and_coefficients is not None
         most = plan.block_tokens if is_recompute else plan.chunk_tokens  # rows of a chunk
         order, count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
-        scale, coefficients, sets, grads = objective.scale, None, None, None
+        scale, coefficients, sets = objective.scale, None, None
         if stats_and_coefficients is None:
-            stats = RowStats.empty(tokens, objective.demand, objective.dtype, hidden.device)
+            stats = RowStats.empty(tokens, plan.sizes.layout, objective.dtype, hidden.device)
         else:
             stats, coefficients = stats_and_coefficients
-        if is_recompute or plan.schedule == "forward":
-            hidden_dtype = plan.sizes.hidden_dtype if is_recompute else plan.hidden_accumulate
-            device, buffer = hidden.device, self.gradient_buffer
-            grads = Gradients.empty(plan.sizes, hidden_dtype, plan.weight_accumulate, device, buffer)
-            grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
-            if grads.hidden is not None and count is not None:
-                grads.hidden.zero_()  # products do not write rows of tokens that do not count
+        hidden_dtype = plan.sizes.hidden_dtype if is_recompute else plan.hidden_accumulate
+        has_grads = is_recompute or plan.schedule == "forward"
         if not tokens:
-            return stats, grads
+            return stats, self.new_gradients(hidden_dtype, hidden.device) if has_grads else None
         if self.column_sets is not None:
             targets, packed_hidden = self.local_targets, hidden if self.packing is None else self.packing.pack(hidden)
             sets = SetStore(backend, head, self.column_sets, packed_hidden, targets, scale, objective.demand)
             if not self.has_vocabulary_rows:
+                grads = self.new_gradients(hidden_dtype, hidden.device) if has_grads else None
                 every_row = Rows(packed_hidden, targets, slice(0, tokens), self.local_columns, scale)
                 run_chunks(self, sets, lambda chunk: every_row, [(every_row.tokens,)], stats, coefficients, grads)
                 return stats, grads
         targets, columns = self.softmax_targets, self.local_columns
+        grads = self.new_gradients(hidden_dtype, hidden.device) if has_grads else None
         clean_hidden = empty(most, hidden.shape[1], dtype=plan.sizes.dtype, device=hidden.device)
         teacher = None if objective.teacher is None else objective.teacher.cast_head()  # once for the pass
         gathered = None if self.shard is None else self.shard.gathered(hidden, most)
@@ -231,13 +228,35 @@ class HeadWork(LocalWork):
                 chunk_order,
             )
 
-        store = backend.store_of(head, plan, CallRows(hidden, targets, order), is_recompute)
+        kind: type[MatmulStore] = plan.sizes.store
+        if is_recompute:  # of tiles whose statistics are known
+            kind = backend.grad_store if plan.sizes.grads_in_matmul else LogitsStore
+        store: Store = kind(backend, head, plan, CallRows(hidden, targets, order), is_recompute)
         spans: Any = self.spans
         if is_recompute or spans is None:
             spans = [(slice(start, min(start + most, tokens)),) for start in range(0, tokens, most)]
         store = store if sets is None else WithSets(store, sets)
         run_chunks(self, store, rows_of, spans, stats, coefficients, grads)
         return stats, grads
+
+    def new_gradients(self, hidden_dtype: torch.dtype, device: torch.device) -> Gradients:
+        """Buffers of the sweep's gradients. ``hidden_dtype``: that of hidden's."""
+        plan, sizes, buffer = self.plan, self.plan.sizes, self.gradient_buffer
+        make = empty if sizes.tokens else torch.zeros  # without tokens no product fills them
+        hidden = weight = bias = None
+        rows = sizes.vocab + sizes.padding
+        if sizes.hidden_grad:
+            hidden = make(sizes.tokens // sizes.hidden_ranks, sizes.hidden, dtype=hidden_dtype, device=device)
+            if self.packing is not None and self.packing.count is not None:
+                hidden.zero_()  # products do not write rows of tokens that do not count
+        if buffer is not None:
+            weight = buffer.buffer
+        elif sizes.weight_grad:
+            weight = make(rows, sizes.hidden, dtype=plan.weight_accumulate, device=device)
+        if sizes.bias_grad:
+            bias = make(rows, dtype=sizes.wide, device=device)
+        over_ranks = None if self.shard is None else self.shard.hidden_gradient()
+        return Gradients(hidden, weight, bias, buffer, sizes.padding, over_ranks)
 
     def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
         """What this rank's rows of hidden's gradient are multiplied by [tokens], in the caller's order."""

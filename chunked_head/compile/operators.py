@@ -31,7 +31,7 @@ from ..call.sweep import HeadWork
 from ..call.tokens import Tokens, tokens_of
 from ..core.checks import PACKAGE
 from ..core.private import in_own_thread, private
-from ..core.stats import RowStats
+from ..core.stats import RowStats, layout_of
 from ..metrics import MetricValue
 from ..plan.planner import find_late_plan
 from .recipes import recipe_of
@@ -245,7 +245,7 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
         rows = first.new_empty(first.shape, dtype=gradient_dtypes(call, spec)[0])
         return [*values, first.new_empty(tokens, dtype=dtype), rows]
     if has_late_gradients(call):
-        return [*values, *RowStats.empty(tokens, spec.demand, dtype, first.device).by_name.values()]
+        return [*values, *RowStats.empty(tokens, layout_of(spec.demand), dtype, first.device).by_name.values()]
     dtypes = gradient_dtypes(call, spec)
     grads = [
         operand.new_empty(operand.shape, dtype=grad_dtype)
@@ -266,8 +266,7 @@ def backward(
     with torch.no_grad(), kernel_context(operands[0].device):
         work = work_of(key, operands, tensors, needs_grad)
         sweep, packing, demand = work.sweep, work.tokens.packing, work.spec.demand
-        names = RowStats.empty(0, demand, work.spec.statistics_dtype, work.operands[0].device).by_name
-        stats = RowStats.from_dict(dict(zip(names, statistics, strict=True)))
+        stats = RowStats.from_dict(dict(zip(layout_of(demand).forms, statistics, strict=True)))
         if isinstance(sweep, LogitsWork):
             return in_shape(sweep.late_gradients(work.operands, stats, tuple(upstream)), operands, needs_grad)
         if packing is not None:

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -85,17 +85,6 @@ class Cache(Generic[Key, Value]):
 def recorder() -> Any:
     """The recorder of the sweep that this thread runs, or None."""
     return RECORDERS.get(threading.get_ident()) if RECORDERS else None
-
-
-def empties(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device
-) -> list[torch.Tensor]:
-    """``empty`` of each shape and dtype."""
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    if RECORDERS and (listening := recorder()) is not None:
-        for tensor in tensors:
-            listening.add_memory(tensor)
-    return tensors
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

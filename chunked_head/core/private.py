@@ -8,7 +8,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -24,21 +23,6 @@ def private(*names: str) -> tuple[Any, ...] | None:
             value = getattr(value, attribute, None)
         objects.append(value)
     return None if None in objects else tuple(objects)
-
-
-def under_hooks() -> bool:
-    """True where autograd passes saved tensors to hooks, as inside of an activation checkpoint or of offloading."""
-    try:
-        with disable_saved_tensors_hooks("to switch them off raises where there are some"):
-            return False
-    except RuntimeError:
-        return True
-
-
-def plain_saving() -> AbstractContextManager[Any]:
-    """A context in which autograd passes saved tensors to no hooks, for functions that are differentiated inside it."""
-    # autograd calls the innermost hooks only
-    return saved_tensors_hooks(Tensor.detach, Tensor.detach) if under_hooks() else nullcontext()
 
 
 @functools.cache
@@ -94,47 +78,6 @@ def is_traced() -> bool:
         return True
     active = private("_C._are_functorch_transforms_active")
     return active is None or active[0]()
-
-
-TRANSFORMS = (
-    "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see through; "
-    "use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
-)
-BATCHED = (
-    "several upstream gradients at once (is_grads_batched=True, vectorize=True, torch.vmap over a backward) do not go "
-    "with chunked_head, whose kernels torch.vmap cannot see through; ask for one after the other "
-    "(vectorize=False), or use full logits"
-)
-FORWARD_MODE = (
-    "forward-mode derivatives (torch.autograd.forward_ad, strategy='forward-mode') do not go with chunked_head, which "
-    "has gradients in backward only; use loss.backward() or torch.autograd.grad, or full logits"
-)
-
-
-def refuse_transforms() -> None:
-    """Raises inside of a transform of torch.func. If this torch cannot tell, the transform itself refuses our
-    Function."""
-    active = private("_C._are_functorch_transforms_active")
-    if active is not None and active[0]():
-        raise RuntimeError(TRANSFORMS)
-
-
-def refuse_batched(upstream: Tensor) -> None:
-    """Raises for a batch of upstream gradients (``is_grads_batched``). If this torch cannot tell, an operation without
-    a batching rule raises."""
-    keys = private("_C._dispatch_keys")
-    if keys is not None and "Batched" in str(keys[0](upstream)):  # the key itself has no name in Python
-        raise RuntimeError(BATCHED)
-
-
-def in_backward() -> bool:
-    """True while autograd runs a backward; a forward pass is then an activation checkpoint's second run.
-
-    The call then makes no gradients in its forward pass, since a non-reentrant checkpoint discards the new graph. If
-    this torch cannot tell, True for every call under hooks on saved tensors: it costs one matmul more.
-    """
-    task = private("_C._current_graph_task_id")
-    return under_hooks() if task is None else task[0]() != -1
 
 
 def breaks_graph(function: Callable[P, Result]) -> Callable[P, Result]:

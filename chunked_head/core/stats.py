@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .memory import Cache, empties
+from .memory import RECORDERS, Cache, recorder
 from .records import Statistic, SumFunction
 
 SUFFIX = ("", "2")  # by view: the end of the names of a softmax's statistics and coefficients
@@ -221,12 +221,17 @@ class RowStats(Vectors):
     heavy_logits: Tensor | None = None
 
     @classmethod
-    def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
+    def empty(cls, tokens: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> "RowStats":
+        """Uninitialised statistics of a layout, known to this thread's ``Recorder``. ``dtype``: that of numbers."""
+        vectors = dict[str, Tensor]()
         # each vector has memory of its own, since outputs of a graph's operator must not share any
-        forms = layout_of(demand).forms
-        shapes = [(tokens,) if numbers is None else (tokens, numbers) for numbers, _, _ in forms.values()]
-        tensors = empties(shapes, [ids or dtype for _, ids, _ in forms.values()], device)
-        return cls.from_dict(dict(zip(forms, tensors, strict=True)))
+        for name, (numbers, ids, _) in layout.forms.items():
+            shape = (tokens,) if numbers is None else (tokens, numbers)
+            vectors[name] = torch.empty(shape, dtype=ids or dtype, device=device)
+        if RECORDERS and (listening := recorder()) is not None:
+            for vector in vectors.values():
+                listening.add_memory(vector)
+        return cls.from_dict(vectors)
 
     def narrow(self, rows: slice) -> Self:
         return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().narrow(rows)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from ..core.checks import name
-from ..core.stats import layout_of
 from .sizes import (
     BYTE,
     HIDDEN,
@@ -317,7 +316,7 @@ def merged_bytes(sizes: Sizes) -> int:
     if sizes.ranks == 1:
         return 0
     demand = sizes.demand
-    numbers = 1 + sum(form.numbers or 1 for form in layout_of(demand).forms.values() if form.sent)
+    numbers = 1 + sum(form.numbers or 1 for form in sizes.layout.forms.values() if form.sent)
     lists = sum(8 * len(statistic.vectors) * statistic.width for statistic in demand.lists)
     return sizes.ranks * (12 * numbers + 48 + lists) + 8 * numbers
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core.gpus import UNCUT, DhiddenSplit, Gpu, dhidden_split
-from ..core.stats import Demand, Names, layout_of
+from ..core.stats import Demand, Layout, layout_of
 from ..core.tiles import PRODUCT_ROWS
 
 MiB = 1 << 20
@@ -162,9 +162,9 @@ class Sizes:
         return (self.vocab + self.padding) * self.hidden
 
     @functools.cached_property
-    def softmaxes(self) -> tuple[Names, ...]:
-        """Names of the vectors of each softmax, the teacher's last."""
-        return layout_of(self.demand).softmaxes
+    def layout(self) -> Layout:
+        """The vectors of statistics."""
+        return layout_of(self.demand)
 
     def sums_into(self, dtype: torch.dtype) -> bool:
         """True where the matmul can store a product in ``dtype``: the operands' dtype, or one of 32 bits or more."""

@@ -14,9 +14,7 @@ from ..core.gpus import gpu_of
 from ..core.records import Places
 from ..core.stats import RowStats, layout_of
 from ..parallel.merge import GatheredStats
-from ..plan.plans import Plan
 from . import torch_functions as functions
-from .operands import CallRows, Head
 from .quantised import Quantised, QuantisedWeight, RoundedHead, direction_of, empty_quantised, quantise_
 from .store import LogitsStore, MatmulStore, Store, outputs_of
 
@@ -56,14 +54,6 @@ class Backend:
     def traits(self, device: torch.device) -> dict[str, Any]:
         """Fields of ``Sizes`` that the backend and the device decide."""
         return {"in_blocks": True}
-
-    def store_of(self, head: Head, plan: Plan, all_rows: CallRows, tiled: bool) -> Store:
-        """The store for a sweep over a plan's chunks; with ``tiled`` over its blocks, whose statistics are known.
-        ``all_rows``: all rows of the call."""
-        store: type[MatmulStore] = plan.sizes.store
-        if tiled:
-            store = self.grad_store if plan.sizes.grads_in_matmul else LogitsStore
-        return store(self, head, plan, all_rows, tiled)
 
     def quantised(self, weight: Tensor, direction: Tensor, prints: Tensor | None = None) -> Quantised:
         """A weight in e4m3, by one scale, and its products with a direction; in ``prints`` its fingerprints."""

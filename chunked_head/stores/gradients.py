@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..core import checks
 from ..core.checks import name as name_of
-from ..core.memory import empty
 from ..core.private import private
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
@@ -98,41 +97,18 @@ class Gradients:
         bias: Tensor | None,
         gradient_buffer: GradientBuffer | None = None,  # ``weight`` is a buffer to be added to
         padding: int = 0,
+        over_ranks: SummedRows | ScatteredRows | None = None,  # messages that add up ``hidden`` over ranks
     ):
         self.hidden, self.weight, self.bias, self.gradient_buffer = hidden, weight, bias, gradient_buffer
         self.buffers = weight, bias
         # True: the first product is stored as the weight's gradient; False: it is added
         self.fresh = gradient_buffer is None or gradient_buffer.fresh
-        # the messages that add up ``hidden`` over ranks that share the vocabulary
-        self.over_ranks: SummedRows | ScatteredRows | None = None
+        self.over_ranks = over_ranks
         if padding:
             self.weight, self.bias = (None if tensor is None else tensor[:-padding] for tensor in self.buffers)
             for padded in (None if gradient_buffer is not None else weight, bias):
                 if padded is not None:
                     padded[-padding:].zero_()
-
-    @classmethod
-    def empty(
-        cls,
-        sizes: Sizes,
-        hidden_dtype: torch.dtype,
-        weight_dtype: torch.dtype,
-        device: torch.device,
-        gradient_buffer: GradientBuffer | None,
-    ) -> "Gradients":
-        # without tokens no product fills them
-        make = empty if sizes.tokens else torch.zeros
-        hidden = weight = bias = None
-        rows = sizes.vocab + sizes.padding
-        if sizes.hidden_grad:
-            hidden = make(sizes.tokens // sizes.hidden_ranks, sizes.hidden, dtype=hidden_dtype, device=device)
-        if gradient_buffer is not None:
-            weight = gradient_buffer.buffer
-        elif sizes.weight_grad:
-            weight = make(rows, sizes.hidden, dtype=weight_dtype, device=device)
-        if sizes.bias_grad:
-            bias = make(rows, dtype=torch.promote_types(sizes.dtype, torch.float32), device=device)
-        return cls(hidden, weight, bias, gradient_buffer, sizes.padding)
 
     def hidden_rows(self, tokens: slice) -> Tensor:
         """The memory [rows, hidden] for the gradient of the hidden states ``tokens``."""

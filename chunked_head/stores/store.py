@@ -179,7 +179,7 @@ class MatmulStore(Store):
         """``backend``: the ``Backend``. ``all_rows``: all rows of the call."""
         self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
-        self.tie, self.softmaxes = TIE if self.sizes.half else None, self.sizes.softmaxes
+        self.tie, self.softmaxes = TIE if self.sizes.half else None, self.sizes.layout.softmaxes
         self.tiles = slices(self.vocab, plan.tile_columns) if tiled else [slice(0, self.vocab)]
         # rows and columns of the logits that are in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
@@ -210,7 +210,8 @@ class MatmulStore(Store):
                         sums.mul_(gain)
                     if sums is not dhidden:
                         dhidden.copy_(sums)
-                    grads.hidden_done(tokens)
+                    if grads.over_ranks is not None:
+                        grads.hidden_done(tokens)
             if dweight is not None:
                 self.add_dweight(dlogits, rows, dweight, first and grads.fresh, gain)
             if dbias is not None:

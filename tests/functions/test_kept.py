@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import assert_within_budget
-from cases import PLACES, Place, backend_of
+from cases import PLACES, Place
 from chunked_head.kernels.statistics import launch
 from loss_cases import kept_ids_of
 from oracle.reference import of_kept
@@ -15,6 +15,7 @@ from tiers import crossed, first_of
 from torch import Tensor
 
 from chunked_head import linear_logprobs, linear_loss, logits_logprobs, losses, metrics
+from chunked_head.stores.store import MatmulStore
 
 TOKENS, HIDDEN, VOCAB = 41, 32, 211
 POLICY = losses.grpo() - 0.1 * losses.entropy()
@@ -153,8 +154,7 @@ def test_nothing_is_done_over_the_vocabulary(place: Place, late: bool, monkeypat
     def refuse(*given: Any, **more: Any) -> None:
         raise AssertionError("logits of the whole vocabulary")
 
-    backend = backend_of(place.backend, torch.device(place.device))
-    monkeypatch.setattr(backend, "store_of", refuse)
+    monkeypatch.setattr(MatmulStore, "__init__", refuse)
     again = step(**promise)
     for a, b in zip(again, usual, strict=True):
         # torch's sums on a GPU are in any order
@@ -180,9 +180,13 @@ def test_a_teachers_ids_alone(place: Place, beside: bool, monkeypatch: pytest.Mo
     loss = losses.topk_kl("reverse", normalize="topk")
     asked = [metrics.entropy()] if beside else []
     made = []
-    backend = backend_of(place.backend, torch.device(place.device))
-    usual = backend.store_of
-    monkeypatch.setattr(backend, "store_of", lambda *given, **more: made.append(usual(*given, **more)) or made[-1])
+    plain = MatmulStore.__init__
+
+    def noted(store: MatmulStore, *given: Any) -> None:
+        made.append(store)
+        plain(store, *given)
+
+    monkeypatch.setattr(MatmulStore, "__init__", noted)
     out = linear_loss(hidden, weight, None, loss, batch=batch, metrics=asked, backend=place.backend)
     assert bool(made) == beside and (out.plan.sizes.store.name == "kept") != beside
     grads = torch.autograd.grad(out.loss, (hidden, weight))

@@ -130,7 +130,7 @@ def calls() -> None:
         linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, deterministic=True, backend="triton")
     target = torch.zeros(8, dtype=torch.int64)
     for demand in (Demand(), Demand(statistics=(STATISTICS,))):
-        stats = RowStats.empty(8, demand, torch.float32, target.device)
+        stats = RowStats.empty(8, layout_of(demand), torch.float32, target.device)
         message = torch.zeros(2, len(layout_of(demand).places) + 1, 8)
         TRITON.merge_ranks(GatheredStats(message, demand, target, False, torch.zeros(())), stats)
 

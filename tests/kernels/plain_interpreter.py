@@ -59,7 +59,7 @@ def test_statistics_of_two_ranks() -> None:
         top = part.amax(1)
         found = {"start": top, "rest": top - part.logsumexp(1), "target_logit": torch.where(here, picked, 0.0)}
         pieces.append(torch.stack([*(found[name] for name in names), target.float()]))
-    out = RowStats.empty(5, Demand(), torch.float32, target.device)
+    out = RowStats.empty(5, layout_of(Demand()), torch.float32, target.device)
     TRITON.merge_ranks(GatheredStats(torch.stack(pieces), Demand(), target, False, torch.zeros(())), out)
     torch.testing.assert_close(out.logprob, logits.log_softmax(1).gather(1, target[:, None])[:, 0])
     torch.testing.assert_close(out.lse, logits.logsumexp(1))

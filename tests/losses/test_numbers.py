@@ -16,7 +16,7 @@ from chunked_head import losses, metrics
 from chunked_head.arithmetic import evaluate, vectors
 from chunked_head.arithmetic.demand import Structure, structure_of
 from chunked_head.arithmetic.evaluate import Inputs
-from chunked_head.core.stats import Demand, RowStats
+from chunked_head.core.stats import Demand, RowStats, layout_of
 from chunked_head.losses import FIELDS
 from chunked_head.metrics import Metric
 
@@ -138,5 +138,5 @@ def arithmetic(made: tuple[Structure, Demand]) -> Any:
         torch.zeros(TOKENS, dtype=torch.int64), fields, None, torch.ones(len(structure.summands)),
         [{} for _ in structure.summands], {}, frozenset(fields),
     )  # fmt: skip
-    leaves = RowStats.empty(TOKENS, demand, torch.float32, torch.device("cpu")).by_name
+    leaves = RowStats.empty(TOKENS, layout_of(demand), torch.float32, torch.device("cpu")).by_name
     return evaluate.arithmetic_of(structure, leaves, inputs)[0]

@@ -13,8 +13,8 @@ from torch import nn
 
 from ... import losses
 from ...arithmetic.demand import structure_of
+from ...call.run import in_backward
 from ...core.checks import choice, flag
-from ...core.private import in_backward
 from ...functions.loss import LossOutput
 from ...losses.base import Losses, Summand, as_losses
 from ...losses.user_checks import Function
