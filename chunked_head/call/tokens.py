@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
 from .options import Call
 from .spec import Spec, structure_at
 
-NO_FIELDS: frozenset[str] = frozenset()
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 
@@ -108,15 +107,6 @@ class RangeChecks:
                 number.masked_fill_(is_wrong, torch.nan)
 
 
-class Targets(NamedTuple):
-    """The targets of a call, and the numbers that follow from them, in the statistics' dtype."""
-
-    targets: Tensor  # [tokens] int64, -1 where a token does not count
-    counted: Tensor  # [] number of tokens that count; in ``Tokens`` with ``rank_sums``, on all ranks together
-    one_or_nan: Tensor  # [] 1; nan if an id or a temperature is out of range (on the CPU that raises)
-    inverse: Tensor  # [] one_or_nan / counted, or one_or_nan where no token counts
-
-
 @dataclass(eq=False)
 class Tokens:
     """A checked call with its targets and fields, one row per row of hidden states. Where a token does not count,
@@ -125,13 +115,15 @@ class Tokens:
     call: Call[Any]
     spec: Spec
     structure: Structure
-    targets: Tensor  # these four are those of ``Targets``
-    counted: Tensor
-    one_or_nan: Tensor
-    inverse: Tensor
-    fields: dict[str, Tensor]
-    token_fields: frozenset[str]  # names of the fields that have a row for each token
-    teacher: TeacherHead | None
+    targets: Tensor  # [tokens] int64, -1 where a token does not count
+    # numbers [] in the statistics' dtype
+    counted: Tensor  # of tokens that count; with ``rank_sums``, on all ranks together
+    one_or_nan: Tensor  # 1; nan if an id or a temperature is out of range (on the CPU that raises)
+    inverse: Tensor  # one_or_nan / counted, or one_or_nan where no token counts
+    # by name; those of ``token_fields`` have a row for each token, 0 (ids -1) where it does not count
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    token_fields: frozenset[str] = frozenset()
+    teacher: TeacherHead | None = None
     scale: Tensor | None = None  # [tokens] factor of a token's logits, 1 / temperature
     column_sets: Kept | None = None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
     packing: Packing | None = None
@@ -140,7 +132,7 @@ class Tokens:
 
     @functools.cached_property
     def batch(self) -> Batch:
-        """The fields of all tokens."""
+        """The call's fields on this rank, not cut into chunks."""
         return Batch(self.fields, self.targets, self.call.num_segments, self.call.vocab, self.rank_sums)
 
 
@@ -159,17 +151,17 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     target, leading = call.target, call.leading
     if call.shard is not None and call.sequence_sharded:
         target, batch, leading = of_all_ranks(call.shard, call, spec, batch)
-    targets, fields = lay_fields(spec, call, target, batch, leading)
-    teacher, token_fields, scale = None, NO_FIELDS, fields.pop(TEMPERATURE, None)
+    tokens = read_tokens(call, spec, structure, target, batch, leading)
+    fields, tokens.scale = tokens.fields, tokens.fields.pop(TEMPERATURE, None)
     if fields:
         pairing, kinds = structure.pairing, spec.field_kinds
         if structure.teacher is not None and pairing is not None:
             columns = pairing.columns if call.shard is None else call.local_width
-            teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
+            tokens.teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
-        # ``teacher_entries`` has a row for each token, but no kind: ``lay_fields`` adds it
-        token_fields = frozenset([name for name in fields if name not in kinds or kinds[name].kind in ("token", "row")])
-    tokens = Tokens(call, spec, structure, *targets, fields, token_fields, teacher, scale)
+        # ``teacher_entries`` has a row for each token, but no kind: ``read_tokens`` adds it
+        per_token = [name for name in fields if name not in kinds or kinds[name].kind in ("token", "row")]
+        tokens.fields, tokens.token_fields = fields, frozenset(per_token)
     if "kept_ids" in spec.field_names and len(tokens.targets):
         tokens = replace(tokens, column_sets=sets_of(tokens, batch, leading, call.kept_everywhere))
     if call.weight is not None and call.skip_ignored:
@@ -194,34 +186,41 @@ def structure_of_call(call: Call[Any], spec: Spec) -> Structure:
     return replace(structure, **readers)
 
 
-def lay_fields(
-    spec: Spec, call: Call[Any], target: Tensor | None, batch: Mapping[str, Tensor], leading: tuple[int, ...]
-) -> tuple[Targets, dict[str, Tensor]]:
-    """Targets and fields in the rows of the hidden states that predict them (``shift``), 0 (ids -1) where a token does
-    not count. ``target`` and ``batch`` are the caller's; ``leading``: the shape of the target."""
-    dtype, kinds, ignore_index = spec.statistics_dtype, spec.field_kinds, call.ignore_index
+def read_tokens(
+    call: Call[Any],
+    spec: Spec,
+    structure: Structure,
+    target: Tensor | None,
+    batch: Mapping[str, Tensor],
+    leading: tuple[int, ...],
+) -> Tokens:
+    """The tokens of a call, with targets and all fields that it reads in the rows of the hidden states that predict
+    them (``shift``), 0 (ids -1) where a token does not count. ``target`` and ``batch`` are the caller's; ``leading``:
+    the shape of the target. A wrong value raises on the CPU; elsewhere it makes ``one_or_nan`` and ``inverse`` nan."""
+    dtype, kinds, shift, ignore_index = spec.statistics_dtype, spec.field_kinds, call.shift, call.ignore_index
     if target is None:
         # every token counts, with id 0; -1 takes the place of the caller's ignore_index, which may be 0
         ignore_index = -1
         target = torch.zeros(leading, dtype=torch.int64, device=call.device)
-    mask = batch["mask"] if "mask" in spec.field_names else None
-    shift, on_cpu = call.shift, reading_is_free(target)
-    targets = Targets(*spec.backend.read_targets(target, mask, shift, ignore_index, call.vocab, dtype))
-    if on_cpu and targets.one_or_nan.isnan():
+    on_cpu, mask = reading_is_free(target), batch["mask"] if "mask" in spec.field_names else None
+    read_targets = spec.backend.read_targets
+    targets, counted, one_or_nan, inverse = read_targets(target, mask, shift, ignore_index, call.vocab, dtype)
+    tokens = Tokens(call, spec, structure, targets, counted, one_or_nan, inverse)
+    if on_cpu and tokens.one_or_nan.isnan():
         refuse_target(call, target, mask, ignore_index)
-    checks, fields = RangeChecks(), dict[str, Tensor]()
+    checks, fields = RangeChecks(), tokens.fields
     names = [name for name in spec.field_names if name != "mask" and name not in KEPT_FIELDS]
     numbers = [name for name in names if kinds[name] == Field("token") and name != TEMPERATURE]
     if numbers:
         # one launch; on the CPU ``check_logprobs`` raises where log-probabilities are too large
         most = [INFINITY if on_cpu or name not in LOGPROBS else MOST_ROUNDED for name in numbers]
-        values = spec.backend.read_fields([batch[name] for name in numbers], targets.targets, shift, dtype, most)
+        values = spec.backend.read_fields([batch[name] for name in numbers], targets, shift, dtype, most)
         fields.update(zip(numbers, values, strict=True))
     for name in LOGPROBS:
         if name in fields and on_cpu:
             check_logprobs(f"batch[{name!r}]", fields[name])
     other_names = [name for name in names if name not in numbers]
-    ignored = targets.targets < 0 if other_names else targets.targets
+    ignored = targets < 0 if other_names else targets
     for name in other_names:
         value, kind = batch[name], kinds[name]
         if kind.kind in ("token", "row"):
@@ -233,15 +232,15 @@ def lay_fields(
             value = value.to(dtype if kind.type == "float" else value.dtype, copy=True)
         fields[name] = value
     if "teacher_ids" in fields:
-        fields |= columns_of_teacher(fields, targets.targets, call.vocab, checks)
+        fields.update(columns_of_teacher(fields, targets, call.vocab, checks))
         if on_cpu and "teacher_entries" in fields:
             options = [summand.options for _, summand in call.losses.terms if summand.kind == "topk_kl"]
             is_normalized = not all(o["teacher_renormalize"] for o in options)
             entries_of_teacher = fields["teacher_logprobs"], fields["teacher_entries"]
             check_teacher("batch['teacher_logprobs']", *entries_of_teacher, is_normalized)
     if checks.is_wrong:
-        checks.mark(targets.one_or_nan, targets.inverse)
-    return targets, fields
+        checks.mark(tokens.one_or_nan, tokens.inverse)
+    return tokens
 
 
 def rows_of_field(

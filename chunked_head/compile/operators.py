@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic.objective import ScalarObjective
+from ..arithmetic.objective import Objective, ScalarObjective
 from ..call.logits_work import LogitsWork
 from ..call.options import Call
 from ..call.run import Grads, kernel_context, prepared
@@ -34,6 +34,7 @@ from ..core.private import in_own_thread, private
 from ..core.stats import RowStats, layout_of
 from ..metrics import MetricValue
 from ..plan.planner import find_late_plan
+from ..stores.gradients import Gradients
 from .recipes import recipe_of
 
 FORWARD = "(Tensor[] operands, Tensor[] tensors, str key, bool[] needs_grad) -> Tensor[]"
@@ -99,22 +100,13 @@ def switched_off() -> Any:
 # ---- the forward operator
 
 
-class Work(NamedTuple):
-    """A call on an operator's tensors, ready to run."""
-
-    call: Call[Any]
-    spec: Spec
-    tokens: Tokens
-    sweep: HeadWork | LogitsWork
-    operands: Sequence[Any]  # the operands of ``sweep``
-
-
-def work_of(key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad: Sequence[bool]) -> Work:
-    """The call of the recipe ``key`` on these tensors, with its plan and objective."""
+def prepared_call(
+    key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad: Sequence[bool]
+) -> tuple[Tokens, HeadWork | LogitsWork, Sequence[Any]]:
+    """The tokens, the work and its operands, as ``prepared`` returns them, of the recipe ``key`` on these tensors."""
     call, spec = recipe_of(key).call(operands, tensors)
     hidden_grad, weight_grad, bias_grad = (*needs_grad, False, False)[:3]
-    tokens, sweep, sweep_operands = prepared(tokens_of(call, spec), (hidden_grad, weight_grad, bias_grad))
-    return Work(call, spec, tokens, sweep, sweep_operands)
+    return prepared(tokens_of(call, spec), (hidden_grad, weight_grad, bias_grad))
 
 
 def has_late_gradients(call: Call[Any]) -> bool:
@@ -132,26 +124,26 @@ def has_unit_rows(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bo
 @outside_of_graphs
 def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad: list[bool]) -> list[Tensor]:
     with torch.no_grad(), kernel_context(operands[0].device):
-        work = work_of(key, operands, tensors, needs_grad)
-        stats, grads = work.sweep.forward(work.operands)
-        values = returned_values(work, stats)
+        tokens, work, work_operands = prepared_call(key, operands, tensors, needs_grad)
+        stats, grads = work.forward(work_operands)
+        values = returned_values(tokens, work.objective, stats)
         if not any(needs_grad):
             return values
-        if has_unit_rows(work.call, work.spec, needs_grad):
-            return [*values, *counts_and_rows(work, stats, grads)]
-        if has_late_gradients(work.call):
+        if has_unit_rows(tokens.call, tokens.spec, needs_grad):
+            return [*values, *counts_and_rows(tokens, work, work_operands, stats, grads)]
+        if has_late_gradients(tokens.call):
             return [*values, *stats.by_name.values()]
-        expected, ready = expected_gradients(work, stats, grads)
+        expected, ready = expected_gradients(tokens, work, work_operands, stats, grads)
         return [*values, expected, *in_shape(ready, operands, needs_grad)]
 
 
-def returned_values(work: Work, stats: RowStats) -> list[Tensor]:
+def returned_values(tokens: Tokens, objective: Objective, stats: RowStats) -> list[Tensor]:
     """The operator's first outputs: values per token in the caller's order; or the loss [] and ``packed``."""
-    objective, packing = work.sweep.objective, work.tokens.packing
+    packing = tokens.packing
     outputs, loss_values, metric_totals = objective.results(stats)
     if isinstance(objective, ScalarObjective):
         metric_values = objective.metric_values(stats, metric_totals)
-        return [*outputs, packed(work.call, loss_values, metric_values, objective.dtype)]
+        return [*outputs, packed(tokens.call, loss_values, metric_values, objective.dtype)]
     return [*outputs] if packing is None else [packing.unpack(values) for values in outputs]
 
 
@@ -166,44 +158,49 @@ def packed(
     return torch.cat([number.detach().reshape(-1).to(dtype) for number in numbers])
 
 
-def counts_and_rows(work: Work, stats: RowStats, grads: Any) -> list[Tensor]:
+def counts_and_rows(
+    tokens: Tokens, work: HeadWork | LogitsWork, operands: Sequence[Any], stats: RowStats, grads: Gradients | None
+) -> list[Tensor]:
     """[tokens] 1 where a token counts, else 0, all nan where an id is out of range; and rows of hidden's gradient at
     upstream gradients of 1."""
-    sweep, objective, hidden = work.sweep, work.sweep.objective, work.call.rows
-    assert isinstance(sweep, HeadWork)
+    objective, hidden = work.objective, tokens.call.rows
+    assert isinstance(work, HeadWork)
     if grads is not None:
         rows = grads.hidden
     else:
         units = objective.unit_coefficients(stats, slice(0, len(objective.targets)))
-        rows = sweep.recompute(work.operands, stats, units)[0]
-    counts = -objective.unit_slopes if sweep.packing is None else sweep.packing.unpack(-objective.unit_slopes)
-    dtype = gradient_dtypes(work.call, work.spec)[0]
+        rows, *_ = work.recompute(operands, stats, units)
+    assert rows is not None
+    counts = -objective.unit_slopes if work.packing is None else work.packing.unpack(-objective.unit_slopes)
+    dtype = gradient_dtypes(tokens.call, tokens.spec)[0]
     return [counts * objective.one_or_nan, rows.to(dtype).view(hidden.shape)]
 
 
-def expected_gradients(work: Work, stats: RowStats, grads: Any) -> tuple[Tensor, Grads]:
+def expected_gradients(
+    tokens: Tokens, work: HeadWork | LogitsWork, operands: Sequence[Any], stats: RowStats, grads: Gradients | None
+) -> tuple[Tensor, Grads]:
     """Returns the expected upstream gradient [], and the operands' gradients for it.
 
     ``grads``: gradients of the forward sweep, not yet multiplied by the upstream gradient; None if the plan makes them
     in backward: they are then made here.
     """
-    sweep, objective = work.sweep, work.sweep.objective
-    assert isinstance(objective, ScalarObjective) and isinstance(sweep, HeadWork)
-    plan, one_or_nan = sweep.plan, objective.one_or_nan
+    objective = work.objective
+    assert isinstance(objective, ScalarObjective) and isinstance(work, HeadWork)
+    plan, one_or_nan = work.plan, objective.one_or_nan
     expected = torch.ones_like(one_or_nan) * objective.expected_upstream
-    hidden, weight, bias = gradient_dtypes(work.call, work.spec)
+    hidden, weight, bias = gradient_dtypes(tokens.call, tokens.spec)
     sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
     if grads is not None and plan.has_unit_rows:
-        return expected, grads.finish_rows(sweep.backend, sweep.row_factors(stats, (expected,)), sizes)
+        return expected, grads.finish_rows(work.backend, work.row_factors(stats, (expected,)), sizes)
     if grads is not None:
-        return expected, grads.finish(sweep.backend, sizes, one_or_nan)
+        return expected, grads.finish(work.backend, sizes, one_or_nan)
     coefficients = objective.coefficients_for(stats, (expected,))
     if sizes != plan.sizes:
-        late_plan = find_late_plan(sizes, sweep.request)
+        late_plan = find_late_plan(sizes, work.request)
         if isinstance(late_plan, str):
             raise ValueError(late_plan)
-        sweep = replace(sweep, plan=late_plan)
-    return expected, sweep.recompute(work.operands, stats, coefficients)
+        work = replace(work, plan=late_plan)
+    return expected, work.recompute(operands, stats, coefficients)
 
 
 def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -264,15 +261,15 @@ def backward(
     needs_grad: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     with torch.no_grad(), kernel_context(operands[0].device):
-        work = work_of(key, operands, tensors, needs_grad)
-        sweep, packing, demand = work.sweep, work.tokens.packing, work.spec.demand
+        tokens, work, work_operands = prepared_call(key, operands, tensors, needs_grad)
+        packing, demand = tokens.packing, tokens.spec.demand
         stats = RowStats.from_dict(dict(zip(layout_of(demand).forms, statistics, strict=True)))
-        if isinstance(sweep, LogitsWork):
-            return in_shape(sweep.late_gradients(work.operands, stats, tuple(upstream)), operands, needs_grad)
+        if isinstance(work, LogitsWork):
+            return in_shape(work.late_gradients(work_operands, stats, tuple(upstream)), operands, needs_grad)
         if packing is not None:
             upstream = [packing.pack(grad) for grad in upstream]
-        coefficients = sweep.objective.coefficients_for(stats, tuple(upstream))
-        return in_shape(sweep.recompute(work.operands, stats, coefficients), operands, needs_grad)
+        coefficients = work.objective.coefficients_for(stats, tuple(upstream))
+        return in_shape(work.recompute(work_operands, stats, coefficients), operands, needs_grad)
 
 
 @backward.register_fake
