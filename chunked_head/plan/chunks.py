@@ -24,16 +24,27 @@ def largest(
     ``most`` or a multiple of ``multiple``, unless only smaller sizes fit. ``least``: a size that is known to fit."""
     if needed(most) <= budget:
         return most
-    for step, top in ((multiple, -(-most // multiple)), (1, multiple)):
+    for step, most_steps in ((multiple, -(-most // multiple)), (1, multiple)):
         # a search between a size that fits and one that does not; bytes grow nearly in proportion to the size
-        low, fits, high, exceeds = least // step, needed(least), top, needed(min(top * step, most))
-        while high - low > 1:
-            share = (high - low) * (budget - fits) // max(1, exceeds - fits)
-            middle = low + min(max(share, 1), high - low - 1)
-            size = needed(middle * step)
-            low, fits, high, exceeds = (middle, size, high, exceeds) if size <= budget else (low, fits, middle, size)
-        if low:
-            return low * step
+        fitting_steps, fitting_bytes, exceeding_steps, exceeding_bytes = (
+            least // step,
+            needed(least),
+            most_steps,
+            needed(min(most_steps * step, most)),
+        )
+        while exceeding_steps - fitting_steps > 1:
+            guess = (
+                (exceeding_steps - fitting_steps) * (budget - fitting_bytes) // max(1, exceeding_bytes - fitting_bytes)
+            )
+            steps = fitting_steps + min(max(guess, 1), exceeding_steps - fitting_steps - 1)
+            steps_bytes = needed(steps * step)
+            fitting_steps, fitting_bytes, exceeding_steps, exceeding_bytes = (
+                (steps, steps_bytes, exceeding_steps, exceeding_bytes)
+                if steps_bytes <= budget
+                else (fitting_steps, fitting_bytes, steps, steps_bytes)
+            )
+        if fitting_steps:
+            return fitting_steps * step
     return 0
 
 
@@ -52,51 +63,57 @@ def chunk_size(
         rows = min(rows, max(largest(needed, MODEST_SWEEP + e4m3_copy(plan.sizes), tokens), GOOD_CHUNK))
     if rows == 0 or (plan.schedule == "forward" and plan.sizes.ends_with_segments):
         return rows
-    equal = balanced(tokens, rows)
-    return equal if needed(equal) <= budget else rows  # fewer rows may have more partial sums of dhidden
+    equal_rows = balanced(tokens, rows)
+    return equal_rows if needed(equal_rows) <= budget else rows  # fewer rows may have more partial sums of dhidden
 
 
 def with_rows(plan: Plan, rows: int) -> Plan:
-    """The plan with chunks of ``rows``."""
+    """The plan with chunks of ``rows`` rows, which are also those of its blocks."""
     return replace(plan, chunk_tokens=rows, block_tokens=rows)
 
 
 def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int, most_rows: int) -> Plan | None:
     """The recompute plan with that size of blocks and tiles that fits the budget and moves the fewest bytes in its
     products; None where none fits. ``most_rows``: most rows of a block."""
-    sizes, best, least, tried = plan.sizes, None, 0, 0
+    sizes, best_plan, best_bytes, last_block = plan.sizes, None, 0, 0
     # a tile reads all rows of hidden states, twice, and adds to their gradient
-    read, added = 2 * sizes.dtype.itemsize, 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
-    bytes_per_tile = sizes.tokens * sizes.hidden * (read + added)
+    read_bytes, added_bytes = (
+        2 * sizes.dtype.itemsize,
+        2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0,
+    )
+    bytes_per_tile = sizes.tokens * sizes.hidden * (read_bytes + added_bytes)
     weight_sum = plan.weight_accumulate.itemsize if sizes.weight_grad else 0
-    for blocks in range(1, most_blocks + 1):
-        block = min(rows_of(sizes.tokens, blocks), most_rows)
-        if block == tried:
+    for most_block_count in range(1, most_blocks + 1):
+        block_rows = min(rows_of(sizes.tokens, most_block_count), most_rows)
+        if block_rows == last_block:
             continue
         # each block reads the weight, twice, and adds to its gradient
-        walks, tried = math.ceil(max(sizes.tokens, 1) / block), block
-        moved = sizes.weight_elements * (walks * read + (2 * walks - 1) * weight_sum)
+        block_count, last_block = math.ceil(max(sizes.tokens, 1) / block_rows), block_rows
+        moved_bytes = sizes.weight_elements * (block_count * read_bytes + (2 * block_count - 1) * weight_sum)
         # most tiles with which this block moves fewer bytes than the best; with none, more blocks cannot move fewer
-        tiles = sizes.vocab if best is None else (least - moved - 1) // bytes_per_tile
-        if tiles < 1:
+        most_tiles = sizes.vocab if best_plan is None else (best_bytes - moved_bytes - 1) // bytes_per_tile
+        if most_tiles < 1:
             break
-        narrowest = math.ceil(sizes.vocab / tiles)
-        if needed(block, narrowest) > plan.budget:
+        least_columns = math.ceil(sizes.vocab / most_tiles)
+        if needed(block_rows, least_columns) > plan.budget:
             continue
-        tile = widest_tile(plan, functools.partial(needed, block), narrowest)
-        if tile and math.ceil(sizes.vocab / tile) <= tiles:
-            best, least = with_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * bytes_per_tile
-    return best
+        tile_columns = widest_tile(plan, functools.partial(needed, block_rows), least_columns)
+        if tile_columns and math.ceil(sizes.vocab / tile_columns) <= most_tiles:
+            best_plan, best_bytes = (
+                with_tile(plan, block_rows, tile_columns),
+                moved_bytes + math.ceil(sizes.vocab / tile_columns) * bytes_per_tile,
+            )
+    return best_plan
 
 
-def with_tile(plan: Plan, block: int, tile: int) -> Plan:
-    """The recompute plan with blocks of ``block`` rows and tiles of ``tile`` columns. The gradient of hidden states
-    adds up in fp32 where there are several tiles, or where fp16 gradients are scaled."""
-    sizes, hidden_acc = plan.sizes, plan.sizes.hidden_dtype
-    wide = tile < sizes.vocab or sizes.dtype == torch.float16 or not sizes.sums_into(hidden_acc)
-    if wide and hidden_acc.itemsize < 4:
-        hidden_acc = torch.float32
-    return replace(plan, block_tokens=block, tile_columns=tile, hidden_accumulate=hidden_acc)
+def with_tile(plan: Plan, block_rows: int, tile_columns: int) -> Plan:
+    """The recompute plan with blocks of ``block_rows`` rows and tiles of ``tile_columns`` columns. The gradient of
+    hidden states adds up in fp32 where there are several tiles, or where fp16 gradients are scaled."""
+    sizes, hidden_sum_dtype = plan.sizes, plan.sizes.hidden_dtype
+    needs_fp32 = tile_columns < sizes.vocab or sizes.dtype == torch.float16 or not sizes.sums_into(hidden_sum_dtype)
+    if needs_fp32 and hidden_sum_dtype.itemsize < 4:
+        hidden_sum_dtype = torch.float32
+    return replace(plan, block_tokens=block_rows, tile_columns=tile_columns, hidden_accumulate=hidden_sum_dtype)
 
 
 def widest_tile(plan: Plan, needed: Callable[[int], int], least: int) -> int:
@@ -104,12 +121,12 @@ def widest_tile(plan: Plan, needed: Callable[[int], int], least: int) -> int:
     ``least``: a number of columns that is known to fit."""
     vocab = plan.sizes.vocab
     if plan.sizes.deterministic:
-        tile = min(vocab, FIXED_TILE)
-        return tile if needed(tile) <= plan.budget else 0
-    widest = largest(needed, plan.budget, vocab, TILE_MULTIPLE, least)
-    if widest < TILE_MULTIPLE:
-        return widest
-    columns = math.ceil(vocab / math.ceil(vocab / widest))
+        tile_columns = min(vocab, FIXED_TILE)
+        return tile_columns if needed(tile_columns) <= plan.budget else 0
+    most_columns = largest(needed, plan.budget, vocab, TILE_MULTIPLE, least)
+    if most_columns < TILE_MULTIPLE:
+        return most_columns
+    columns = math.ceil(vocab / math.ceil(vocab / most_columns))
     return min(vocab, math.ceil(columns / TILE_MULTIPLE) * TILE_MULTIPLE)
 
 

@@ -19,15 +19,15 @@ from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, MiB, Request, Sizes, amount, 
 
 FEW_HALF_CHUNKS = 4  # so many 16-bit sums come before an fp32 accumulator, which takes 4 % of a call
 SLACK = 1.25  # how much larger chunks that end with segments may be by default
-SEVERAL = ", several numbers a row: a gradient for each takes as many products, and memory"
+SEVERAL_FACTORS = ", several numbers a row: a gradient for each takes as many products, and memory"
 
 
 class Miss(NamedTuple):
-    """The bytes that a candidate lacks; it does not fit its budget."""
+    """The reason why a candidate does not fit its budget: it has too few bytes for chunks of its least rows."""
 
     missing: int  # bytes that the budget lacks
-    needed: int  # bytes beside the gradients that the call needs with chunks of ``rows`` tokens
-    rows: int
+    needed: int  # bytes beside the gradients that the call needs with chunks of ``rows`` rows
+    rows: int  # least rows of a chunk, or those that the caller asks for
 
 
 class Candidate(NamedTuple):
@@ -60,17 +60,21 @@ def make_plan(sizes: Sizes, request: Request) -> Plan:
 
 
 def find_plan(sizes: Sizes, request: Request) -> Plan | str:
-    """The plan for a call of these sizes, or the reason why there is none."""
+    """The plan for a call of these sizes, or the reason, as text, why there is no plan."""
     return PLANS.get_or_make((sizes, request), lambda: plan_anew(sizes, request))
 
 
 def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:
-    """The plan of a backward that makes the gradients, as a second backward does; or the reason why there is none.
-    ``chunk_tokens`` and ``accumulate_dtype`` of the request are dropped where they do not fit, so that backward does
-    not raise for them."""
-    late = replace(sizes, waits_for_backward=True, num_row_factors=0)
-    for attempt in request, replace(request, accumulate_dtype=None), Request(memory_budget=request.memory_budget):
-        plan = find_plan(late, attempt)
+    """The plan of a backward that makes the gradients, as a second backward does; or the reason why there is no plan.
+    ``accumulate_dtype`` and then ``chunk_tokens`` of the request are dropped where they do not fit, so that backward
+    does not raise for them."""
+    late_sizes = replace(sizes, waits_for_backward=True, num_row_factors=0)
+    for request_or_part in (
+        request,
+        replace(request, accumulate_dtype=None),
+        Request(memory_budget=request.memory_budget),
+    ):
+        plan = find_plan(late_sizes, request_or_part)
         if isinstance(plan, Plan):
             break
     return plan
@@ -80,8 +84,8 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
     """``find_plan`` without its cache."""
     if sizes.largest_part is not None:
         return plan_of_rank(sizes, request, sizes.largest_part)
-    if refused := refusal(sizes, request):
-        return refused
+    if refusal_text := refusal(sizes, request):
+        return refusal_text
     one_rank_request, shared_request = (
         replace(request, default=default_budget(sizes, ranks)) for ranks in (1, sizes.ranks)
     )
@@ -91,14 +95,16 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
     plan = replace(plan, budget_rule=budget_rule(plan, one_rank_request, 1))
     if sizes.ranks == 1 or request.explicit:
         return plan
-    smaller = first_that_fits(sizes, shared_request)
-    if isinstance(smaller, str):
+    shared_plan = first_that_fits(sizes, shared_request)
+    if isinstance(shared_plan, str):
         return plan
     # a rank gets its share of the default budget only if chunks stay large: buffers of full size may fill that share
-    as_good = smaller.schedule == plan.schedule and smaller.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
-    if not as_good or smaller.chunk_tokens < min(GOOD_CHUNK, plan.chunk_tokens):
+    keeps_large_blocks = shared_plan.schedule == plan.schedule and shared_plan.block_tokens >= min(
+        GOOD_CHUNK, plan.block_tokens
+    )
+    if not keeps_large_blocks or shared_plan.chunk_tokens < min(GOOD_CHUNK, plan.chunk_tokens):
         return plan
-    return replace(smaller, budget_rule=budget_rule(smaller, shared_request, sizes.ranks))
+    return replace(shared_plan, budget_rule=budget_rule(shared_plan, shared_request, sizes.ranks))
 
 
 def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
@@ -113,52 +119,55 @@ def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
     if ranks > 1:
         lines.append(f"divided by {min(ranks, 16) ** 0.5:.3g} for {ranks} ranks")
     if plan.budget > request.budget:
-        grown = f"{(plan.budget - request.budget) / MiB:,.0f} MiB for a float32 sum of the weight's gradient"
-        lines.append(f"and {grown}: over {MAX_HALF_CHUNKS} chunks")
+        growth_text = f"{(plan.budget - request.budget) / MiB:,.0f} MiB for a float32 sum of the weight's gradient"
+        lines.append(f"and {growth_text}: over {MAX_HALF_CHUNKS} chunks")
     return tuple(lines)
 
 
 def other_budgets(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Plans of the same call at budgets from 16 MiB on, each twice the one before, where they differ in schedule or
     chunks; up to one that has all tokens in one chunk. Without the caller's chunk_tokens and accumulate_dtype."""
-    traits = None
-    for power in range(4, 18):
-        candidate = plan_anew(plan.sizes, Request(memory_budget=MiB << power))
-        if isinstance(candidate, str) or (candidate.schedule, candidate.chunks) == traits:
+    last_traits = None
+    for log2_bytes in range(4, 18):
+        plan_or_reason = plan_anew(plan.sizes, Request(memory_budget=MiB << log2_bytes))
+        if isinstance(plan_or_reason, str) or (plan_or_reason.schedule, plan_or_reason.chunks) == last_traits:
             continue
-        traits = candidate.schedule, candidate.chunks
-        yield f"{1 << power}MiB" if power < 10 else f"{1 << power - 10}GiB", candidate
-        if candidate.chunks == 1 and candidate.schedule != "recompute":
+        last_traits = plan_or_reason.schedule, plan_or_reason.chunks
+        yield f"{1 << log2_bytes}MiB" if log2_bytes < 10 else f"{1 << log2_bytes - 10}GiB", plan_or_reason
+        if plan_or_reason.chunks == 1 and plan_or_reason.schedule != "recompute":
             return
 
 
 OTHER_BUDGETS.append(other_budgets)
 
 
-def plan_of_rank(sizes: Sizes, request: Request, most: int) -> Plan | str:
+def plan_of_rank(sizes: Sizes, request: Request, most_columns: int) -> Plan | str:
     """The plan of a rank with ``sizes.vocab`` columns of a shared vocabulary. Its chunks are those of the rank with
-    ``most`` columns, so that all ranks have equal chunks. ``sizes.demand`` is that of the whole vocabulary."""
+    ``most_columns`` columns, so that all ranks have equal chunks. ``sizes.demand`` is that of the whole vocabulary."""
     demand = sizes.demand
-    plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, demand=demand.of_columns(most)), request)
+    plan = find_plan(
+        replace(sizes, vocab=most_columns, largest_part=None, padding=0, demand=demand.of_columns(most_columns)),
+        request,
+    )
     if isinstance(plan, str):
         return plan
-    local = replace(sizes, demand=demand.of_columns(sizes.vocab))
+    local_sizes = replace(sizes, demand=demand.of_columns(sizes.vocab))
     # the weight's gradient may add up in 16 bits over at most MAX_HALF_CHUNKS chunks
     most_chunks = MAX_HALF_CHUNKS if plan.sizes.returns_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
-    rows, block = (
+    chunk_rows, block_rows = (
         divisible(n, sizes.hidden_ranks, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
     )
-    tile = min(plan.tile_columns, sizes.vocab)
-    return replace(plan, sizes=local, tile_columns=tile, chunk_tokens=rows, block_tokens=block)
+    tile_columns = min(plan.tile_columns, sizes.vocab)
+    return replace(plan, sizes=local_sizes, tile_columns=tile_columns, chunk_tokens=chunk_rows, block_tokens=block_rows)
 
 
 def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
     """``rows`` rounded down to a multiple of ``ranks``; rounded up if ``tokens`` would else make more than
     ``most_chunks`` chunks (0: no limit)."""
-    fewer = rows // ranks * ranks
-    if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
-        return fewer
-    return fewer if fewer == rows else fewer + ranks
+    rounded_down = rows // ranks * ranks
+    if rounded_down and not (-(-tokens // rows) <= most_chunks < -(-tokens // rounded_down)):
+        return rounded_down
+    return rounded_down if rounded_down == rows else rounded_down + ranks
 
 
 def default_share(sizes: Sizes, ranks: int) -> int:
@@ -174,46 +183,46 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     With more ranks that share the vocabulary, each rank has less budget and larger chunks. From 16 ranks on the budget
     does not shrink, since hidden states are not divided among ranks.
     """
-    share = default_share(sizes, ranks)
+    default_bytes = default_share(sizes, ranks)
     rows = int(GOOD_CHUNK * SLACK) if sizes.ends_with_segments else GOOD_CHUNK
     columns = sizes.vocab + sizes.teacher_columns * sizes.teacher_made
-    logits = rows * columns * sizes.dtype.itemsize
-    if logits * (1 + sizes.e4m3_gradients) <= share:
-        return share + e4m3_copy(sizes)
+    logit_bytes = rows * columns * sizes.dtype.itemsize
+    if logit_bytes * (1 + sizes.e4m3_gradients) <= default_bytes:
+        return default_bytes + e4m3_copy(sizes)
     # logits count in the operands' dtype, whatever the buffer keeps
-    bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
-    stored = rows * columns * bits16 if sizes.store.multiplies else 0
-    chunk = with_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # the copy is of all chunks
-    return chunk.extra_bytes - stored + logits
+    stored_itemsize = 2 if sizes.own_matmul else sizes.wide.itemsize
+    stored_bytes = rows * columns * stored_itemsize if sizes.store.multiplies else 0
+    chunk_plan = with_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # the copy is of all chunks
+    return chunk_plan.extra_bytes - stored_bytes + logit_bytes
 
 
 def of_one_row(
     sizes: Sizes,
     schedule: Schedule,
     budget: int,
-    hidden_acc: torch.dtype | None = None,
-    weight_acc: torch.dtype | None = None,
+    hidden_sum_dtype: torch.dtype | None = None,
+    weight_sum_dtype: torch.dtype | None = None,
     note: str = "",
 ) -> Plan:
-    """A plan with chunks of one row and all columns. ``hidden_acc``, ``weight_acc``: dtypes in which gradients add up;
-    None: the dtype of hidden states, of the weight."""
-    accumulate = hidden_acc or sizes.hidden_dtype, weight_acc or sizes.weight_dtype
-    return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *accumulate, note=note)
+    """A plan with chunks of one row and all columns. ``hidden_sum_dtype``, ``weight_sum_dtype``: dtypes in which the
+    gradients of hidden states and weight add up; None: the operand's dtype."""
+    sum_dtypes = hidden_sum_dtype or sizes.hidden_dtype, weight_sum_dtype or sizes.weight_dtype
+    return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *sum_dtypes, note=note)
 
 
 def refusal(sizes: Sizes, request: Request) -> str:
     """The reason why no call of these sizes can add up gradients in ``request.accumulate_dtype``; "" if one can."""
     accumulate_dtype, weight_dtype = request.accumulate_dtype, sizes.weight_dtype
-    allowed, reason = {weight_dtype}, f" for a weight of {name(weight_dtype)}"
+    allowed_dtypes, reason = {weight_dtype}, f" for a weight of {name(weight_dtype)}"
     if sizes.buffer_dtype is not None:
-        allowed, reason = {sizes.buffer_dtype}, ", the dtype of accumulate_into"
+        allowed_dtypes, reason = {sizes.buffer_dtype}, ", the dtype of accumulate_into"
     elif weight_dtype.itemsize < 4:
-        allowed.add(torch.float32)
-    if accumulate_dtype is not None and accumulate_dtype not in allowed:
-        choices = " or ".join(sorted(map(name, allowed)))
+        allowed_dtypes.add(torch.float32)
+    if accumulate_dtype is not None and accumulate_dtype not in allowed_dtypes:
+        choices = " or ".join(sorted(map(name, allowed_dtypes)))
         return f"accumulate_dtype must be None or {choices}{reason}, got {accumulate_dtype!r}"
-    in_forward = not sizes.waits_for_backward and not sizes.waits_for_all
-    if accumulate_dtype == torch.float16 and in_forward and sizes.returns_weight_grad:
+    is_in_forward = not sizes.waits_for_backward and not sizes.waits_for_all
+    if accumulate_dtype == torch.float16 and is_in_forward and sizes.returns_weight_grad:
         return (
             "accumulate_dtype=torch.float16 cannot hold sums of unscaled gradients (they pass 65504); "
             f"use torch.float32, which needs {4 * sizes.weight_elements / MiB:.0f} MiB, or None"
@@ -228,19 +237,19 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
             return plan_or_miss
     weight_dtype, accumulate_dtype = sizes.weight_dtype, request.accumulate_dtype
     misses = [miss for candidate in candidates(sizes, request) if isinstance(miss := fitted(request, candidate), Miss)]
-    in_forward = not (sizes.waits_for_backward or sizes.waits_for_all)
-    if accumulate_dtype == weight_dtype and weight_dtype.itemsize < 4 and (in_forward or not misses):
-        needed = with_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
+    is_in_forward = not (sizes.waits_for_backward or sizes.waits_for_all)
+    if accumulate_dtype == weight_dtype and weight_dtype.itemsize < 4 and (is_in_forward or not misses):
+        needed_bytes = with_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
         return (
             f"accumulate_dtype={name(weight_dtype)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
-            f"{sizes.tokens} tokens in so few need {amount(needed)}; raise memory_budget or "
+            f"{sizes.tokens} tokens in so few need {amount(needed_bytes)}; raise memory_budget or "
             "chunk_tokens, or leave accumulate_dtype=None"
         )
-    _, needed, rows = min(misses, key=lambda miss: miss.missing)
-    chunk = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
+    _, needed_bytes, rows = min(misses, key=lambda miss: miss.missing)
+    chunk_text = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
     return (
-        f"memory_budget of {amount(request.budget)} is too small: {chunk} and what goes with it needs "
-        f"{amount(needed)} beside the gradients; raise memory_budget"
+        f"memory_budget of {amount(request.budget)} is too small: {chunk_text} and what goes with it needs "
+        f"{amount(needed_bytes)} beside the gradients; raise memory_budget"
         + (" or lower chunk_tokens" if request.chunk_tokens is not None else "")
     )
 
@@ -252,113 +261,135 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     if not sizes.any_grad:
         yield Candidate(of_one_row(sizes, "loss only", request.budget), 1, chunk_tokens, request.explicit)
     elif sizes.waits_for_backward:
-        yield from by_rows(sizes, request)
-        note = "the upstream gradient comes late" + SEVERAL * (sizes.num_row_factors > 1)
-        yield from recomputing(sizes, request, note)
+        yield from unit_row_candidates(sizes, request)
+        note = "the upstream gradient comes late" + SEVERAL_FACTORS * (sizes.num_row_factors > 1)
+        yield from recompute_candidates(sizes, request, note)
     elif sizes.waits_for_all:
         # a single chunk with all tokens needs no recompute
-        weight_acc = weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
-        weight_acc = sizes.buffer_dtype or weight_acc
-        fits = chunk_tokens is None or chunk_tokens >= sizes.tokens
-        if fits and not sizes.deterministic and (not sizes.weight_grad or accumulate_dtype in (None, weight_acc)):
-            yield from forward(sizes, request, weight_acc, tokens)
-        yield from by_rows(sizes, request)
-        yield from recomputing(sizes, request, "a loss couples tokens" + SEVERAL * (sizes.num_row_factors > 1))
+        weight_sum_dtype = (
+            weight_dtype if sizes.sums_into(weight_dtype) and sizes.dtype != torch.float16 else torch.float32
+        )
+        weight_sum_dtype = sizes.buffer_dtype or weight_sum_dtype
+        fits_one_chunk = chunk_tokens is None or chunk_tokens >= sizes.tokens
+        if (
+            fits_one_chunk
+            and not sizes.deterministic
+            and (not sizes.weight_grad or accumulate_dtype in (None, weight_sum_dtype))
+        ):
+            yield from forward_candidates(sizes, request, weight_sum_dtype, tokens)
+        yield from unit_row_candidates(sizes, request)
+        yield from recompute_candidates(
+            sizes, request, "a loss couples tokens" + SEVERAL_FACTORS * (sizes.num_row_factors > 1)
+        )
     elif not sizes.returns_weight_grad or weight_dtype.itemsize >= 4:
-        yield from forward(sizes, request, sizes.buffer_dtype or weight_dtype)
+        yield from forward_candidates(sizes, request, sizes.buffer_dtype or weight_dtype)
     else:
         # A 16-bit gradient of the weight, in this order: one product or few sums in 16 bits; an fp32 accumulator; more
         # sums in 16 bits; an fp32 accumulator on top of the default budget; recompute. fp16 never adds up in 16 bits,
         # since unscaled sums over tokens can exceed its 65504.
-        may_own = (
+        may_keep_dtype = (
             weight_dtype != torch.float16 and sizes.sums_into(weight_dtype) and accumulate_dtype in (None, weight_dtype)
         )
-        may_wide = accumulate_dtype in (None, torch.float32)
-        least = -(-tokens // MAX_HALF_CHUNKS)
-        if may_own:
-            yield from forward(sizes, request, weight_dtype, -(-tokens // FEW_HALF_CHUNKS))
-        if may_wide:
-            yield from forward(sizes, request, torch.float32, 1 if chunk_tokens else GOOD_CHUNK)
-        if may_own:
-            yield from forward(sizes, request, weight_dtype, least)
-        if may_wide:
-            grown = 0 if request.explicit else 4 * sizes.weight_elements
+        may_use_fp32 = accumulate_dtype in (None, torch.float32)
+        least_rows = -(-tokens // MAX_HALF_CHUNKS)
+        if may_keep_dtype:
+            yield from forward_candidates(sizes, request, weight_dtype, -(-tokens // FEW_HALF_CHUNKS))
+        if may_use_fp32:
+            yield from forward_candidates(sizes, request, torch.float32, 1 if chunk_tokens else GOOD_CHUNK)
+        if may_keep_dtype:
+            yield from forward_candidates(sizes, request, weight_dtype, least_rows)
+        if may_use_fp32:
+            growth_bytes = 0 if request.explicit else 4 * sizes.weight_elements
             wide_request = replace(
                 request, accumulate_dtype=torch.float32
             )  # the caller's chunk overrides the default budget
-            yield from forward(sizes, wide_request, torch.float32, 1 if chunk_tokens else CHUNK_MULTIPLE, grown)
+            yield from forward_candidates(
+                sizes, wide_request, torch.float32, 1 if chunk_tokens else CHUNK_MULTIPLE, growth_bytes
+            )
         if accumulate_dtype != weight_dtype and chunk_tokens is None and not sizes.deterministic:
-            yield from recomputing(sizes, request, "no accumulator of the weight fits")
+            yield from recompute_candidates(sizes, request, "no accumulator of the weight fits")
 
 
-def forward(
-    sizes: Sizes, request: Request, weight_acc: torch.dtype, least_rows: int = 1, grown: int = 0
+def forward_candidates(
+    sizes: Sizes, request: Request, weight_sum_dtype: torch.dtype, least_rows: int = 1, growth_bytes: int = 0
 ) -> Iterator[Candidate]:
-    """Candidates that make gradients in the forward pass. ``grown``: bytes by which they may exceed the budget."""
-    half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.waits_for_all
+    """Candidates that make gradients in the forward pass. ``growth_bytes``: bytes by which their plans may exceed the
+    budget."""
+    is_half_weight = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.waits_for_all
     chunk_tokens, accumulate_dtype, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
-    if chunk_tokens is None and half and accumulate_dtype == sizes.weight_dtype and not request.explicit:
+    if chunk_tokens is None and is_half_weight and accumulate_dtype == sizes.weight_dtype and not request.explicit:
         # accumulate_dtype overrides the default budget: chunks are so large that a sum in 16 bits is accurate enough
         chunk_tokens = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
-    elif chunk_tokens is not None and half and accumulate_dtype is None and weight_acc == torch.float32:
+    elif chunk_tokens is not None and is_half_weight and accumulate_dtype is None and weight_sum_dtype == torch.float32:
         fits_budget = True  # an fp32 accumulator that the caller has not asked for must fit the budget
-    hidden_dtype, wide = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
-    choices = [hidden_dtype if sizes.sums_into(hidden_dtype) else wide]
-    if sizes.dtype == torch.float16 and wide not in choices:  # unscaled fp16 gradients need fp32's range
-        choices = [wide] if sizes.deterministic else [wide, hidden_dtype]
-    for hidden_acc in choices:
-        plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)
+    hidden_dtype, wide_dtype = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
+    hidden_sum_dtypes = [hidden_dtype if sizes.sums_into(hidden_dtype) else wide_dtype]
+    if (
+        sizes.dtype == torch.float16 and wide_dtype not in hidden_sum_dtypes
+    ):  # unscaled fp16 gradients need fp32's range
+        hidden_sum_dtypes = [wide_dtype] if sizes.deterministic else [wide_dtype, hidden_dtype]
+    for hidden_sum_dtype in hidden_sum_dtypes:
+        plan = of_one_row(sizes, "forward", request.budget + growth_bytes, hidden_sum_dtype, weight_sum_dtype)
         yield Candidate(plan, least_rows, chunk_tokens, fits_budget)
 
 
-def by_rows(sizes: Sizes, request: Request) -> Iterator[Candidate]:
+def unit_row_candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     """Candidates that make each row of hidden's gradient in the forward pass without the one factor that comes later.
 
     Of two factors each would take a tensor of its own, and a product: as many products as recomputing, and more memory.
     """
     if sizes.num_row_factors != 1:
         return
-    for candidate in forward(sizes, request, sizes.weight_dtype):
+    for candidate in forward_candidates(sizes, request, sizes.weight_dtype):
         plan = replace(candidate.plan, has_unit_rows=True, note="backward multiplies each row by what comes late")
         yield candidate._replace(plan=plan)
 
 
-def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
+def recompute_candidates(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
     """Candidates that make statistics in the forward pass and gradients in backward, from recomputed logits."""
-    half_weight, chunk_tokens = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4, request.chunk_tokens
-    least = fewest = CHUNK_MULTIPLE if chunk_tokens is None else min(CHUNK_MULTIPLE, chunk_tokens)
-    too_many = False
-    if half_weight:
+    is_half_weight, chunk_tokens = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4, request.chunk_tokens
+    least_rows = fewest_rows = CHUNK_MULTIPLE if chunk_tokens is None else min(CHUNK_MULTIPLE, chunk_tokens)
+    has_too_many_blocks = False
+    if is_half_weight:
         # the weight's gradient takes one sum per block of tokens: in 16 bits for few blocks only
-        few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
-        least = max(least, -(-sizes.tokens // few))
-        too_many = chunk_tokens is not None and balanced(sizes.tokens, chunk_tokens) * few < sizes.tokens
-    plan = of_one_row(sizes, "recompute", request.budget, weight_acc=sizes.buffer_dtype, note=note)
-    if not too_many:
-        yield Candidate(plan, least, chunk_tokens, request.explicit)
-    if half_weight and (too_many or not request.explicit) and request.accumulate_dtype != sizes.weight_dtype:
-        grown = request.budget + (0 if request.explicit else 4 * sizes.weight_elements)
-        plan = replace(plan, budget=grown, weight_accumulate=torch.float32)
-        yield Candidate(plan, fewest, chunk_tokens, request.explicit)
+        most_blocks = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
+        least_rows = max(least_rows, -(-sizes.tokens // most_blocks))
+        has_too_many_blocks = (
+            chunk_tokens is not None and balanced(sizes.tokens, chunk_tokens) * most_blocks < sizes.tokens
+        )
+    plan = of_one_row(sizes, "recompute", request.budget, weight_sum_dtype=sizes.buffer_dtype, note=note)
+    if not has_too_many_blocks:
+        yield Candidate(plan, least_rows, chunk_tokens, request.explicit)
+    if (
+        is_half_weight
+        and (has_too_many_blocks or not request.explicit)
+        and request.accumulate_dtype != sizes.weight_dtype
+    ):
+        grown_budget = request.budget + (0 if request.explicit else 4 * sizes.weight_elements)
+        plan = replace(plan, budget=grown_budget, weight_accumulate=torch.float32)
+        yield Candidate(plan, fewest_rows, chunk_tokens, request.explicit)
 
 
 def fitted(request: Request, candidate: Candidate) -> Plan | Miss:
-    """The candidate's plan with the largest chunks that its budget holds, or the reason why none fit."""
-    plan, least, chunk_tokens, fits_budget = candidate
-    tokens, first = max(plan.sizes.tokens, 1), plan
+    """The candidate's plan with the largest chunks that its budget holds, or the reason why no chunks fit."""
+    plan, least_rows, chunk_tokens, fits_budget = candidate
+    tokens, forward_plan = max(plan.sizes.tokens, 1), plan
     if plan.schedule == "recompute":
-        first, least = of_one_row(plan.sizes, "loss only", request.budget), 1
-    needed, least = needed_by(first, with_rows), min(least, tokens)
-    rows = chunk_size(first, needed, chunk_tokens, least, fits_budget)
-    if rows < least:
-        least_needed = needed(min(chunk_tokens or least, tokens))
-        return Miss(least_needed - first.budget, least_needed, chunk_tokens or least)
+        forward_plan, least_rows = of_one_row(plan.sizes, "loss only", request.budget), 1
+    needed_bytes, least_rows = needed_by(forward_plan, with_rows), min(least_rows, tokens)
+    rows = chunk_size(forward_plan, needed_bytes, chunk_tokens, least_rows, fits_budget)
+    if rows < least_rows:
+        least_bytes = needed_bytes(min(chunk_tokens or least_rows, tokens))
+        return Miss(least_bytes - forward_plan.budget, least_bytes, chunk_tokens or least_rows)
     if plan.schedule != "recompute":
         return with_rows(plan, rows)
     plan, most_blocks = with_rows(plan, rows), -(-tokens // candidate.least_rows)
-    needed, most_rows = needed_by(plan, with_tile), tokens if chunk_tokens is None else balanced(tokens, chunk_tokens)
-    if tiled_plan := block_and_tile(plan, needed, most_blocks, most_rows):
+    needed_bytes, most_rows = (
+        needed_by(plan, with_tile),
+        tokens if chunk_tokens is None else balanced(tokens, chunk_tokens),
+    )
+    if tiled_plan := block_and_tile(plan, needed_bytes, most_blocks, most_rows):
         return tiled_plan
-    block = min(rows_of(tokens, most_blocks), most_rows)
-    least_needed = needed(block, min(plan.sizes.vocab, CHUNK_MULTIPLE))
-    return Miss(least_needed - plan.budget, least_needed, block)
+    block_rows = min(rows_of(tokens, most_blocks), most_rows)
+    least_bytes = needed_bytes(block_rows, min(plan.sizes.vocab, CHUNK_MULTIPLE))
+    return Miss(least_bytes - plan.budget, least_bytes, block_rows)

@@ -105,8 +105,8 @@ class Plan:
     @property
     def too_many_chunks(self) -> bool:
         """True where the weight's gradient adds up in 16 bits over more chunks than is accurate."""
-        half = self.sizes.returns_weight_grad and self.weight_accumulate.itemsize < 4
-        return half and self.chunks > MAX_HALF_CHUNKS
+        is_half_sum = self.sizes.returns_weight_grad and self.weight_accumulate.itemsize < 4
+        return is_half_sum and self.chunks > MAX_HALF_CHUNKS
 
     @functools.cached_property
     def teacher_last(self) -> bool:
@@ -136,10 +136,13 @@ class Plan:
         return as_text(sections(self))
 
     def __repr__(self) -> str:
-        s, memory = self.sizes, f"{self.extra_bytes / MiB:,.0f} of {self.budget / MiB:,.0f} MiB beside the gradients"
-        shape = f"{s.tokens} x {s.hidden} x {s.vocab} {name(s.dtype)}"
-        count = f"{self.chunks} chunk{'s' * (self.chunks != 1)}"
-        return f"Plan({shape}: {self.schedule}, {count} of {self.chunk_tokens} tokens, {memory})"
+        sizes, memory_text = (
+            self.sizes,
+            f"{self.extra_bytes / MiB:,.0f} of {self.budget / MiB:,.0f} MiB beside the gradients",
+        )
+        shape_text = f"{sizes.tokens} x {sizes.hidden} x {sizes.vocab} {name(sizes.dtype)}"
+        count_text = f"{self.chunks} chunk{'s' * (self.chunks != 1)}"
+        return f"Plan({shape_text}: {self.schedule}, {count_text} of {self.chunk_tokens} tokens, {memory_text})"
 
 
 def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
@@ -157,9 +160,14 @@ def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
 def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
     """A function from the arguments of ``sized`` after the plan, such as rows of a chunk, to ``extra_bytes`` of the
     plan that ``sized`` returns for them."""
-    call = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
-    since, gradients = phase_bytes(call), sum(buffer.bytes for buffer in call if buffer.kind == "gradient")
-    return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
+    fixed_buffers = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
+    fixed_bytes, gradient_bytes = (
+        phase_bytes(fixed_buffers),
+        sum(buffer.bytes for buffer in fixed_buffers if buffer.kind == "gradient"),
+    )
+    return functools.cache(
+        lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), fixed_bytes) - gradient_bytes)
+    )
 
 
 def call_buffers(plan: Plan) -> Iterator[Buffer]:
@@ -198,44 +206,50 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
 
 def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     """The buffers that depend on chunks, blocks or tiles."""
-    sizes, rows, forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
+    sizes, rows, is_forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
     # if a loss waits for several chunks, buffers of the sweep are freed before the losses' arithmetic
-    last = LOOP if forward else SWEEP if sizes.waits_for_all and rows < sizes.tokens else LOSSES
+    last = LOOP if is_forward else SWEEP if sizes.waits_for_all and rows < sizes.tokens else LOSSES
     yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
-    yield from sizes.store.chunk_buffers(sizes, rows, last, forward or sizes.keeps_sweep)
+    yield from sizes.store.chunk_buffers(sizes, rows, last, is_forward or sizes.keeps_sweep)
     yield from block_buffers(sizes, rows, sizes.vocab, SWEEP, last)
     if sizes.store.multiplies:
         yield from operand_buffers(sizes, rows, SWEEP, last)
     yield from cast_buffers(sizes, sizes.vocab, SWEEP, last)
-    if forward and sizes.hidden_ranks > 1 and sizes.hidden_grad:
+    if is_forward and sizes.hidden_ranks > 1 and sizes.hidden_grad:
         yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
     if plan.schedule == "recompute":
         yield from recompute_buffers(plan)
     # the losses' arithmetic runs for all tokens at once if a loss depends on all, or values are made after the sweep
-    in_backward = plan.schedule == "recompute" and plan.block_tokens < sizes.tokens
-    at_once = sizes.waits_for_all or sizes.ends_with_segments or sizes.teacher_last or in_backward
+    evaluates_in_backward = plan.schedule == "recompute" and plan.block_tokens < sizes.tokens
+    evaluates_all_tokens = (
+        sizes.waits_for_all or sizes.ends_with_segments or sizes.teacher_last or evaluates_in_backward
+    )
     bytes_per_token = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
-    if in_backward and not sizes.waits_for_all:  # coefficients are no temporaries: ``vector_buffers`` has their buffer
+    if (
+        evaluates_in_backward and not sizes.waits_for_all
+    ):  # coefficients are no temporaries: ``vector_buffers`` has their buffer
         bytes_per_token -= 4 * torch.float32.itemsize
-    yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, bytes_per_token), BYTE, LOSSES, LOSSES)
+    yield Buffer(
+        "losses' arithmetic", (sizes.tokens if evaluates_all_tokens else rows, bytes_per_token), BYTE, LOSSES, LOSSES
+    )
 
 
 def recompute_buffers(plan: Plan) -> Iterator[Buffer]:
     """Buffers of the recompute schedule's gradients: for each block of tokens, for each tile of the vocabulary."""
-    sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
+    sizes, block_rows, tile_columns = plan.sizes, plan.block_tokens, plan.tile_columns
     if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
-        yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
+        yield Buffer("gradient of hidden, a block", (block_rows, sizes.hidden), torch.float32, LOOP, LOOP)
     if sizes.hidden_grad and sizes.hidden_ranks > 1:
-        yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
-    yield from sizes.store.tile_buffers(sizes, block, tile)
-    yield from block_buffers(sizes, block, tile, LOOP, LOOP)
-    yield from operand_buffers(sizes, block, LOOP, LOOP)
+        yield Buffer("gradient of hidden, of all ranks", (2, block_rows, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
+    yield from sizes.store.tile_buffers(sizes, block_rows, tile_columns)
+    yield from block_buffers(sizes, block_rows, tile_columns, LOOP, LOOP)
+    yield from operand_buffers(sizes, block_rows, LOOP, LOOP)
     # a tile of dweight is made in fp32 before it is added, where fp16 is scaled or the sums have another dtype
-    wide = sizes.dtype == torch.float16 or not sizes.sums_into(plan.weight_accumulate)
-    if sizes.weight_grad and wide and (sizes.half_products or not sizes.half):
-        columns = min(tile, cast_rows(sizes.hidden))
+    needs_fp32 = sizes.dtype == torch.float16 or not sizes.sums_into(plan.weight_accumulate)
+    if sizes.weight_grad and needs_fp32 and (sizes.half_products or not sizes.half):
+        columns = min(tile_columns, cast_rows(sizes.hidden))
         yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
-    yield from cast_buffers(sizes, tile, LOOP, LOOP)
+    yield from cast_buffers(sizes, tile_columns, LOOP, LOOP)
 
 
 def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
@@ -243,53 +257,57 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
     the weight's cast tile, which is not in memory at that time."""
     if not sizes.in_blocks:
         return
-    pairs, wide = (
+    has_sums, has_softmax_statistics = (
         sizes.demand.pairing is not None or bool(sizes.demand.sums),
         len(sizes.demand.views) > 1 or any(statistic.of_softmax for statistic in sizes.demand.statistics[0]),
     )
-    cast = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
-    block = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
+    cast_bytes = sum(b.bytes for b in cast_buffers(sizes, columns, LOOP, LOOP))
+    block_bytes = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
     if first == SWEEP:
-        count = 8 if pairs else 4 if wide else 2
-        yield Buffer("blocks of statistics", (max(0, count * block - cast),), BYTE, SWEEP, SWEEP)
+        block_count = 8 if has_sums else 4 if has_softmax_statistics else 2
+        yield Buffer("blocks of statistics", (max(0, block_count * block_bytes - cast_bytes),), BYTE, SWEEP, SWEEP)
     if last == LOOP:
-        count = 10 if pairs else 5 if wide else 3
-        yield Buffer("blocks of gradients", (max(0, count * block - cast),), BYTE, LOOP, LOOP)
+        block_count = 10 if has_sums else 5 if has_softmax_statistics else 3
+        yield Buffer("blocks of gradients", (max(0, block_count * block_bytes - cast_bytes),), BYTE, LOOP, LOOP)
 
 
-def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:
+def gradient_buffers(
+    sizes: Sizes, hidden_sum_dtype: torch.dtype, weight_sum_dtype: torch.dtype, begin: Phase
+) -> Iterator[Buffer]:
     """Buffers of the gradients that the call returns, and of their sums in another dtype, cast at the end ("waiting").
     ``begin``: the first phase that adds to them."""
     if sizes.hidden_grad:
-        shape, waits = (sizes.own_tokens, sizes.hidden), hidden_acc != sizes.hidden_dtype
-        yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else begin, WEIGHT, "gradient")
-        if waits:
-            yield Buffer("gradient of hidden, waiting", shape, hidden_acc, begin, HIDDEN)
-    rows, waits = sizes.vocab + sizes.padding, weight_acc != sizes.weight_dtype
-    first = WEIGHT if sizes.returns_weight_grad and waits else begin
+        shape, is_cast_at_end = (sizes.own_tokens, sizes.hidden), hidden_sum_dtype != sizes.hidden_dtype
+        yield Buffer(
+            "gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if is_cast_at_end else begin, WEIGHT, "gradient"
+        )
+        if is_cast_at_end:
+            yield Buffer("gradient of hidden, waiting", shape, hidden_sum_dtype, begin, HIDDEN)
+    rows, is_cast_at_end = sizes.vocab + sizes.padding, weight_sum_dtype != sizes.weight_dtype
+    first = WEIGHT if sizes.returns_weight_grad and is_cast_at_end else begin
     if sizes.returns_weight_grad:
         yield Buffer("gradient of weight", (rows, sizes.hidden), sizes.weight_dtype, first, WEIGHT, "gradient")
-        if waits:
-            yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_acc, begin, WEIGHT)
+        if is_cast_at_end:
+            yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_sum_dtype, begin, WEIGHT)
     if sizes.bias_grad:
         yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first, WEIGHT, "gradient")
 
 
 def vector_buffers(plan: Plan) -> Iterator[Buffer]:
     """Buffers of numbers per token."""
-    sizes, demand, tokens, wide = plan.sizes, plan.sizes.demand, plan.sizes.tokens, plan.sizes.wide
+    sizes, demand, tokens, wide_dtype = plan.sizes, plan.sizes.demand, plan.sizes.tokens, plan.sizes.wide
     yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
     yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
-    yield Buffer("statistics", (tokens, demand.numbers_per_token), wide, SWEEP, WEIGHT)
+    yield Buffer("statistics", (tokens, demand.numbers_per_token), wide_dtype, SWEEP, WEIGHT)
     # 1: only each token's loss is kept
-    values = max(1, demand.values * plan.has_unit_rows) if sizes.waits_for_backward else demand.values
-    yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
+    value_count = max(1, demand.values * plan.has_unit_rows) if sizes.waits_for_backward else demand.values
+    yield Buffer("values", (tokens, value_count), wide_dtype, SWEEP, WEIGHT)
     if sizes.any_grad:
-        numbers = 1 + len(demand.views) + demand.columns
-        numbers += sum(statistic.slopes is not None for of_view in demand.statistics for statistic in of_view)
-        numbers += bool(demand.sums) + sum(vocab_sum.is_differentiated for vocab_sum in demand.sums)
-        yield Buffer("coefficients", (tokens, numbers), wide, SWEEP, WEIGHT)
+        coefficient_count = 1 + len(demand.views) + demand.columns
+        coefficient_count += sum(statistic.slopes is not None for of_view in demand.statistics for statistic in of_view)
+        coefficient_count += bool(demand.sums) + sum(vocab_sum.is_differentiated for vocab_sum in demand.sums)
+        yield Buffer("coefficients", (tokens, coefficient_count), wide_dtype, SWEEP, WEIGHT)
 
 
 def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Iterator[Buffer]:
@@ -316,9 +334,9 @@ def merged_bytes(sizes: Sizes) -> int:
     if sizes.ranks == 1:
         return 0
     demand = sizes.demand
-    numbers = 1 + sum(form.numbers or 1 for form in sizes.layout.forms.values() if form.sent)
-    lists = sum(8 * len(statistic.vectors) * statistic.width for statistic in demand.lists)
-    return sizes.ranks * (12 * numbers + 48 + lists) + 8 * numbers
+    number_count = 1 + sum(form.numbers or 1 for form in sizes.layout.forms.values() if form.sent)
+    list_bytes = sum(8 * len(statistic.vectors) * statistic.width for statistic in demand.lists)
+    return sizes.ranks * (12 * number_count + 48 + list_bytes) + 8 * number_count
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
@@ -326,62 +344,71 @@ def own_dweight(plan: Plan, stored: bool) -> bool:
     cannot; and for a single product that is ``stored`` and not added, if it is as fast as BLAS's (its launch is
     cheaper)."""
     sizes = plan.sizes
-    least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
-    only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
-    return sizes.own_matmul and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
+    least_rows, most_rows = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
+    is_only_product = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
+    return sizes.own_matmul and (
+        sizes.skips or (stored and is_only_product and least_rows <= sizes.tokens <= most_rows)
+    )
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """Labels and texts of the lines of a printed plan that say how the call runs."""
-    s = plan.sizes
-    rows = [
-        ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
+    sizes = plan.sizes
+    lines = [
+        ("tokens x hidden x vocab", f"{sizes.tokens} x {sizes.hidden} x {sizes.vocab}, {name(sizes.dtype)}"),
         ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
         ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens" + (" at most" if plan.ending else "")),
-        ("logits buffer", content_of_logits(s)),
+        ("logits buffer", content_of_logits(sizes)),
     ]
-    if s.demand.pairing is not None:
-        source = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
-        rows.append(("teacher", f"logits of {s.teacher_columns} ids, {source}"))
-    if s.fp8:
-        rows.append(("logits' operands", f"e4m3, the weight's copy {s.fp8}; probable ids' logits of {name(s.dtype)}"))
-        if s.any_grad:
-            operands = "e4m3, targets and heavy ids apart" if plan.e4m3_gradients else name(s.dtype)
-            rows.append(("gradients' operands", operands))
-    if s.gpu is not None:
-        rows.append(("GPU", s.gpu.name))
+    if sizes.demand.pairing is not None:
+        source_text = f"made of hidden states [{sizes.teacher_width}]" if sizes.teacher_width else "given by the caller"
+        lines.append(("teacher", f"logits of {sizes.teacher_columns} ids, {source_text}"))
+    if sizes.fp8:
+        lines.append(
+            ("logits' operands", f"e4m3, the weight's copy {sizes.fp8}; probable ids' logits of {name(sizes.dtype)}")
+        )
+        if sizes.any_grad:
+            operands = "e4m3, targets and heavy ids apart" if plan.e4m3_gradients else name(sizes.dtype)
+            lines.append(("gradients' operands", operands))
+    if sizes.gpu is not None:
+        lines.append(("GPU", sizes.gpu.name))
     if plan.schedule == "recompute":
-        rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
-    if s.any_grad:
-        rows.append(("accumulation", f"weight {name(plan.weight_accumulate)}, hidden {name(plan.hidden_accumulate)}"))
-    if s.buffer_dtype is not None and s.weight_grad:
+        lines.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
+    if sizes.any_grad:
+        lines.append(("accumulation", f"weight {name(plan.weight_accumulate)}, hidden {name(plan.hidden_accumulate)}"))
+    if sizes.buffer_dtype is not None and sizes.weight_grad:
         phase = "forward pass" if plan.schedule == "forward" else "backward pass"
-        rows.append(("gradient of weight", f"added to a {name(s.buffer_dtype)} buffer in the {phase}"))
+        lines.append(("gradient of weight", f"added to a {name(sizes.buffer_dtype)} buffer in the {phase}"))
     if plan.weight_error is not None:
-        rows.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
-    return rows
+        lines.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
+    return lines
 
 
 def sections(plan: Plan) -> list[Section]:
     """The sections of a printed plan: facts, buffers with their lifetimes, memory."""
-    rows = [
+    buffer_lines = [
         (b.name, " x ".join(map(str, b.shape)), name(b.dtype), f"{b.bytes / MiB:,.1f}", lifetime(b))
         for b in plan.buffers
     ]
-    logits, itemsize = plan.sizes.tokens * plan.sizes.vocab / MiB, plan.sizes.dtype.itemsize
-    copies = f", and {4 * logits:,.0f} for each copy in float32" if itemsize < 4 else ""
-    totals = [
+    mebi_logits, itemsize = plan.sizes.tokens * plan.sizes.vocab / MiB, plan.sizes.dtype.itemsize
+    copies_text = f", and {4 * mebi_logits:,.0f} for each copy in float32" if itemsize < 4 else ""
+    memory_lines = [
         ("peak over the inputs", f"{plan.peak_bytes / MiB:,.1f} MiB"),
         ("beside the gradients", f"{plan.extra_bytes / MiB:,.1f} MiB of {plan.budget / MiB:,.0f}"),
         *[("" if i else "budget", line) for i, line in enumerate(plan.budget_rule)],
-        ("full logits would take", f"{itemsize * logits:,.0f} MiB in {name(plan.sizes.dtype)}{copies}"),
+        ("full logits would take", f"{itemsize * mebi_logits:,.0f} MiB in {name(plan.sizes.dtype)}{copies_text}"),
     ]
-    buffers = [("", "shape", "dtype", "MiB", "in memory"), *rows]
-    budgets = [("memory_budget", "schedule", "chunks", "sums of dweight", "MiB"), *[
+    buffer_table = [("", "shape", "dtype", "MiB", "in memory"), *buffer_lines]
+    budget_table = [("memory_budget", "schedule", "chunks", "sums of dweight", "MiB"), *[
         (budget, p.schedule, str(p.chunks), name(p.weight_accumulate), f"{p.extra_bytes / MiB:,.1f}")
         for find in OTHER_BUDGETS for budget, p in find(plan)
     ]]  # fmt: skip
-    return [("Plan", facts(plan)), ("Buffers", buffers), ("Memory", totals), ("Budgets that would do", budgets)]
+    return [
+        ("Plan", facts(plan)),
+        ("Buffers", buffer_table),
+        ("Memory", memory_lines),
+        ("Budgets that would do", budget_table),
+    ]
 
 
 # makes plans of the same call at other budgets; ``planner.py`` appends it, since it imports this file
@@ -392,36 +419,38 @@ def lifetime(buffer: Buffer) -> str:
     """The phases in which a buffer is in memory, such as "sweep to loop"."""
     if (buffer.first, buffer.last) == (Phase.SWEEP, Phase.WEIGHT):
         return "call"
-    first, last = (("sweep", "losses", "loop", "finish", "finish")[phase] for phase in (buffer.first, buffer.last))
-    return first if first == last else f"{first} to {last}"
+    first_name, last_name = (
+        ("sweep", "losses", "loop", "finish", "finish")[phase] for phase in (buffer.first, buffer.last)
+    )
+    return first_name if first_name == last_name else f"{first_name} to {last_name}"
 
 
-def as_text(shown: Sequence[Section]) -> str:
+def as_text(sections: Sequence[Section]) -> str:
     """Sections as plain text; rows of more than two cells are right-aligned columns."""
     lines = []
-    for title, rows in shown:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        first = max(30, widths[0] if len(widths) > 2 else 0)
+    for title, rows in sections:
+        column_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        label_width = max(30, column_widths[0] if len(column_widths) > 2 else 0)
         lines.append(title)
         for label, *cells in rows:
             if cells[1:]:
-                cells = [f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append(f"  {label:<{first}}" + "".join(cells))
+                cells = [f"  {cell:>{width}}" for cell, width in zip(cells, column_widths[1:], strict=True)]
+            lines.append(f"  {label:<{label_width}}" + "".join(cells))
     return "\n".join(lines)
 
 
-def content_of_logits(s: Sizes) -> str:
+def content_of_logits(sizes: Sizes) -> str:
     """A line of the printed plan about the buffer of logits: what it stores of each, and why it stores no less."""
-    if not s.store.multiplies:
-        return s.store.description
-    content = f"{16 if s.own_matmul else 8 * s.wide.itemsize}-bit {s.store.description}"
-    if s.gpu is None:
-        return f"{content} (no GPU with matmuls of ours)"
-    if s.store.name == "fast":
-        return content
-    why = name(s.dtype)
-    if s.own_matmul:
-        why = why if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
-    elif s.half:
-        why = "top_k" if s.demand.searches_logits else "rows not on 16 bytes"
-    return f"{content} ({why})"
+    if not sizes.store.multiplies:
+        return sizes.store.description
+    content_text = f"{16 if sizes.own_matmul else 8 * sizes.wide.itemsize}-bit {sizes.store.description}"
+    if sizes.gpu is None:
+        return f"{content_text} (no GPU with matmuls of ours)"
+    if sizes.store.name == "fast":
+        return content_text
+    reason = name(sizes.dtype)
+    if sizes.own_matmul:
+        reason = reason if sizes.dtype != torch.bfloat16 else "the gradient takes a pass over them"
+    elif sizes.half:
+        reason = "top_k" if sizes.demand.searches_logits else "rows not on 16 bytes"
+    return f"{content_text} ({reason})"

@@ -27,61 +27,70 @@ Group = tuple[range, ...]  # rows that belong together, one range for each segme
 Spans = tuple[tuple[slice, ...], ...]  # for each span its chunks: their gradients wait for each other's statistics
 
 
-def groups_of(segments: Segments, length: int, shift: int) -> tuple[Group, ...]:
-    """The rows of each group of segments. ``length``: size of the tokens' last dimension; along it, a row predicts the
-    token ``shift`` places later."""
+def groups_of(segments: Segments, line_length: int, shift: int) -> tuple[Group, ...]:
+    """The rows of each group of segments. ``line_length``: size of the tokens' last dimension; along
+    it, a row predicts the token ``shift`` places later."""
     ends = itertools.accumulate(segments.lengths, initial=0)
     # the last ``shift`` rows of a line predict no token, and belong to the segment before them
-    starts = [end - min(shift, end % length) for end in ends]
-    rows = [range(first, last) for first, last in itertools.pairwise(starts)]
-    joined = joined_by(segments.pairs, len(rows))
-    groups = (tuple([rows[segment] for segment in group if len(rows[segment])]) for group in joined)
+    starts = [end - min(shift, end % line_length) for end in ends]
+    rows_by_segment = [range(first, last) for first, last in itertools.pairwise(starts)]
+    segments_by_group = joined_by(segments.pairs, len(rows_by_segment))
+    groups = (
+        tuple([rows_by_segment[segment] for segment in group if len(rows_by_segment[segment])])
+        for group in segments_by_group
+    )
     return tuple([group for group in groups if group])
 
 
-def joined_by(pairs: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
+def joined_by(pairs: Sequence[tuple[int, int]], segment_count: int) -> list[list[int]]:
     """Groups of segments in the order of their first segments. The two segments of a pair are in one group."""
-    group_of = [[segment] for segment in range(count)]
+    group_of = [[segment] for segment in range(segment_count)]
     for first, second in pairs:
         # ids out of range are left to ``RangeChecks`` of the tokens: they raise there, or make everything nan
-        if 0 <= first < count and 0 <= second < count and group_of[first] is not group_of[second]:
-            joined, moved = group_of[first], group_of[second]
-            joined += moved
-            for segment in moved:
-                group_of[segment] = joined
+        if 0 <= first < segment_count and 0 <= second < segment_count and group_of[first] is not group_of[second]:
+            joined_group, second_group = group_of[first], group_of[second]
+            joined_group += second_group
+            for segment in second_group:
+                group_of[segment] = joined_group
     return [sorted(group) for group in {id(group): group for group in group_of}.values()]
 
 
-def spans_of(sizes: Sequence[int], most: int, free: bool) -> tuple[Spans, list[int]]:
+def spans_of(sizes: Sequence[int], most_rows: int, is_free: bool) -> tuple[Spans, list[int]]:
     """Returns spans of complete groups, and the order in which groups run. ``sizes``: rows of each group. A span is one
-    chunk of at most ``most`` rows, or a longer group in several chunks. ``free``: groups may change places, which fills
-    the last matmul tile of a chunk better; else they keep their order."""
+    chunk of at most ``most_rows`` rows, or a longer group in several chunks. ``is_free``: groups may change
+    places, which fills the last matmul tile of a chunk better; else they keep their order."""
     waiting, order, spans = [*range(len(sizes))], list[int](), list[tuple[slice, ...]]()
-    start, total, chunks = 0, sum(sizes), 0
+    start, total_rows, chunk_count = 0, sum(sizes), 0
     while waiting:
-        chunks = max(chunks, math.ceil((total - start) / most))
-        target_rows = (total - start) / chunks  # equal shares of the waiting rows
-        ends = [*itertools.accumulate([sizes[group] for group in waiting])]
-        near = bisect_right(ends, target_rows)
-        # a chunk has the first waiting groups up to ``last``, where ``substitute`` may take the place of ``last``
+        chunk_count = max(chunk_count, math.ceil((total_rows - start) / most_rows))
+        target_rows = (total_rows - start) / chunk_count  # equal shares of the waiting rows
+        end_rows = [*itertools.accumulate([sizes[group] for group in waiting])]
+        near_index = bisect_right(end_rows, target_rows)
+        # a chunk has the first waiting groups up to ``last_index``, of which ``substitute_index`` may take the place
         choices = [
-            (ends[last] - sizes[waiting[last]] + sizes[waiting[substitute]], last, substitute)
-            for last in range(max(near - 1, 0), min(near + 1, len(waiting)))
-            for substitute in range(last, min(last + MOST_TRIED, len(waiting)) if free else last + 1)
+            (
+                end_rows[last_index] - sizes[waiting[last_index]] + sizes[waiting[substitute_index]],
+                last_index,
+                substitute_index,
+            )
+            for last_index in range(max(near_index - 1, 0), min(near_index + 1, len(waiting)))
+            for substitute_index in range(
+                last_index, min(last_index + MOST_TRIED, len(waiting)) if is_free else last_index + 1
+            )
         ]
-        fitting = [choice for choice in choices if choice[0] <= most]
-        if ends[-1] <= most:
-            rows, last, substitute = ends[-1], len(waiting) - 1, len(waiting) - 1
+        fitting = [choice for choice in choices if choice[0] <= most_rows]
+        if end_rows[-1] <= most_rows:
+            span_rows, last_index, substitute_index = end_rows[-1], len(waiting) - 1, len(waiting) - 1
         elif fitting:
             # cost of a choice: empty rows of the last tile, and a quarter of the difference to equal chunks
-            vain = [-rows % CHUNK_MULTIPLE + abs(rows - target_rows) / 4 for rows, _, _ in fitting]
-            rows, last, substitute = fitting[vain.index(min(vain))]
+            costs = [-span_rows % CHUNK_MULTIPLE + abs(span_rows - target_rows) / 4 for span_rows, _, _ in fitting]
+            span_rows, last_index, substitute_index = fitting[costs.index(min(costs))]
         else:  # a group longer than a chunk
-            rows, last, substitute = ends[0], 0, 0
-        order += [*waiting[:last], waiting.pop(substitute)]
-        del waiting[:last]
-        chunk_slices = slices(rows, balanced(rows, most))
+            span_rows, last_index, substitute_index = end_rows[0], 0, 0
+        order += [*waiting[:last_index], waiting.pop(substitute_index)]
+        del waiting[:last_index]
+        chunk_slices = slices(span_rows, balanced(span_rows, most_rows))
         spans.append(tuple([slice(start + chunk.start, start + chunk.stop) for chunk in chunk_slices]))
-        chunks -= len(chunk_slices)
-        start += rows
+        chunk_count -= len(chunk_slices)
+        start += span_rows
     return tuple(spans), order

@@ -56,19 +56,20 @@ class Buffer(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def peak_of(buffers: Iterable[Buffer], since: Sequence[int] = (0, 0, 0, 0, 0)) -> int:
-    """Bytes in memory in the phase with most. ``since``: bytes of further buffers for each of the five phases."""
-    return max(map(sum, zip(since, phase_bytes(buffers), strict=True)))
+def peak_of(buffers: Iterable[Buffer], phase_sizes: Sequence[int] = (0, 0, 0, 0, 0)) -> int:
+    """Bytes in memory in the phase with the most bytes. ``phase_sizes``: bytes of further buffers in each of the five
+    phases."""
+    return max(map(sum, zip(phase_sizes, phase_bytes(buffers), strict=True)))
 
 
 def phase_bytes(buffers: Iterable[Buffer]) -> list[int]:
     """Bytes in memory in each of the five phases."""
-    change = [0] * (len(Phase) + 1)
+    changes = [0] * (len(Phase) + 1)
     for _, shape, dtype, first, last, _ in buffers:
         size = math.prod(shape) * dtype.itemsize
-        change[first] += size
-        change[last + 1] -= size
-    return list(itertools.accumulate(change[:-1]))
+        changes[first] += size
+        changes[last + 1] -= size
+    return list(itertools.accumulate(changes[:-1]))
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Sizes:
 
     @functools.cached_property
     def half(self) -> bool:
+        """True for 16-bit operands of the matmuls."""
         return self.dtype.itemsize == 2
 
     @functools.cached_property
@@ -135,6 +137,7 @@ class Sizes:
 
     @functools.cached_property
     def any_grad(self) -> bool:
+        """True where some operand takes a gradient."""
         return self.hidden_grad or self.weight_grad or self.bias_grad
 
     @functools.cached_property
@@ -159,6 +162,7 @@ class Sizes:
 
     @property
     def weight_elements(self) -> int:
+        """Number of elements of this rank's weight, padding included."""
         return (self.vocab + self.padding) * self.hidden
 
     @functools.cached_property
@@ -173,9 +177,9 @@ class Sizes:
     @functools.cached_property
     def e4m3_gradients(self) -> bool:
         """True where gradients of the forward pass are products of e4m3 operands: of stored exponentials, with fp8."""
-        able = self.gpu is not None and self.gpu.e4m3_gradients and self.store.name == "fast"
-        whole = self.hidden_ranks == 1 and not self.deterministic  # cuBLAS chooses by the number of rows
-        return self.fp8 is not None and able and whole and self.any_grad and not self.waits_for_backward
+        can_multiply = self.gpu is not None and self.gpu.e4m3_gradients and self.store.name == "fast"
+        has_all_rows = self.hidden_ranks == 1 and not self.deterministic  # cuBLAS chooses by the number of rows
+        return self.fp8 is not None and can_multiply and has_all_rows and self.any_grad and not self.waits_for_backward
 
     @property
     def grads_in_matmul(self) -> bool:
@@ -192,8 +196,8 @@ class Sizes:
         """True where the forward pass's gradients need no statistic of teacher and student together. The teacher's
         logits are then made along with the gradients, some rows at a time."""
         pairing = self.demand.pairing
-        simple = self.ranks == 1 and not (self.waits_for_all or self.ends_with_segments)
-        return pairing is not None and pairing.last and self.own_matmul and simple
+        is_simple = self.ranks == 1 and not (self.waits_for_all or self.ends_with_segments)
+        return pairing is not None and pairing.last and self.own_matmul and is_simple
 
     def teacher_rows(self, rows: int) -> int:
         """Rows of a chunk's teacher logits that lie in memory at a time."""
@@ -202,8 +206,8 @@ class Sizes:
     @functools.cached_property
     def own_dhidden(self) -> bool:
         """True where this library's kernel computes dhidden, because it is faster than BLAS's or has to skip rows."""
-        faster = self.gpu is not None and self.gpu.own_dhidden
-        return self.own_matmul and (faster or self.skips or self.deterministic)
+        is_faster = self.gpu is not None and self.gpu.own_dhidden
+        return self.own_matmul and (is_faster or self.skips or self.deterministic)
 
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
         """The split of a chunk's dhidden product over the vocabulary, whose partial sums are added. ``most_units``:
@@ -270,6 +274,7 @@ def amount(size: int) -> str:
 
 
 def slices(total: int, step: int) -> list[slice]:
+    """Slices of ``step`` elements that follow each other from 0 to ``total``; the last may be shorter."""
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 

@@ -100,6 +100,8 @@ OF_KERNELS = {
     "Inputs.num_segments": NO_KERNEL, "Inputs.rank_sums": NO_KERNEL,
     "Inputs.withheld": "names of fields that raise when they are read, and raise in no trace that ends",
     "Structure.weighted": "which summand's class weights a statistic is of: the statistic is an input",
+    "Summand.needs": "leaves out what the function does not read, which is no line of its trace",
+    "Metric.needs": "leaves out what the function does not read, which is no line of its trace",
 }  # fmt: skip
 
 
