@@ -110,7 +110,7 @@ class Execution(TypedDict, total=False):
             gradient depends on the other tokens or their number (docs/inference.md). For bfloat16 on GPUs of
             docs/gpus.md; ValueError elsewhere, for top_k, and for losses that sum over segments on a GPU.
         precision: ``"fp8"`` makes logits of e4m3 operands, at most twice as fast, and gradients that are made at once.
-            Logits of targets and of ids above a probability of 1/64, and their parts of loss and gradients, keep the
+            Logits of targets and of ids above a probability of 1/256, and their parts of loss and gradients, keep the
             operands' dtype (docs/fp8.md says how exact that is). For bfloat16 and float16, on GPUs from sm_89 on;
             emulated on a CPU. Not with top_k and dense teachers. None: the operands' dtype.
         fp8_weight: the weight in e4m3 by ``chunked_head.quantise``, for several calls between two steps. None: each

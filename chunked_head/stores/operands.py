@@ -184,8 +184,8 @@ def mend_heavy(
         x, lse = logits[block], logits[block].logsumexp(1)
         # in base 2, by how much a candidate is above the least threshold
         above = (x - lse[:, None]).div_(math.log(2.0)).add_(MARGIN_LOG2 - LEAST_HEAVY_LOG2)
-        apart = target[block][:, None]
-        above.masked_fill_((apart < 0) | (apart == torch.arange(x.shape[1], device=x.device)), -torch.inf)
+        targets = target[block][:, None]
+        above.masked_fill_((targets < 0) | (targets == torch.arange(x.shape[1], device=x.device)), -torch.inf)
         steps = torch.stack([(above > step).sum(1) > ids.shape[1] for step in (0.0, 1.0)]).sum(0)
         row, column = torch.where(above > steps[:, None])
         dots = x.new_empty(len(row))

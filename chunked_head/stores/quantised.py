@@ -45,7 +45,7 @@ class QuantisedWeight:
     weight: Tensor
     version: int
     prints: dict[torch.dtype, Tensor]  # [rows] int32 each
-    more: dict[str, Quantised] = field(default_factory=dict)  # what later calls have added
+    cached: dict[str, Quantised] = field(default_factory=dict)  # what later calls have made of it
 
     def __post_init__(self) -> None:
         watch_optimizers()
@@ -53,12 +53,12 @@ class QuantisedWeight:
 
     def transposed(self, make: Callable[[Tensor], Quantised]) -> Quantised:
         """[hidden, padded rows] e4m3, for products of gradients: made once, by the first call that has some."""
-        transposed = self.more.get("transposed")
+        transposed = self.cached.get("transposed")
         if transposed is None:
             transposed = make(self.matrix.values)
             # the memory of a graph that is captured is not ours to keep
             if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self.more["transposed"] = transposed
+                self.cached["transposed"] = transposed
         return transposed
 
     def checked(self, weight: Tensor, rows: int) -> Self:

@@ -24,7 +24,7 @@ LARGEST, LEAST = tl.constexpr(tiles.LARGEST_E4M3), tl.constexpr(tiles.LEAST_SCAL
 
 @triton.jit
 def power_of_2_above(x):
-    """A power of 2 that takes x to 448 or less, and above 224."""
+    """The power of 2 by which x is divided, so that it is above 224 and at most 448; nan where x is not finite."""
     return tl.exp2(tl.ceil(tl.log2(tl.maximum(x / LARGEST, LEAST)))) + x * 0.0
 
 

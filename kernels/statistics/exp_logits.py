@@ -67,6 +67,7 @@ def finish_tile(
     STRIP: tl.constexpr,
     END: tl.constexpr,  # divides the vocabulary: a tile's columns, half of them, or 1
     INFINITE: tl.constexpr,  # a logit may be -inf
+    STORE_TOP: tl.constexpr,  # in the offset's place where the row's was taken
 ):
     """Stores a tile and its strips' statistics. A negative sum of exponentials marks a strip with an offset of its own
     instead of the row's."""
@@ -119,8 +120,12 @@ def finish_tile(
         scale = tl.exp2(-rounded)
         total, stores_offset = totals[0] * scale, in_rows
         if row_offset is not None:
-            stores_offset = in_rows & (offset != row_offset)
-            total = tl.where(offset != row_offset, -total, total)
+            has_offset = offset != row_offset
+            total = tl.where(has_offset, -total, total)
+            if STORE_TOP:
+                offset = tl.where(has_offset, offset, top)
+            else:
+                stores_offset = in_rows & has_offset
         tl.store(offset_ptr + stats_at, offset, mask=stores_offset)
         STORE_SUMS(totals, sums, strips, stats_at, in_rows, rounded, ratios)
         tl.store(sums[0] + stats_at, total, mask=in_rows)
@@ -131,7 +136,8 @@ def exp_logits(
     # outputs
     out_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2], or None
     out_ptr,  # the same where it is not described; None
-    strip_offset_ptr,  # [strips, rows] fp32; with a row offset only where the strip's sum is negative
+    # [strips, rows] fp32; with a row offset where the strip's sum is negative, elsewhere nothing, with e4m3 the maximum
+    strip_offset_ptr,
     sums,  # a tuple, of each softmax [strips, rows] fp32: sum of exp(ratio (x - offset)) over its first columns;
     # of the first negated where the row's offset was not taken
     strips,  # a tuple of [strips, rows]: what the vectors of statistics are made of
@@ -214,5 +220,5 @@ def exp_logits(
         finish_tile(
             out, strip_offset_ptr, sums, strips, strip_stride, x, class_weights_ptr, row_offset, row_start, tile_n,
             vocab, ratios, widths, STORE_LOGITS, STORE_STRIP, ADD_HALF, STORE_SUMS, SOFTMAXES, BLOCK_M, BLOCK_N,
-            STRIP, END, END == 1 or bias_ptr is not None,
+            STRIP, END, END == 1 or bias_ptr is not None, target_logit_ptr is not None,
         )  # fmt: skip

@@ -27,13 +27,33 @@ BEHIND = tl.constexpr(2147483647)
 
 @triton.jit
 def load_strips(offset_ptr, sum_ptr, offs, mask, target_logit, IS_RELATIVE: tl.constexpr):
-    """Offsets and sums of strips, 0 where there is none."""
+    """Offsets, sums and maxima of strips, -inf and 0 where there is none. The maximum is inf where a strip has not the
+    row's offset."""
     total = tl.load(sum_ptr + offs, mask=mask, other=0.0)
-    if IS_RELATIVE:
-        offset = tl.load(offset_ptr + offs, mask=mask, other=float("-inf"))
-    else:
-        offset = tl.where(total < 0.0, tl.load(offset_ptr + offs, mask=mask & (total < 0.0), other=0.0), target_logit)
-    return offset, tl.abs(total)
+    offset = tl.load(offset_ptr + offs, mask=mask, other=float("-inf"))
+    top = offset
+    if not IS_RELATIVE:
+        top = tl.where(total < 0.0, float("inf"), offset)
+        offset = tl.where(total < 0.0, offset, target_logit)
+    return offset, tl.abs(total), top
+
+
+@triton.jit
+def strips_above(
+    log_p, start, offset_ptr, sum_ptr, strip_count, strip_stride, target, target_logit, lse, IS_RELATIVE: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK_STRIPS: tl.constexpr,
+):  # fmt: skip
+    """The next strips of a row, from ``start`` on, and a mask of those in which an id, the target excepted, may have a
+    probability above ``2^log_p``. Both pointers are the row's."""
+    offs_strip = start + tl.arange(0, BLOCK_STRIPS)
+    mask = offs_strip < strip_count
+    offset, total, top = load_strips(
+        offset_ptr, sum_ptr, offs_strip.to(tl.int64) * strip_stride, mask, target_logit, IS_RELATIVE
+    )
+    mass = total * tl.exp2((offset - lse) * log2_e)
+    mass -= tl.where(offs_strip == target // STRIP, tl.exp2((target_logit - lse) * log2_e), 0.0)
+    mask &= (top - lse) * log2_e > log_p
+    return offs_strip, mask & (mass > 0.99 * tl.exp2(log_p))  # sums are rounded
 
 
 @triton.jit
@@ -79,7 +99,7 @@ def mend_heavy(
     sums,  # a tuple, of each softmax [strips, rows] fp32
     strips,  # a tuple of [strips, rows]: what the vectors of statistics are made of
     # inputs
-    strip_offset_ptr,  # [strips, rows] fp32; of exponentials only where the first sum is negative
+    strip_offset_ptr,  # [strips, rows] fp32; of exponentials where the first sum is not negative the maximum
     hidden_ptr,  # [rows, hidden] contiguous
     weight_ptr,  # [vocab, hidden] contiguous
     bias_ptr,  # [vocab] or None
@@ -114,6 +134,7 @@ def mend_heavy(
     """One row: its heavy ids, and what is mended of it."""
     row = tl.program_id(0).to(tl.int64)
     target, target_logit = tl.load(target_ptr + row), tl.load(target_logit_ptr + row)
+    sum_ptr, offset_ptr = sums[0] + row, strip_offset_ptr + row
     counts = (target >= 0) & (row < counted_rows(count_ptr, first_row, tl.num_programs(0)))
     strip_count = tl.where(counts, strip_count, 0)
     row_scale = None
@@ -125,55 +146,55 @@ def mend_heavy(
     for i in tl.static_range(1, SOFTMAXES):
         ends = ends + (vocab if widths[i] is None else widths[i],)
 
-    run_max, zero = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
-    run_sum, run_top = zero, zero  # of the row, and the largest of a strip, relative to exp(run_max)
+    run_max, run_sum = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    row_top, least = run_max, run_sum + (LEAST_HEAVY_LOG2 - MARGIN_LOG2)
     for start in range(0, strip_count, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
-        offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
-        offset, total = load_strips(strip_offset_ptr, sums[0], offs, mask, target_logit, IS_RELATIVE)
+        offs, mask = offs_strip.to(tl.int64) * strip_stride, offs_strip < strip_count
+        offset, total, top = load_strips(offset_ptr, sum_ptr, offs, mask, target_logit, IS_RELATIVE)
+        row_top = tl.maximum(row_top, tl.max(top, 0))
         offset = tl.where(total > 0.0, offset, float("-inf"))
         new_max = tl.maximum(run_max, tl.max(offset, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        mass, scale = total * tl.exp2((offset - shift) * log2_e), tl.exp2((run_max - shift) * log2_e)
-        run_sum, run_top = run_sum * scale + tl.sum(mass, 0), tl.maximum(run_top * scale, tl.max(mass, 0))
+        run_sum = run_sum * tl.exp2((run_max - shift) * log2_e)
+        run_sum += tl.sum(total * tl.exp2((offset - shift) * log2_e), 0)
         run_max = new_max
     lse = run_max + tl.log2(run_sum) * ln_2
-    least = LEAST_HEAVY_LOG2 - MARGIN_LOG2
-    strip_count = tl.where(run_top <= run_sum * tl.exp2(zero + least), 0, strip_count)  # nothing to open
+    strip_count = tl.where((row_top - lse) * log2_e <= least, 0, strip_count)  # nothing to open
 
     # the row's threshold, above LEAST_HEAVY_LOG2 where it has too many candidates
-    many, more = 0, 0
+    low_count, high_count = 0, 0
     for start in range(0, strip_count, BLOCK_STRIPS):
-        offs_strip = start + tl.arange(0, BLOCK_STRIPS)
-        offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
-        offset, total = load_strips(strip_offset_ptr, sums[0], offs, mask, target_logit, IS_RELATIVE)
-        opened = mask & (tl.log2(total) + (offset - lse) * log2_e > least)
+        offs_strip, opened = strips_above(
+            least, start, offset_ptr, sum_ptr, strip_count, strip_stride, target, target_logit, lse,
+            IS_RELATIVE, STRIP, BLOCK_STRIPS,
+        )  # fmt: skip
         for _ in range(0, tl.sum(opened.to(tl.int32), 0)):
             strip = tl.min(tl.where(opened, offs_strip, BEHIND), 0)
             opened &= offs_strip != strip
-            strip_at = strip.to(tl.int64) * strip_stride + row
+            strip_at = strip.to(tl.int64) * strip_stride
             shift, z, log_p = open_strip(
-                strip, stored_ptr + row * stride, strip_offset_ptr + strip_at, sums[0] + strip_at, target,
-                target_logit, lse, vocab, IS_RELATIVE, STRIP,
+                strip, stored_ptr + row * stride, offset_ptr + strip_at, sum_ptr + strip_at, target, target_logit,
+                lse, vocab, IS_RELATIVE, STRIP,
             )  # fmt: skip
-            many += tl.sum((log_p > least).to(tl.int32), 0)
-            more += tl.sum((log_p > least + 1.0).to(tl.int32), 0)
-    threshold = LEAST_HEAVY_LOG2 + tl.where(many > HEAVY, 1.0, 0.0) + tl.where(more > HEAVY, 1.0, 0.0)
+            low_count += tl.sum((log_p > least).to(tl.int32), 0)
+            high_count += tl.sum((log_p > least + 1.0).to(tl.int32), 0)
+    threshold = LEAST_HEAVY_LOG2 + tl.where(low_count > HEAVY, 1.0, 0.0) + tl.where(high_count > HEAVY, 1.0, 0.0)
 
     for start in range(0, strip_count, BLOCK_STRIPS):
-        offs_strip = start + tl.arange(0, BLOCK_STRIPS)
-        offs, mask = offs_strip.to(tl.int64) * strip_stride + row, offs_strip < strip_count
-        offset, total = load_strips(strip_offset_ptr, sums[0], offs, mask, target_logit, IS_RELATIVE)
-        opened = mask & (tl.log2(total) + (offset - lse) * log2_e > threshold - MARGIN_LOG2)
+        offs_strip, opened = strips_above(
+            threshold - MARGIN_LOG2, start, offset_ptr, sum_ptr, strip_count, strip_stride, target, target_logit, lse,
+            IS_RELATIVE, STRIP, BLOCK_STRIPS,
+        )  # fmt: skip
         for _ in range(0, tl.sum(opened.to(tl.int32), 0)):
             strip = tl.min(tl.where(opened, offs_strip, BEHIND), 0)
             opened &= offs_strip != strip
-            strip_at = strip.to(tl.int64) * strip_stride + row
+            strip_at = strip.to(tl.int64) * strip_stride
             shift, z, log_p = open_strip(
-                strip, stored_ptr + row * stride, strip_offset_ptr + strip_at, sums[0] + strip_at, target,
-                target_logit, lse, vocab, IS_RELATIVE, STRIP,
+                strip, stored_ptr + row * stride, offset_ptr + strip_at, sum_ptr + strip_at, target, target_logit,
+                lse, vocab, IS_RELATIVE, STRIP,
             )  # fmt: skip
-            is_negative = tl.load(sums[0] + strip_at) < 0.0
+            is_negative = tl.load(sum_ptr + strip_at) < 0.0
             offs_col = strip * STRIP + tl.arange(0, STRIP)
             in_vocab = offs_col < vocab
             x = tl.where(offs_col == target, target_logit, shift + z * ln_2)
@@ -201,7 +222,7 @@ def mend_heavy(
                 value = z if IS_RELATIVE else e
                 tl.store(stored_ptr + row * stride + offs_col, rounded(value, stored_ptr.dtype.element_ty), mask=mended)
                 # as the epilogue of ``exp_logits`` takes a row and half a strip, some of whose logits may be -inf
-                stats_at, in_rows = strip_at + tl.arange(0, 1), tl.arange(0, 1) == 0
+                stats_at, in_rows = strip_at + row + tl.arange(0, 1), tl.arange(0, 1) == 0
                 row_x, no_shift = x[None, :], tl.zeros((1,), dtype=tl.float32)
                 STORE_LOGITS(strips, stats_at, in_rows, row_x, offs_col, in_vocab, class_weights_ptr)
                 largest = tl.max(row_x, 1)
