@@ -43,17 +43,20 @@ def strips_above(
     log_p, start, offset_ptr, sum_ptr, strip_count, strip_stride, target, target_logit, lse, IS_RELATIVE: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_STRIPS: tl.constexpr,
 ):  # fmt: skip
-    """The next strips of a row, from ``start`` on, and a mask of those in which an id, the target excepted, may have a
-    probability above ``2^log_p``. Both pointers are the row's."""
+    """The next strips of a row, from ``start`` on; a mask of those in which an id, the target excepted, may have a
+    probability above ``2^log_p``; and how many such ids they have at most. Both pointers are the row's."""
     offs_strip = start + tl.arange(0, BLOCK_STRIPS)
     mask = offs_strip < strip_count
     offset, total, top = load_strips(
         offset_ptr, sum_ptr, offs_strip.to(tl.int64) * strip_stride, mask, target_logit, IS_RELATIVE
     )
+    has_target = offs_strip == target // STRIP
     mass = total * tl.exp2((offset - lse) * log2_e)
-    mass -= tl.where(offs_strip == target // STRIP, tl.exp2((target_logit - lse) * log2_e), 0.0)
-    mask &= (top - lse) * log2_e > log_p
-    return offs_strip, mask & (mass > 0.99 * tl.exp2(log_p))  # sums are rounded
+    mass -= tl.where(has_target, tl.exp2((target_logit - lse) * log2_e), 0.0)
+    largest = tl.where(has_target | (top == float("inf")), 0.0, tl.exp2((top - lse) * log2_e))
+    opened = mask & ((top - lse) * log2_e > log_p) & (mass > 0.99 * tl.exp2(log_p))  # sums are rounded
+    count = 1.0 + tl.floor((mass - largest) * 1.01 / tl.exp2(log_p))
+    return offs_strip, opened, tl.sum(tl.where(opened, tl.maximum(count, 1.0), 0.0), 0)
 
 
 @triton.jit
@@ -162,10 +165,15 @@ def mend_heavy(
     lse = run_max + tl.log2(run_sum) * ln_2
     strip_count = tl.where((row_top - lse) * log2_e <= least, 0, strip_count)  # nothing to open
 
-    # the row's threshold, above LEAST_HEAVY_LOG2 where it has too many candidates
-    low_count, high_count = 0, 0
+    # the row's threshold, above LEAST_HEAVY_LOG2 where it has too many candidates: they are counted if there may be
+    most, low_count, high_count = run_sum * 0.0, 0, 0
     for start in range(0, strip_count, BLOCK_STRIPS):
-        offs_strip, opened = strips_above(
+        most += strips_above(
+            least, start, offset_ptr, sum_ptr, strip_count, strip_stride, target, target_logit, lse,
+            IS_RELATIVE, STRIP, BLOCK_STRIPS,
+        )[2]  # fmt: skip
+    for start in range(0, tl.where(most > HEAVY, strip_count, 0), BLOCK_STRIPS):
+        offs_strip, opened, _ = strips_above(
             least, start, offset_ptr, sum_ptr, strip_count, strip_stride, target, target_logit, lse,
             IS_RELATIVE, STRIP, BLOCK_STRIPS,
         )  # fmt: skip
@@ -182,7 +190,7 @@ def mend_heavy(
     threshold = LEAST_HEAVY_LOG2 + tl.where(low_count > HEAVY, 1.0, 0.0) + tl.where(high_count > HEAVY, 1.0, 0.0)
 
     for start in range(0, strip_count, BLOCK_STRIPS):
-        offs_strip, opened = strips_above(
+        offs_strip, opened, _ = strips_above(
             threshold - MARGIN_LOG2, start, offset_ptr, sum_ptr, strip_count, strip_stride, target, target_logit, lse,
             IS_RELATIVE, STRIP, BLOCK_STRIPS,
         )  # fmt: skip
