@@ -102,85 +102,89 @@ def structure_of(
         ("losses", [measure.label for measure in summands]),
         ("metrics", [measure.label for measure in metrics]),
     ):
-        if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"two of the {kind} are called {twice[0]!r}; give one of them another name=")
-    per_token, temperature = temperature is None, 1.0 if temperature is None else temperature
-    tempered = [measure.label for measure in measures if measure.temperature is not None]
-    if per_token and tempered:
+        if repeated_labels := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"two of the {kind} are called {repeated_labels[0]!r}; give one of them another name=")
+    is_per_token, temperature = temperature is None, 1.0 if temperature is None else temperature
+    tempered_labels = [measure.label for measure in measures if measure.temperature is not None]
+    if is_per_token and tempered_labels:
         raise ValueError(
-            f"{tempered[0]} has a temperature of its own, and the call one per token, which goes for all its losses "
-            "and metrics; leave out one of them, or make two calls"
+            f"{tempered_labels[0]} has a temperature of its own, and the call one per token, which goes for all its "
+            "losses and metrics; leave out one of them, or make two calls"
         )
-    fewer = teacher_vocab is not None and teacher_vocab < vocab
-    dense = [summand for summand in summands if summand.teacher is not None]
+    has_fewer_ids = teacher_vocab is not None and teacher_vocab < vocab
+    dense_summands = [summand for summand in summands if summand.teacher is not None]
 
     def softmax_of(measure: Summand | Metric) -> tuple[float, int | None]:
         """Returns the temperature of the softmax that ``measure`` reads, and its number of ids; None: all ids."""
         if isinstance(measure, Metric) and measure.needs & set(DENSE):
             name = f"metrics.{measure.kind}"
-            if not dense:
+            if not dense_summands:
                 remedy = "add one, such as 0.0 * losses.lk()"
                 raise ValueError(f"{name} is of a dense teacher, and no loss of the call has one; {remedy}")
             if measure.temperature is not None:
-                raise ValueError(f"{name} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature")
-            measure = dense[0]
-        limited = fewer and isinstance(measure, Summand) and measure.teacher is not None
+                raise ValueError(
+                    f"{name} sees the softmaxes of losses.{dense_summands[0].kind}; leave out its temperature"
+                )
+            measure = dense_summands[0]
+        limited = has_fewer_ids and isinstance(measure, Summand) and measure.teacher is not None
         return measure.temperature or temperature, teacher_vocab if limited else None
 
     measure_softmaxes = list(dict.fromkeys(map(softmax_of, measures))) or [(temperature, None)]
     # the first view is over all ids and always made: its temperature becomes the head's scale
-    first = next((softmax for softmax in measure_softmaxes if softmax[1] is None), (measure_softmaxes[0][0], None))
-    softmaxes = list(dict.fromkeys([first, *measure_softmaxes]))
+    first_softmax = next(
+        (softmax for softmax in measure_softmaxes if softmax[1] is None), (measure_softmaxes[0][0], None)
+    )
+    softmaxes = list(dict.fromkeys([first_softmax, *measure_softmaxes]))
     if len(softmaxes) > 2:
         raise ValueError(
             "a call has at most two softmaxes, over different temperatures or vocabularies; these losses and metrics "
             f"ask for temperatures {', '.join(f'{t:g}' for t in dict.fromkeys(t for t, _ in softmaxes))}"
-            + (" and for the vocabulary shared with the teacher besides" if fewer else "")
+            + (" and for the vocabulary shared with the teacher besides" if has_fewer_ids else "")
             + "; split them over two calls"
         )
-    views = tuple(View(first[0] / t, columns) for t, columns in softmaxes)
+    views = tuple(View(first_softmax[0] / t, columns) for t, columns in softmaxes)
     summand_views = [(summand, softmaxes.index(softmax_of(summand))) for summand in summands]
     metric_views = [(metric, softmaxes.index(softmax_of(metric))) for metric in metrics]
 
-    leaves: set[str] = set()
+    leaf_names: set[str] = set()
     for summand, view in summand_views:
-        leaves |= {name + SUFFIX[view] for name in ("logprob", "lse")}
-        sloped = [s for s in OF_LOSSES if s.slopes is not None and not summand.needs.isdisjoint(s.words)]
-        leaves |= {vectors_at(s, view)[0] for s in sloped}
+        leaf_names |= {name + SUFFIX[view] for name in ("logprob", "lse")}
+        sloped_statistics = [s for s in OF_LOSSES if s.slopes is not None and not summand.needs.isdisjoint(s.words)]
+        leaf_names |= {vectors_at(s, view)[0] for s in sloped_statistics}
     words = {(name, view) for measure, view in (*summand_views, *metric_views) for name in measure.needs}
-    names = {name for name, _ in words}
-    columns_shared = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
-    betas = [summand.teacher.beta for summand in dense if summand.teacher is not None]
+    needed_names = {name for name, _ in words}
+    shared_columns = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
+    betas = [summand.teacher.beta for summand in dense_summands if summand.teacher is not None]
     beta = next((b for b in betas if b is not None), None)
     sums = all_sums(summand_views, metric_views, beta)
-    leaves |= {f"sum{i}" for i, s in enumerate(sums) if s.is_differentiated}
-    temperatures = [None if per_token else t for t, _ in softmaxes]
+    leaf_names |= {f"sum{i}" for i, s in enumerate(sums) if s.is_differentiated}
+    softmax_temperatures = [None if is_per_token else t for t, _ in softmaxes]
     teacher, pairing = pair_up(
-        summand_views, (TOP,) if "teacher_argmax" in names else (), sums, columns_shared, temperatures
+        summand_views, (TOP,) if "teacher_argmax" in needed_names else (), sums, shared_columns, softmax_temperatures
     )
-    of_tokens, of_segments = (
+    token_metrics, segment_metrics = (
         tuple([pair for pair in metric_views if (pair[0].scope == "token") == local]) for local in (True, False)
     )
     structure = Structure(
-        tuple(summand_views), of_tokens, views, pairing, sums, frozenset(leaves), vocab, first[0], teacher,
-        smoothing_weights(summands, names), of_segments, beta,
+        tuple(summand_views), token_metrics, views, pairing, sums, frozenset(leaf_names), vocab, first_softmax[0],
+        teacher, smoothing_weights(summands, needed_names), segment_metrics, beta,
     )  # fmt: skip
     fields = {name: FIELDS[name] for measure in measures for name in measure.fields if name in FIELDS}
     # an int field takes 16 bytes per token: the ids, and a copy with -1 for ids out of range
-    sizes = {"float": 4, "int": 16, "bool": 1}
+    bytes_by_type = {"float": 4, "int": 16, "bool": 1}
     demand = Demand(
         views=views,
         statistics=needed(words, len(views)),
-        lists=lists_of(names, columns, 0),
+        lists=lists_of(needed_names, columns, 0),
         pairing=pairing,
         sums=sums,
-        rank_one=leaves <= {"logprob", "lse"} and not sums,
+        rank_one=leaf_names <= {"logprob", "lse"} and not sums,
         columns_only=bool(columns and summands)
         and all(s.of_columns for s in summands)
         and not metrics
         and len(views) == 1,
         values=sum(structure.widths),
-        field_bytes=sum(sizes[field.type] for field in fields.values() if field == Field("token", field.type)),
+        field_bytes=sum(bytes_by_type[field.type] for field in fields.values() if field == Field("token", field.type)),
     )
     return structure, demand
 

@@ -41,8 +41,9 @@ from .demand import Structure
 if TYPE_CHECKING:
     from .vectors import VectorKernel  # imports Triton
 
-Named = dict[str, Tensor]
+Named = dict[str, Tensor]  # tensors by name
 Arithmetic = tuple["VectorKernel", tuple[str, ...]]  # a kernel, and names of its coefficients in order
+# by the key of ``arithmetic_of``; None where there is no kernel
 KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 
@@ -78,21 +79,22 @@ class Inputs(NamedTuple):
 
 
 def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Named, list[Tensor], list[Tensor]]:
-    """Returns coefficients by name; the rows of the table, each [n]; and the values of segments and pairs."""
+    """The arithmetic of n tokens in PyTorch: returns coefficients by name; a list of the table's rows, each [n]; and a
+    list of the values of segments and pairs, each [units] or [components, units]."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.rank_sums, inputs.withheld)
     leaves = masked(leaves, batch.mask)
     dtype, sloped_names = leaves["lse"].dtype, structure.leaves if structure.summands else ()
-    sloped = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items() if name in sloped_names}
-    rows, unit_values, loss = list[Tensor](), list[Tensor](), inputs.summand_factors.new_zeros(())
+    sloped_leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items() if name in sloped_names}
+    table_rows, unit_values, total_loss = list[Tensor](), list[Tensor](), inputs.summand_factors.new_zeros(())
     for i, (summand, view) in enumerate(structure.summands):
-        with torch.set_grad_enabled(bool(sloped)):
+        with torch.set_grad_enabled(bool(sloped_leaves)):
             loss_leaves = leaves
-            if sloped:
+            if sloped_leaves:
                 is_zero = (
                     inputs.summand_factors[i] == 0
                 )  # a factor of 0 gives 0 by selection: the slope may be infinite
                 loss_leaves = leaves | {
-                    name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped.items()
+                    name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped_leaves.items()
                 }
             mask, stats = share_mask(summand.unit, batch), stats_at(structure, summand, view, loss_leaves)
             if summand.builtin:
@@ -102,41 +104,51 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
             if summand.unit == "token":
                 name = summand.token_weights
                 assert name is None or isinstance(name, str)
-                if (weight := inputs.fields.get("token_weights" if name is None else name)) is not None:
-                    values = values * weight.to(dtype)
+                if (token_weights := inputs.fields.get("token_weights" if name is None else name)) is not None:
+                    values = values * token_weights.to(dtype)
             values = torch.where(mask, values, 0)
-            if sloped:
-                loss = loss + (values * inputs.summand_factors[i]).sum()
-        (rows if summand.unit == "token" else unit_values).append(values.detach())
+            if sloped_leaves:
+                total_loss = total_loss + (values * inputs.summand_factors[i]).sum()
+        (table_rows if summand.unit == "token" else unit_values).append(values.detach())
     coefficients: Named = {}
-    if sloped:
-        grads = tuple([torch.zeros_like(leaf) for leaf in sloped.values()])
-        if loss.requires_grad:
+    if sloped_leaves:
+        grads = tuple([torch.zeros_like(leaf) for leaf in sloped_leaves.values()])
+        if total_loss.requires_grad:
             with anomalies_at(batch.mask) if torch.is_anomaly_enabled() else contextlib.nullcontext():
-                grads = torch.autograd.grad(loss, tuple(sloped.values()), allow_unused=True, materialize_grads=True)
+                grads = torch.autograd.grad(
+                    total_loss, tuple(sloped_leaves.values()), allow_unused=True, materialize_grads=True
+                )
         # 0 by selection where a token does not count: a loss may have an infinite slope there
-        slopes = masked(dict(zip(sloped, grads, strict=True)), batch.mask)
+        slopes = masked(dict(zip(sloped_leaves, grads, strict=True)), batch.mask)
         coefficients = coefficients_of(structure, slopes, leaves)
     metric_stats, masks = dict[Any, Stats](), dict[str, Tensor]()
     for metric, view in structure.metrics:
         if metric.unit not in masks:
             masks[metric.unit] = share_mask(metric.unit, batch)
         mask = masks[metric.unit]
-        key = view, metric.reads_target, metric.builtin, metric.needs, *structure.sum_vectors[metric, view].items()
-        if key not in metric_stats:
-            metric_stats[key] = stats_at(structure, metric, view, leaves)
-        stats = metric_stats[key]
+        stats_key = (
+            view,
+            metric.reads_target,
+            metric.builtin,
+            metric.needs,
+            *structure.sum_vectors[metric, view].items(),
+        )
+        if stats_key not in metric_stats:
+            metric_stats[stats_key] = stats_at(structure, metric, view, leaves)
+        stats = metric_stats[stats_key]
         if metric.builtin:
             value = metric.function(stats, batch, **metric.options)
         else:
             value = values_of_user(metric, stats, batch, mask)
-        columns = value if isinstance(value, tuple) else (value, value.square()) if metric.components == 2 else (value,)
+        value_columns = (
+            value if isinstance(value, tuple) else (value, value.square()) if metric.components == 2 else (value,)
+        )
         if metric.unit == "token":
             weights = inputs.metric_weights.get(metric.weighting)
-            rows += [selected(metric, column, mask, weights) for column in columns]
+            table_rows += [selected(metric, column, mask, weights) for column in value_columns]
         else:
-            unit_values.append(torch.stack([selected(metric, column, mask) for column in columns]))
-    return coefficients, [row.to(dtype) for row in rows], unit_values
+            unit_values.append(torch.stack([selected(metric, column, mask) for column in value_columns]))
+    return coefficients, [row.to(dtype) for row in table_rows], unit_values
 
 
 def values_of_user(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, tensors: Named | None = None) -> Tensor:
@@ -144,8 +156,8 @@ def values_of_user(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, t
     function gets copies of its arguments; ValueError for values of another shape."""
     values = measure.values(Stats(Copies(stats.values)), batch.copies(), Copies(tensors or {}))
     if values.shape != mask.shape:
-        sizes = f"{tuple(mask.shape)} here; got {tuple(values.shape)}"
-        raise ValueError(f"{measure.label} must return one value per {measure.unit}, {sizes}")
+        shapes_text = f"{tuple(mask.shape)} here; got {tuple(values.shape)}"
+        raise ValueError(f"{measure.label} must return one value per {measure.unit}, {shapes_text}")
     return values
 
 
@@ -171,7 +183,7 @@ def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves:
 
 def masked(vectors: Named, mask: Tensor) -> Named:
     """Vectors [n] or [n, c] with 0 where ``mask`` [n] is false; by selection, since they may be nan there."""
-    return {n: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for n, value in vectors.items()}
+    return {name: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for name, value in vectors.items()}
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:
@@ -203,15 +215,22 @@ def arithmetic_of(
     """Returns the kernel for inputs like these, or None without one; and the list of its arguments."""
     if not structure.builtin:
         return None, []
-    tensors = [
+    argument_tensors = [
         *leaves.values(),
         inputs.target, inputs.summand_factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
         *[tensor for of_summand in inputs.tensors for tensor in of_summand.values()], *inputs.metric_weights.values(),
     ]  # fmt: skip
-    kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
-    code, numbers = structure.split
-    key = code, tuple(leaves), tuple(inputs.fields), inputs.token_fields, tuple(inputs.metric_weights), kinds
-    arguments: list[Tensor | float] = [*tensors, *numbers]
+    tensor_kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in argument_tensors])
+    structure_code, numbers = structure.split
+    key = (
+        structure_code,
+        tuple(leaves),
+        tuple(inputs.fields),
+        inputs.token_fields,
+        tuple(inputs.metric_weights),
+        tensor_kinds,
+    )
+    arguments: list[Tensor | float] = [*argument_tensors, *numbers]
     return KERNELS.get_or_make(key, lambda: make_arithmetic(structure, leaves, inputs, arguments)), arguments
 
 
@@ -221,33 +240,33 @@ def make_arithmetic(
     """A kernel of ``values_of``, traced on inputs like these; None for fp64, for sums over segments, and for losses
     with several columns per token."""
     measures = [measure for measure, _ in (*structure.summands, *structure.metrics)]
-    wider = any(measure.scope != "token" for measure in measures) or any(leaf.dim() > 1 for leaf in leaves.values())
-    gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in arguments)
-    if wider or gaps or leaves["lse"].dtype != torch.float32:
+    is_wider = any(measure.scope != "token" for measure in measures) or any(leaf.dim() > 1 for leaf in leaves.values())
+    has_gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in arguments)
+    if is_wider or has_gaps or leaves["lse"].dtype != torch.float32:
         return None
     from .vectors import vector_kernel
 
-    names: list[str] = []
+    coefficient_names: list[str] = []
 
     def function(operands: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         operand = iter(operands)
         vectors = {name: next(operand) for name in leaves}
         mapped = inputs.map(lambda value, dim: next(operand))
         coefficients, rows, _ = values_of(structure.with_numbers(operand), vectors, mapped)
-        names[:] = coefficients
+        coefficient_names[:] = coefficients
         return list(coefficients.values()), rows
 
-    dims: list[int | None] = [0] * len(leaves)  # for each argument the dimension of tokens, or None
+    token_dims: list[int | None] = [0] * len(leaves)  # for each argument the dimension of tokens, or None
 
     def note(value: Tensor, dim: int | None) -> Tensor:
-        dims.append(dim)
+        token_dims.append(dim)
         return value
 
     inputs.map(note)
-    dims += [None] * (len(arguments) - len(dims))  # numbers
+    token_dims += [None] * (len(arguments) - len(token_dims))  # numbers
     # in a thread of its own, modes and hooks around the call do not reach the trace
-    kernel = in_own_thread(functools.partial(vector_kernel, function, arguments, dims))
-    return None if kernel is None else (kernel, tuple(names))
+    kernel = in_own_thread(functools.partial(vector_kernel, function, arguments, token_dims))
+    return None if kernel is None else (kernel, tuple(coefficient_names))
 
 
 def evaluate(
@@ -260,15 +279,15 @@ def evaluate(
         arithmetic, arguments = arithmetic_of(structure, stats.for_losses, inputs)
         if arithmetic is not None:
             kernel, names = arithmetic
-            chunk = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
-            kernel(arguments, rows, chunk, table)
-            return dict(zip(names, chunk.unbind(0), strict=True)), []
+            chunk_coefficients = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
+            kernel(arguments, rows, chunk_coefficients, table)
+            return dict(zip(names, chunk_coefficients.unbind(0), strict=True)), []
     if rows.stop - rows.start < len(inputs.target):
         stats, inputs = stats.narrow(rows), inputs.narrow(rows)
     with plain_saving():
-        coefficients, values, unit_values = values_of(structure, stats.for_losses, inputs)
-    if values:
-        table[:, rows] = torch.stack(values)
+        coefficients, token_values, unit_values = values_of(structure, stats.for_losses, inputs)
+    if token_values:
+        table[:, rows] = torch.stack(token_values)
     return coefficients, unit_values
 
 
@@ -297,19 +316,19 @@ def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]],
     if structure.metrics:
         sums = sums * one_or_nan
     # each chunk has values of the segments with tokens in it only
-    of_units = (torch.cat(of_chunks, -1) for of_chunks in zip(*unit_values, strict=True))
-    row, reduced = 0, []
+    values_by_unit_measure = (torch.cat(of_chunks, -1) for of_chunks in zip(*unit_values, strict=True))
+    first_row, reduced_values = 0, []
     reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
     for reduce, width in zip(reductions, structure.widths, strict=True):
-        values = next(of_units) if width == 0 else table[row : row + width]
+        values = next(values_by_unit_measure) if width == 0 else table[first_row : first_row + width]
         if reduce != "mean":
             values = torch.nn.functional.pad(values, (0, 1), value=OF_NOTHING[reduce])  # so that amax has an element
             total = values.amax(-1) if reduce == "max" else values.amin(-1)
         else:
-            total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
-        reduced.append(total.squeeze())
-        row += width
-    return reduced
+            total = values.sum(-1) * one_or_nan if width == 0 else sums[first_row : first_row + width]
+        reduced_values.append(total.squeeze())
+        first_row += width
+    return reduced_values
 
 
 def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
@@ -319,35 +338,39 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
         d logprob = 1[target] - p,   d lse = p,   d sum f = s - p total,   d x_k = 1[k]
 
     and those of ``core/statistics.py``, each times the ratio of the view. ``f`` is the function of a sum over the
-    vocabulary, ``s`` its slope and ``total`` the sum of s (``core/records.py``, ``SumFunction``).
+    vocabulary, ``s`` its slope and ``coefficients`` the sum of s (``core/records.py``, ``SumFunction``).
     """
-    total: Named = {}
+    coefficients: Named = {}
 
     def add_coefficient(name: str, value: Tensor) -> None:
-        total[name] = total[name] + value if name in total else value
+        coefficients[name] = coefficients[name] + value if name in coefficients else value
 
-    for i, (r, _) in enumerate(structure.views):
+    for i, (ratio, _) in enumerate(structure.views):
         suffix = SUFFIX[i]
         if "lse" + suffix in grads:
-            add_coefficient("alpha" + suffix, r * grads["lse" + suffix])
+            add_coefficient("alpha" + suffix, ratio * grads["lse" + suffix])
         if "logprob" + suffix in grads:
-            g = r * grads["logprob" + suffix]
-            add_coefficient("alpha" + suffix, -g)
-            add_coefficient("beta", -g)
+            slope = ratio * grads["logprob" + suffix]
+            add_coefficient("alpha" + suffix, -slope)
+            add_coefficient("beta", -slope)
         for statistic in statistics_at(i):
             name = vectors_at(statistic, i)[0]
             if statistic.slopes is not None and name in grads:
-                for factor, value in statistic.slopes(grads[name], leaves[name], r).items():
+                for factor, value in statistic.slopes(grads[name], leaves[name], ratio).items():
                     add_coefficient(factor + suffix, value)
     for i, vocabulary_sum in enumerate(structure.sums):
         if (name := f"sum{i}") not in grads:
             continue
-        g = structure.views[vocabulary_sum.view].ratio * grads[name]
+        slope = structure.views[vocabulary_sum.view].ratio * grads[name]
         sums: dict[object, Any] = {"value": leaves[name], "slopes": leaves.get(f"{name}_total")}
         if vocabulary_sum.function.total != "gradient":
-            slopes: Any = sums.get(vocabulary_sum.function.total, vocabulary_sum.function.total)
+            slope_total: Any = sums.get(vocabulary_sum.function.total, vocabulary_sum.function.total)
             # where g is 0, a user's slopes may be infinite
-            share = torch.where(g == 0, 0.0, g * slopes) if vocabulary_sum.function.source else g * slopes
-            add_coefficient("alpha" + SUFFIX[vocabulary_sum.view], -share)
-        add_coefficient(name, g)
-    return total
+            alpha_share = (
+                torch.where(slope == 0, 0.0, slope * slope_total)
+                if vocabulary_sum.function.source
+                else slope * slope_total
+            )
+            add_coefficient("alpha" + SUFFIX[vocabulary_sum.view], -alpha_share)
+        add_coefficient(name, slope)
+    return coefficients

@@ -175,22 +175,24 @@ class ScalarObjective(LossObjective):
     def results(self, stats: RowStats) -> tuple[tuple[Tensor], list[Tensor], list[Tensor]]:
         if self.table is None and (self.targets.shape[0] or (self.coupled and self.exchanges)):
             self.evaluate_rows(stats, slice(0, len(self.targets)), gradient=False)
-        (table, unit_values), structure, count = self.take_values(), self.structure, len(self.inverses)
+        (table, unit_values), structure, summand_count = self.take_values(), self.structure, len(self.inverses)
         has_one_denominator = not self.is_normalized and len({id(d) for d in self.inverses}) == 1
-        numbers = [c for c in self.loss_coefficients if type(c) is float]
-        adds_rows = {*structure.widths} == {1} and all(metric.reduce == "mean" for metric, _ in structure.metrics)
-        has_number_factors = has_one_denominator and len(numbers) == count
-        if table is not None and self.backend is not None and has_number_factors and adds_rows:
+        number_coefficients = [c for c in self.loss_coefficients if type(c) is float]
+        has_row_sums_only = {*structure.widths} == {1} and all(
+            metric.reduce == "mean" for metric, _ in structure.metrics
+        )
+        has_number_factors = has_one_denominator and len(number_coefficients) == summand_count
+        if table is not None and self.backend is not None and has_number_factors and has_row_sums_only:
             # one launch makes the sums of all rows and the sum of losses
-            total, row_sums = self.backend.sum_rows(table, self.inverses[0], self.one_or_nan, numbers)
+            total, row_sums = self.backend.sum_rows(table, self.inverses[0], self.one_or_nan, number_coefficients)
             sums = list(row_sums.unbind())
-            return (total,), sums[:count], sums[count:]
+            return (total,), sums[:summand_count], sums[summand_count:]
         if table is None:
             loss_values = [d * 0.0 for d in self.inverses]
             metric_totals = self.totals_without_tokens(structure.metrics)
         else:
             sums = totals(structure, table, unit_values, self.one_or_nan)
-            loss_values, metric_totals = list(map(torch.mul, sums[:count], self.inverses)), sums[count:]
+            loss_values, metric_totals = list(map(torch.mul, sums[:summand_count], self.inverses)), sums[summand_count:]
             if self.is_normalized:  # by selection: a normalizer of 0 gives 0 even for an infinite sum
                 loss_values = [
                     torch.where(d == 0, d, value) for d, value in zip(self.inverses, loss_values, strict=True)
@@ -202,18 +204,18 @@ class ScalarObjective(LossObjective):
     def metric_values(self, stats: RowStats, metric_totals: Sequence[Tensor]) -> dict[str, MetricValue]:
         """Metrics of all tokens by name. ``metric_totals``: those that ``results`` returns, of metrics computed with
         the chunks. ``Structure.segment_metrics``, which read all tokens at once, are computed here."""
-        metric_totals, of_segments = [*metric_totals], self.structure.segment_metrics
-        if of_segments and not self.targets.shape[0] and not self.exchanges:
-            metric_totals += self.totals_without_tokens(of_segments)
-        elif of_segments:
-            structure = replace(self.structure, summands=(), metrics=of_segments, leaves=frozenset())
+        metric_totals, segment_metrics = [*metric_totals], self.structure.segment_metrics
+        if segment_metrics and not self.targets.shape[0] and not self.exchanges:
+            metric_totals += self.totals_without_tokens(segment_metrics)
+        elif segment_metrics:
+            structure = replace(self.structure, summands=(), metrics=segment_metrics, leaves=frozenset())
             all_rows = slice(0, len(self.targets))
             table = stats.lse.new_empty(sum(structure.widths), len(self.targets))
             _, unit_values = evaluate(structure, stats, self.inputs, all_rows, None, table)
             metric_totals += totals(structure, table, [unit_values], self.one_or_nan)
         values, rank_sums = {}, self.inputs.rank_sums
-        measured = (*self.structure.metrics, *of_segments)
-        for (metric, _), total, count in zip(measured, metric_totals, self.counts, strict=True):
+        measured_metrics = (*self.structure.metrics, *segment_metrics)
+        for (metric, _), total, count in zip(measured_metrics, metric_totals, self.counts, strict=True):
             if metric.reduce == "mean":
                 values[metric.label] = MetricValue("mean", total, count, finish=metric.finish)
             else:
@@ -299,15 +301,15 @@ class StatsObjective(Objective):
     def results(self, stats: RowStats) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
         if self.names == ("logprobs",):
             return (stats.logprob * self.one_or_nan,), [], []  # the kernels store 0 where a token does not count
-        counts, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
+        is_token_counted, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
         values = []
         for name in self.names:
             value = self.statistic(stats.by_name, name)
-            is_counted = over_columns(counts, value)
+            is_value_counted = over_columns(is_token_counted, value)
             if value.is_floating_point():
-                values.append(torch.where(is_counted, value + zero_or_nan, zero_or_nan))
+                values.append(torch.where(is_value_counted, value + zero_or_nan, zero_or_nan))
             else:
-                values.append(value * is_counted)  # integers are never nan, so a product suffices
+                values.append(value * is_value_counted)  # integers are never nan, so a product suffices
         return tuple(values), [], []
 
     def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
@@ -334,17 +336,23 @@ class StatsObjective(Objective):
         return counted_upstream(upstream[0], self.targets).to(self.dtype)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
-        grads = {
+        slopes_by_statistic = {
             LEAF.get(name, name): gradient.to(self.dtype)
             for name, gradient in zip(self.names[: self.differentiable], upstream, strict=False)
             if gradient is not None
         }
-        if "logprob" not in grads:  # kernels read alpha and beta in every call
-            grads["logprob"] = torch.zeros(len(self.targets), dtype=self.dtype, device=self.targets.device)
-        if (slope := grads.pop("mean_logit", None)) is not None:
-            grads["weighted_sum"] = slope / self.structure.vocab
-        if (slope := grads.pop("log_sum_sq_probs", None)) is not None:
-            grads["lse" + SUFFIX[1]] = slope
-            grads["lse"] = grads["lse"] - 2 * slope if "lse" in grads else -2 * slope
+        if "logprob" not in slopes_by_statistic:  # kernels read alpha and beta in every call
+            slopes_by_statistic["logprob"] = torch.zeros(
+                len(self.targets), dtype=self.dtype, device=self.targets.device
+            )
+        if (slope := slopes_by_statistic.pop("mean_logit", None)) is not None:
+            slopes_by_statistic["weighted_sum"] = slope / self.structure.vocab
+        if (slope := slopes_by_statistic.pop("log_sum_sq_probs", None)) is not None:
+            slopes_by_statistic["lse" + SUFFIX[1]] = slope
+            slopes_by_statistic["lse"] = (
+                slopes_by_statistic["lse"] - 2 * slope if "lse" in slopes_by_statistic else -2 * slope
+            )
         # by selection: where a token does not count, statistics may be uninitialised or nan
-        return Coefficients.from_dict(masked(coefficients_of(self.structure, grads, stats.by_name), self.targets >= 0))
+        return Coefficients.from_dict(
+            masked(coefficients_of(self.structure, slopes_by_statistic, stats.by_name), self.targets >= 0)
+        )

@@ -30,9 +30,9 @@ class VectorKernel:
     """A kernel that reads the tokens ``rows`` of inputs of all tokens, and writes two fp32 outputs: ``chunk`` [outputs,
     tokens of ``rows``], and ``rows`` of ``table`` [outputs, tokens]. The trace has the number of outputs of each."""
 
-    def __init__(self, source: str, used: Sequence[int], inputs: int, outputs: tuple[int, int]):
-        """``used``: indices of the inputs that the source reads. ``inputs``: number of all inputs."""
-        self.used, self.kind = tuple(used), (inputs, outputs, torch.float32, torch.float32)
+    def __init__(self, source: str, used: Sequence[int], input_count: int, output_counts: tuple[int, int]):
+        """``used``: indices of the inputs that the source reads. ``input_count``: number of all inputs."""
+        self.used, self.kind = tuple(used), (input_count, output_counts, torch.float32, torch.float32)
         function = defined("arithmetic_kernel", source, {"tl": tl, "functions": functions}, self)
         pointers = ["chunk_ptr", "table_ptr", *(f"in{i}_ptr" for i in self.used)]
         kernel = triton.jit(function, do_not_specialize=SIZES, do_not_specialize_on_alignment=pointers)
@@ -57,12 +57,14 @@ def vector_kernel(
     lists of outputs [n], for ``chunk`` and for ``table``. ``token_dims``: for each input the dimension of tokens, or
     None. The function gets a float as a float32 tensor []; the kernel takes any float in its place."""
     try:
-        first, second = (VectorWriter(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
+        short_writer, long_writer = (
+            VectorWriter(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS
+        )
     except NoKernelError:
         return None
-    if (first.source, first.counts) != (second.source, second.counts):
+    if (short_writer.source, short_writer.counts) != (long_writer.source, long_writer.counts):
         return None
-    return VectorKernel(first.source, first.used, len(inputs), first.counts)
+    return VectorKernel(short_writer.source, short_writer.used, len(inputs), short_writer.counts)
 
 
 def trace(
@@ -70,20 +72,20 @@ def trace(
 ) -> tuple[fx.GraphModule, int]:
     """Returns the trace for ``tokens`` tokens, whose outputs are those of ``chunk``, then those of ``table``; and the
     number of the former."""
-    samples, counts = [], []
+    samples, chunk_output_counts = [], []
     for value, dim in zip(inputs, token_dims, strict=True):
         shape, dtype = ([], torch.float32) if isinstance(value, float) else ([*value.shape], value.dtype)
         if dim is not None:
             shape[dim] = tokens
         samples.append(torch.zeros(shape, dtype=dtype, device="cpu"))
 
-    def in_a_row(inputs: list[Tensor]) -> list[Tensor]:
-        of_chunk, of_all = function(inputs)
-        counts.append(len(of_chunk))
-        return [*of_chunk, *of_all]
+    def outputs_in_a_row(inputs: list[Tensor]) -> list[Tensor]:
+        chunk_outputs, table_outputs = function(inputs)
+        chunk_output_counts.append(len(chunk_outputs))
+        return [*chunk_outputs, *table_outputs]
 
-    graph = traced(in_a_row, samples)
-    return graph, counts[-1]
+    graph = traced(outputs_in_a_row, samples)
+    return graph, chunk_output_counts[-1]
 
 
 class VectorWriter(Writer):
@@ -91,7 +93,11 @@ class VectorWriter(Writer):
     (numbers of outputs of ``chunk`` and of ``table``)."""
 
     def __init__(
-        self, graph: fx.GraphModule, local: int, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
+        self,
+        graph: fx.GraphModule,
+        chunk_outputs: int,
+        inputs: Sequence[Tensor | float],
+        token_dims: Sequence[int | None],
     ):
         super().__init__(graph)
         self.token_dims = token_dims
@@ -99,16 +105,16 @@ class VectorWriter(Writer):
         self.numbers = {i for i, value in enumerate(inputs) if isinstance(value, float)}
         if not self.outputs:
             raise NoKernelError("nothing to store")
-        self.counts = local, len(self.outputs) - local
+        self.counts = chunk_outputs, len(self.outputs) - chunk_outputs
         for i, node in enumerate(self.outputs):
-            table, place, ahead = ("chunk", i, "") if i < local else ("table", i - local, " + first")
-            pointer = f"{table}_ptr + {place} * tl.cast({table}_stride, tl.int64){ahead}"
+            table, place, offset = ("chunk", i, "") if i < chunk_outputs else ("table", i - chunk_outputs, " + first")
+            pointer = f"{table}_ptr + {place} * tl.cast({table}_stride, tl.int64){offset}"
             self.lines.append(f"tl.store({pointer} + row, {self.cast(node, torch.float32)}, mask=here)")
         arguments = [f"in{i}" if i in self.numbers else f"in{i}_ptr" for i in self.used]
         arguments += ["first", "rows", "chunk_stride", "table_stride", "BLOCK: tl.constexpr"]
         header = f"def arithmetic_kernel(chunk_ptr, table_ptr, {', '.join(arguments)}):"
-        beginning = ["row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "here = row < rows"]
-        self.source = "\n    ".join([header, *beginning, *self.lines]) + "\n"
+        first_lines = ["row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "here = row < rows"]
+        self.source = "\n    ".join([header, *first_lines, *self.lines]) + "\n"
 
     def read(self, node: fx.Node) -> str:
         if node.meta["val"].dim() != (self.token_dims[self.inputs[node]] is not None):

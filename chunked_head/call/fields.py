@@ -14,10 +14,11 @@ from ..metrics import Metric
 from ..stores.operands import TeacherHead
 from .options import Call
 
-TEMPERATURE = "temperature of each token"  # an argument of the call, moved like a field
+TEMPERATURE = "temperature of each token"  # name of the field that an argument of the call becomes
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
 SEGMENT_IDS = ("segments", "documents")
 TAKE_BATCH = ("linear_loss", "logits_loss")  # functions whose fields are a mapping, in which others have arguments
+# by field: the field whose shape it must have
 SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}
 FIELDS_OF_UNIT = {
     "token": (),
@@ -26,6 +27,7 @@ FIELDS_OF_UNIT = {
 }  # fields that a loss or metric with one value per token, segment or pair needs
 MOST_PADDING = 1023  # ids; a vocabulary is padded to a multiple of 1024 at most
 NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # options that may name a field
+# by the type of a field: its name in errors, and a test of a tensor
 TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
     "float": ("floating-point", Tensor.is_floating_point),
     "int": ("int64 or int32", lambda value: value.dtype in (torch.int64, torch.int32)),
@@ -69,20 +71,24 @@ def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
             "by fields= of losses.custom or metrics.Metric"
         )
     field_kinds[TEMPERATURE] = Field("token")
-    of_segments = {*SEGMENT_IDS, *[field for field, kind in field_kinds.items() if kind.kind in ("segment", "pair")]}
-    names = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
+    segment_fields = {*SEGMENT_IDS, *[field for field, kind in field_kinds.items() if kind.kind in ("segment", "pair")]}
+    field_names = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for role, measure in roles_and_measures:
-        read = [*measure.fields, *fields_named_by(measure)]
-        for field in (*read, *FIELDS_OF_UNIT[measure.unit]):
+        read_fields = [*measure.fields, *fields_named_by(measure)]
+        for field in (*read_fields, *FIELDS_OF_UNIT[measure.unit]):
             if field not in batch:
-                why = "needs" if field in read else f"has values per {measure.unit} and needs"
+                reason = "needs" if field in read_fields else f"has values per {measure.unit} and needs"
                 remedy = SEGMENTS if field == "segments" else "; add it to batch"
-                raise ValueError(f"{role} {measure.label} {why} batch[{field!r}], which is missing{remedy}")
-        names += [*read, *FIELDS_OF_UNIT[measure.unit], *(field for field in measure.optional_fields if field in batch)]
-        for option, right in NAMING.items():
+                raise ValueError(f"{role} {measure.label} {reason} batch[{field!r}], which is missing{remedy}")
+        field_names += [
+            *read_fields,
+            *FIELDS_OF_UNIT[measure.unit],
+            *(field for field in measure.optional_fields if field in batch),
+        ]
+        for option, right_kind in NAMING.items():
             named_field = getattr(measure, option, None)
             if isinstance(named_field, str) and (
-                named_field == "mask" or field_kinds[named_field]._replace(type=right.type) != right
+                named_field == "mask" or field_kinds[named_field]._replace(type=right_kind.type) != right_kind
             ):
                 remedy = (
                     "the mask applies by itself"
@@ -90,21 +96,24 @@ def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
                     else f"not one of kind {field_kinds[named_field].kind!r}"
                 )
                 raise ValueError(
-                    f"{option}={named_field!r} of {measure.label} must name a {right.kind} field; {remedy}"
+                    f"{option}={named_field!r} of {measure.label} must name a {right_kind.kind} field; {remedy}"
                 )
         if isinstance(measure, Summand) and measure.teacher is not None:
-            logits, head_fields = "teacher_logits" in batch, [field for field in TEACHER_FIELDS[1:] if field in batch]
+            has_logits, head_fields = (
+                "teacher_logits" in batch,
+                [field for field in TEACHER_FIELDS[1:] if field in batch],
+            )
             refuse({
                 f"batch has teacher_logits and {', '.join(head_fields[:1])}; loss {measure.label} takes one: drop the "
                 "other":
-                    logits and head_fields,
+                    has_logits and head_fields,
                 f"loss {measure.label} needs batch['teacher_logits'], or teacher_hidden with teacher_weight":
-                    not (logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
+                    not (has_logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
             })  # fmt: skip
         if not measure.builtin:
-            withheld = {*TEACHER_FIELDS, *(of_segments if call.num_segments is None else ())}
-            names += [field for field in batch if field not in withheld]
-    return list(dict.fromkeys(names)), field_kinds
+            withheld = {*TEACHER_FIELDS, *(segment_fields if call.num_segments is None else ())}
+            field_names += [field for field in batch if field not in withheld]
+    return list(dict.fromkeys(field_names)), field_kinds
 
 
 def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str, Field]) -> None:
@@ -115,72 +124,86 @@ def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str
     if unpaired := [field for field in KEPT_FIELDS if field in names and "kept_ids" not in names]:
         raise ValueError(f"batch[{unpaired[0]!r}] goes with batch['kept_ids'], which is missing; add these, or drop it")
     if "kept_offsets" in names:
-        ids, offsets, count = batch["kept_ids"], batch["kept_offsets"], math.prod(call.leading) + 1
-        check_shape("batch['kept_ids']", ids, ids.dim() == 1, "[n] beside kept_offsets", "")
-        right = tuple(offsets.shape) == (count,)
-        check_shape("batch['kept_offsets']", offsets, right, f"({count},), one more than there are tokens", "")
-        if offsets.dtype != torch.int64:
-            raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(offsets.dtype)}; cast it")
+        kept_ids, kept_offsets, offset_count = batch["kept_ids"], batch["kept_offsets"], math.prod(call.leading) + 1
+        check_shape("batch['kept_ids']", kept_ids, kept_ids.dim() == 1, "[n] beside kept_offsets", "")
+        has_right_shape = tuple(kept_offsets.shape) == (offset_count,)
+        check_shape(
+            "batch['kept_offsets']",
+            kept_offsets,
+            has_right_shape,
+            f"({offset_count},), one more than there are tokens",
+            "",
+        )
+        if kept_offsets.dtype != torch.int64:
+            raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(kept_offsets.dtype)}; cast it")
     elif "kept_ids" in names:
-        ids = batch["kept_ids"]
-        right = ids.dim() > 0 and tuple(ids.shape[:-1]) == call.leading
+        kept_ids = batch["kept_ids"]
+        has_right_shape = kept_ids.dim() > 0 and tuple(kept_ids.shape[:-1]) == call.leading
         expected = f"{call.leading}, the target's, and one more dimension, -1 for no id, without kept_offsets"
-        check_shape("batch['kept_ids']", ids, right, expected, "")
+        check_shape("batch['kept_ids']", kept_ids, has_right_shape, expected, "")
     for field, partner in SHAPED_AS.items():
         if field in names and partner in names:
             shape = batch[partner].shape
-            right, expected = batch[field].shape == shape, f"{tuple(shape)}, that of {partner}"
-            check_shape(f"batch[{field!r}]", batch[field], right, expected, "")
+            has_right_shape, expected = batch[field].shape == shape, f"{tuple(shape)}, that of {partner}"
+            check_shape(f"batch[{field!r}]", batch[field], has_right_shape, expected, "")
 
 
 def check_field(call: Call[Any], field: str, kind: Field) -> None:
     """Raises for a field of a wrong type, device, dtype or shape."""
     batch: Any = call.batch
-    where, value, leading, segments = f"batch[{field!r}]", batch[field], call.leading, call.num_segments
+    argument, value, leading, num_segments = f"batch[{field!r}]", batch[field], call.leading, call.num_segments
     if field == TEMPERATURE or (field in ("mask", "token_weights") and call.function not in TAKE_BATCH):
-        where = field.partition(" ")[0]  # the user's name of the argument
-    check_tensor(where, value, optional=False)
-    check_device(where, value, call.device, "the target's rows")
+        argument = field.partition(" ")[0]  # the user's name of the argument
+    check_tensor(argument, value, optional=False)
+    check_device(argument, value, call.device, "the target's rows")
     if value.requires_grad:
-        raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
-    words, right_type = TYPES[kind.type]
+        raise ValueError(f"{argument} takes no gradient here; pass it .detach()ed")
+    type_words, right_type = TYPES[kind.type]
     if not right_type(value):
-        raise TypeError(f"{where} must be {words}, got {name_of(value.dtype)}; cast it")
-    if segments is None and (kind.kind == "segment" or field in SEGMENT_IDS):
-        raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
+        raise TypeError(f"{argument} must be {type_words}, got {name_of(value.dtype)}; cast it")
+    if num_segments is None and (kind.kind == "segment" or field in SEGMENT_IDS):
+        raise ValueError(f"{argument} needs num_segments, the number of segments of the call, an int")
     if field in KEPT_FIELDS:
         return
     shape, pairs = tuple(value.shape), batch.get("pairs")
     leading_shape, description = {
         "token": (leading, "that of the target"),
         "row": (leading, "that of the target"),
-        "segment": ((segments,), "one per segment"),
+        "segment": ((num_segments,), "one per segment"),
         "pair": (tuple((pairs if isinstance(pairs, Tensor) else value).shape[:1]), "one per pair"),
     }.get(kind.kind, ((), "a constant"))
-    right = len(shape) == len(leading_shape) + kind.trailing and shape[: len(leading_shape)] == leading_shape
+    has_right_shape = len(shape) == len(leading_shape) + kind.trailing and shape[: len(leading_shape)] == leading_shape
     if field == "kl_baseline":
-        right, description = shape in ((), (1,), (segments,)), f"(1,) or ({segments},), one per segment"
+        has_right_shape, description = (
+            shape in ((), (1,), (num_segments,)),
+            f"(1,) or ({num_segments},), one per segment",
+        )
     elif field == "pairs":
-        right, description = right and shape[1] == 2, "segment ids of chosen and rejected, [pairs, 2]"
+        has_right_shape, description = (
+            has_right_shape and shape[1] == 2,
+            "segment ids of chosen and rejected, [pairs, 2]",
+        )
     expected = ", ".join([*map(str, leading_shape), *["..."] * kind.trailing])
-    check_shape(where, value, right, f"({expected}), {description}", "nothing is broadcast: expand or reshape it")
+    check_shape(
+        argument, value, has_right_shape, f"({expected}), {description}", "nothing is broadcast: expand or reshape it"
+    )
     if kind.kind in ("token", "row") and 0 in shape[len(leading) :]:
-        raise ValueError(f"{where} must not be empty along its last dimension, got {shape}")
+        raise ValueError(f"{argument} must not be empty along its last dimension, got {shape}")
 
 
 def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
     """Checks a dense teacher's operands and how ranks split it; returns its vocabulary's size, None without one."""
     batch: Any = call.batch
     if "teacher_logits" in names:
-        rows = batch["teacher_logits"].shape[-1]
+        ids = batch["teacher_logits"].shape[-1]
     elif "teacher_hidden" not in names:
         return None
     else:
         hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
-        rows = weight.shape[0]
-        right = weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and 0 not in weight.shape
+        ids = weight.shape[0]
+        has_right_shape = weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and 0 not in weight.shape
         expected = f"[vocabulary, {hidden.shape[-1]}], the width of teacher_hidden"
-        check_shape("batch['teacher_weight']", weight, right, expected, "")
+        check_shape("batch['teacher_weight']", weight, has_right_shape, expected, "")
         for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
             if tensor is not None and tensor.dtype != hidden.dtype and not autocast:
                 raise TypeError(
@@ -188,27 +211,27 @@ def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtyp
                     f"one of them or run under torch.autocast({hidden.device.type!r})"
                 )
         if bias is not None:
-            check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == (rows,), f"({rows},)", "")
+            check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == (ids,), f"({ids},)", "")
         if (hidden.dtype == torch.float64) != (dtype == torch.float64):
             raise TypeError(
                 f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}; cast one"
             )
     if call.shard is None:
-        check_vocabularies(call, rows)
-        return rows
+        check_vocabularies(call, ids)
+        return ids
     refuse({
         "sequence_sharded=True takes no batch['teacher_logits']; give teacher_hidden and teacher_weight":
             call.sequence_sharded and "teacher_logits" in batch,
-        f"the teacher has {rows} rows on this rank, the student {call.local_vocab}; split both vocabularies alike":
-            rows != call.local_vocab,
+        f"the teacher has {ids} rows on this rank, the student {call.local_vocab}; split both vocabularies alike":
+            ids != call.local_vocab,
     })  # fmt: skip
     return call.vocab
 
 
 def check_vocabularies(call: Call[Any], rows: int) -> None:
     """Raises for a teacher of another tokenizer: its number of ids differs by more than the padding of a head."""
-    surplus, stated = rows - call.vocab, call.vocab_size is not None
-    if abs(surplus) > MOST_PADDING and not (stated and surplus > 0):
+    surplus, is_stated = rows - call.vocab, call.vocab_size is not None
+    if abs(surplus) > MOST_PADDING and not (is_stated and surplus > 0):
         raise ValueError(
             f"the teacher must have the student's vocabulary of {call.vocab} ids, up to {MOST_PADDING} of padding, got "
             f"one of {rows}; ids of another tokenizer mean other tokens. If the first {min(rows, call.vocab)} ids are "

@@ -28,7 +28,7 @@ from ..plan.plans import Plan
 from ..stores.operands import Kept
 from .tokens import Tokens
 
-IDS = ("segments", "documents")
+ID_FIELDS = ("segments", "documents")
 
 
 def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
@@ -45,33 +45,33 @@ def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
         return of_each_token(tokens)
     if parallel is not None:
         tokens = with_global_counts(tokens, parallel)
-    terms, one_or_nan, rank_sums = tokens.call.losses.terms, tokens.one_or_nan, tokens.rank_sums
-    coefficients = [c if type(c) is float else snapshot(c, one_or_nan) for c, _ in terms]
+    loss_terms, one_or_nan, rank_sums = tokens.call.losses.terms, tokens.one_or_nan, tokens.rank_sums
+    coefficients = [c if type(c) is float else snapshot(c, one_or_nan) for c, _ in loss_terms]
     if rank_sums is not None and rank_sums.parallel.average:
         coefficients = [c * rank_sums.parallel.ranks for c in coefficients]
-    declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
+    declared_upstream = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
     if call.shares_denominator:
-        inverses = [inverse_of(terms[0][1], tokens)] * len(terms)
+        inverses = [inverse_of(loss_terms[0][1], tokens)] * len(loss_terms)
     else:
-        inverses = [inverse_of(summand, tokens) for _, summand in terms]
-    is_normalized = call.normalizer is not None or bool([s for _, s in terms if s.normalizer is not None])
+        inverses = [inverse_of(summand, tokens) for _, summand in loss_terms]
+    is_normalized = call.normalizer is not None or bool([s for _, s in loss_terms if s.normalizer is not None])
     factors, number_factors = inverses, [c for c in coefficients if type(c) is float]
     if call.upstream is not None or len(number_factors) < len(inverses):
-        factors = [product_of(d, c, declared) for c, d in zip(coefficients, inverses, strict=True)]
+        factors = [product_of(d, c, declared_upstream) for c, d in zip(coefficients, inverses, strict=True)]
         number_factors = [1.0] * len(inverses)
-    weights, counts = dict[str, Tensor](), list[Tensor]()
+    metric_weights, metric_divisors = dict[str, Tensor](), list[Tensor]()
     if call.metrics:
         measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
-        weights, counts = metric_counts(measured, tokens)
-    if len(counts) < 2 and number_factors == [1.0]:
+        metric_weights, metric_divisors = metric_counts(measured, tokens)
+    if len(metric_divisors) < 2 and number_factors == [1.0]:
         summand_factors = factors[0].unsqueeze(0)
     else:
         # each count has memory of its own: a caller may add other ranks' counts to it in place
         # a factor of 1 takes no launch
         products = [d if c == 1.0 else d * c for d, c in zip(factors, number_factors, strict=True)]
-        numbers = torch.stack([*products, *counts])
-        summand_factors, counts = numbers[: len(factors)], [*numbers[len(factors) :].unbind()]
-    fields = fields_of(tokens, summand_factors, weights)
+        numbers_of_call = torch.stack([*products, *metric_divisors])
+        summand_factors, metric_divisors = numbers_of_call[: len(factors)], [*numbers_of_call[len(factors) :].unbind()]
+    fields = fields_of(tokens, summand_factors, metric_weights)
     if spec.coupled and (rank_sums is not None or (plan is not None and plan.has_unit_rows)):
         fields["keeps_coefficients"] = True  # those of all tokens at once, made with the values
     return ScalarObjective(
@@ -79,10 +79,10 @@ def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
         loss_coefficients=coefficients,
         inverses=inverses,
         is_normalized=is_normalized,
-        expected_upstream=declared,
+        expected_upstream=declared_upstream,
         exchanges=rank_sums is not None,
         coupled=spec.coupled,
-        counts=counts,
+        counts=metric_divisors,
         backend=None if spec.coupled and tokens.groups is None else spec.backend,
     )
 
@@ -110,19 +110,19 @@ def fields_of(
     that ``LossObjective`` adds."""
     demand, structure, one_or_nan = tokens.spec.demand, tokens.structure, tokens.one_or_nan
     column_sets = tokens.column_sets
-    columns = tokens.fields.get("teacher_ids") if demand.lists else None
+    teacher_ids = tokens.fields.get("teacher_ids") if demand.lists else None
     class_weights = None
     if structure.weighted is not None:
         # a copy: the caller may change it before backward reads it
         weights = tokens.call.losses.terms[structure.weighted][1].tensors["class_weights"]
         class_weights = weights.detach().to(one_or_nan.dtype, copy=True).contiguous()
-    if demand.columns_only and columns is not None and len(columns):
-        column_sets = Kept.columns_of(columns)
+    if demand.columns_only and teacher_ids is not None and len(teacher_ids):
+        column_sets = Kept.columns_of(teacher_ids)
     fields: dict[str, Any] = {
         "demand": demand,
         "structure": structure,
         "targets": tokens.targets,
-        "columns": columns,
+        "columns": teacher_ids,
         "teacher": tokens.teacher,
         "class_weights": class_weights,
         "scale": tokens.scale,
@@ -133,7 +133,7 @@ def fields_of(
     if summand_factors is None:
         return fields
     # copies: the caller may change these tensors before backward reads them
-    tensors = [
+    tensors_by_summand = [
         {name: value.to(summand_factors.dtype, copy=True) for name, value in summand.tensors.items()}
         for _, summand in tokens.call.losses.terms
     ]
@@ -142,7 +142,7 @@ def fields_of(
         tokens.fields,
         tokens.call.num_segments,
         summand_factors,
-        tensors,
+        tensors_by_summand,
         metric_weights or {},
         tokens.token_fields,
         tokens.spec.withheld,
@@ -176,7 +176,7 @@ def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
 
 
 def count_units(unit: str, tokens: Tokens) -> Tensor:
-    """The number of units that count, in the statistics' dtype."""
+    """[] the number of tokens, segments or pairs (``unit``) that count, in the statistics' dtype."""
     return unit_mask(unit, tokens.batch).sum().to(tokens.one_or_nan.dtype)
 
 
@@ -184,36 +184,39 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
     """Returns the tokens' weights [n] by the name of a weighting, "token" excepted (it has none), and the divisor [] of
     each metric."""
     weights: dict[str, Tensor] = {}
-    groups: dict[str, Tensor] = {}  # by weighting: number of segments or documents with a token
-    counts, units = [], {"token": tokens.counted}
+    group_counts: dict[str, Tensor] = {}  # by weighting: number of segments or documents with a token
+    divisors, unit_counts = [], {"token": tokens.counted}
     for metric in metrics:
         if metric.unit != "token" or metric.weighting == "token":
-            if metric.unit not in units:
-                units[metric.unit] = count_units(metric.unit, tokens)
-            counts.append(units[metric.unit])
+            if metric.unit not in unit_counts:
+                unit_counts[metric.unit] = count_units(metric.unit, tokens)
+            divisors.append(unit_counts[metric.unit])
             continue
         if metric.weighting not in weights:
             batch, dtype = tokens.batch, tokens.one_or_nan.dtype
-            of_ids = batch.segment_count(metric.ids).to(dtype)
-            weights[metric.weighting] = weights_in(of_ids, batch[metric.ids], batch.mask)
-            groups[metric.weighting] = (of_ids > 0).sum().to(dtype)
-        counts.append(groups[metric.weighting])
-    return weights, counts
+            segment_counts = batch.segment_count(metric.ids).to(dtype)
+            weights[metric.weighting] = weights_in(segment_counts, batch[metric.ids], batch.mask)
+            group_counts[metric.weighting] = (segment_counts > 0).sum().to(dtype)
+        divisors.append(group_counts[metric.weighting])
+    return weights, divisors
 
 
 def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
     """The tokens with counts of all ranks, in one message. An id out of range on one rank makes all ranks' results
     nan."""
     batch = tokens.batch
-    ids = [name for name in IDS if name in batch]
+    id_fields = [name for name in ID_FIELDS if name in batch]
     summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
     weighted_summands = [summand for summand in summands if summand.counted is not None]
-    local = [tokens.counted, tokens.one_or_nan]
-    local += [batch.segment_count(name) for name in ids]
-    local += [local_total(summand, tokens) for summand in weighted_summands]
-    counted, one_or_nan, *totals_of_ranks = add_up(local, parallel.group)
+    local_sums = [tokens.counted, tokens.one_or_nan]
+    local_sums += [batch.segment_count(name) for name in id_fields]
+    local_sums += [local_total(summand, tokens) for summand in weighted_summands]
+    counted, one_or_nan, *totals_of_ranks = add_up(local_sums, parallel.group)
     iterator = iter(totals_of_ranks)
-    totals = {name: next(iterator) for name in ids}, {summand: next(iterator) for summand in weighted_summands}
+    totals = (
+        {name: next(iterator) for name in id_fields},
+        {summand: next(iterator) for summand in weighted_summands},
+    )
     one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
     inverse = one_or_nan / counted.clamp(min=1.0)
     return replace(

@@ -43,11 +43,13 @@ class OptionsModule(nn.Module):
     names: tuple[str, ...]
 
     def keep(self, options: Mapping[str, Any]) -> None:
+        """Makes each option an attribute, and notes the options' names."""
         self.names = tuple(options)
         for name, value in options.items():
             setattr(self, name, value)
 
     def options(self) -> dict[str, Any]:
+        """The options' present values by name."""
         return {name: getattr(self, name) for name in self.names}
 
     def extra_repr(self) -> str:
@@ -55,27 +57,30 @@ class OptionsModule(nn.Module):
 
 
 def check_skip_ignored(skip_ignored: bool | str) -> None:
+    """Raises ValueError for a value other than True, False and "wait"."""
     if not (isinstance(skip_ignored, bool) or (isinstance(skip_ignored, str) and skip_ignored == "wait")):
         raise ValueError(f'skip_ignored must be True, False or "wait", got {skip_ignored!r}')
 
 
 def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
+    """Raises TypeError for a value that describes no layout of ranks."""
     if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
         raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
 
 
 def check_fp8_weight(fp8_weight: QuantisedWeight | None) -> None:
+    """Raises TypeError for a value that ``quantise`` has not made."""
     if fp8_weight is not None and not isinstance(fp8_weight, QuantisedWeight):
         raise TypeError(f"fp8_weight must be what chunked_head.quantise made, or None, got {type(fp8_weight).__name__}")
 
 
 def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], Any]:
-    """A function that raises for a value of ``argument`` that is no finite number in ``[least, most]``."""
+    """A check for the option ``argument``: raises for a value that is no finite number in ``[least, most]``."""
     return lambda value: checks.number(None, argument, value, least, most)
 
 
 def choice(argument: str, *allowed: str | None) -> Callable[[Any], Any]:
-    """A function that raises for a value of ``argument`` that is none of ``allowed``."""
+    """A check for the option ``argument``: raises for a value that is not one of ``allowed``."""
     return lambda value: checks.choice(None, argument, value, allowed)
 
 
@@ -206,7 +211,8 @@ class Call(Generic[Result]):
     shares_denominator: bool = False  # all losses are divided by the first one's denominator
     # what is returned
     outputs: tuple[str, ...] = ()
-    unplanned: tuple[str, ...] = ()  # of those behind the first: a gradient of theirs computes the logits again
+    # names of outputs whose gradients the plan does not count on: such a gradient computes the logits again
+    unplanned: tuple[str, ...] = ()
     top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
     result: Callable[[Any], Result]
 
@@ -221,7 +227,7 @@ class Call(Generic[Result]):
                 f"{type(self.batch).__name__}"
             )
         shape = rows.shape[::-1] if weight is None else weight.shape
-        self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # of the target; of all operands
+        self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # shape of the target; device of all operands
         self.local_vocab = shape[0] if shape else 0  # rows on this rank, padding included
         if isinstance(self.temperature, Tensor):
             self.temperatures: Tensor | None = self.temperature  # [...] one per token
@@ -257,12 +263,12 @@ class Call(Generic[Result]):
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        """The values per token that take a gradient, the first ones."""
+        """Names of the outputs that take a gradient, which are the first of ``outputs``."""
         return tuple([name for name in self.outputs if name not in WITHOUT_SLOPE])
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Those of them whose gradients the plan counts on."""
+        """Names of the outputs whose gradients the plan counts on: ``differentiable`` without ``unplanned``."""
         return tuple([name for name in self.differentiable if name not in self.unplanned])
 
     @functools.cached_property
@@ -274,6 +280,7 @@ class Call(Generic[Result]):
 
     @property
     def sequence_sharded(self) -> bool:
+        """True where ranks share the vocabulary and each holds other tokens' hidden states."""
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
     def check_arguments(self) -> torch.dtype:
@@ -297,31 +304,36 @@ class Call(Generic[Result]):
 
     def check_ranks(self) -> None:
         """Raises for options that do not go with ``VocabParallel`` or ``TokenParallel``."""
-        logits, ranks, reduces, tokens = self.weight is None, 1, True, self.token_parallel
+        is_on_logits, rank_count, sums_dhidden, token_parallel = self.weight is None, 1, True, self.token_parallel
         if self.shard is not None:
-            ranks, reduces = self.shard.parallel.ranks, self.shard.parallel.reduce_dhidden
-        sharded, summed = self.sequence_sharded, reduces and torch.is_grad_enabled() and self.rows.requires_grad
+            rank_count, sums_dhidden = self.shard.parallel.ranks, self.shard.parallel.reduce_dhidden
+        is_sharded, sums_over_ranks = (
+            self.sequence_sharded,
+            sums_dhidden and torch.is_grad_enabled() and self.rows.requires_grad,
+        )
         checks.refuse({
-            "sequence_sharded=True is of hidden states; give logits of all tokens": logits and sharded,
-            "reduce_dhidden=False is of hidden states; leave it True": logits and not reduces,
+            "sequence_sharded=True is of hidden states; give logits of all tokens": is_on_logits and is_sharded,
+            "reduce_dhidden=False is of hidden states; leave it True": is_on_logits and not sums_dhidden,
             "shift reaches over no ranks (sequence_sharded=True); use chunked_head.parallel.shift_targets":
-                sharded and self.shift,
-            "skip_ignored does not go with sequence_sharded=True; leave it False": sharded and self.skip_ignored,
+                is_sharded and self.shift,
+            "skip_ignored does not go with sequence_sharded=True; leave it False": is_sharded and self.skip_ignored,
             "sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions":
-                sharded and not self.leading,
+                is_sharded and not self.leading,
             # a + b = b + a, but torch.distributed adds more shares in an order that depends on a row's place
             "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient; use "
             "reduce_dhidden=False and a sum of your own, or deterministic=False":
-                self.deterministic and summed and ranks > 2,
+                self.deterministic and sums_over_ranks and rank_count > 2,
             f"{self.function} has values per token, on which TokenParallel has no effect; leave it out of parallel":
-                self.outputs and tokens is not None and self.reduction != "none",
+                self.outputs and token_parallel is not None and self.reduction != "none",
             'average=True of TokenParallel multiplies the loss, of which reduction="none" has none; leave it False':
-                self.outputs and tokens is not None and tokens.average,
+                self.outputs and token_parallel is not None and token_parallel.average,
         })  # fmt: skip
 
 
+# fields of ``Call`` that are options, by name
 OPTIONS = {row.name: row for row in fields(Call) if "check" in row.metadata}
-STATIC = attrgetter(*[name for name, row in OPTIONS.items() if row.metadata["decides"] == "spec"])
+# values of the options that decide the Spec, as a tuple, from a ``Call``
+STATIC_VALUES = attrgetter(*[name for name, row in OPTIONS.items() if row.metadata["decides"] == "spec"])
 # checks by argument's name: of the options, and of arguments that become a loss or a field
 CHECKS: dict[str, Callable[[Any], Any]] = {name: row.metadata["check"] for name, row in OPTIONS.items()} | {
     "label_smoothing": number("label_smoothing", 0.0, 1.0),
@@ -342,10 +354,15 @@ def call_of(
     if options.keys() - DEFAULTS.keys():
         refuse_names(function, options.keys() - DEFAULTS.keys())
     if not PLAIN_TYPES.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
-        layout = options.get("vocab_size"), options.get("parallel")
-        local = local_operands(hidden, weight, target, options.get("bias"), *layout)
-        hidden, weight, target = local.hidden, local.weight, local.target
-        options = {**options, "bias": local.bias, "vocab_size": local.vocab_size, "parallel": local.parallel}
+        vocab_size_and_parallel = options.get("vocab_size"), options.get("parallel")
+        local_arguments = local_operands(hidden, weight, target, options.get("bias"), *vocab_size_and_parallel)
+        hidden, weight, target = local_arguments.hidden, local_arguments.weight, local_arguments.target
+        options = {
+            **options,
+            "bias": local_arguments.bias,
+            "vocab_size": local_arguments.vocab_size,
+            "parallel": local_arguments.parallel,
+        }
     if not isinstance(weight, Tensor):
         checks.check_tensor("weight", weight, optional=False)
     return Call(function=function, rows=hidden, weight=weight, target=target, **options, **call_fields)
@@ -372,24 +389,25 @@ def logits_call_of(
 
 def refuse_names(function: str, unknown: Set[str]) -> NoReturn:
     """Raises TypeError for the first of the keywords ``unknown``, which ``function`` does not take."""
-    first = min(unknown)
-    field = function in ("linear_loss", "logits_loss") and first in FIELDS
+    first_name = min(unknown)
+    is_field = function in ("linear_loss", "logits_loss") and first_name in FIELDS
     # parameters of the public function, whose signature lists all keywords
     parameters = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
-    hint = f'; it is a field: batch={{"{first}": ...}}' if field else remedy_for(first, parameters)
-    raise TypeError(f"{function} has no option {first!r}{hint}")
+    hint = f'; it is a field: batch={{"{first_name}": ...}}' if is_field else remedy_for(first_name, parameters)
+    raise TypeError(f"{function} has no option {first_name!r}{hint}")
 
 
 def check_inplace(logits: Tensor, inplace: bool) -> None:
+    """Raises ValueError for logits that a gradient cannot overwrite, if ``inplace`` is to do so."""
     if not (flag("inplace", inplace) and logits.requires_grad):
         return
     base = logits if logits._base is None else logits._base
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
     checks.refuse({
         "inplace=True overwrites logits, and these are a leaf (or a view of one); pass computed ones, or inplace=False":
             logits.is_leaf or (base.is_leaf and base.requires_grad),
         "inplace=True overwrites logits, and the memory of these belongs to a tensor that autograd does not see behind "
         "them (as DTensor.to_local() gives); pass inplace=False": logits._base is not None and base.grad_fn is None,
         "inplace=True needs logits with memory of their own, these are expanded; use inplace=False":
-            expanded and logits.numel(),
+            is_expanded and logits.numel(),
     })  # fmt: skip

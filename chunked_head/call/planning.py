@@ -111,12 +111,18 @@ def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
             skips=key.skips,
         )
         check_own_matmuls(tokens, sizes)
-        plan_or_text = find_late_plan(sizes, spec.request) if key.is_in_backward else find_plan(sizes, spec.request)
-        if isinstance(plan_or_text, Plan) and call.memory_budget is None and plan_or_text.extra_bytes > NOTEWORTHY:
-            note_default(plan_or_text)
-        if is_cached and isinstance(plan_or_text, Plan):
-            spec.plans[key] = plan_or_text
-        return plan_or_text
+        plan_or_reason_text = (
+            find_late_plan(sizes, spec.request) if key.is_in_backward else find_plan(sizes, spec.request)
+        )
+        if (
+            isinstance(plan_or_reason_text, Plan)
+            and call.memory_budget is None
+            and plan_or_reason_text.extra_bytes > NOTEWORTHY
+        ):
+            note_default(plan_or_reason_text)
+        if is_cached and isinstance(plan_or_reason_text, Plan):
+            spec.plans[key] = plan_or_reason_text
+        return plan_or_reason_text
     assert weight is not None
     sizes = plan.sizes
     sizes_of_plan = sizes.tokens, sizes.hidden, sizes.vocab + sizes.padding, sizes.dtype
@@ -127,17 +133,19 @@ def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
     return plan if sizes.demand == spec.demand else replace(plan, sizes=replace(sizes, demand=spec.demand))
 
 
-NOTEWORTHY = 2 << 30  # bytes beside the gradients of which a note is given where no budget asks for them
-NOTES: set[str] = set()  # what a process has been told
+NOTEWORTHY = 2 << 30  # bytes beside the gradients above which ``note_default`` warns
+NOTES: set[str] = set()  # names of the warnings that this process has given
 
 
 def note_default(plan: Plan) -> None:
-    """Says once in a process that the default budget is large, and which budgets would do."""
+    """Warns once in a process that a call takes much memory by default, and says which budgets would do."""
     if "default" not in NOTES:
         NOTES.add("default")
-        size, rule = f"{plan.extra_bytes / 2**30:.1f} GiB beside the gradients", ", ".join(plan.budget_rule)
-        budgets = ", ".join([f"{b} ({p.schedule}, {p.chunks} chunks)" for b, p in other_budgets(plan)])
-        warnings.warn(f"chunked_head takes {size}: {rule}. memory_budget= sets another: {budgets}", stacklevel=2)
+        size_text, rule_text = f"{plan.extra_bytes / 2**30:.1f} GiB beside the gradients", ", ".join(plan.budget_rule)
+        budgets_text = ", ".join([f"{b} ({p.schedule}, {p.chunks} chunks)" for b, p in other_budgets(plan)])
+        warnings.warn(
+            f"chunked_head takes {size_text}: {rule_text}. memory_budget= sets another: {budgets_text}", stacklevel=2
+        )
 
 
 def sizes_of(
@@ -154,30 +162,32 @@ def sizes_of(
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.size_fields) | traits
-    columns, has_bias_grad = traits.pop("columns", call.local_width), makes_grads[2]
+    column_count, has_bias_grad = traits.pop("columns", call.local_width), makes_grads[2]
     store: Any = SetStore
     if not (call.kept_everywhere or spec.demand.columns_only):  # some softmax is over the vocabulary
-        is_plain = has_plain_rows and call.softcap is None and not has_bias_grad
-        store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), is_plain, teacher)
-    fp8 = None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
-    only_hidden = makes_grads == (True, False, False)
+        has_plain_operands = has_plain_rows and call.softcap is None and not has_bias_grad
+        store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), has_plain_operands, teacher)
+    fp8_copy = (
+        None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
+    )
+    is_only_hidden = makes_grads == (True, False, False)
     traits_of_call: dict[str, Any] = {
-        "num_row_factors": spec.num_row_factors if only_hidden else 0,
+        "num_row_factors": spec.num_row_factors if is_only_hidden else 0,
         "waits_for_backward": bool(call.outputs),
         "waits_for_all": spec.coupled and not traits.get("ends_with_segments"),
-        "fp8": fp8,
+        "fp8": fp8_copy,
         "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         "teacher_cast": teacher is not None and teacher.casts,
     }
     return Sizes(
         tokens,
         weight.shape[1],
-        columns,
+        column_count,
         spec.dtype,
         call.rows.dtype,
         weight.dtype,
         store,
-        weight.shape[0] - columns,
+        weight.shape[0] - column_count,
         *makes_grads,
         bias_dtype=None if bias is None else bias.dtype,
         demand=spec.demand,
@@ -193,11 +203,11 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
         return
     is_bounded = sizes.store.bounds_rows and tokens.spec.backend.bounds_rows
     is_fixed, device = sizes.deterministic, tokens.call.device
-    operands = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
+    dtypes = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
     sums_over_segments = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
     sums_over_segments += [metric.label for metric, _ in tokens.structure.segment_metrics]
     refuse({
-        f"skip_ignored=True needs our own matmuls, which do not run these operands ({operands}); use 'wait' or False":
+        f"skip_ignored=True needs our own matmuls, which do not run these operands ({dtypes}); use 'wait' or False":
             sizes.skips and not is_bounded,
         f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
             is_fixed and device.type == "cpu" and not tokens.spec.backend.bounds_rows,
@@ -209,7 +219,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
             is_fixed and sums_over_segments and device.type == "cuda",
         "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
             is_fixed and sizes.demand.searches_logits,
-        f"deterministic=True needs our own matmuls, which do not run these operands ({operands}); leave it False":
+        f"deterministic=True needs our own matmuls, which do not run these operands ({dtypes}); leave it False":
             is_fixed and not is_bounded,
         'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':
             is_own_fp8 and not is_bounded,

@@ -75,9 +75,9 @@ def run_recorded(work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradi
         return work.sweep(hidden, head)
     inputs = inputs_of(work, hidden, head)
     # ``buffer.fresh``: the first product of the first stream is stored in the buffer, all others are added
-    buffer, numbers = work.gradient_buffer, (work.logit_scale, work.softcap)
-    kinds = [x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNED) for x in inputs]
-    key = id(plan), numbers, None if buffer is None else buffer.fresh, hidden.device, tuple(kinds)
+    buffer, scale_and_cap = work.gradient_buffer, (work.logit_scale, work.softcap)
+    input_kinds = [x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNED) for x in inputs]
+    key = id(plan), scale_and_cap, None if buffer is None else buffer.fresh, hidden.device, tuple(input_kinds)
     recording = recordings.get(key)
     if recording is None:
         recordings[key] = RecordedSweep(plan)
@@ -104,16 +104,16 @@ def run_recorded(work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradi
 
 def results_of(work: Any, recording: RecordedSweep, results: list[Tensor]) -> tuple[RowStats, Gradients | None]:
     """The tensors that a recording returns, as the statistics and gradients that ``sweep`` returns."""
-    tensors = iter(results)
-    stats = RowStats.from_dict({name: next(tensors) for name in recording.stats})
+    result_tensors = iter(results)
+    stats = RowStats.from_dict({name: next(result_tensors) for name in recording.stats})
     if isinstance(work.objective, ScalarObjective):
-        table, rows = next(tensors), sum(work.objective.structure.widths)
-        if table.shape[0] != rows:
-            raise mismatch("a recording", f"{table.shape[0]} values of a token", rows)
+        table, table_rows = next(result_tensors), sum(work.objective.structure.widths)
+        if table.shape[0] != table_rows:
+            raise mismatch("a recording", f"{table.shape[0]} values of a token", table_rows)
         work.objective.table = table
     if work.plan.schedule != "forward":
         return stats, None
     sizes = work.plan.sizes
-    dhidden = next(tensors) if sizes.hidden_grad else None
-    dweight = next(tensors) if sizes.weight_grad else None
+    dhidden = next(result_tensors) if sizes.hidden_grad else None
+    dweight = next(result_tensors) if sizes.weight_grad else None
     return stats, Gradients(dhidden, dweight, None, work.gradient_buffer)

@@ -127,16 +127,16 @@ class CallFunction(torch.autograd.Function):
     def forward(
         ctx: Any, works: Sequence[LocalWork], buffer: Any, finished: list[Finished], *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
-        first, count = operands[0], len(works)
-        assert first is not None
+        first_operand, stream_count = operands[0], len(works)
+        assert first_operand is not None
         has_late_gradients = bool([work for work in works if work.plan is None or work.plan.schedule == "recompute"])
         outputs_by_call, grads_by_call = list[tuple[Tensor, ...]](), list[Gradients | None]()
         backwards, saved, ends = list[BackwardWork](), [*operands], [len(operands)]
-        with without_autocast(first.device):  # ``run`` has made the tensors' GPU the current one
+        with without_autocast(first_operand.device):  # ``run`` has made the tensors' GPU the current one
             if buffer is not None and not has_late_gradients:
                 buffer.begin(works[0])
             for work, hidden_or_logits in zip(works, operands, strict=False):
-                stats, grads = work.forward((hidden_or_logits, *operands[count:]))
+                stats, grads = work.forward((hidden_or_logits, *operands[stream_count:]))
                 outputs, loss_values, metric_totals = work.objective.results(stats)
                 finished.append((stats, loss_values, metric_totals))
                 if buffer is not None and grads is not None:
@@ -153,7 +153,7 @@ class CallFunction(torch.autograd.Function):
                 has_grads = work.plan is None or work.plan.sizes.any_grad
                 backwards.append(BackwardWork(work, stats if is_scalar else None, tuple(named_stats), has_grads))
                 ends.append(len(saved))
-            if count > 1:
+            if stream_count > 1:
                 total, *further = [outputs[0] for outputs in outputs_by_call]
                 outputs = (sum(further, total),)
         ctx.operands, ctx.buffer, ctx.backwards = len(operands), buffer, backwards
@@ -166,8 +166,8 @@ class CallFunction(torch.autograd.Function):
             # Under an activation checkpoint, reading saved tensors runs the forward pass again, with its messages, so
             # all ranks that exchange them must read or none. ``reads_saved``: backward reads even if it has gradients.
             # Nor does a change of an operand pass unseen where gradients wait for each token's own.
-            waits = [w for w in works if w.objective.exchanges or (w.plan is not None and w.plan.has_unit_rows)]
-            ctx.reads_saved, ctx.is_overwritten = bool(waits), False
+            waiting_works = [w for w in works if w.objective.exchanges or (w.plan is not None and w.plan.has_unit_rows)]
+            ctx.reads_saved, ctx.is_overwritten = bool(waiting_works), False
         ctx.mark_non_differentiable(*outputs[works[0].objective.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs
@@ -175,10 +175,10 @@ class CallFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Grads:
         upstream = tuple([x if x is None else x.resolve_neg() for x in upstream])
-        present = [x for x in upstream if x is not None]
-        if not present:
+        upstream_tensors = [x for x in upstream if x is not None]
+        if not upstream_tensors:
             return (None,) * (3 + ctx.operands)
-        refuse_batched(present[0])
+        refuse_batched(upstream_tensors[0])
         if ctx.is_overwritten:
             raise RuntimeError(
                 "a second backward through a loss with inplace=True, whose logits are gone; use inplace=False"
@@ -187,8 +187,8 @@ class CallFunction(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         # read in one place: an activation checkpoint raises at a second read of saved tensors
         saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or ctx.reads_saved or has_graph else ()
-        operands, count, by_stream = saved[: ctx.operands], len(backwards), list[Grads]()
-        with torch.no_grad(), kernel_context(present[0].device):
+        operands, stream_count, gradients_by_stream = saved[: ctx.operands], len(backwards), list[Grads]()
+        with torch.no_grad(), kernel_context(upstream_tensors[0].device):
             ctx.is_overwritten = backwards[0].work.inplace
             if ctx.is_overwritten:
                 # autograd does not see what kernels write; with a new version, other nodes that saved the logits raise
@@ -197,22 +197,26 @@ class CallFunction(torch.autograd.Function):
                 buffer.begin(backwards[0].work)
             for i, backward in enumerate(backwards):
                 if not backward.has_grads:
-                    by_stream.append((None, None, None))
+                    gradients_by_stream.append((None, None, None))
                     continue
-                arguments = (*operands[i : i + 1], *operands[count:]), saved[slice(*ctx.ends[i : i + 2])], upstream
-                by_stream.append(backward.run(None if grads is None else grads[i], *arguments))
+                arguments = (
+                    (*operands[i : i + 1], *operands[stream_count:]),
+                    saved[slice(*ctx.ends[i : i + 2])],
+                    upstream,
+                )
+                gradients_by_stream.append(backward.run(None if grads is None else grads[i], *arguments))
                 if buffer is not None and grads is None:
                     buffer.added(backward.work, None)
-            gradients = [*by_stream[0]]
-            if count > 1 or buffer is not None:
-                hidden, weights, biases = zip(*by_stream, strict=True)
+            gradients = [*gradients_by_stream[0]]
+            if stream_count > 1 or buffer is not None:
+                hidden, weights, biases = zip(*gradients_by_stream, strict=True)
                 weight = next((x for x in weights if x is not None), None)
                 weight = weight if buffer is None else buffer.finished(backwards, upstream, grads is None)
                 gradients = [*hidden, weight, summed(biases)]
         if has_graph:
             # with create_graph: constant gradients would silently drop the derivative of a gradient penalty
-            inputs = [x for x in (*operands, *present) if x is not None and x.requires_grad]
-            gradients = [None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in gradients]
+            graph_inputs = [x for x in (*operands, *upstream_tensors) if x is not None and x.requires_grad]
+            gradients = [None if grad is None else OnlyOnce.apply(grad, *graph_inputs) for grad in gradients]
         return None, None, None, *gradients
 
     @staticmethod
@@ -272,11 +276,11 @@ class BackwardWork:
 
 def summed(grads: Grads) -> Tensor | None:
     """The sum of the gradients that are no None, added in fp32 at least and rounded once; None where all are None."""
-    present = [grad for grad in grads if grad is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    dtype = present[0].dtype
-    return torch.stack(present).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    tensors = [grad for grad in grads if grad is not None]
+    if len(tensors) < 2:
+        return tensors[0] if tensors else None
+    dtype = tensors[0].dtype
+    return torch.stack(tensors).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 NOTHING = contextlib.nullcontext()

@@ -25,24 +25,27 @@ from ..plan.sizes import Request
 from ..stores import Backend, backend_of
 from ..stores.quantised import e4m3_missing
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, fields_to_read
-from .options import STATIC, Call, check_options
+from .options import STATIC_VALUES, Call, check_options
 
-TENSORS = frozenset((Tensor, nn.Parameter))  # types whose metadata are all that checks read; other subclasses hide more
+TENSOR_TYPES = frozenset(
+    (Tensor, nn.Parameter)
+)  # types whose metadata are all that checks read; other subclasses hide more
 # types of options whose values compare equal exactly where they decide the same
-PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
+PLAIN_TYPES = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
+# names of the fields with a row for each token
 PER_TOKEN = frozenset([TEMPERATURE, *[name for name, field in FIELDS.items() if field.kind in ("token", "row")]])
 TRANSFORMS = (
     "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see through; "
     "use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
 )
-MOST_SPECS, MOST_PLANS, MOST_RECORDINGS = 512, 256, 64
+MOST_SPECS, MOST_PLANS, MOST_RECORDINGS = 512, 256, 64  # entries of the caches of each kind
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Spec:
     """The decisions for calls of one key and equal numbers."""
 
-    dtype: torch.dtype  # of the matmuls
+    dtype: torch.dtype  # dtype of the matmuls
     statistics_dtype: torch.dtype
     backend: Backend
     structure: Structure | None  # None with a user's function, which must not outlive the call; ``Tokens`` has it then
@@ -54,7 +57,7 @@ class Spec:
     can_end_with_segments: bool  # it reads those of its own segment or pair only, so chunks may end where segments end
     num_row_factors: int  # that of ``Sizes`` for a call in which hidden states alone take a gradient
     columns: int  # K of ``teacher_ids`` [tokens, K]; 0 without them
-    teacher_vocab: int | None  # of a dense teacher
+    teacher_vocab: int | None  # number of ids of a dense teacher; None without a dense teacher
     numbers: tuple[Any, ...] = ()  # floats of the head, losses and metrics; ``structure`` is made for them
     withheld: frozenset[str] = frozenset()  # names of the fields in the batch that no loss or metric reads
     autocast: bool = False  # autocast gives the dtype of the matmuls
@@ -121,7 +124,8 @@ def check_every_call(call: Call[Any], spec: Spec) -> None:
 
 
 def name_tensors(call: Call[Any]) -> None:
-    """Moves tensors of token weights, and a temperature per token, into the call's batch, under names of their own."""
+    """Moves the losses' tensors of token weights, and a tensor of temperatures, into the call's batch. Each gets a name
+    that no field of a user has."""
     batch, terms = dict(call.batch or {}), []
     for coefficient, summand in call.losses.terms:
         if isinstance(summand.token_weights, Tensor):
@@ -139,89 +143,100 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     """The Spec's key, and the numbers of head, losses and metrics, which the key leaves out. The key is None where no
     other call can use the Spec: for options or tensors of unusual types, and on the meta device."""
     batch: Any = {} if call.batch is None else call.batch
-    segments, terms, device, leading = call.num_segments, call.losses.terms, call.device.type, call.leading
-    static, head_numbers = STATIC(call), (call.softcap, call.logit_scale, call.plain_temperature)
-    types = tuple(map(type, (*static, *head_numbers)))
+    num_segments, terms, device, leading = call.num_segments, call.losses.terms, call.device.type, call.leading
+    static_values, head_numbers = STATIC_VALUES(call), (call.softcap, call.logit_scale, call.plain_temperature)
+    option_types = tuple(map(type, (*static_values, *head_numbers)))
     operands = [x for x in (call.rows, call.target, call.weight, call.bias) if x is not None]
     if (
-        not (PLAIN.issuperset(types) and type(call.shift) is int)
-        or not (segments is None or (type(segments) is int and segments > 0))
+        not (PLAIN_TYPES.issuperset(option_types) and type(call.shift) is int)
+        or not (num_segments is None or (type(num_segments) is int and num_segments > 0))
         or device == "meta"
-        or not TENSORS.issuperset(map(type, (*operands, *batch.values())))
+        or not TENSOR_TYPES.issuperset(map(type, (*operands, *batch.values())))
     ):
         return None, ()
     summands, metrics = [summand for _, summand in terms], call.metrics
     measures = [*summands, *metrics]
-    options = call.function, call.outputs, static, types, call.accumulate_into is None, type(call.fp8_weight)
-    modes = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, torch.is_grad_enabled()
+    option_key = (
+        call.function,
+        call.outputs,
+        static_values,
+        option_types,
+        call.accumulate_into is None,
+        type(call.fp8_weight),
+    )
+    autocast_and_grad_mode = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        torch.is_grad_enabled(),
+    )
     # a tensor with a row for each token enters without the number of tokens: calls of other lengths share the key
-    kinds = {name: kind for s in summands for name, kind in s.extra_fields.items()}
-    kinds |= {s.token_weights: Field("token") for s in summands if isinstance(s.token_weights, str)}
+    field_kinds = {name: kind for s in summands for name, kind in s.extra_fields.items()}
+    field_kinds |= {s.token_weights: Field("token") for s in summands if isinstance(s.token_weights, str)}
     loss_tensors = [tensor for s in summands for tensor in s.tensors.values()]
-    per_token = call.rows, call.target, *[batch[name] for name in batch if name in PER_TOKEN]
-    shared = call.weight, call.bias, *loss_tensors
-    tensors = (
+    token_tensors = call.rows, call.target, *[batch[name] for name in batch if name in PER_TOKEN]
+    shared_tensors = call.weight, call.bias, *loss_tensors
+    tensor_key = (
         len(leading),
-        segments is None,
+        num_segments is None,
         tuple(batch),
-        metadata_of(per_token, leading),
-        metadata_of(shared),
-        tuple([of_field(name, value, kinds, call) for name, value in batch.items() if name not in PER_TOKEN]),
+        metadata_of(token_tensors, leading),
+        metadata_of(shared_tensors),
+        tuple([of_field(name, value, field_kinds, call) for name, value in batch.items() if name not in PER_TOKEN]),
     )
     # losses and metrics enter without numbers; besides, which of their tensors, temperatures and sums are equal
     temperatures = [call.plain_temperature]
     temperatures += [call.plain_temperature if m.temperature is None else m.temperature for m in measures]
-    sums = [vocab_sum for measure in measures for vocab_sum in measure.sums.values()]
-    functions = (
+    vocabulary_sums = [vocab_sum for measure in measures for vocab_sum in measure.sums.values()]
+    function_key = (
         tuple([(s.signature, factor.device if isinstance(factor, Tensor) else None) for factor, s in terms]),
         tuple([metric.signature for metric in metrics]),
         tuple([next(i for i, x in enumerate(loss_tensors) if x is tensor) for tensor in loss_tensors]),
         tuple(map(temperatures.index, temperatures)),
-        tuple(map(sums.index, sums)),
+        tuple(map(vocabulary_sums.index, vocabulary_sums)),
     )
-    key = options, call.unplanned, modes, tensors, functions
+    key = option_key, call.unplanned, autocast_and_grad_mode, tensor_key, function_key
     return key, (head_numbers, *[measure.settings for measure in measures])
 
 
 def metadata_of(tensors: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """All that checks read of each tensor. A shape that begins with ``leading`` stands without these dimensions; any
-    other shape is an error to be raised, and stands complete."""
-    dims, values = len(leading), list[Any]()
+    """All that checks read of each tensor, None of a None. A shape that begins with ``leading`` is noted without these
+    dimensions; any other shape is an error to be raised, and is noted complete."""
+    leading_dims, metadata_by_tensor = len(leading), list[Any]()
     for x in tensors:
         if x is None:
-            values.append(None)
+            metadata_by_tensor.append(None)
             continue
         shape = x.shape
-        trailing = shape[dims:] if shape[:dims] == leading else (shape,)
-        values.append((trailing, x.dtype, x.device, x.layout, x.requires_grad))
-    return tuple(values)
+        trailing = shape[leading_dims:] if shape[:leading_dims] == leading else (shape,)
+        metadata_by_tensor.append((trailing, x.dtype, x.device, x.layout, x.requires_grad))
+    return tuple(metadata_by_tensor)
 
 
 def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
     """``metadata_of`` one tensor."""
-    (values,) = metadata_of((tensor,), leading)
-    return tuple(values)
+    (tensor_metadata,) = metadata_of((tensor,), leading)
+    return tuple(tensor_metadata)
 
 
 def of_field(name: str, value: Tensor, kinds: Mapping[str, Field], call: Call[Any]) -> Hashable:
-    """``metadata`` of a field without its number of tokens, segments, pairs or kept ids, so that calls of other lengths
-    share a key. If a check compares that number with another field's, the key has the result of the comparison."""
+    """``metadata`` of the field ``name`` without its number of tokens, segments, pairs or kept ids, so that calls of
+    other lengths share a key. If a check compares that number with another field's, the key has the result of the
+    comparison. ``kinds``: the kinds of fields that losses declare, by name."""
     batch: Any = call.batch
-    leading, segments, shape = call.leading, call.num_segments, tuple(value.shape)
+    leading, num_segments, shape = call.leading, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:
-        surplus = shape[0] - math.prod(leading) if name == "kept_offsets" and shape else 0
-        fits = name != "candidate_bias" or ("kept_ids" in batch and batch["kept_ids"].shape == shape)
-        return len(shape), surplus, shape[:-1] == leading, fits, *metadata(value)[1:]
+        surplus_rows = shape[0] - math.prod(leading) if name == "kept_offsets" and shape else 0
+        has_ids_shape = name != "candidate_bias" or ("kept_ids" in batch and batch["kept_ids"].shape == shape)
+        return len(shape), surplus_rows, shape[:-1] == leading, has_ids_shape, *metadata(value)[1:]
     kind = (kinds.get(name) or FIELDS.get(name, Field("constant"))).kind
     if kind == "pair":
         return metadata(value, tuple(batch.get("pairs", value).shape[:1]))
-    if kind == "segment" and segments is not None:
-        return metadata(value, (segments,))
-    return metadata(value, leading) if kind in ("token", "row") else (shape == (segments,), *metadata(value))
+    if kind == "segment" and num_segments is not None:
+        return metadata(value, (num_segments,))
+    return metadata(value, leading) if kind in ("token", "row") else (shape == (num_segments,), *metadata(value))
 
 
 def measures_of(call: Call[Any]) -> list[Summand | Metric]:
-    """Losses, then metrics of a call."""
+    """The losses of a call, then its metrics."""
     return [*[summand for _, summand in call.losses.terms], *call.metrics]
 
 
@@ -231,28 +246,28 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
     check_losses(call)
     backend = backend_of(call.backend, call.device)
     backend.check(call.device, dtype, "logits" if call.weight is None else "hidden")
-    names, kinds = fields_to_read(call)
+    field_names, field_kinds = fields_to_read(call)
     target_readers = [measure for measure in measures_of(call) if measure.reads_target]
     if call.target is None and target_readers:
         raise ValueError(f"target is None, and {target_readers[0].label} reads it; pass token ids")
     if call.num_segments is not None:
         checks.check_int("num_segments", call.num_segments, 1)
-    check_fields(call, names, kinds)
-    autocast = torch.is_autocast_enabled(call.device.type) and dtype != torch.float64
-    teacher_vocab = check_dense_teacher(call, names, dtype, autocast)  # has the dtype of the student's matmuls
-    columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in names else 0
+    check_fields(call, field_names, field_kinds)
+    is_autocast = torch.is_autocast_enabled(call.device.type) and dtype != torch.float64
+    teacher_vocab = check_dense_teacher(call, field_names, dtype, is_autocast)  # has the dtype of the student's matmuls
+    columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in field_names else 0
     if call.outputs and call.outputs != ("values",):
-        most, top_k = call.vocab if call.shard is None else min(call.shard.rows), call.top_k
+        most_top_k, top_k = call.vocab if call.shard is None else min(call.shard.rows), call.top_k
         checks.refuse({
             "target is None, and log-probabilities are those of targets; pass token ids":
                 call.target is None and not call.losses.terms,
-            f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}":
-                top_k is not None and not 1 <= top_k <= most,
+            f"top_k must be in [1, {most_top_k}] (the vocabulary, on every rank) or None, got {top_k}":
+                top_k is not None and not 1 <= top_k <= most_top_k,
         })  # fmt: skip
-    spec = decided(call, dtype, backend, names, kinds, columns, teacher_vocab)
+    spec = decided(call, dtype, backend, field_names, field_kinds, columns, teacher_vocab)
     check_fp8(call, spec)
-    check_sets(call, spec.demand, names)
-    return replace(spec, withheld=frozenset(batch) - set(names), autocast=autocast, numbers=numbers)
+    check_sets(call, spec.demand, field_names)
+    return replace(spec, withheld=frozenset(batch) - set(field_names), autocast=is_autocast, numbers=numbers)
 
 
 def decided(
@@ -293,19 +308,19 @@ def structure_at(
     call: Call[Any], field_names: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Structure, Demand]:
     """Returns losses and metrics with the call's numbers, and the statistics that losses, metrics and result need."""
-    measures = call.losses, call.metrics
-    structure, demand = structure_of(*measures, call.plain_temperature, call.vocab, columns, teacher_vocab)
+    losses_and_metrics = call.losses, call.metrics
+    structure, demand = structure_of(*losses_and_metrics, call.plain_temperature, call.vocab, columns, teacher_vocab)
     if call.outputs and call.outputs != ("values",):
-        squares = "log_sum_sq_probs" in call.outputs
+        has_squares = "log_sum_sq_probs" in call.outputs
         view = 0 if demand.pairing is None else demand.pairing.view
         # squared probabilities are a softmax at half the temperature, up to a factor
-        views = (*demand.views, View(2.0)) if squares else demand.views
+        views = (*demand.views, View(2.0)) if has_squares else demand.views
         statistics = needed([(name, view) for name in call.outputs], len(views))
-        of_slopes = needed([(name, view) for name in call.planned], len(views))
-        sloped = any(s.slopes is not None for of_view in of_slopes for s in of_view)
-        rank_one = not (demand.sums or sloped or squares)
+        sloped_statistics = needed([(name, view) for name in call.planned], len(views))
+        has_slopes = any(s.slopes is not None for of_view in sloped_statistics for s in of_view)
+        is_rank_one = not (demand.sums or has_slopes or has_squares)
         lists = lists_of(call.outputs, 0, call.top_k or 0)
-        demand = demand._replace(views=views, statistics=statistics, lists=lists, rank_one=rank_one)
+        demand = demand._replace(views=views, statistics=statistics, lists=lists, rank_one=is_rank_one)
     if call.weight is None or call.sequence_sharded:
         demand = demand._replace(columns_only=False)
     if "kept_ids" in field_names:
@@ -319,8 +334,8 @@ def structure_at(
 def check_losses(call: Call[Any]) -> None:
     """Raises where losses and metrics do not go with each other or with the call's options."""
     device, is_unreduced = call.device, call.reduction == "none"
-    no_loss = "metrics go with one loss of the call, which reduction='none' does not have; leave them out"
-    checks.refuse({no_loss: is_unreduced and call.metrics})
+    no_loss_text = "metrics go with one loss of the call, which reduction='none' does not have; leave them out"
+    checks.refuse({no_loss_text: is_unreduced and call.metrics})
     for coefficient, summand in call.losses.terms:
         label, normalizer, reduction = summand.label, summand.normalizer, summand.reduction
         checks.refuse({
@@ -347,8 +362,8 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
         checks.refuse({'fp8_weight goes with precision="fp8"; pass both': call.fp8_weight is not None})
         return
     assert call.weight is not None
-    traits, hidden, fp8 = spec.backend.traits(call.device), call.weight.shape[1], 'precision="fp8"'
-    missing = e4m3_missing(traits if gpu is None else traits | {"gpu": gpu}, call.device)
+    backend_traits, hidden_size, fp8 = spec.backend.traits(call.device), call.weight.shape[1], 'precision="fp8"'
+    missing_text = e4m3_missing(backend_traits if gpu is None else backend_traits | {"gpu": gpu}, call.device)
     checks.refuse({
         f"{fp8} takes bfloat16 or float16 operands, got {spec.dtype}; cast them, or leave precision=None":
             spec.dtype.itemsize != 2,
@@ -357,23 +372,23 @@ def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
             spec.demand.pairing is not None,
         f"{fp8} does not go with a sum over the vocabulary, which would be one of rounded logits; leave precision=None":
             spec.demand.sums,
-        missing: missing,
-        f"{fp8} needs rows of 16 bytes: hidden of a multiple of 16, got {hidden}; leave precision=None":
-            "gpu" in traits and hidden % 16,
+        missing_text: missing_text,
+        f"{fp8} needs rows of 16 bytes: hidden of a multiple of 16, got {hidden_size}; leave precision=None":
+            "gpu" in backend_traits and hidden_size % 16,
     })  # fmt: skip
 
 
 def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> None:
     """Raises for calls with ``kept_ids`` or candidates whose losses or options do not go with sets of columns."""
     if "kept_ids" not in field_names:
-        missing = "kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing"
-        checks.refuse({missing: call.kept_everywhere})
+        missing_text = "kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing"
+        checks.refuse({missing_text: call.kept_everywhere})
         return
-    of_all = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
+    of_all_text = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
     checks.refuse({
-        **{of_all.format(s.of_all): s.of_all for s in (*demand.statistics[0], *demand.lists)},
-        of_all.format("a dense teacher"): demand.pairing is not None,
-        of_all.format("a sum over the vocabulary"): demand.sums,
+        **{of_all_text.format(s.of_all): s.of_all for s in (*demand.statistics[0], *demand.lists)},
+        of_all_text.format("a dense teacher"): demand.pairing is not None,
+        of_all_text.format("a sum over the vocabulary"): demand.sums,
         "candidate_bias does not go with softcap, whose slope is that of logits without it; leave one out":
             "candidate_bias" in field_names and call.softcap is not None,
         "target is None, and kept_ids or candidates are sets that targets belong to; pass token ids":
@@ -388,9 +403,9 @@ def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> N
 
 def bare(structure: Structure) -> Structure:
     """The structure with empty tensors in place of the call's, which must not outlive the call."""
-    empty = torch.empty(0, dtype=torch.float32, device="cpu")
+    empty_tensor = torch.empty(0, dtype=torch.float32, device="cpu")
     summands = []
     for summand, view in structure.summands:
-        tensors = dict.fromkeys(summand.tensors, empty)
+        tensors = dict.fromkeys(summand.tensors, empty_tensor)
         summands.append((replace(summand, tensors=tensors, normalizer=None), view))
     return replace(structure, summands=tuple(summands))

@@ -87,12 +87,14 @@ class Streams(Generic[Result]):
         for (tokens, _, _), work, losses, results in zip(prepared_streams, works, self.losses, finished, strict=True):
             _, loss_values, _ = results
             rank_sums = work.objective.inputs.rank_sums
-            ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
+            averaged_ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
-                terms = zip(loss_values, losses.terms, strict=True)
-                first, *further = [loss_value * (coefficient * ranks) for loss_value, (coefficient, _) in terms]
-                value = sum(further, first)
-            outcomes.append(Outcome((value,), work.plan, tokens, work.objective, *results))
+                values_and_terms = zip(loss_values, losses.terms, strict=True)
+                first, *further = [
+                    loss_value * (coefficient * averaged_ranks) for loss_value, (coefficient, _) in values_and_terms
+                ]
+                stream_value = sum(further, first)
+            outcomes.append(Outcome((stream_value,), work.plan, tokens, work.objective, *results))
         return self.result(total, outcomes)
 
 

@@ -47,7 +47,8 @@ class LocalWork:
         raise NotImplementedError
 
     def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """Factors of the rows that the forward pass has made, from statistics and upstream gradients of the outputs."""
+        """[tokens] factors of the rows of hidden's gradient that the forward pass has made for upstream gradients of 1.
+        ``upstream``: upstream gradients of the outputs."""
         raise NotImplementedError
 
     def late_gradients(
@@ -141,8 +142,10 @@ class HeadWork(LocalWork):
         if sizes.fp8:
             fp8 = self.backend.rounded_head(weight, self.fp8_weight)
             if self.plan.e4m3_gradients and sizes.hidden_grad:
-                make, copy = self.backend.transposed, self.fp8_weight
-                fp8 = fp8._replace(transposed=make(fp8.weight.values) if copy is None else copy.transposed(make))
+                transpose, fp8_weight = self.backend.transposed, self.fp8_weight
+                fp8 = fp8._replace(
+                    transposed=transpose(fp8.weight.values) if fp8_weight is None else fp8_weight.transposed(transpose)
+                )
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 
     def forward(self, operands: Sequence[Any]) -> tuple[RowStats, Gradients | None]:
@@ -169,8 +172,8 @@ class HeadWork(LocalWork):
         """
         objective, plan, backend, tokens = self.objective, self.plan, self.backend, len(self.objective.targets)
         is_recompute = stats_and_coefficients is not None
-        most = plan.block_tokens if is_recompute else plan.chunk_tokens  # rows of a chunk
-        order, count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
+        most_rows = plan.block_tokens if is_recompute else plan.chunk_tokens  # rows of a chunk
+        order, counted = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
         scale, coefficients, sets = objective.scale, None, None
         if stats_and_coefficients is None:
             stats = RowStats.empty(tokens, plan.sizes.layout, objective.dtype, hidden.device)
@@ -190,11 +193,11 @@ class HeadWork(LocalWork):
                 return stats, grads
         targets, columns = self.softmax_targets, self.local_columns
         grads = self.new_gradients(hidden_dtype, hidden.device) if has_grads else None
-        clean_hidden = empty(most, hidden.shape[1], dtype=plan.sizes.dtype, device=hidden.device)
+        clean_hidden = empty(most_rows, hidden.shape[1], dtype=plan.sizes.dtype, device=hidden.device)
         teacher = None if objective.teacher is None else objective.teacher.cast_head()  # once for the pass
-        gathered = None if self.shard is None else self.shard.gathered(hidden, most)
+        gathered = None if self.shard is None else self.shard.gathered(hidden, most_rows)
         if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
-            clean_teacher_hidden = teacher.weight.new_empty(most, teacher.hidden.shape[1])
+            clean_teacher_hidden = teacher.weight.new_empty(most_rows, teacher.hidden.shape[1])
 
         def rows_of(chunk: slice) -> Rows:
             """The rows of a chunk. The store copies ``source`` to ``hidden``; a teacher's hidden states are copied
@@ -217,24 +220,24 @@ class HeadWork(LocalWork):
             if gathered is not None:
                 source, chunk_order = gathered.chunk(chunk)  # rows rank after rank; copied in the call's order
             return Rows(
-                clean_hidden if size == most else clean_hidden[:size],
+                clean_hidden if size == most_rows else clean_hidden[:size],
                 chunk_targets,
                 chunk,
                 columns[chunk] if is_part and columns is not None else columns,
                 scale[chunk] if is_part and scale is not None else scale,
                 chunk_teacher,
-                count,
+                counted,
                 source,
                 chunk_order,
             )
 
-        kind: type[MatmulStore] = plan.sizes.store
+        store_class: type[MatmulStore] = plan.sizes.store
         if is_recompute:  # of tiles whose statistics are known
-            kind = backend.grad_store if plan.sizes.grads_in_matmul else LogitsStore
-        store: Store = kind(backend, head, plan, CallRows(hidden, targets, order), is_recompute)
+            store_class = backend.grad_store if plan.sizes.grads_in_matmul else LogitsStore
+        store: Store = store_class(backend, head, plan, CallRows(hidden, targets, order), is_recompute)
         spans: Any = self.spans
         if is_recompute or spans is None:
-            spans = [(slice(start, min(start + most, tokens)),) for start in range(0, tokens, most)]
+            spans = [(slice(start, min(start + most_rows, tokens)),) for start in range(0, tokens, most_rows)]
         store = store if sets is None else WithSets(store, sets)
         run_chunks(self, store, rows_of, spans, stats, coefficients, grads)
         return stats, grads
@@ -242,24 +245,24 @@ class HeadWork(LocalWork):
     def new_gradients(self, hidden_dtype: torch.dtype, device: torch.device) -> Gradients:
         """Buffers of the sweep's gradients. ``hidden_dtype``: that of hidden's."""
         plan, sizes, buffer = self.plan, self.plan.sizes, self.gradient_buffer
-        make = empty if sizes.tokens else torch.zeros  # without tokens no product fills them
+        new_tensor = empty if sizes.tokens else torch.zeros  # without tokens no product fills them
         hidden = weight = bias = None
-        rows = sizes.vocab + sizes.padding
+        weight_rows = sizes.vocab + sizes.padding
         if sizes.hidden_grad:
-            hidden = make(sizes.tokens // sizes.hidden_ranks, sizes.hidden, dtype=hidden_dtype, device=device)
+            hidden = new_tensor(sizes.tokens // sizes.hidden_ranks, sizes.hidden, dtype=hidden_dtype, device=device)
             if self.packing is not None and self.packing.count is not None:
                 hidden.zero_()  # products do not write rows of tokens that do not count
         if buffer is not None:
             weight = buffer.buffer
         elif sizes.weight_grad:
-            weight = make(rows, sizes.hidden, dtype=plan.weight_accumulate, device=device)
+            weight = new_tensor(weight_rows, sizes.hidden, dtype=plan.weight_accumulate, device=device)
         if sizes.bias_grad:
-            bias = make(rows, dtype=sizes.wide, device=device)
+            bias = new_tensor(weight_rows, dtype=sizes.wide, device=device)
         over_ranks = None if self.shard is None else self.shard.hidden_gradient()
         return Gradients(hidden, weight, bias, buffer, sizes.padding, over_ranks)
 
     def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """What this rank's rows of hidden's gradient are multiplied by [tokens], in the caller's order."""
+        """[tokens] the factors of this rank's rows of hidden's gradient, in the caller's order."""
         factors = self.objective.token_factors(stats, upstream)
         if self.packing is not None:
             factors = self.packing.unpack(factors)

@@ -26,6 +26,7 @@ from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
 from .options import Call
 from .spec import Spec, structure_at
 
+# fields of log-probabilities, whose size is checked
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 
@@ -38,7 +39,7 @@ class Packing:
     end of a pass. Matmuls run over all rows of ``order``, or over the first ``count``, which only the device knows.
     """
 
-    order: Tensor  # [packed] int64: index of each row in the call's tensors
+    order: Tensor  # [packed] int64: index of each row in the call's tensors; packed <= tokens rows run
     count: Tensor | None  # [] int64: number of rows that count, the first ones; None: all of ``order`` do
     tokens: int  # number of tokens of the call, packed or not
 
@@ -74,30 +75,32 @@ class RangeChecks:
     numbers that all results are multiplied by into nan.
     """
 
-    is_wrong: list[Tensor] = field(default_factory=list)
+    is_wrong: list[Tensor] = field(default_factory=list)  # [] bool each
 
-    def in_range(self, name: str, ids: Tensor, number: int, none: int | None) -> Tensor:
-        """``ids`` with -1 in place of those that are neither in [0, number) nor equal to ``none``. Such an id raises
-        IndexError on the CPU and sets a flag elsewhere. ``none``: the value for no id; None: there is no such value."""
-        wrong = (ids < 0) | (ids >= number)
-        if none is not None:
-            wrong &= ids != none
-        if reading_is_free(ids) and wrong.any():
-            or_none = "" if none is None else f" or {none} for none"
-            raise IndexError(f"batch[{name!r}] must be in [0, {number}){or_none}, got {int(ids[wrong][0])}")
-        self.is_wrong.append(wrong.any())
-        return torch.where(wrong, -1, ids)
+    def in_range(self, name: str, ids: Tensor, id_count: int, missing_id: int | None) -> Tensor:
+        """``ids`` with -1 in place of those that are neither in [0, id_count) nor equal to ``missing_id``, the value
+        for no id (None: there is no such value). Such an id raises IndexError on the CPU and sets a flag elsewhere."""
+        is_out_of_range = (ids < 0) | (ids >= id_count)
+        if missing_id is not None:
+            is_out_of_range &= ids != missing_id
+        if reading_is_free(ids) and is_out_of_range.any():
+            or_missing_text = "" if missing_id is None else f" or {missing_id} for none"
+            raise IndexError(
+                f"batch[{name!r}] must be in [0, {id_count}){or_missing_text}, got {int(ids[is_out_of_range][0])}"
+            )
+        self.is_wrong.append(is_out_of_range.any())
+        return torch.where(is_out_of_range, -1, ids)
 
     def scale_of(self, temperature: Tensor, ignored: Tensor) -> Tensor:
         """``1 / temperature`` [tokens], 1 where ``ignored`` [tokens] bool is true. A temperature that is not positive
         and finite raises ValueError on the CPU and sets a flag elsewhere."""
-        wrong = ~ignored & ~((temperature > 0) & (temperature < torch.inf))
-        if reading_is_free(wrong) and wrong.any():
+        is_wrong = ~ignored & ~((temperature > 0) & (temperature < torch.inf))
+        if reading_is_free(is_wrong) and is_wrong.any():
             raise ValueError(
-                f"temperature must be positive and finite, got {float(temperature[wrong][0]):g} for a token; mask it, "
-                "or give 1"
+                f"temperature must be positive and finite, got {float(temperature[is_wrong][0]):g} for a token; mask "
+                "it, or give 1"
             )
-        self.is_wrong.append(wrong.any())
+        self.is_wrong.append(is_wrong.any())
         return torch.where(ignored, 1.0, 1.0 / temperature)
 
     def mark(self, *numbers: Tensor) -> None:
@@ -141,9 +144,9 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     batch, structure = call.batch or {}, spec.structure
     if structure is None:
         structure = structure_of_call(call, spec)
-    operands = {"weight": call.weight, "bias": call.bias, "target": call.target}
-    operands |= {name: batch[name] for name in spec.field_names}
-    for name, tensor in {"logits" if call.weight is None else "hidden": call.rows, **operands}.items():
+    tensors_by_name = {"weight": call.weight, "bias": call.bias, "target": call.target}
+    tensors_by_name |= {name: batch[name] for name in spec.field_names}
+    for name, tensor in {"logits" if call.weight is None else "hidden": call.rows, **tensors_by_name}.items():
         if tensor is not None and tensor.is_neg():
             raise ValueError(
                 f"{name} is negated lazily, as z.conj().imag is, and kernels read memory; pass {name}.resolve_neg()"
@@ -154,20 +157,22 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     tokens = read_tokens(call, spec, structure, target, batch, leading)
     fields, tokens.scale = tokens.fields, tokens.fields.pop(TEMPERATURE, None)
     if fields:
-        pairing, kinds = structure.pairing, spec.field_kinds
+        pairing, field_kinds = structure.pairing, spec.field_kinds
         if structure.teacher is not None and pairing is not None:
             columns = pairing.columns if call.shard is None else call.local_width
             tokens.teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
         # ``teacher_entries`` has a row for each token, but no kind: ``read_tokens`` adds it
-        per_token = [name for name in fields if name not in kinds or kinds[name].kind in ("token", "row")]
-        tokens.fields, tokens.token_fields = fields, frozenset(per_token)
+        token_field_names = [
+            name for name in fields if name not in field_kinds or field_kinds[name].kind in ("token", "row")
+        ]
+        tokens.fields, tokens.token_fields = fields, frozenset(token_field_names)
     if "kept_ids" in spec.field_names and len(tokens.targets):
         tokens = replace(tokens, column_sets=sets_of(tokens, batch, leading, call.kept_everywhere))
     if call.weight is not None and call.skip_ignored:
         # on the CPU there is no device to wait for
-        wait = call.skip_ignored == "wait" or (reading_is_free(tokens.targets) and not spec.backend.bounds_rows)
-        return packed(tokens, Packing.by_target(tokens.targets, wait))
+        host_waits = call.skip_ignored == "wait" or (reading_is_free(tokens.targets) and not spec.backend.bounds_rows)
+        return packed(tokens, Packing.by_target(tokens.targets, host_waits))
     if not (spec.can_end_with_segments and call.segments is not None and len(tokens.targets)):
         return tokens
     return replace(tokens, groups=groups_of(call.segments, leading[-1] if leading else 1, call.shift))
@@ -197,7 +202,7 @@ def read_tokens(
     """The tokens of a call, with targets and all fields that it reads in the rows of the hidden states that predict
     them (``shift``), 0 (ids -1) where a token does not count. ``target`` and ``batch`` are the caller's; ``leading``:
     the shape of the target. A wrong value raises on the CPU; elsewhere it makes ``one_or_nan`` and ``inverse`` nan."""
-    dtype, kinds, shift, ignore_index = spec.statistics_dtype, spec.field_kinds, call.shift, call.ignore_index
+    dtype, field_kinds, shift, ignore_index = spec.statistics_dtype, spec.field_kinds, call.shift, call.ignore_index
     if target is None:
         # every token counts, with id 0; -1 takes the place of the caller's ignore_index, which may be 0
         ignore_index = -1
@@ -210,32 +215,34 @@ def read_tokens(
         refuse_target(call, target, mask, ignore_index)
     checks, fields = RangeChecks(), tokens.fields
     names = [name for name in spec.field_names if name != "mask" and name not in KEPT_FIELDS]
-    numbers = [name for name in names if kinds[name] == Field("token") and name != TEMPERATURE]
-    if numbers:
+    number_fields = [name for name in names if field_kinds[name] == Field("token") and name != TEMPERATURE]
+    if number_fields:
         # one launch; on the CPU ``check_logprobs`` raises where log-probabilities are too large
-        most = [INFINITY if on_cpu or name not in LOGPROBS else MOST_ROUNDED for name in numbers]
-        values = spec.backend.read_fields([batch[name] for name in numbers], targets, shift, dtype, most)
-        fields.update(zip(numbers, values, strict=True))
+        most_sizes = [INFINITY if on_cpu or name not in LOGPROBS else MOST_ROUNDED for name in number_fields]
+        number_values = spec.backend.read_fields(
+            [batch[name] for name in number_fields], targets, shift, dtype, most_sizes
+        )
+        fields.update(zip(number_fields, number_values, strict=True))
     for name in LOGPROBS:
         if name in fields and on_cpu:
             check_logprobs(f"batch[{name!r}]", fields[name])
-    other_names = [name for name in names if name not in numbers]
-    ignored = targets < 0 if other_names else targets
+    other_names = [name for name in names if name not in number_fields]
+    is_ignored = targets < 0 if other_names else targets
     for name in other_names:
-        value, kind = batch[name], kinds[name]
-        if kind.kind in ("token", "row"):
-            value = rows_of_field(call, spec, name, value, ignored, leading, checks)
+        value, field_kind = batch[name], field_kinds[name]
+        if field_kind.kind in ("token", "row"):
+            value = rows_of_field(call, spec, name, value, is_ignored, leading, checks)
         elif name == "pairs":
             value = checks.in_range(name, value.to(torch.int64), call.num_segments or 0, None)
         elif name not in TEACHER_FIELDS:
             # a copy: the caller may change it before backward reads it
-            value = value.to(dtype if kind.type == "float" else value.dtype, copy=True)
+            value = value.to(dtype if field_kind.type == "float" else value.dtype, copy=True)
         fields[name] = value
     if "teacher_ids" in fields:
         fields.update(columns_of_teacher(fields, targets, call.vocab, checks))
         if on_cpu and "teacher_entries" in fields:
-            options = [summand.options for _, summand in call.losses.terms if summand.kind == "topk_kl"]
-            is_normalized = not all(o["teacher_renormalize"] for o in options)
+            loss_options = [summand.options for _, summand in call.losses.terms if summand.kind == "topk_kl"]
+            is_normalized = not all(o["teacher_renormalize"] for o in loss_options)
             entries_of_teacher = fields["teacher_logprobs"], fields["teacher_entries"]
             check_teacher("batch['teacher_logprobs']", *entries_of_teacher, is_normalized)
     if checks.is_wrong:
@@ -248,27 +255,28 @@ def rows_of_field(
     spec: Spec,
     name: str,
     value: Tensor,
-    ignored: Tensor,
+    is_ignored: Tensor,
     leading: tuple[int, ...],
     checks: RangeChecks,
 ) -> Tensor:
-    """A field of tokens as [tokens, ...] in the order of hidden states, 0 (ids -1) where ``ignored`` [tokens] bool."""
-    kind, dims = spec.field_kinds[name], len(leading)
-    if kind.kind == "token" and dims:
-        value = shift_left(value, call.shift, -1 if kind.type == "int" else 0, dims - 1)
-    value = value.reshape(-1, *value.shape[dims:])
+    """A field of tokens as [tokens, ...] in the order of hidden states, 0 (ids -1) where ``is_ignored`` [tokens] is
+    true."""
+    kind, leading_dims = spec.field_kinds[name], len(leading)
+    if kind.kind == "token" and leading_dims:
+        value = shift_left(value, call.shift, -1 if kind.type == "int" else 0, leading_dims - 1)
+    value = value.reshape(-1, *value.shape[leading_dims:])
     if name in ("teacher_logits", "teacher_hidden"):
         if value.stride(1) != 1 and value.shape[1] != 1:
             raise ValueError(f"batch[{name!r}] must be contiguous along its last dimension; pass .contiguous()")
         return value
-    ignored = ignored.reshape(-1, *[1] * (value.dim() - 1))
+    is_ignored = is_ignored.reshape(-1, *[1] * (value.dim() - 1))
     if kind.type == "bool":
-        return value & ~ignored
+        return value & ~is_ignored
     if kind.type == "int":
-        value = value.to(torch.int64).masked_fill(ignored, -1)
+        value = value.to(torch.int64).masked_fill(is_ignored, -1)
         return checks.in_range(name, value, call.num_segments or 0, -1) if name in SEGMENT_IDS else value
-    value = value.to(spec.statistics_dtype).masked_fill(ignored, 0.0)
-    return value if name != TEMPERATURE else checks.scale_of(value, ignored)
+    value = value.to(spec.statistics_dtype).masked_fill(is_ignored, 0.0)
+    return value if name != TEMPERATURE else checks.scale_of(value, is_ignored)
 
 
 def columns_of_teacher(
@@ -277,58 +285,58 @@ def columns_of_teacher(
     """Returns the field ``teacher_ids`` [tokens, K], with -1 where an entry does not count; and, if the batch has the
     teacher's log-probabilities, ``teacher_entries`` [tokens, K] bool, true where one counts."""
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
-    valid = (targets >= 0)[:, None]
+    is_valid = (targets >= 0)[:, None]
     if logprobs is not None:
-        valid = valid & ~(logprobs <= PADDING)  # an entry of nan counts, so that the error shows in the loss
+        is_valid = is_valid & ~(logprobs <= PADDING)  # an entry of nan counts, so that the error shows in the loss
     if "teacher_mask" in fields:
-        valid = valid & fields["teacher_mask"]
-    ids = checks.in_range("teacher_ids", torch.where(valid, ids, -1), vocab, -1).contiguous()
+        is_valid = is_valid & fields["teacher_mask"]
+    ids = checks.in_range("teacher_ids", torch.where(is_valid, ids, -1), vocab, -1).contiguous()
     if logprobs is None:
         return {"teacher_ids": ids}
     # computed once for all losses: every entry is compared with every other
-    blocks = slices(len(ids), max(1, (1 << 24) // max(1, ids.shape[1] ** 2)))
-    entries_of_blocks = [entries(logprobs[block], ids[block], ids[block] >= 0) for block in blocks]
+    row_blocks = slices(len(ids), max(1, (1 << 24) // max(1, ids.shape[1] ** 2)))
+    entries_of_blocks = [entries(logprobs[block], ids[block], ids[block] >= 0) for block in row_blocks]
     return {"teacher_ids": ids, "teacher_entries": torch.cat(entries_of_blocks) if entries_of_blocks else ids >= 0}
 
 
 def refuse_target(call: Call[Any], target: Tensor, mask: Tensor | None, ignore_index: int) -> NoReturn:
     """Raises IndexError for the first target out of range."""
     shift, vocab = call.shift, call.vocab
-    paired = shift_left(target, shift, ignore_index).reshape(-1)
-    wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))
+    targets = shift_left(target, shift, ignore_index).reshape(-1)
+    is_wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
     if mask is not None:
-        wrong &= shift_left(mask, shift, 0).reshape(-1)
-    first = int(wrong.nonzero()[0])
+        is_wrong &= shift_left(mask, shift, 0).reshape(-1)
+    row = int(is_wrong.nonzero()[0])
     remedy = ""
-    if call.shard is None and paired[first] >= vocab:
+    if call.shard is None and targets[row] >= vocab:
         remedy = "; if ranks share the vocabulary, pass parallel=VocabParallel(group)"
         remedy += ", or these are hidden states: pass them to linear_loss" if call.weight is None else ""
     raise IndexError(
         f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
-        f"{int(paired[first])} for row {first}, leading dimensions flattened; mask it with ignore_index{remedy}"
+        f"{int(targets[row])} for row {row}, leading dimensions flattened; mask it with ignore_index{remedy}"
     )
 
 
 def reading_is_free(tensor: Tensor) -> bool:
-    """True for a tensor whose values the host has without waiting for a device."""
+    """True for a tensor on the CPU, whose values the host reads without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def of_all_ranks(
     shard: Shard, call: Call[Any], spec: Spec, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Mapping[str, Tensor], tuple[int, ...]]:
-    """Gathers targets and fields from ranks that hold different tokens. Returns both for all ranks' tokens, and their
-    leading shape."""
-    dims, count = len(call.leading), math.prod(call.leading)
-    per_token = [name for name in spec.field_names if spec.field_kinds[name].kind in ("token", "row")]
-    local = {name: batch[name].flatten(0, dims - 1) for name in per_token}
+    """Gathers targets and fields from ranks that hold different tokens. Returns the targets of all ranks' tokens, the
+    fields by name, and the leading shape of both: (tokens of all ranks,)."""
+    leading_dims, token_count = len(call.leading), math.prod(call.leading)
+    token_field_names = [name for name in spec.field_names if spec.field_kinds[name].kind in ("token", "row")]
+    local_tensors = {name: batch[name].flatten(0, leading_dims - 1) for name in token_field_names}
     if call.target is not None:
-        local["target"] = call.target.reshape(-1)
-    fields = {"tokens": str(count), "batch": str(sorted(local))}
-    fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in local.items()}
+        local_tensors["target"] = call.target.reshape(-1)
+    fields = {"tokens": str(token_count), "batch": str(sorted(local_tensors))}
+    fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in local_tensors.items()}
     shard.agreed_on(fields, call.device)
-    gathered = {name: interleaved(value, shard.group) for name, value in local.items()}
-    return gathered.pop("target", None), {**batch, **gathered}, (count * shard.parallel.ranks,)
+    gathered_tensors = {name: interleaved(value, shard.group) for name, value in local_tensors.items()}
+    return gathered_tensors.pop("target", None), {**batch, **gathered_tensors}, (token_count * shard.parallel.ranks,)
 
 
 def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
@@ -346,39 +354,39 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     targets, vocab = tokens.targets, tokens.call.vocab
     ids, offsets, set_bias = batch["kept_ids"].reshape(-1).contiguous(), batch.get("kept_offsets"), None
     if "candidate_bias" in batch:
-        bias = batch["candidate_bias"].reshape(-1).to(tokens.spec.statistics_dtype)
-        set_bias = (bias / tokens.structure.temperature).contiguous()
+        flat_bias = batch["candidate_bias"].reshape(-1).to(tokens.spec.statistics_dtype)
+        set_bias = (flat_bias / tokens.structure.temperature).contiguous()
     starts, ends = targets.new_empty(2, len(targets)).unbind()
     rows = targets.new_empty(len(ids) + len(targets))
     columns = torch.empty_like(rows, dtype=torch.int32)
     column_sets = Kept(
         starts, ends, rows, columns, everywhere, None if set_bias is None else set_bias.new_zeros(len(rows))
     )
-    length, set_offsets = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
+    line_length, set_offsets = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
     outputs = starts, ends, rows, columns, column_sets.bias, tokens.one_or_nan, tokens.inverse
     tokens.spec.backend.kept_sets(
-        *outputs, targets, ids, set_offsets, set_bias, length, tokens.call.shift, vocab, everywhere
+        *outputs, targets, ids, set_offsets, set_bias, line_length, tokens.call.shift, vocab, everywhere
     )
     if not reading_is_free(targets):
         return column_sets
-    missing = int(((targets >= 0) & ~column_sets.has).sum())
+    missing_count = int(((targets >= 0) & ~column_sets.has).sum())
     if tokens.one_or_nan.isnan():
         if offsets is not None and (offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any()):
             raise ValueError(
                 f"batch['kept_offsets'] must rise from 0 to {len(ids)}, the number of kept_ids, got {offsets.tolist()}"
             )
-        if missing and everywhere:
+        if missing_count and everywhere:
             raise ValueError(
-                f"kept_everywhere=True, or candidates, and {missing} tokens that count keep none; give them ids"
+                f"kept_everywhere=True, or candidates, and {missing_count} tokens that count keep none; give them ids"
             )
         RangeChecks().in_range("kept_ids", ids, vocab, -1)
-    return replace(column_sets, everywhere=everywhere or not missing)
+    return replace(column_sets, everywhere=everywhere or not missing_count)
 
 
 def packed(tokens: Tokens, packing: Packing) -> Tokens:
     """The tokens with targets and fields in the order of ``packing``. Hidden states of student and teacher stay in the
     caller's order."""
-    teacher, column_sets, scale, per_token = tokens.teacher, tokens.column_sets, tokens.scale, tokens.token_fields
+    teacher, column_sets, scale, token_fields = tokens.teacher, tokens.column_sets, tokens.scale, tokens.token_fields
     if teacher is not None and teacher.logits is not None:
         if packing.count is not None:
             raise ValueError(
@@ -393,7 +401,7 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
         targets=packing.pack(tokens.targets),
         column_sets=column_sets,
         packing=packing,
-        fields={name: packing.pack(value) if name in per_token else value for name, value in tokens.fields.items()},
+        fields={name: packing.pack(value) if name in token_fields else value for name, value in tokens.fields.items()},
         teacher=teacher,
         scale=None if scale is None else packing.pack(scale),
     )

@@ -21,9 +21,10 @@ from .recipes import TASKS, described
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+# names of the arguments that are operands
 OPERANDS = ("hidden", "weight", "bias", "logits")
-# arguments with which a call runs outside of graphs: process groups, lengths of segments (new numbers at every step),
-# weights in e4m3
+# names of the arguments with which a call runs outside of graphs: process groups, lengths of segments (new numbers at
+# every step), weights in e4m3
 EAGER = ("parallel", "segment_lengths", "fp8_weight")
 # by public function's name: the function from the operator's outputs and the arguments to the result
 IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
@@ -43,11 +44,11 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
             arguments = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-            eager = any(arguments.get(name) is not None for name in EAGER)
-            eager = eager or type(arguments.get("hidden")) in (list, tuple)  # several streams
-            eager = eager or any(is_dtensor(arguments[name]) for name in OPERANDS if name in arguments)
-            in_graph = not eager and not arguments.get("inplace")
-            if in_graph and ("loss" not in arguments or isinstance(arguments["loss"], Losses)):
+            is_eager = any(arguments.get(name) is not None for name in EAGER)
+            is_eager = is_eager or type(arguments.get("hidden")) in (list, tuple)  # several streams
+            is_eager = is_eager or any(is_dtensor(arguments[name]) for name in OPERANDS if name in arguments)
+            may_be_in_graph = not is_eager and not arguments.get("inplace")
+            if may_be_in_graph and ("loss" not in arguments or isinstance(arguments["loss"], Losses)):
                 result = as_operator(function_name, arguments)
                 if result is not None:
                     return result
@@ -56,16 +57,18 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
             return outside(execute, function, args, kwargs)  # between two graphs
         return execute(function, args, kwargs)
 
-    returned = signature.return_annotation
-    (result_type,) = get_args(get_args(returned)[0] if get_origin(returned) in (Union, UnionType) else returned)
+    return_annotation = signature.return_annotation
+    (result_type,) = get_args(
+        get_args(return_annotation)[0] if get_origin(return_annotation) in (Union, UnionType) else return_annotation
+    )
     public.__annotations__ = function.__annotations__ | {"return": result_type}
     # ``help`` and ``inspect`` list the keywords of ``**options``, the last parameter, one by one
-    *parameters, options = signature.parameters.values()
-    types = get_args(options.annotation)[0].__annotations__
+    *parameters, options_parameter = signature.parameters.values()
+    keyword_types = get_args(options_parameter.annotation)[0].__annotations__
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=keyword_types[name])
         for name, default in DEFAULTS.items()
-        if name in types
+        if name in keyword_types
     ]
     public.__signature__ = inspect.Signature(parameters, return_annotation=result_type)  # type: ignore[attr-defined]
     return public
@@ -96,17 +99,24 @@ def as_operator(name: str, arguments: dict[str, Any]) -> Any:
 
     operands = [arguments[operand] for operand in OPERANDS if arguments.get(operand) is not None]
     device = operands[0].device
-    number = arguments.get("normalizer")
-    if isinstance(number, NUMBERS) and not isinstance(number, bool) and number >= 0 and number < INFINITY:
+    normalizer = arguments.get("normalizer")
+    if (
+        isinstance(normalizer, NUMBERS)
+        and not isinstance(normalizer, bool)
+        and normalizer >= 0
+        and normalizer < INFINITY
+    ):
         # a number would be a constant of the graph; a tensor may change at every step
-        arguments = arguments | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * number}
+        arguments = arguments | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * normalizer}
     tensors: list[Tensor] = []
-    description = tuple([(key, described(value, tensors)) for key, value in arguments.items() if key not in OPERANDS])
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key, grad = registered(name, description, autocast), torch.is_grad_enabled()
+    described_arguments = tuple(
+        [(key, described(value, tensors)) for key, value in arguments.items() if key not in OPERANDS]
+    )
+    autocast_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    key, is_grad_enabled = registered(name, described_arguments, autocast_dtype), torch.is_grad_enabled()
     if not key:
         return None
-    needs_grad = [grad and operand.requires_grad for operand in operands]
+    needs_grad = [is_grad_enabled and operand.requires_grad for operand in operands]
     return IN_GRAPH[name](forward(operands, tensors, key, needs_grad), arguments)
 
 

@@ -42,8 +42,9 @@ BACKWARD = (
     "(Tensor[] operands, Tensor[] tensors, Tensor[] statistics, Tensor[] upstream, str key, bool[] needs_grad)"
     " -> Tensor[]"
 )
-SCALAR = ("loss", "packed")
-INTEGERS = ("argmax", "top_k_ids")
+SCALAR = ("loss", "packed")  # names of the outputs of a call that returns one loss
+INTEGERS = ("argmax", "top_k_ids")  # names of the outputs that are int64
+# names of the outputs that take no gradient
 WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")
 
 
@@ -64,8 +65,8 @@ DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_inclu
 
 def dispatch() -> Dispatch | None:
     """The objects of ``Dispatch``; None if this torch lacks one of them."""
-    names = private(*DISPATCH)
-    return None if names is None else Dispatch(*names)
+    dispatch_objects = private(*DISPATCH)
+    return None if dispatch_objects is None else Dispatch(*dispatch_objects)
 
 
 def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -76,10 +77,10 @@ def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., li
 
     @functools.wraps(function)
     def with_dispatch(*args: Any) -> list[Tensor]:
-        names = dispatch()
-        if names is None:
+        dispatch_objects = dispatch()
+        if dispatch_objects is None:
             return in_own_thread(functools.partial(function, *args))
-        with names.guard(names.included(), switched_off()):
+        with dispatch_objects.guard(dispatch_objects.included(), switched_off()):
             return function(*args)
 
     return with_dispatch
@@ -88,13 +89,13 @@ def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., li
 @functools.cache
 def switched_off() -> Any:
     """The set of autocast's dispatch keys, the only ones that stay excluded in an operator."""
-    names = dispatch()
-    assert names is not None
-    keys = names.key_set(names.keys.Undefined)
-    for name in dir(names.keys):
+    dispatch_objects = dispatch()
+    assert dispatch_objects is not None
+    autocast_keys = dispatch_objects.key_set(dispatch_objects.keys.Undefined)
+    for name in dir(dispatch_objects.keys):
         if name.startswith("Autocast"):
-            keys = keys.add(getattr(names.keys, name))
-    return keys
+            autocast_keys = autocast_keys.add(getattr(dispatch_objects.keys, name))
+    return autocast_keys
 
 
 # ---- the forward operator
@@ -133,8 +134,8 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
             return [*values, *counts_and_rows(tokens, work, work_operands, stats, grads)]
         if has_late_gradients(tokens.call):
             return [*values, *stats.by_name.values()]
-        expected, ready = expected_gradients(tokens, work, work_operands, stats, grads)
-        return [*values, expected, *in_shape(ready, operands, needs_grad)]
+        expected_upstream, gradients = expected_gradients(tokens, work, work_operands, stats, grads)
+        return [*values, expected_upstream, *in_shape(gradients, operands, needs_grad)]
 
 
 def returned_values(tokens: Tokens, objective: Objective, stats: RowStats) -> list[Tensor]:
@@ -151,11 +152,11 @@ def packed(
     call: Call[Any], loss_values: Sequence[Tensor], metrics: dict[str, MetricValue], dtype: torch.dtype
 ) -> Tensor:
     """One vector of the loss's parts, then of each metric sums and count, or the extremum; in the caller's order."""
-    numbers = [*loss_values]
+    parts = [*loss_values]
     for metric in call.metrics:
         value = metrics[metric.label]
-        numbers += [number for number in (value.sum, value.count, value.extremum) if number is not None]
-    return torch.cat([number.detach().reshape(-1).to(dtype) for number in numbers])
+        parts += [number for number in (value.sum, value.count, value.extremum) if number is not None]
+    return torch.cat([number.detach().reshape(-1).to(dtype) for number in parts])
 
 
 def counts_and_rows(
@@ -171,9 +172,9 @@ def counts_and_rows(
         units = objective.unit_coefficients(stats, slice(0, len(objective.targets)))
         rows, *_ = work.recompute(operands, stats, units)
     assert rows is not None
-    counts = -objective.unit_slopes if work.packing is None else work.packing.unpack(-objective.unit_slopes)
+    token_counts = -objective.unit_slopes if work.packing is None else work.packing.unpack(-objective.unit_slopes)
     dtype = gradient_dtypes(tokens.call, tokens.spec)[0]
-    return [counts * objective.one_or_nan, rows.to(dtype).view(hidden.shape)]
+    return [token_counts * objective.one_or_nan, rows.to(dtype).view(hidden.shape)]
 
 
 def expected_gradients(
@@ -187,20 +188,20 @@ def expected_gradients(
     objective = work.objective
     assert isinstance(objective, ScalarObjective) and isinstance(work, HeadWork)
     plan, one_or_nan = work.plan, objective.one_or_nan
-    expected = torch.ones_like(one_or_nan) * objective.expected_upstream
-    hidden, weight, bias = gradient_dtypes(tokens.call, tokens.spec)
-    sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+    expected_upstream = torch.ones_like(one_or_nan) * objective.expected_upstream
+    hidden_dtype, weight_dtype, bias_dtype = gradient_dtypes(tokens.call, tokens.spec)
+    sizes = replace(plan.sizes, hidden_dtype=hidden_dtype, weight_dtype=weight_dtype, bias_dtype=bias_dtype)
     if grads is not None and plan.has_unit_rows:
-        return expected, grads.finish_rows(work.backend, work.row_factors(stats, (expected,)), sizes)
+        return expected_upstream, grads.finish_rows(work.backend, work.row_factors(stats, (expected_upstream,)), sizes)
     if grads is not None:
-        return expected, grads.finish(work.backend, sizes, one_or_nan)
-    coefficients = objective.coefficients_for(stats, (expected,))
+        return expected_upstream, grads.finish(work.backend, sizes, one_or_nan)
+    coefficients = objective.coefficients_for(stats, (expected_upstream,))
     if sizes != plan.sizes:
         late_plan = find_late_plan(sizes, work.request)
         if isinstance(late_plan, str):
             raise ValueError(late_plan)
         work = replace(work, plan=late_plan)
-    return expected, work.recompute(operands, stats, coefficients)
+    return expected_upstream, work.recompute(operands, stats, coefficients)
 
 
 def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -226,29 +227,32 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
     """Tensors without data of the shapes and dtypes of ``forward``'s outputs, for tracing. Raises for wrong
     arguments."""
     call, spec = recipe_of(key).call(operands, tensors)
-    first, dtype = operands[0], spec.statistics_dtype
-    tokens = math.prod(first.shape[:-1])
-    numbers = len(call.losses.terms)
-    numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in call.metrics)
-    top_k = tokens, call.top_k or 0
-    shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
+    first_operand, dtype = operands[0], spec.statistics_dtype
+    token_count = math.prod(first_operand.shape[:-1])
+    packed_count = len(call.losses.terms)
+    packed_count += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in call.metrics)
+    top_k = token_count, call.top_k or 0
+    shapes = {"loss": (), "packed": (packed_count,), "top_k_ids": top_k, "top_k_logprobs": top_k}
     values = [
-        first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)
+        first_operand.new_empty(shapes.get(name, (token_count,)), dtype=torch.int64 if name in INTEGERS else dtype)
         for name in call.outputs or SCALAR
     ]
     if not any(needs_grad):
         return values
     if has_unit_rows(call, spec, needs_grad):
-        rows = first.new_empty(first.shape, dtype=gradient_dtypes(call, spec)[0])
-        return [*values, first.new_empty(tokens, dtype=dtype), rows]
+        rows = first_operand.new_empty(first_operand.shape, dtype=gradient_dtypes(call, spec)[0])
+        return [*values, first_operand.new_empty(token_count, dtype=dtype), rows]
     if has_late_gradients(call):
-        return [*values, *RowStats.empty(tokens, layout_of(spec.demand), dtype, first.device).by_name.values()]
+        return [
+            *values,
+            *RowStats.empty(token_count, layout_of(spec.demand), dtype, first_operand.device).by_name.values(),
+        ]
     dtypes = gradient_dtypes(call, spec)
     grads = [
         operand.new_empty(operand.shape, dtype=grad_dtype)
         for operand, grad_dtype in zip(operands, dtypes, strict=False)
     ]
-    return [*values, first.new_empty((), dtype=dtype), *itertools.compress(grads, needs_grad)]
+    return [*values, first_operand.new_empty((), dtype=dtype), *itertools.compress(grads, needs_grad)]
 
 
 # ---- the backward operator
@@ -284,22 +288,23 @@ def backward_outputs(
 
 
 class SavedGradients(NamedTuple):
-    """The saved tensors of autograd's formula are the expected upstream gradient and the gradients for it."""
+    """A state of autograd's formula: it has saved the expected upstream gradient, and the gradients for it."""
 
     dtypes: list[torch.dtype]  # dtypes of the operands that take a gradient
 
 
 class SavedRows(NamedTuple):
-    """Autograd's saved tensors are numbers of tokens, 0 where one does not count, and rows of hidden's gradient."""
+    """A state of autograd's formula: it has saved [tokens] 1 where a token counts, else 0, and rows of hidden's
+    gradient."""
 
     dtype: torch.dtype  # of hidden states
 
 
 class SavedStatistics(NamedTuple):
-    """The saved tensors of autograd's formula are operands, other tensors and statistics, in this order."""
+    """A state of autograd's formula: it has saved operands, other tensors and statistics, in this order."""
 
     operands: int  # number of operands
-    tensors: int
+    tensors: int  # number of other tensors
     values: int  # number of outputs whose upstream gradients ``backward`` takes
 
 
@@ -307,35 +312,37 @@ def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     """Saves on ``ctx`` the tensors that ``differentiate`` reads."""
     operands, tensors, key, needs_grad = inputs
     call, spec = recipe_of(key).call(operands, tensors)
-    names = call.outputs or SCALAR
-    gradless = [value for name, value in zip(names, output, strict=False) if name in WITHOUT_GRADIENT]
-    for_gradients = output[len(names) :]
-    ctx.mark_non_differentiable(*gradless, *for_gradients)
+    output_names = call.outputs or SCALAR
+    outputs_without_gradient = [
+        value for name, value in zip(output_names, output, strict=False) if name in WITHOUT_GRADIENT
+    ]
+    tensors_for_gradients = output[len(output_names) :]
+    ctx.mark_non_differentiable(*outputs_without_gradient, *tensors_for_gradients)
     ctx.key, ctx.needs_grad, ctx.tensors = key, needs_grad, len(tensors)
     if has_unit_rows(call, spec, needs_grad):
         ctx.saved = SavedRows(operands[0].dtype)
-        ctx.save_for_backward(*for_gradients)
+        ctx.save_for_backward(*tensors_for_gradients)
     elif has_late_gradients(call):
         ctx.saved = SavedStatistics(len(operands), len(tensors), len(call.outputs) or 1)
-        ctx.save_for_backward(*operands, *tensors, *for_gradients)
+        ctx.save_for_backward(*operands, *tensors, *tensors_for_gradients)
     else:
         ctx.saved = SavedGradients([operand.dtype for operand in itertools.compress(operands, needs_grad)])
-        ctx.save_for_backward(*for_gradients)
+        ctx.save_for_backward(*tensors_for_gradients)
 
 
 def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
     """Gradients of ``forward``'s arguments; a compiler traces this function."""
     if isinstance(ctx.saved, SavedStatistics):
-        grads = made_late(ctx, ctx.saved, upstream)
+        grads = late_gradients(ctx, ctx.saved, upstream)
     elif isinstance(ctx.saved, SavedRows):
         grads = [scaled_rows(ctx, ctx.saved, upstream[0])]
     else:
-        grads = scaled(ctx, ctx.saved, upstream[0])
+        grads = scaled_gradients(ctx, ctx.saved, upstream[0])
     remaining = iter(grads)
     return [next(remaining) if needs else None for needs in ctx.needs_grad], [None] * ctx.tensors, None, None
 
 
-def made_late(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[Tensor]:
+def late_gradients(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[Tensor]:
     """Gradients that the operator ``backward`` makes from statistics."""
     saved_tensors, count = [*ctx.saved_tensors], saved.operands + saved.tensors
     operands, tensors = saved_tensors[: saved.operands], saved_tensors[saved.operands : count]
@@ -344,16 +351,16 @@ def made_late(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[
 
 def scaled_rows(ctx: Any, saved: SavedRows, upstream: Tensor) -> Tensor:
     """Saved rows times their upstream gradients [tokens], 0 where a token does not count or that is 0."""
-    counts, rows = ctx.saved_tensors
-    factor = torch.where(counts == 0, 0.0, upstream * counts).view(*rows.shape[:-1], 1)
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return torch.where(factor == 0, 0.0, wide * factor).to(saved.dtype)
+    token_counts, rows = ctx.saved_tensors
+    row_factor = torch.where(token_counts == 0, 0.0, upstream * token_counts).view(*rows.shape[:-1], 1)
+    wide_rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.where(row_factor == 0, 0.0, wide_rows * row_factor).to(saved.dtype)
 
 
-def scaled(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:
+def scaled_gradients(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:
     """The saved gradients, multiplied by the ratio of the upstream gradient [] to the expected one."""
-    expected, *grads = ctx.saved_tensors
-    ratio = torch.where(upstream == expected, 1.0, upstream / expected)
+    expected_upstream, *grads = ctx.saved_tensors
+    ratio = torch.where(upstream == expected_upstream, 1.0, upstream / expected_upstream)
     # plain arithmetic: a compiler runs it in place, since nothing else reads these gradients
     return [
         (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)

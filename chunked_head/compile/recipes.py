@@ -20,14 +20,14 @@ from ..core.divergences import DIVERGENCES, TRACED, Sum
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 
-# by kind: classes that are described by the fields that make one, and these
+# by kind: a class whose objects are described by their fields, and the names of the fields that its constructor takes
 RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {
     kind: (record, tuple([field.name for field in fields(record) if field.init]))
     for kind, record in (("summand", Summand), ("metric", Metric))
 }
 FORMAT = 4  # version of the operators' outputs, a part of keys, which are on disk with graphs: raise it with a change
 
-TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
+TASKS: dict[str, Callable[..., Any]] = {}  # functions from arguments to a ``Call``, by the public function's name
 # recipes by key, one for each call in a traced graph; never removed, since the graph's code has the key, and no event
 # tells when that code is freed
 RECIPES: dict[str, "Recipe"] = {}
@@ -40,7 +40,7 @@ class Recipe:
 
     function: str
     arguments: tuple  # as ``described`` returns them
-    autocast: torch.dtype | None
+    autocast: torch.dtype | None  # autocast's dtype when the call was traced; None: autocast was off
 
     def call(self, operands: list[Tensor], tensors: list[Tensor]) -> tuple[Call[Any], Spec]:
         """Returns the call on these tensors, and its Spec. Arguments are checked as in the public function."""
@@ -136,7 +136,7 @@ def text_of(value: Any) -> str:
 
 
 def is_users(value: Any) -> bool:
-    """True if ``value``, nested tuples of plain values and functions, has a function that is not the library's."""
+    """True if ``value``, nested tuples of plain values and functions, has a function that is not the library's own."""
     if isinstance(value, functools.partial):
         value = (value.func, value.args, *value.keywords.values())
     if isinstance(value, tuple):
