@@ -29,7 +29,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from ..core.memory import Cache, empty
 from ..core.private import anomalies_at, in_own_thread
 from ..core.statistics import OF_LOSSES, statistics_at
-from ..core.stats import SUFFIX, RowStats, vectors_at
+from ..core.stats import HEAVY_VECTORS, SUFFIX, RowStats, vectors_at
 from ..losses.base import Measure, Summand
 from ..losses.batch import Batch, Copies, Stats
 from ..metrics import Metric
@@ -276,7 +276,7 @@ def evaluate(
     writes values of tokens to ``table`` [values, tokens]. A Triton kernel runs if there is one, else PyTorch. Hooks of
     an activation checkpoint do not run: the graph of the vectors ends in this function."""
     if backend is not None and backend.name == "triton":
-        arithmetic, arguments = arithmetic_of(structure, stats.for_losses, inputs)
+        arithmetic, arguments = arithmetic_of(structure, vectors_of(stats), inputs)
         if arithmetic is not None:
             kernel, names = arithmetic
             chunk_coefficients = empty(len(names), rows.stop - rows.start, dtype=table.dtype, device=table.device)
@@ -285,10 +285,17 @@ def evaluate(
     if rows.stop - rows.start < len(inputs.target):
         stats, inputs = stats.narrow(rows), inputs.narrow(rows)
     with plain_saving():
-        coefficients, token_values, unit_values = values_of(structure, stats.for_losses, inputs)
+        coefficients, token_values, unit_values = values_of(structure, vectors_of(stats), inputs)
     if token_values:
         table[:, rows] = torch.stack(token_values)
     return coefficients, unit_values
+
+
+def vectors_of(stats: RowStats) -> Named:
+    """The statistics that losses and metrics may read, by name: all but the lists of heavy ids."""
+    if stats.heavy_ids is None:
+        return stats.by_name
+    return {name: value for name, value in stats.by_name.items() if name not in HEAVY_VECTORS}
 
 
 def under_hooks() -> bool:

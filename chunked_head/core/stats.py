@@ -236,13 +236,6 @@ class RowStats(Vectors):
     def narrow(self, rows: slice) -> Self:
         return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().narrow(rows)
 
-    @property
-    def for_losses(self) -> dict[str, Tensor]:
-        """The statistics that losses and metrics may read, by name."""
-        if self.heavy_ids is None:
-            return self.by_name
-        return {name: value for name, value in self.by_name.items() if name not in HEAVY_VECTORS}
-
     def zero_(self) -> None:
         for value in self.by_name.values():
             value.zero_()
