@@ -88,17 +88,17 @@ class Backend:
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges the statistics of pieces of the vocabulary into ``out``, those of the whole vocabulary; nan if pieces
         are of different tokens."""
-        (message, demand, target, known_targets, zero_or_nan), stats = gathered, out.by_name
+        (message, demand, targets, known_targets, zero_or_nan), stats = gathered, out.by_name
         _, place_of, softmaxes = layout_of(demand)
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher
         for softmax, ratio in zip(softmaxes, ratios, strict=False):
             vectors = tuple([place_of[name] for _, names in softmax.statistics for name in names])
             places = Places(place_of[softmax.start], place_of[softmax.rest], place_of["target_logit"], vectors)
             outputs = outputs_of(stats, softmax)
-            self.merge_softmax(outputs, message, zero_or_nan, target, ratio, places, known_targets)
+            self.merge_softmax(outputs, message, zero_or_nan, targets, ratio, places, known_targets)
         for statistic in demand.lists:
-            places_of = [place_of[name] for name in statistic.vectors]
-            pieces = [message[:, place : place + statistic.width].double().transpose(1, 2) for place in places_of]
+            list_places = [place_of[name] for name in statistic.vectors]
+            pieces = [message[:, place : place + statistic.width].double().transpose(1, 2) for place in list_places]
             for name, merged in zip(statistic.vectors, statistic.merge(pieces), strict=True):
                 stats[name].copy_(merged)
 
@@ -124,8 +124,10 @@ def backend_of(name: str | None, device: torch.device) -> Backend:
     choice(None, "backend", name, BACKENDS)
     if name is None:
         # our kernels are the default on NVIDIA's GPUs, and on those of AMD's that they were compiled for
-        ours = device.type == "cuda" and has_triton() and (torch.version.hip is None or gpu_of(device) is not None)
-        name = "triton" if ours else "torch"
+        has_kernels = (
+            device.type == "cuda" and has_triton() and (torch.version.hip is None or gpu_of(device) is not None)
+        )
+        name = "triton" if has_kernels else "torch"
     if name == "torch":
         return TORCH
     if not has_triton():
@@ -134,4 +136,5 @@ def backend_of(name: str | None, device: torch.device) -> Backend:
 
 
 def has_triton() -> bool:
+    """True where the package triton can be imported."""
     return importlib.util.find_spec("triton") is not None

@@ -85,7 +85,7 @@ class GradientBuffer:
 
 class Gradients:
     """Buffers of the gradients of hidden states, weight and bias, which are scaled once the upstream gradient is known;
-    None for a gradient that is not wanted.
+    None for a gradient that the call does not make.
 
     ``weight`` and ``bias`` are the rows that stand for an id; their buffers may have ``padding`` more rows.
     """
@@ -184,12 +184,12 @@ def gradient_buffer_of(
     buffer: Any = accumulate_into
     if isinstance(accumulate_into, str):
         buffer, attribute = getattr(weight, accumulate_into, None), accumulate_into
-        label, keep = f"weight.{attribute} (accumulate_into)", "; zero_grad(set_to_none=False) keeps it"
+        label, keep_text = f"weight.{attribute} (accumulate_into)", "; zero_grad(set_to_none=False) keeps it"
         if buffer is None:
             raise ValueError(
                 f"accumulate_into={attribute!r} names weight.{attribute}, which is not there; make it before the call, "
                 f"such as weight.{attribute} = torch.zeros_like(weight, dtype={sum_dtype(weight.dtype)})"
-                + keep
+                + keep_text
                 * (attribute == "grad")
             )
     else:
@@ -210,6 +210,7 @@ def gradient_buffer_of(
 
 
 def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None) -> None:
+    """Raises TypeError for a value that names no buffer and is none."""
     if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str | GradientBuffer):
         raise TypeError(
             "accumulate_into must be a tensor, the name of an attribute of weight or None, got "
@@ -224,6 +225,8 @@ def sum_dtype(weight_dtype: torch.dtype) -> torch.dtype:
 
 
 def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str, Tensor | None]) -> None:
+    """Raises for a buffer, called ``label``, to which the weight's gradient cannot be added: of another shape, dtype or
+    device, or in the memory of an operand."""
     checks.check_tensor(label, buffer, optional=False)
     checks.check_shape(label, buffer, buffer.shape == weight.shape, f"{tuple(weight.shape)}, that of weight", "")
     if buffer.dtype != sum_dtype(weight.dtype):
@@ -240,16 +243,16 @@ def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str,
             buffer.is_neg(),
         f"{label} must not require a gradient, got requires_grad=True; pass {label}.detach()": buffer.requires_grad,
     })  # fmt: skip
-    first, last = bytes_of(buffer)
+    first_byte, end_byte = bytes_of(buffer)
     for argument, tensor in {**operands, "weight": weight}.items():
         if tensor is None or not tensor.numel():
             continue
-        start, end = bytes_of(tensor)
-        if first < end and start < last:
+        operand_start, operand_end = bytes_of(tensor)
+        if first_byte < operand_end and operand_start < end_byte:
             raise ValueError(f"{label} shares memory with {argument}; pass a buffer of its own")
 
 
 def bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The addresses where a tensor begins and ends."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    """The addresses of a tensor's first byte and of the byte after its last."""
+    last_offset = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last_offset + 1) * tensor.element_size()

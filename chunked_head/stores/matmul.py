@@ -26,35 +26,37 @@ def project(
     bias: Tensor | None = None,  # [columns]
     rows: int | None = None,
 ) -> Tensor | None:
-    """``out = hidden @ weight.T + bias``; returns None. Or ``out = hidden @ weight.T``; returns ``bias``, which the
-    caller then adds. On a GPU the product is made for ``rows`` rows at a time.
+    """Writes ``hidden @ weight.T + bias`` to ``out`` and returns None; or writes ``hidden @ weight.T`` and returns
+    ``bias``, which the caller has to add. On a GPU the product is made for ``rows`` rows at a time.
 
     BLAS sums in another order where there are few rows, so that a row's logits would depend on the number of rows. Few
     rows are therefore padded with rows of zeros. With a bias, as in ``F.linear``, cuBLAS has other algorithms, up to
     twice as exact. They are used for all products; without a bias, zeros are added.
     """
-    fused = added = None
-    least = FEW_ROWS * torch.get_num_threads()
+    fused_bias = product_bias = None
+    least_rows = FEW_ROWS * torch.get_num_threads()
     if hidden.is_cuda:
-        least, alike = GPU_ROWS, hidden.dtype == weight.dtype == out.dtype
-        if alike and bias is not None and bias.dtype == out.dtype:
-            fused = added = bias
-        elif alike and out.dtype == torch.float32:
-            added = out.new_zeros(len(weight))
-    step = rows if hidden.is_cuda and rows else max(1, len(hidden))
-    for first in range(0, len(hidden), step):
-        block, into = hidden[first : first + step], out[first : first + step]
-        missing = least - len(block)
-        if missing <= 0:
-            product_of(block, weight, added, into)
+        least_rows, has_one_dtype = GPU_ROWS, hidden.dtype == weight.dtype == out.dtype
+        if has_one_dtype and bias is not None and bias.dtype == out.dtype:
+            fused_bias = product_bias = bias
+        elif has_one_dtype and out.dtype == torch.float32:
+            product_bias = out.new_zeros(len(weight))
+    block_rows = rows if hidden.is_cuda and rows else max(1, len(hidden))
+    for first_row in range(0, len(hidden), block_rows):
+        block, out_block = hidden[first_row : first_row + block_rows], out[first_row : first_row + block_rows]
+        missing_rows = least_rows - len(block)
+        if missing_rows <= 0:
+            product_of(block, weight, product_bias, out_block)
             continue
-        block = torch.nn.functional.pad(block, (0, 0, 0, missing))
-        columns = max(min(cast_rows(weight.shape[1]), FEW_ELEMENTS // least), FEW_COLUMNS * torch.get_num_threads())
-        for tile in equal_tiles(len(weight), GPU_COLUMNS if hidden.is_cuda else columns):
-            product = out.new_empty(least, tile.stop - tile.start)
-            product_of(block, weight[tile], None if added is None else added[tile], product)
-            into[:, tile] = product[: len(into)]
-    return bias if fused is None else None
+        block = torch.nn.functional.pad(block, (0, 0, 0, missing_rows))
+        tile_columns = max(
+            min(cast_rows(weight.shape[1]), FEW_ELEMENTS // least_rows), FEW_COLUMNS * torch.get_num_threads()
+        )
+        for tile in equal_tiles(len(weight), GPU_COLUMNS if hidden.is_cuda else tile_columns):
+            product = out.new_empty(least_rows, tile.stop - tile.start)
+            product_of(block, weight[tile], None if product_bias is None else product_bias[tile], product)
+            out_block[:, tile] = product[: len(out_block)]
+    return bias if fused_bias is None else None
 
 
 def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -62,19 +64,20 @@ def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
     if bias is not None:
         torch.addmm(bias, hidden, weight.t(), out=out)
     elif len(weight) == 1 and not hidden.is_cuda:  # BLAS sums a product with one column in another order
-        pair = out.new_empty(len(hidden), 2)
-        product_of(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), None, pair)
-        out.copy_(pair[:, :1])
+        two_columns = out.new_empty(len(hidden), 2)
+        product_of(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), None, two_columns)
+        out.copy_(two_columns[:, :1])
     elif summed_by_blas(hidden, weight, out):
         multiply(hidden, weight.t(), out, first=True)
     else:
-        wide = hidden.to(out.dtype)
+        wide_hidden = hidden.to(out.dtype)
         for tile in equal_tiles(len(weight), max(cast_rows(weight.shape[1]), FEW_COLUMNS * torch.get_num_threads())):
-            torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
+            torch.mm(wide_hidden, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
 def equal_tiles(columns: int, width: int) -> list[slice]:
-    """Slices of ``width`` columns that cover ``columns``. The last one overlaps the one before if fewer are left."""
+    """Slices of ``width`` columns that cover ``columns`` columns. The last slice overlaps the slice before it if fewer
+    columns remain."""
     return [slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width)]
 
 
@@ -88,13 +91,13 @@ def add_dhidden(
     if summed_by_blas(dlogits, weight, out):
         multiply(dlogits, weight, out, first)
         return
-    total = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    store = first or total is not out
+    wide_out = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    is_first = first or wide_out is not out
     for tile in slices(len(weight), cast_rows(weight.shape[1])):
-        multiply(dlogits[:, tile].float(), weight[tile].float(), total, store)
-        store = False
-    if total is not out:
-        accumulate(out, total, first)
+        multiply(dlogits[:, tile].float(), weight[tile].float(), wide_out, is_first)
+        is_first = False
+    if wide_out is not out:
+        accumulate(out, wide_out, first)
 
 
 def add_dweight(
@@ -108,10 +111,10 @@ def add_dweight(
     if gain is None and summed_by_blas(dlogits, hidden, out):
         multiply(dlogits.t(), hidden, out, first)
         return
-    wide = hidden if sums_halves(hidden.device) and hidden.dtype == dlogits.dtype else hidden.float()
+    product_hidden = hidden if sums_halves(hidden.device) and hidden.dtype == dlogits.dtype else hidden.float()
     for tile in slices(len(out), cast_rows(out.shape[1])):
         # no name for a tile's product: it would still be there when the next is made
-        accumulate(out[tile], dweight_tile(dlogits[:, tile], wide), first, gain)
+        accumulate(out[tile], dweight_tile(dlogits[:, tile], product_hidden), first, gain)
 
 
 def dweight_tile(dlogits: Tensor, hidden: Tensor) -> Tensor:
@@ -159,9 +162,9 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
 
 def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
     """``out = a @ b.T`` in fp32 of e4m3 operands [m, k] and [n, k], n and k multiples of 16. ``unit``: [] fp32, 1."""
-    found = private("_scaled_mm") if a.is_cuda else None
-    if found is not None:
-        found[0](a, b.t(), unit, unit, out_dtype=out.dtype, use_fast_accum=False, out=out)
+    scaled_mm = private("_scaled_mm") if a.is_cuda else None
+    if scaled_mm is not None:
+        scaled_mm[0](a, b.t(), unit, unit, out_dtype=out.dtype, use_fast_accum=False, out=out)
         writes = 1
     else:
         dtype = torch.bfloat16 if sums_halves(a.device) else torch.float32

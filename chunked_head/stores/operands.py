@@ -30,8 +30,9 @@ class Head:
     class_weights: Tensor | None  # [vocab] fp32 or fp64
     logit_scale: float = 1.0
     softcap: float | None = None
-    add_targets: Callable[[Tensor], None] | None = None  # adds target logits over ranks with other columns, in place
-    fp8: RoundedHead | None = None  # of which logits are made, but the target's and heavy ids'
+    # adds logits of targets [rows] over the ranks that share the vocabulary, in place; None on one rank
+    add_targets: Callable[[Tensor], None] | None = None
+    fp8: RoundedHead | None = None  # makes the logits, but those of targets and heavy ids; None: the weight makes them
     scaled: ClassVar[bool] = True  # ``Rows.scale`` multiplies the logits too
 
     def columns(self, tile: slice) -> "Head":
@@ -61,10 +62,11 @@ class TeacherHead:
 
     @property
     def casts(self) -> bool:
+        """True where autocast casts the teacher's head."""
         return self.weight is not None and self.dtype not in (None, self.weight.dtype)
 
     def cast_head(self) -> "TeacherHead":
-        """The teacher with its head in the dtype of the matmul."""
+        """The teacher with its head in the dtype of the matmul; itself without autocast."""
         if self.dtype is None or self.weight is None:
             return self
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -82,9 +84,11 @@ class TeacherHead:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The teacher's tensors that are not None: logits, hidden states, weight, bias."""
         return [t for t in (self.logits, self.hidden, self.weight, self.bias) if t is not None]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "TeacherHead":
+        """The teacher with ``tensors`` in the place of its ``tensors``, in the same order."""
         names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
         fields: dict[str, Any] = dict(zip(names, tensors, strict=False))
         return replace(self, **fields)
@@ -152,24 +156,26 @@ class Rows(NamedTuple):
 
 
 def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:
-    """Raw logits of e4m3 operands, multiplied in fp32, from column ``first`` on. Those of targets are of the operands'
-    own dtype."""
-    hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
-    quantise_(hidden, rows.hidden, fp8.direction, hidden.common)
-    project(hidden.values.float(), fp8.weight.values, out)
-    assert hidden.common is not None and fp8.weight.common is not None
-    out.mul_(hidden.scale[:, None] * fp8.weight.scale).addr_(hidden.common, fp8.weight.common)
+    """Writes raw logits of e4m3 operands, multiplied in fp32, to ``out`` [rows, columns], from column ``first`` on.
+    Logits of targets are products of the 16-bit operands."""
+    quantised_hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
+    quantise_(quantised_hidden, rows.hidden, fp8.direction, quantised_hidden.common)
+    project(quantised_hidden.values.float(), fp8.weight.values, out)
+    assert quantised_hidden.common is not None and fp8.weight.common is not None
+    out.mul_(quantised_hidden.scale[:, None] * fp8.weight.scale).addr_(quantised_hidden.common, fp8.weight.common)
     bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
     out += bias
-    column = rows.target - first
-    (in_tile,) = torch.where((rows.target >= 0) & (column >= 0) & (column < out.shape[1]))
-    column = column[in_tile]
-    out[in_tile, column] = (rows.hidden[in_tile].float() * head.weight[column].float()).sum(1) + bias[column]
+    target_columns = rows.target - first
+    (rows_in_tile,) = torch.where((rows.target >= 0) & (target_columns >= 0) & (target_columns < out.shape[1]))
+    target_columns = target_columns[rows_in_tile]
+    out[rows_in_tile, target_columns] = (rows.hidden[rows_in_tile].float() * head.weight[target_columns].float()).sum(
+        1
+    ) + bias[target_columns]
 
 
 def mend_heavy(
     ids: Tensor,
-    exact: Tensor,
+    exact_logits: Tensor,
     logits: Tensor,  # [rows, vocab], the targets' exact
     hidden: Tensor,
     weight: Tensor,
@@ -177,28 +183,33 @@ def mend_heavy(
     target: Tensor,
     transform: Transform,
 ) -> None:
-    """Exact logits in the places of heavy ids', and a list of these, as ``kernels.statistics.heavy`` says."""
+    """Puts exact logits in the places of heavy ids' in ``logits``; writes lists [rows, HEAVY] of these ``ids`` and of
+    their exact logits, as ``kernels.statistics.heavy`` says."""
     ids.fill_(-1)
-    exact.zero_()
+    exact_logits.zero_()
     for block in row_blocks(logits):
-        x, lse = logits[block], logits[block].logsumexp(1)
+        block_logits, lse = logits[block], logits[block].logsumexp(1)
         # in base 2, by how much a candidate is above the least threshold
-        above = (x - lse[:, None]).div_(math.log(2.0)).add_(MARGIN_LOG2 - LEAST_HEAVY_LOG2)
-        targets = target[block][:, None]
-        above.masked_fill_((targets < 0) | (targets == torch.arange(x.shape[1], device=x.device)), -torch.inf)
-        steps = torch.stack([(above > step).sum(1) > ids.shape[1] for step in (0.0, 1.0)]).sum(0)
-        row, column = torch.where(above > steps[:, None])
-        dots = x.new_empty(len(row))
-        dot_columns(dots, hidden, weight, column, bias, transform, row + block.start)
-        is_heavy = dots - lse[row] > (steps[row] + LEAST_HEAVY_LOG2) * math.log(2.0)
-        row, column, dots = row[is_heavy], column[is_heavy], dots[is_heavy]
-        counts = row.bincount(minlength=len(x))
-        slot = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-        row, column, dots, slot = (values[slot < ids.shape[1]] for values in (row, column, dots, slot))
-        ids[block][row, slot], exact[block][row, slot], x[row, column] = column.int(), dots, dots
+        excess = (block_logits - lse[:, None]).div_(math.log(2.0)).add_(MARGIN_LOG2 - LEAST_HEAVY_LOG2)
+        targets, column_range = target[block][:, None], torch.arange(block_logits.shape[1], device=lse.device)
+        excess.masked_fill_((targets < 0) | (targets == column_range), -torch.inf)
+        steps = torch.stack([(excess > step).sum(1) > ids.shape[1] for step in (0.0, 1.0)]).sum(0)
+        row_ids, column_ids = torch.where(excess > steps[:, None])
+        exact_dots = block_logits.new_empty(len(row_ids))
+        dot_columns(exact_dots, hidden, weight, column_ids, bias, transform, row_ids + block.start)
+        is_heavy = exact_dots - lse[row_ids] > (steps[row_ids] + LEAST_HEAVY_LOG2) * math.log(2.0)
+        row_ids, column_ids, exact_dots = row_ids[is_heavy], column_ids[is_heavy], exact_dots[is_heavy]
+        heavy_counts = row_ids.bincount(minlength=len(block_logits))
+        list_places = torch.arange(len(row_ids), device=lse.device) - (heavy_counts.cumsum(0) - heavy_counts)[row_ids]
+        has_place = list_places < ids.shape[1]
+        row_ids, column_ids, exact_dots = row_ids[has_place], column_ids[has_place], exact_dots[has_place]
+        ids[block][row_ids, list_places[has_place]] = column_ids.int()
+        exact_logits[block][row_ids, list_places[has_place]] = exact_dots
+        block_logits[row_ids, column_ids] = exact_dots
 
 
 def put_columns(logits: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Values [rows, count] in the places of those of their columns that are in ``logits``."""
-    row, slot = torch.where((columns >= 0) & (columns < logits.shape[1]))
-    logits[row, columns[row, slot]] = values[row, slot]
+    """Writes ``values`` [rows, count] to the places ``columns`` [rows, count] of each row of ``logits``; columns
+    outside of ``logits`` are left out."""
+    row_ids, list_places = torch.where((columns >= 0) & (columns < logits.shape[1]))
+    logits[row_ids, columns[row_ids, list_places]] = values[row_ids, list_places]

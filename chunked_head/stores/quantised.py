@@ -18,8 +18,8 @@ from ..core.private import breaks_graph
 from ..core.tiles import LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv
 from ..plan.sizes import cast_rows, slices
 
-WORD = (1 << 32) - 1
-SAMPLED = 16384  # rows of a weight, of which the mean is made
+WORD = (1 << 32) - 1  # mask of the bits of a 32-bit word
+SAMPLED = 16384  # number of rows of a weight whose mean is its direction
 
 
 def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
@@ -131,10 +131,9 @@ def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
     its numbers in fp32."""
     if "gpu" not in traits or (traits["gpu"] is not None and traits["gpu"].fp8):
         return ""
-    able = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
-    return (
-        f'precision="fp8" needs a GPU that multiplies e4m3 ({able}), and {device} is {traits["gpu"] or "none of ours"}'
-    )
+    gpu_names = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
+    gpu = traits["gpu"] or "none of ours"
+    return f'precision="fp8" needs a GPU that multiplies e4m3 ({gpu_names}), and {device} is {gpu}'
 
 
 def version_of(weight: Tensor) -> int:

@@ -17,6 +17,7 @@ from .operands import Head, Kept, Rows
 from .store import Store, outputs_of, ratio_of, terms_of, transform
 from .torch_functions import of_rows, slope, transformed
 
+# by vector: its number for a row that has no probability anywhere
 NOWHERE = {name + suffix: value for name, value in (("start", torch.inf), ("rest", 0.0)) for suffix in SUFFIX}
 
 
@@ -46,18 +47,18 @@ class SetStore(Store):
         self.backend, self.head, self.column_sets = backend, head, column_sets
         self.operand, self.targets = operand, targets
         self.demand, self.softmaxes, self.gradient = demand, layout_of(demand).softmaxes, gradient
-        self.transform, wide = transform(head, scale), torch.promote_types(head.weight.dtype, torch.float32)
+        self.transform, wide_dtype = transform(head, scale), torch.promote_types(head.weight.dtype, torch.float32)
         # each tensor has memory of its own, since kernels are compiled for the alignment of its address
-        self.logits = torch.empty(len(column_sets.columns), dtype=wide, device=head.weight.device)
+        self.logits = torch.empty(len(column_sets.columns), dtype=wide_dtype, device=head.weight.device)
         self.dlogits = torch.empty_like(self.logits)
         if exist:
             self.entry_index = column_sets.rows.clamp(min=0), column_sets.columns.clamp(min=0).long()
-            x = operand[self.entry_index].to(wide).unsqueeze(1)
-            logits = transformed(x, None, of_rows(self.transform, column_sets.rows)).squeeze(1)
+            entry_logits = operand[self.entry_index].to(wide_dtype).unsqueeze(1)
+            logits = transformed(entry_logits, None, of_rows(self.transform, column_sets.rows)).squeeze(1)
             self.logits.copy_(logits.masked_fill(column_sets.columns < 0, -torch.inf))
         else:
-            of_entries = column_sets.columns, head.bias, self.transform, column_sets.rows, -math.inf
-            self.backend.dot_columns(self.logits, operand, head.weight, *of_entries)
+            entry_arguments = column_sets.columns, head.bias, self.transform, column_sets.rows, -math.inf
+            self.backend.dot_columns(self.logits, operand, head.weight, *entry_arguments)
         if column_sets.bias is not None:
             self.logits += column_sets.bias if scale is None else column_sets.bias * scale[column_sets.rows]
 
@@ -80,8 +81,8 @@ class SetStore(Store):
             return
         out.zero_()
         for statistic in self.demand.lists:
-            x = self.logits.masked_fill(self.column_sets.columns < 0, 0.0).view(-1, self.demand.columns)
-            out.by_name[statistic.vectors[0]].copy_(x[rows.tokens])
+            entry_logits = self.logits.masked_fill(self.column_sets.columns < 0, 0.0).view(-1, self.demand.columns)
+            out.by_name[statistic.vectors[0]].copy_(entry_logits[rows.tokens])
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         """Adds gradients of hidden states, or stores those of logits that exist. If every row that counts has a set,
@@ -92,10 +93,10 @@ class SetStore(Store):
             terms = terms_of(self.demand, entries.target, stats, coefficients)
             self.backend.set_grad(self.dlogits, self.logits, entries, terms, row_transform)
         elif coefficients.columns is not None:
-            block = slice(tokens.start * self.demand.columns, tokens.stop * self.demand.columns)
-            row_transform = of_rows(self.transform, column_sets.rows[block])
-            grad = coefficients.columns.view(-1, 1) * slope(self.logits[block, None], row_transform)
-            self.dlogits[block] = grad.squeeze(1).masked_fill(column_sets.columns[block] < 0, 0.0)
+            entry_block = slice(tokens.start * self.demand.columns, tokens.stop * self.demand.columns)
+            row_transform = of_rows(self.transform, column_sets.rows[entry_block])
+            entry_gradient = coefficients.columns.view(-1, 1) * slope(self.logits[entry_block, None], row_transform)
+            self.dlogits[entry_block] = entry_gradient.squeeze(1).masked_fill(column_sets.columns[entry_block] < 0, 0.0)
         if grads.hidden is None:
             return
         if self.gradient is not None:
@@ -147,11 +148,17 @@ class WithSets(Store):
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         # for the other store, rows with a set have probabilities and coefficients of 0
-        has, vectors = self.sets.column_sets.has[rows.tokens], stats.by_name
-        nowhere = {name: vectors[name].masked_fill(has, none) for name, none in NOWHERE.items() if name in vectors}
-        factors = {name: value.masked_fill(has, 0.0) for name, value in coefficients.by_name.items()}
+        has_set, stats_by_name = self.sets.column_sets.has[rows.tokens], stats.by_name
+        empty_softmax = {
+            name: stats_by_name[name].masked_fill(has_set, missing_value)
+            for name, missing_value in NOWHERE.items()
+            if name in stats_by_name
+        }
+        masked_coefficients = {name: value.masked_fill(has_set, 0.0) for name, value in coefficients.by_name.items()}
         over_ranks, grads.over_ranks = grads.over_ranks, None  # sums over ranks start after both stores have added
-        self.store.add_gradients(rows, RowStats.from_dict(vectors | nowhere), Coefficients.from_dict(factors), grads)
+        self.store.add_gradients(
+            rows, RowStats.from_dict(stats_by_name | empty_softmax), Coefficients.from_dict(masked_coefficients), grads
+        )
         grads.over_ranks = over_ranks
         self.sets.add_gradients(rows, stats, coefficients, grads)
 

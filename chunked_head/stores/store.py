@@ -30,10 +30,10 @@ from .matmul import accumulate, add_dhidden, add_dweight, project
 from .operands import CallRows, Head, Rows, TeacherHead, fp8_logits, mend_heavy, put_columns
 from .torch_functions import transform_, transformed
 
-FP16_LARGEST = 64.0
+FP16_LARGEST = 64.0  # gradient of a logit that the largest of a chunk becomes in fp16
 # relative difference up to which probabilities of student and teacher count as equal, for 16-bit logits: the sign of a
 # rounding error could differ between the sum over a row and the gradient of a column
-TIE = 2.0**-16
+TIE_TOLERANCE = 2.0**-16
 SOFTMAX = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SUFFIX]
 
 
@@ -51,20 +51,29 @@ def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
 
 
 def ratio_of(ratio: float) -> float | None:
+    """The ratio of a view as kernels take it: None for 1."""
     return None if ratio == 1.0 else float(ratio)
 
 
 def terms_of(
     demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int = 0, columns: int | None = None
 ) -> Terms:
-    """The ``Terms`` of the gradient of ``columns`` columns from ``first`` on; None: of columns in any order."""
-    vectors, factors, softmaxes = stats.by_name, c.by_name, []
+    """The ``Terms`` of the gradient of ``columns`` columns from column ``first`` on; ``columns`` of None: of columns in
+    any order. ``c``: the coefficients."""
+    stats_by_name, coefficients_by_name, softmaxes = stats.by_name, c.by_name, []
     for (ratio, width), names in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
             width = None if columns is None else min(max(width - first, 0), columns)
         start, neg_log_sum, alpha, eta = names
         softmaxes.append(
-            Softmax(vectors[start], vectors[neg_log_sum], factors.get(alpha), factors.get(eta), ratio_of(ratio), width)
+            Softmax(
+                stats_by_name[start],
+                stats_by_name[neg_log_sum],
+                coefficients_by_name.get(alpha),
+                coefficients_by_name.get(eta),
+                ratio_of(ratio),
+                width,
+            )
         )
     return Terms(target, stats.target_logit, c.beta, c.kappa, tuple(softmaxes))
 
@@ -72,14 +81,15 @@ def terms_of(
 def sum_terms(
     sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, partial_sums: Sequence[Tensor]
 ) -> list[SumTerm]:
-    """The terms of sums over the vocabulary in a gradient; without ``has_teacher``, only those that read no teacher."""
+    """The terms of sums over the vocabulary in a gradient; without ``has_teacher``, only the terms of sums that read no
+    teacher. ``c``: the coefficients."""
     vectors, coefficients, terms = stats.by_name, c.by_name, []
     for i, (function, numbers, view, _) in enumerate(sums):
-        coefficient, partial = coefficients.get(f"sum{i}"), partial_sums[i] if partial_sums else None
-        if (has_teacher or not function.is_paired) and not (coefficient is None and partial is None):
-            is_read = function.total == "gradient" and coefficient is not None
-            total = vectors[f"sum{i}_total"] if is_read else None
-            terms.append(SumTerm(function, numbers, view, coefficient, total, partial))
+        coefficient, partial_sum = coefficients.get(f"sum{i}"), partial_sums[i] if partial_sums else None
+        if (has_teacher or not function.is_paired) and not (coefficient is None and partial_sum is None):
+            reads_total = function.total == "gradient" and coefficient is not None
+            total = vectors[f"sum{i}_total"] if reads_total else None
+            terms.append(SumTerm(function, numbers, view, coefficient, total, partial_sum))
     return terms
 
 
@@ -88,13 +98,14 @@ OwnColumns = tuple[Tensor, Tensor | None, Tensor]
 
 
 def heavy_columns(stats: RowStats) -> OwnColumns | None:
-    """Those whose e4m3 logits the exact ones replace."""
+    """The heavy ids, whose e4m3 logits exact ones replace; None without fp8."""
     if stats.heavy_ids is None or stats.heavy_logits is None:
         return None
     return stats.heavy_ids, None, stats.heavy_logits
 
 
 def own_columns(rows: Rows, stats: RowStats, c: Coefficients) -> OwnColumns | None:
+    """The columns of each row's ``teacher_ids``; None where their logits have no coefficient."""
     if c.columns is None:
         return None
     assert rows.columns is not None
@@ -179,7 +190,7 @@ class MatmulStore(Store):
         """``backend``: the ``Backend``. ``all_rows``: all rows of the call."""
         self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
-        self.tie, self.softmaxes = TIE if self.sizes.half else None, self.sizes.layout.softmaxes
+        self.tie, self.softmaxes = TIE_TOLERANCE if self.sizes.half else None, self.sizes.layout.softmaxes
         self.tiles = slices(self.vocab, plan.tile_columns) if tiled else [slice(0, self.vocab)]
         # rows and columns of the logits that are in memory at a time
         self.rows, self.columns = plan.chunk_tokens, self.vocab
@@ -187,8 +198,8 @@ class MatmulStore(Store):
             self.rows, self.columns = plan.block_tokens, plan.tile_columns
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        tokens, first = rows.tokens, rows.tokens.start == 0
-        sums = dhidden = None if grads.hidden is None else grads.hidden_rows(tokens)
+        tokens, is_first = rows.tokens, rows.tokens.start == 0
+        dhidden_sum = dhidden = None if grads.hidden is None else grads.hidden_rows(tokens)
         if self.tiled:
             assert rows.source is not None
             self.backend.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
@@ -196,26 +207,26 @@ class MatmulStore(Store):
         if self.sizes.dtype == torch.float16 and not self.sizes.in_blocks:
             coefficients, gain = self.fitted(rows, coefficients)
         if dhidden is not None and self.plan.hidden_accumulate != dhidden.dtype:
-            sums = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
+            dhidden_sum = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
         for tile in self.tiles:
             weight, dweight, dbias = self.head.weight, grads.weight, grads.bias
             if tile.stop - tile.start < self.vocab:
                 weight = weight[tile]
                 dweight, dbias = (None if buffer is None else buffer[tile] for buffer in (dweight, dbias))
             dlogits = self.gradient(rows, tile, stats, coefficients)
-            if dhidden is not None and sums is not None:
-                self.add_dhidden(dlogits, rows, weight, sums, tile.start == 0)
+            if dhidden is not None and dhidden_sum is not None:
+                self.add_dhidden(dlogits, rows, weight, dhidden_sum, tile.start == 0)
                 if tile.stop == self.vocab:
                     if gain is not None:
-                        sums.mul_(gain)
-                    if sums is not dhidden:
-                        dhidden.copy_(sums)
+                        dhidden_sum.mul_(gain)
+                    if dhidden_sum is not dhidden:
+                        dhidden.copy_(dhidden_sum)
                     if grads.over_ranks is not None:
                         grads.hidden_done(tokens)
             if dweight is not None:
-                self.add_dweight(dlogits, rows, dweight, first and grads.fresh, gain)
+                self.add_dweight(dlogits, rows, dweight, is_first and grads.fresh, gain)
             if dbias is not None:
-                accumulate(dbias, dlogits.sum(0, dtype=dbias.dtype), first, gain)
+                accumulate(dbias, dlogits.sum(0, dtype=dbias.dtype), is_first, gain)
             del dlogits  # freed before the next tile's are made
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor]:
@@ -223,10 +234,12 @@ class MatmulStore(Store):
 
         That keeps the probabilities of a 128K vocabulary among fp16's normal numbers, and leaves a factor of 1000 to
         their logarithms. The gain is 1 where a gradient is nan or infinite, which stays one token's."""
-        values = coefficients.by_name.values()
-        sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
-        sizes = sizes * abs(self.head.logit_scale)
-        largest = (sizes if rows.scale is None else sizes * rows.scale).amax()
+        coefficient_vectors = coefficients.by_name.values()
+        largest_by_row = torch.stack([value.abs().view(len(value), -1).amax(1) for value in coefficient_vectors]).amax(
+            0
+        )
+        largest_by_row = largest_by_row * abs(self.head.logit_scale)
+        largest = (largest_by_row if rows.scale is None else largest_by_row * rows.scale).amax()
         gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
         gain = torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
         return coefficients * (1.0 / gain), gain
@@ -284,14 +297,14 @@ class MatmulStore(Store):
         if teacher is not None and pairing is not None:
             softmax = self.teacher_softmax(teacher, stats, min(max(pairing.columns - first, 0), columns))
         sums = sum_terms(self.demand.sums, stats, c, softmax is not None, partial_sums) if self.demand.sums else []
-        common = terms_of(self.demand, rows.target, stats, c, first, columns)
+        terms = terms_of(self.demand, rows.target, stats, c, first, columns)
         logit_transform = transform(head, rows.scale)
         column_terms = None if c.columns is None else own_columns(rows, stats, c)
         if not any(term.function.is_paired for term in sums):
             softmax = None
-        of_sums = softmax, sums, self.tie
-        of_rows = logit_transform, counted, column_terms
-        self.backend.row_grad(dlogits, stored, head.class_weights, common, *of_sums, first, *of_rows)
+        sum_arguments = softmax, sums, self.tie
+        row_arguments = logit_transform, counted, column_terms
+        self.backend.row_grad(dlogits, stored, head.class_weights, terms, *sum_arguments, first, *row_arguments)
         return dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
@@ -322,16 +335,16 @@ class LogitsStore(MatmulStore):
             assert head.hidden is not None
             hidden, buffer = head.hidden, self.teacher_buffer
         assert head.weight is not None
-        count, columns = hidden.shape[0], head.weight.shape[0]
-        logits, late_bias = buffer[: count * columns].view(count, columns), None
+        row_count, columns = hidden.shape[0], head.weight.shape[0]
+        logits, late_bias = buffer[: row_count * columns].view(row_count, columns), None
         if isinstance(head, Head) and head.fp8 is not None:
             fp8_logits(logits, rows, first, head, head.fp8)
         else:
-            at_once = self.plan.chunk_tokens if columns == self.vocab else None  # bits as in the forward pass
-            late_bias = project(hidden, head.weight, logits, head.bias, at_once)
+            product_rows = self.plan.chunk_tokens if columns == self.vocab else None  # bits as in the forward pass
+            late_bias = project(hidden, head.weight, logits, head.bias, product_rows)
         stored = Stored(logits, None, late_bias, transform(head, rows.scale))
-        plain = late_bias is None and stored.transform == PLAIN
-        return stored if plain or not self.sizes.in_blocks else transform_(stored)
+        is_plain = late_bias is None and stored.transform == PLAIN
+        return stored if is_plain or not self.sizes.in_blocks else transform_(stored)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         assert rows.source is not None
@@ -342,30 +355,31 @@ class LogitsStore(MatmulStore):
         head, logits, row_stats = self.head, self.stored.logits, self.backend.row_stats
         vectors = out.by_name
         if out.heavy_ids is not None and out.heavy_logits is not None:
-            operands = rows.hidden, head.weight, head.bias, rows.target, transform(head, rows.scale)
-            mend_heavy(out.heavy_ids, out.heavy_logits, logits, *operands)
+            head_operands = rows.hidden, head.weight, head.bias, rows.target, transform(head, rows.scale)
+            mend_heavy(out.heavy_ids, out.heavy_logits, logits, *head_operands)
         for i, (ratio, columns) in enumerate(self.demand.views):
-            softmax = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
-            row_stats(outputs_of(vectors, self.softmaxes[i]), self.stored, *softmax)
+            softmax_arguments = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
+            row_stats(outputs_of(vectors, self.softmaxes[i]), self.stored, *softmax_arguments)
         for statistic in self.demand.lists:
-            of_list, *ids = [vectors[name] for name in statistic.vectors]
+            list_logits, *ids = [vectors[name] for name in statistic.vectors]
             if ids:
                 self.search_largest(*ids)
-            self.pick_columns(of_list, ids[0] if ids else rows.columns)
+            self.pick_columns(list_logits, ids[0] if ids else rows.columns)
         if self.demand.pairing is not None:
             columns_of_both, outputs = slice(0, self.demand.pairing.columns), outputs_of(vectors, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(rows, columns_of_both, outputs)
 
     def search_largest(self, ids: Tensor) -> None:
-        """Columns [rows, count] of the largest logits, which have no bias to be added later then."""
+        """Writes the columns of each row's largest logits to ``ids`` [rows, count] int64. The stored logits get their
+        bias added."""
         if self.stored.bias is not None:
             self.stored = self.stored._replace(logits=self.stored.logits.add_(self.stored.bias), bias=None)
-        logits, factor = self.stored.logits, self.stored.transform.logit_scale
-        raw = torch.empty_like(ids, dtype=logits.dtype)
-        torch.topk(logits, ids.shape[1], largest=factor is None or factor > 0, out=(raw, ids))
+        logits, logit_scale = self.stored.logits, self.stored.transform.logit_scale
+        raw_values = torch.empty_like(ids, dtype=logits.dtype)
+        torch.topk(logits, ids.shape[1], largest=logit_scale is None or logit_scale > 0, out=(raw_values, ids))
 
     def pick_columns(self, out: Tensor, ids: Tensor | None) -> None:
-        """Logits of the columns ``ids`` [rows, count] of each row, 0 where one is -1."""
+        """Writes the logits of each row's columns ``ids`` [rows, count] to ``out`` [rows, count]; 0 for an id of -1."""
         assert ids is not None
         columns, bias = ids.clamp(min=0), self.stored.bias
         x = self.stored.logits.gather(1, columns).to(out.dtype)

@@ -37,24 +37,29 @@ def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
     if shift == 0:
         return values
     shifted = torch.full_like(values, fill)
-    count = max(0, values.shape[dim] - shift)
-    shifted.narrow(dim, 0, count).copy_(values.narrow(dim, values.shape[dim] - count, count))
+    shifted_count = max(0, values.shape[dim] - shift)
+    shifted.narrow(dim, 0, shifted_count).copy_(values.narrow(dim, values.shape[dim] - shifted_count, shifted_count))
     return shifted
 
 
 def read_targets(
     target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    paired = shift_left(target, shift, ignore_index).reshape(-1)
-    counts = paired != ignore_index
+    row_targets = shift_left(target, shift, ignore_index).reshape(-1)
+    is_counted = row_targets != ignore_index
     if mask is not None:
-        counts &= shift_left(mask, shift, 0).reshape(-1)
-    in_range = (paired >= 0) & (paired < vocab)
+        is_counted &= shift_left(mask, shift, 0).reshape(-1)
+    is_in_range = (row_targets >= 0) & (row_targets < vocab)
     one_or_nan = torch.ones((), dtype=dtype, device=target.device)
-    one_or_nan.masked_fill_((counts & ~in_range).any(), torch.nan)
-    counts &= in_range
-    counted = counts.sum().to(dtype)
-    return torch.where(counts, paired, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0)
+    one_or_nan.masked_fill_((is_counted & ~is_in_range).any(), torch.nan)
+    is_counted &= is_in_range
+    counted_number = is_counted.sum().to(dtype)
+    return (
+        torch.where(is_counted, row_targets, -1),
+        counted_number,
+        one_or_nan,
+        one_or_nan / counted_number.clamp(min=1.0),
+    )
 
 
 def read_fields(
@@ -114,36 +119,36 @@ def row_stats(
     ratio = 1.0 if ratio is None else ratio
     for rows in row_blocks(stored.logits):
         x = logits_of(stored, rows, columns)
-        top, first = x.amax(1), None if ids is None else ids[rows]
-        start = torch.where(top == -torch.inf, 0.0, top)
-        z = (x - start[:, None]).mul_(ratio)
-        e = z.exp()
-        total = e.sum(1)
-        log_sum = total.log()
+        largest, column_ids = x.amax(1), None if ids is None else ids[rows]
+        start = torch.where(largest == -torch.inf, 0.0, largest)
+        shifted_logits = (x - start[:, None]).mul_(ratio)
+        exponentials = shifted_logits.exp()
+        exponential_sums = exponentials.sum(1)
+        log_sum = exponential_sums.log()
         softmax_values = {"lse": start * ratio + log_sum, "start": start * ratio, "rest": -log_sum}
         if target is not None:
             column = target[rows]
             is_local = column < columns  # False for columns on other ranks
-            picked = x.gather(1, torch.where(is_local, column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
-            softmax_values["target_logit"] = torch.where(is_local, picked, 0.0)
+            target_logits = x.gather(1, torch.where(is_local, column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
+            softmax_values["target_logit"] = torch.where(is_local, target_logits, 0.0)
             # target_logit - lse would lose all that is below an ulp of the logits
             softmax_values["logprob"] = torch.where(
                 column >= 0, (softmax_values["target_logit"] - start) * ratio - log_sum, 0.0
             )
         write(out, rows, softmax_values)
-        block = RowBlock(x, top, z, e, total, first, class_weights)
+        block = RowBlock(x, largest, shifted_logits, exponentials, exponential_sums, column_ids, class_weights)
         for statistic, vectors in out.statistics:
             assert statistic.row is not None
-            for into, value in zip(vectors, statistic.row(block), strict=True):
-                into[rows] = value
+            for out_vector, value in zip(vectors, statistic.row(block), strict=True):
+                out_vector[rows] = value
 
 
 def write(out: Outputs, rows: slice, softmax_values: dict[str, Tensor]) -> None:
     """Writes a softmax's values for ``rows`` to those tensors of ``out`` that are not None."""
     for name, value in softmax_values.items():
-        into = getattr(out, name)
-        if into is not None:
-            into[rows] = value
+        out_vector = getattr(out, name)
+        if out_vector is not None:
+            out_vector[rows] = value
 
 
 def sums(
@@ -160,9 +165,9 @@ def sums(
         log_p = logprobs(x if ratio is None else x * ratio, *(vector[rows] for vector in softmax))
         log_q = log_p if teacher is None else teacher_logprobs(teacher, rows, columns)
         for function, numbers, value, total in outputs:
-            for into, terms in zip((value, total), function.terms(log_p, log_q, *numbers), strict=True):
-                if into is not None:
-                    into[rows] = terms.sum(1)
+            for out_vector, terms in zip((value, total), function.terms(log_p, log_q, *numbers), strict=True):
+                if out_vector is not None:
+                    out_vector[rows] = terms.sum(1)
 
 
 def merge_softmax(
@@ -175,27 +180,27 @@ def merge_softmax(
     known_targets: bool,
 ) -> None:
     # in fp64, since the pieces' logarithms are rounded already
-    starts, rests, targets, *pieces = [
+    starts, rests, targets, *vector_pieces = [
         gathered[:, place].double() for place in (places.start, places.rest, places.target, *places.vectors)
     ]
     largest = (starts - rests).max(0, keepdim=True).indices
     first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
     # log of each piece's probability relative to the most probable piece's
     log_share = (starts - first_start) - (rests - first_rest)
-    share = log_share.exp()
-    log_sum = share.sum(0).log()
+    piece_share = log_share.exp()
+    log_sum = piece_share.sum(0).log()
     start, rest = first_start[0], first_rest[0] - log_sum
     softmax_values = {"start": start + zero_or_nan, "rest": rest, "lse": start - rest + zero_or_nan}
     if out.logprob is not None:
-        logit = (targets[0] if known_targets else targets.sum(0)).to(out.logprob.dtype)
-        logprob = torch.where(target >= 0, (logit.double() * ratio - start) + rest, 0.0)
-        softmax_values |= {"target_logit": logit, "logprob": logprob + zero_or_nan}
+        target_logit = (targets[0] if known_targets else targets.sum(0)).to(out.logprob.dtype)
+        logprob = torch.where(target >= 0, (target_logit.double() * ratio - start) + rest, 0.0)
+        softmax_values |= {"target_logit": target_logit, "logprob": logprob + zero_or_nan}
     write(out, slice(None), softmax_values)
-    shares, numbers = Shares(share, log_share, log_sum), iter(pieces)
+    shares, piece_iterator = Shares(piece_share, log_share, log_sum), iter(vector_pieces)
     for statistic, vectors in out.statistics:
-        merged = statistic.merge([next(numbers) for _ in vectors], shares)
-        for into, value in zip(vectors, merged, strict=True):
-            into.copy_(value + zero_or_nan if into.is_floating_point() else value)
+        merged_vectors = statistic.merge([next(piece_iterator) for _ in vectors], shares)
+        for out_vector, value in zip(vectors, merged_vectors, strict=True):
+            out_vector.copy_(value + zero_or_nan if out_vector.is_floating_point() else value)
 
 
 def row_grad(
@@ -217,73 +222,77 @@ def row_grad(
         x, row_terms, row_transform = logits_of(stored, rows, width), terms, transform
         if len(blocks) > 1:
             row_terms, row_transform = of_rows(terms, rows), of_rows(transform, rows)
-        grad, log_p = torch.zeros_like(x), []
-        counts = (row_terms.target >= 0).unsqueeze(1)
+        gradient, log_p = torch.zeros_like(x), []
+        is_counted = (row_terms.target >= 0).unsqueeze(1)
         for softmax in row_terms.softmaxes:
-            logs = logprobs(x if softmax.ratio is None else x * softmax.ratio, softmax.start, softmax.rest)
+            log_probs = logprobs(x if softmax.ratio is None else x * softmax.ratio, softmax.start, softmax.rest)
             if softmax.columns is not None:
-                logs[:, softmax.columns :] = -torch.inf
-            log_p.append(logs)
+                log_probs[:, softmax.columns :] = -torch.inf
+            log_p.append(log_probs)
             if softmax.alpha is not None:
-                grad += softmax_term(logs, softmax)
+                gradient += softmax_term(log_probs, softmax)
         if row_terms.kappa is not None:
-            grad -= row_terms.kappa[:, None] * (1.0 if class_weights is None else class_weights)
+            gradient -= row_terms.kappa[:, None] * (1.0 if class_weights is None else class_weights)
         log_q = None if teacher is None else teacher_logprobs(teacher, rows, teacher.columns)
         for term in sums:
-            logs = log_p[term.view]
+            log_probs = log_p[term.view]
             if term.function.is_paired and log_q is not None:
-                count = log_q.shape[1]
-                grad[:, :count] += sum_term(logs[:, :count], log_q, term, rows)
+                teacher_columns = log_q.shape[1]
+                gradient[:, :teacher_columns] += sum_term(log_probs[:, :teacher_columns], log_q, term, rows)
             else:
-                grad += sum_term(logs, logs, term, rows)
-        grad.mul_(slope(x, row_transform))
+                gradient += sum_term(log_probs, log_probs, term, rows)
+        gradient.mul_(slope(x, row_transform))
         # the gradient at the target and at a row's own columns, from exact logits: those of a tile are rounded
-        single = [] if row_terms.beta is None else [(row_terms.target, -row_terms.beta, row_terms.target_logit)]
+        entry_terms = [] if row_terms.beta is None else [(row_terms.target, -row_terms.beta, row_terms.target_logit)]
         if own_columns is not None:
-            single.append(of_rows(own_columns, rows))
-        for ids, values, exact in single:
-            ids, values, exact = (vector.view(len(x), -1) for vector in (ids - first_column, values, exact))
-            is_local = (ids >= 0) & (ids < width) & counts
-            added = torch.where(is_local, values * slope(exact, row_transform), 0.0)
-            grad.scatter_add_(1, ids.clamp(0, width - 1), added)
+            entry_terms.append(of_rows(own_columns, rows))
+        for ids, values, exact_logits in entry_terms:
+            ids, values, exact_logits = (
+                vector.view(len(x), -1) for vector in (ids - first_column, values, exact_logits)
+            )
+            is_local = (ids >= 0) & (ids < width) & is_counted
+            entry_gradients = torch.where(is_local, values * slope(exact_logits, row_transform), 0.0)
+            gradient.scatter_add_(1, ids.clamp(0, width - 1), entry_gradients)
         # by selection: where a row does not count, its logits or the teacher's may be nan
-        dlogits[rows] = grad.masked_fill_(~counts, 0.0)
+        dlogits[rows] = gradient.masked_fill_(~is_counted, 0.0)
 
 
 def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """For some rows at a time: the slice of rows; indices of their entries [rows, most], filled up with the number of
     all entries; the entries' columns; and a mask of the target's entry, a row's first, if this rank has its column."""
-    counts = sets.ends - sets.begins
-    most = max(1, int(counts.max()))
-    place, entry_columns = torch.arange(most, device=counts.device), appended(sets.columns, -1)
-    for rows in slices(len(counts), max(1, TILE_ELEMENTS // most)):
-        entries = torch.where(place < counts[rows, None], sets.begins[rows, None] + place, len(sets.columns))
+    entry_counts = sets.ends - sets.begins
+    most_entries = max(1, int(entry_counts.max()))
+    entry_places, entry_columns = torch.arange(most_entries, device=entry_counts.device), appended(sets.columns, -1)
+    for rows in slices(len(entry_counts), max(1, TILE_ELEMENTS // most_entries)):
+        entries = torch.where(
+            entry_places < entry_counts[rows, None], sets.begins[rows, None] + entry_places, len(sets.columns)
+        )
         columns = entry_columns[entries].long()
         yield rows, entries, columns, torch.where(columns[:, 0] == sets.target[rows], 0, ELSEWHERE)
 
 
 def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fill: bool) -> None:
     for rows, entries, columns, target in set_blocks(sets):
-        x, has = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
-        room = [None if into is None else torch.empty_like(into[rows]) for into in out[:-1]]
-        vectors = [
-            StatisticOutputs(statistic, tuple([torch.empty_like(into[rows]) for into in outputs]))
+        x, has_set = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
+        block_vectors = [None if out_vector is None else torch.empty_like(out_vector[rows]) for out_vector in out[:-1]]
+        block_statistics = [
+            StatisticOutputs(statistic, tuple([torch.empty_like(out_vector[rows]) for out_vector in outputs]))
             for statistic, outputs in out.statistics
         ]
-        block = Outputs._make([*room, tuple(vectors)])
+        block = Outputs._make([*block_vectors, tuple(block_statistics)])
         row_stats(block, Stored(x, None), x.shape[1], target, None, ratio, columns)
-        for into, value in zip((*out[:-1], *out.vectors), (*block[:-1], *block.vectors), strict=True):
-            if into is not None and value is not None:
-                into[rows] = torch.where(has, value, torch.zeros_like(value) if fill else into[rows])
+        for out_vector, value in zip((*out[:-1], *out.vectors), (*block[:-1], *block.vectors), strict=True):
+            if out_vector is not None and value is not None:
+                out_vector[rows] = torch.where(has_set, value, torch.zeros_like(value) if fill else out_vector[rows])
 
 
 def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, transform: Transform) -> None:
     for rows, entries, _, target in set_blocks(sets):
         x, row_terms = appended(logit, -torch.inf)[entries], of_rows(terms, rows)
         row_terms = row_terms._replace(target=target)
-        grad, real = torch.empty_like(x), entries < len(logit)
-        row_grad(grad, Stored(x, None), None, row_terms, None, (), None, 0, of_rows(transform, rows))
-        dlogits[entries[real]] = grad[real]
+        gradient, is_entry = torch.empty_like(x), entries < len(logit)
+        row_grad(gradient, Stored(x, None), None, row_terms, None, (), None, 0, of_rows(transform, rows))
+        dlogits[entries[is_entry]] = gradient[is_entry]
 
 
 def appended(values: Tensor, last: float) -> Tensor:
@@ -299,25 +308,31 @@ def dot_columns(
     bias: Tensor | None,
     transform: Transform,
     rows: Tensor,
-    nothing: float = 0.0,
+    missing_value: float = 0.0,
 ) -> None:
     for block in slices(len(columns), max(1, GATHERED // max(1, weight.shape[1]))):
         ids = columns[block].clamp(min=0)
-        h, w = hidden[rows[block]].to(weight.dtype), weight[ids]
-        x = (h.to(logit.dtype) * w.to(logit.dtype)).sum(1, keepdim=True)
+        hidden_rows, weight_rows = hidden[rows[block]].to(weight.dtype), weight[ids]
+        x = (hidden_rows.to(logit.dtype) * weight_rows.to(logit.dtype)).sum(1, keepdim=True)
         x = transformed(x, None if bias is None else bias[ids, None], of_rows(transform, rows[block]))
-        logit[block] = x.squeeze(1).masked_fill(columns[block] < 0, nothing)
+        logit[block] = x.squeeze(1).masked_fill(columns[block] < 0, missing_value)
 
 
-def add_rows(out: Tensor, table: Tensor, places: Tensor, factors: Tensor, row: Tensor, together: bool = False) -> None:
-    real = (places >= 0) & (row >= 0)
-    places, order = places[real].sort(stable=True)
-    row, factors = row[real][order], factors[real][order]
+def add_rows(
+    out: Tensor, table: Tensor, places: Tensor, factors: Tensor, table_rows: Tensor, together: bool = False
+) -> None:
+    is_entry = (places >= 0) & (table_rows >= 0)
+    places, order = places[is_entry].sort(stable=True)
+    table_rows, factors = table_rows[is_entry][order], factors[is_entry][order]
     for block in slices(len(places), max(1, GATHERED // max(1, table.shape[1]))):
         # the terms of a block of entries are summed by place first
-        place, group = places[block].unique_consecutive(return_inverse=True)
-        terms = table[row[block]].to(factors.dtype) * factors[block, None]
-        out.index_add_(0, place, terms.new_zeros(len(place), terms.shape[1]).index_add_(0, group, terms).to(out.dtype))
+        unique_places, place_index = places[block].unique_consecutive(return_inverse=True)
+        terms = table[table_rows[block]].to(factors.dtype) * factors[block, None]
+        out.index_add_(
+            0,
+            unique_places,
+            terms.new_zeros(len(unique_places), terms.shape[1]).index_add_(0, place_index, terms).to(out.dtype),
+        )
 
 
 def kept_sets(
@@ -332,45 +347,45 @@ def kept_sets(
     ids: Tensor,
     offsets: Tensor | None,
     bias: Tensor | None,
-    length: int,
+    line_length: int,
     shift: int,
     vocab: int,
     everywhere: bool,
 ) -> None:
     for entries in (rows, columns):
         entries.fill_(-1)
-    token, position = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
+    token_index, id_index = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
     if offsets is None:
-        offsets = torch.cat([token, token[-1:] + 1]) * (len(ids) // len(target))
-    wrong = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
-    wrong = wrong | ((position >= offsets[-1]) & (ids != BEHIND)).any()
-    offsets = torch.where(wrong, 0, offsets)
-    within = token % length
+        offsets = torch.cat([token_index, token_index[-1:] + 1]) * (len(ids) // len(target))
+    is_wrong = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
+    is_wrong = is_wrong | ((id_index >= offsets[-1]) & (ids != BEHIND)).any()
+    offsets = torch.where(is_wrong, 0, offsets)
+    index_in_line = token_index % line_length
     # tokens that no row predicts are paired with the rows that predict no token
-    row = token - within + (within - shift) % length
-    counts = (within >= shift) & (target[row] >= 0)
-    token_of = (torch.searchsorted(offsets, position, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
-    real = (position < offsets[token_of + 1]) & counts[token_of] & (ids != -1)
+    paired_row = token_index - index_in_line + (index_in_line - shift) % line_length
+    is_counted = (index_in_line >= shift) & (target[paired_row] >= 0)
+    token_of_id = (torch.searchsorted(offsets, id_index, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
+    is_kept = (id_index < offsets[token_of_id + 1]) & is_counted[token_of_id] & (ids != -1)
     in_vocabulary = (ids >= 0) & (ids < vocab)
-    has = torch.zeros_like(token).index_add_(0, token_of, real.long()) > 0
+    has_set = torch.zeros_like(token_index).index_add_(0, token_of_id, is_kept.long()) > 0
     # the first of equal ids is kept; the target is removed, since it has an entry of its own
-    keys = torch.where(real, token_of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
-    is_repeated, is_target = torch.zeros_like(real), ids == target[row][token_of]
-    is_repeated[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
-    first = offsets[:-1] + token
+    sorted_keys = torch.where(is_kept, token_of_id * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
+    is_repeated, is_target = torch.zeros_like(is_kept), ids == target[paired_row][token_of_id]
+    is_repeated[sorted_keys.indices[1:]] = sorted_keys.values[1:] == sorted_keys.values[:-1]
+    first_entry = offsets[:-1] + token_index
     if bias is not None and entry_bias is not None:
-        slots = torch.where(real & is_target & ~is_repeated, first[token_of], len(entry_bias))
-        entry_bias.copy_(appended(entry_bias, 0.0).scatter_(0, slots, bias)[:-1])
-        entry_bias[position + token_of + 1] = bias
+        bias_places = torch.where(is_kept & is_target & ~is_repeated, first_entry[token_of_id], len(entry_bias))
+        entry_bias.copy_(appended(entry_bias, 0.0).scatter_(0, bias_places, bias)[:-1])
+        entry_bias[id_index + token_of_id + 1] = bias
     is_repeated = is_repeated | is_target
-    begins[row], ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
-    rows[first], columns[first] = row, torch.where(has, target[row], -1).int()
-    rows[position + token_of + 1] = row[token_of]
-    columns[position + token_of + 1] = torch.where(real & in_vocabulary & ~is_repeated, ids, -1).int()
-    wrong = wrong | (real & ~in_vocabulary).any()
-    wrong = wrong | (counts & ~has).any() if everywhere else wrong
+    begins[paired_row], ends[paired_row] = first_entry, torch.where(has_set, offsets[1:] + token_index + 1, first_entry)
+    rows[first_entry], columns[first_entry] = paired_row, torch.where(has_set, target[paired_row], -1).int()
+    rows[id_index + token_of_id + 1] = paired_row[token_of_id]
+    columns[id_index + token_of_id + 1] = torch.where(is_kept & in_vocabulary & ~is_repeated, ids, -1).int()
+    is_wrong = is_wrong | (is_kept & ~in_vocabulary).any()
+    is_wrong = is_wrong | (is_counted & ~has_set).any() if everywhere else is_wrong
     for number in (one_or_nan, inverse):
-        number.masked_fill_(wrong, torch.nan)
+        number.masked_fill_(is_wrong, torch.nan)
 
 
 def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
@@ -382,7 +397,7 @@ def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
 
 
 def transform_(stored: Stored) -> Stored:
-    """Applies bias, scale and cap to raw logits in place."""
+    """Applies bias, scale and cap to stored raw logits in place; returns them as logits that need none of these."""
     for rows in row_blocks(stored.logits):
         stored.logits[rows] = logits_of(stored, rows, stored.logits.shape[1])
     return Stored(stored.logits, None)
@@ -401,7 +416,8 @@ def transformed(x: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
 
 
 def slope(x: Tensor, transform: Transform) -> Tensor | float:
-    """d x / d raw logit, from the transformed logit [rows, columns]."""
+    """d x / d raw logit [rows, columns], from the transformed logits ``x`` [rows, columns]; a float where it is equal
+    for all."""
     row_scale = 1.0 if transform.row_scale is None else transform.row_scale[:, None]
     factor = row_scale if transform.logit_scale is None else row_scale * transform.logit_scale
     if transform.softcap is None:
@@ -411,8 +427,8 @@ def slope(x: Tensor, transform: Transform) -> Tensor | float:
 
 def row_blocks(logits: Tensor) -> list[slice]:
     """Slices of rows, each a block of about TILE_ELEMENTS logits."""
-    rows, step = len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1]))
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+    row_count, block_rows = len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1]))
+    return [slice(first, min(first + block_rows, row_count)) for first in range(0, row_count, block_rows)]
 
 
 def of_rows(record: Any, rows: slice | Tensor) -> Any:
@@ -431,16 +447,22 @@ def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
 def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor:
     """The term of a sum over the vocabulary in the gradient of some rows. Both logarithms are finite."""
     assert term.coefficient is not None
-    logs, c = (log_p.clamp(min=LOG_FLOOR), log_q.clamp(min=LOG_FLOOR)), term.coefficient[rows, None]
+    logs_of_both, coefficient = (log_p.clamp(min=LOG_FLOOR), log_q.clamp(min=LOG_FLOOR)), term.coefficient[rows, None]
     if term.total is not None and term.function.gradient is not None:
-        return c * term.function.gradient(*logs, term.total[rows, None])
-    slopes = term.function.terms(*logs, *term.numbers)[1]
-    return torch.where(c == 0, 0.0, c * slopes) if term.function.source else c * slopes
+        return coefficient * term.function.gradient(*logs_of_both, term.total[rows, None])
+    term_slopes = term.function.terms(*logs_of_both, *term.numbers)[1]
+    return (
+        torch.where(coefficient == 0, 0.0, coefficient * term_slopes)
+        if term.function.source
+        else coefficient * term_slopes
+    )
 
 
 def teacher_logprobs(teacher: TeacherSoftmax, rows: slice, columns: int) -> Tensor:
+    """[rows, columns] log-probabilities of the teacher's first ``columns`` ids, for a slice of rows."""
     return logprobs(logits_of(teacher.stored, rows, columns), teacher.start[rows], teacher.rest[rows])
 
 
 def logprobs(x: Tensor, start: Tensor, rest: Tensor) -> Tensor:
+    """[rows, columns] ``(x - start) + rest``, the log-probabilities of logits ``x`` [rows, columns]."""
     return (x - start[:, None]).add_(rest[:, None])

@@ -59,20 +59,20 @@ class FastStore(RelativeStore):
         self.rounded = RoundedGradients(self.sizes, self.rows, head) if plan.e4m3_gradients else None
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        tokens, exp = rows.tokens, self.stored.logits
+        tokens, exponentials = rows.tokens, self.stored.logits
         assert self.level is not None
-        row_factors, ordered, occurrences = self.factors[:, tokens.start :], None, None
+        row_factors, sorted_targets, occurrences = self.factors[:, tokens.start :], None, None
         # gathered hidden states of all ranks, which are in memory for this chunk only
         chunk_hidden = rows.source if rows.order is not None and self.all_rows.order is None else None
         if grads.weight is not None and self.rounded is None:
-            ordered = self.every_target_sorted if chunk_hidden is None else self.sorted_targets(rows.target)
-            occurrences = ordered.occurrences
+            sorted_targets = self.every_target_sorted if chunk_hidden is None else self.sorted_targets(rows.target)
+            occurrences = sorted_targets.occurrences
             if occurrences is not None and chunk_hidden is None:
                 occurrences = occurrences[tokens]
         terms = terms_of(self.demand, rows.target, stats, coefficients)
         # level_rows scales the chunk's hidden states in place: only the weight's gradient reads them from here on
         gradients.level_rows(
-            exp,
+            exponentials,
             row_factors,
             None if grads.weight is None or self.rounded is not None else rows.hidden,
             self.stored_strips,
@@ -90,12 +90,12 @@ class FastStore(RelativeStore):
             return
         if grads.hidden is not None:
             factors = products.Factors(rows.target, *row_factors[:2])
-            self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
+            self.add_dhidden(exponentials, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
             grads.hidden_done(tokens)
-        if grads.weight is not None and ordered is not None:
-            self.add_dweight(exp, rows, grads.weight, rows.tokens.start == 0 and grads.fresh)
+        if grads.weight is not None and sorted_targets is not None:
+            self.add_dweight(exponentials, rows, grads.weight, rows.tokens.start == 0 and grads.fresh)
             if chunk_hidden is not None:
-                self.add_target_rows(chunk_hidden, ordered, rows.tokens.start, grads.weight, rows.order)
+                self.add_target_rows(chunk_hidden, sorted_targets, rows.tokens.start, grads.weight, rows.order)
                 self.adds_by_chunk = True
 
     def add_rounded(self, rounded: RoundedGradients, rows: Rows, stats: RowStats, grads: Gradients) -> None:

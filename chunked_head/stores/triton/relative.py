@@ -31,9 +31,9 @@ class RelativeStore(HalfStore):
     name = "relative"
     description = "logits relative to strips of columns"
     partial_sums: Tensor | None = None  # parts of each sum over the vocabulary that is made along with the gradient
-    arrived: Tensor | None = None
+    arrived: Tensor | None = None  # [multiprocessors] int32: finished parts of each cut tile of dhidden
     level: Tensor | None = None  # [rows] the logit that stored exponentials are relative to; None: logits are stored
-    frequent: FrequentRows | None = None
+    frequent: FrequentRows | None = None  # rows of the weight's gradient that add up in float32
 
     @classmethod
     def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
@@ -61,20 +61,22 @@ class RelativeStore(HalfStore):
         super().__init__(backend, head, plan, all_rows, tiled)
         sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
         # a sweep without gradients stores logits only if a second pass reads them
-        keep = plan.schedule == "forward" or sizes.keeps_sweep
-        self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
+        stores_logits = plan.schedule == "forward" or sizes.keeps_sweep
+        self.buffer = relative_logits(rows, sizes.vocab, device) if stores_logits else None
         if sizes.hidden_grad and plan.schedule == "forward":
             # for each cut tile of dhidden the number of finished parts; 0 at the start of each chunk
             self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
         self.tile = gpu.logits_tile(rows)
         self.tile_logit = empty(rows, dtype=torch.float32, device=device)  # targets' logits as in the strips' sums
-        strip_count = gpu.strips_of(sizes.vocab, keep and self.name == "relative")
+        strip_count = gpu.strips_of(sizes.vocab, stores_logits and self.name == "relative")
         self.strips = Strips.empty(rows, strip_count, device, demand.statistics)
         if self.arrived is not None:
-            partial_elements, place = part_sums(sizes, rows) // 4, self.strips.all_sums()
-            fits = partial_elements <= len(place)
+            partial_elements, strip_sums = part_sums(sizes, rows) // 4, self.strips.all_sums()
+            fits_in_strips = partial_elements <= len(strip_sums)
             self.part_sums = (
-                place[:partial_elements] if fits else empty(partial_elements, dtype=torch.float32, device=device)
+                strip_sums[:partial_elements]
+                if fits_in_strips
+                else empty(partial_elements, dtype=torch.float32, device=device)
             )
         self.ratios_and_columns = [ratio_of(view.ratio) for view in demand.views], [v.columns for v in demand.views]
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
@@ -191,26 +193,26 @@ class RelativeStore(HalfStore):
             return self.differentiate_(dlogits, stored, head, 0, rows, stats, coefficients, teacher, counted)
         # makes a teacher's logits and statistics, and the divergence, for some rows at a time
         for tokens in slices(len(dlogits), self.teacher_rows):
-            block, out = rows.narrow(tokens), stats.narrow(tokens)
+            block_rows, block_stats = rows.narrow(tokens), stats.narrow(tokens)
             assert self.demand.pairing is not None
-            outputs = outputs_of(out.by_name, self.softmaxes[-1])
-            self.teacher_stored = self.teacher_logits(block, slice(self.sizes.teacher_columns), outputs)
+            outputs = outputs_of(block_stats.by_name, self.softmaxes[-1])
+            self.teacher_stored = self.teacher_logits(block_rows, slice(self.sizes.teacher_columns), outputs)
             assert self.partial_sums is not None
             self.differentiate_(
                 dlogits[tokens],
                 stored.narrow(tokens),
                 head,
                 0,
-                block,
-                out,
+                block_rows,
+                block_stats,
                 coefficients.narrow(tokens),
                 self.teacher_stored,
-                self.differentiated(block),
+                self.differentiated(block_rows),
                 self.partial_sums[:, :, tokens].unbind(),
             )
         if self.partial_sums is not None:
-            for i, partial in enumerate(self.partial_sums.unbind()):
-                torch.sum(partial[:, : len(dlogits)], 0, out=stats.by_name[f"sum{i}"])
+            for i, partial_sum in enumerate(self.partial_sums.unbind()):
+                torch.sum(partial_sum[:, : len(dlogits)], 0, out=stats.by_name[f"sum{i}"])
         return dlogits
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
@@ -230,12 +232,14 @@ class RelativeStore(HalfStore):
         return self.sorted_targets(self.all_rows.targets)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
+        """``target`` [rows] sorted, -1 where it is another rank's."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
         # occurrences make a token's exponentials depend on other tokens, which a deterministic call must not
         return products.sort_columns(target, counted=self.level is not None and not self.sizes.deterministic)
 
     def differentiated(self, rows: Rows) -> Counted:
+        """The rows whose logits get a gradient."""
         # a bias's gradient is a sum over all rows of dlogits, so none may be left out
         return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
 

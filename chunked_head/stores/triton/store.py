@@ -22,10 +22,12 @@ from ..quantised import empty_quantised
 from ..store import MatmulStore, heavy_columns, own_columns, terms_of, transform
 
 TMA_BYTES = 16  # alignment of rows for tensor descriptors
-FREQUENT, MOST_FREQUENT = 32, 512  # least tokens of a frequent id; most frequent ids, for which the least grows
+# least number of tokens of a frequent id; largest number of frequent ids, for which that least number grows
+FREQUENT, MOST_FREQUENT = 32, 512
 
 
 def counted_of(rows: Rows) -> Counted:
+    """The rows that count, as kernels take them."""
     return Counted(rows.counted, rows.tokens.start)
 
 
@@ -52,9 +54,9 @@ class FrequentRows:
         ``rows``: number of rows of the largest chunk."""
         # every step-th target is picked: all ids of at least ``step`` tokens are, and some rarer ones
         self.targets, self.step, device = targets, step_of_frequent(sizes.tokens), targets.device
-        count = cdiv(sizes.tokens, self.step)
-        self.sums = empty(count, sizes.hidden, dtype=torch.float32, device=device)
-        self.picked = empty(rows, count, dtype=sizes.dtype, device=device)
+        picked_count = cdiv(sizes.tokens, self.step)
+        self.sums = empty(picked_count, sizes.hidden, dtype=torch.float32, device=device)
+        self.picked = empty(rows, picked_count, dtype=sizes.dtype, device=device)
 
     def add_chunk(self, dlogits: Tensor, rows: Rows, first: bool) -> None:
         """Adds a chunk's terms of these rows; stores them for the ``first`` chunk."""
@@ -69,20 +71,21 @@ class FrequentRows:
     @staticmethod
     def buffers(sizes: Sizes, rows: int) -> Iterator[Buffer]:
         if sums_frequent(sizes, rows, sizes.weight_dtype):
-            count = cdiv(sizes.tokens, step_of_frequent(sizes.tokens))
-            yield Buffer("frequent rows of the gradient", (count, sizes.hidden), torch.float32, SWEEP, LOOP)
-            yield Buffer("gradients of frequent ids' logits", (rows, count), sizes.dtype, SWEEP, LOOP)
+            picked_count = cdiv(sizes.tokens, step_of_frequent(sizes.tokens))
+            yield Buffer("frequent rows of the gradient", (picked_count, sizes.hidden), torch.float32, SWEEP, LOOP)
+            yield Buffer("gradients of frequent ids' logits", (rows, picked_count), sizes.dtype, SWEEP, LOOP)
 
 
 def step_of_frequent(tokens: int) -> int:
+    """Number of tokens from which on an id is frequent, so that there are at most ``MOST_FREQUENT`` such ids."""
     return max(FREQUENT, cdiv(tokens, MOST_FREQUENT))
 
 
 def sums_frequent(sizes: Sizes, rows: int, dtype: torch.dtype) -> bool:
     """True where a weight's gradient that adds up in ``dtype`` over chunks of ``rows`` rows needs ``FrequentRows``."""
     # more ranks add rows after each chunk, or most of their terms stand apart
-    several = rows < sizes.tokens and sizes.hidden_ranks == 1 and not sizes.e4m3_gradients
-    return several and sizes.returns_weight_grad and dtype == sizes.dtype == torch.bfloat16
+    has_several_chunks = rows < sizes.tokens and sizes.hidden_ranks == 1 and not sizes.e4m3_gradients
+    return has_several_chunks and sizes.returns_weight_grad and dtype == sizes.dtype == torch.bfloat16
 
 
 class HalfStore(MatmulStore):
@@ -104,14 +107,14 @@ class HalfStore(MatmulStore):
         if self.sizes.fp8:
             self.hidden8 = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
 
-    def operands(self, rows: Rows, head: Head, anew: bool) -> tuple[Matrix, Matrix]:
-        """Operands of the product that makes the logits. ``anew``: other rows than the last ones, so e4m3 operands are
-        made again."""
+    def operands(self, rows: Rows, head: Head, is_new: bool) -> tuple[Matrix, Matrix]:
+        """Operands of the product that makes the logits. ``is_new``: the rows are others than at the last call, so e4m3
+        operands are made again."""
         if head.fp8 is None:
             return rows.hidden, head.weight
-        count = rows.target.shape[0]
-        quantised = Quantised(*[each[:count] for each in self.hidden8 if each is not None])
-        if anew:
+        row_count = rows.target.shape[0]
+        quantised = Quantised(*[each[:row_count] for each in self.hidden8 if each is not None])
+        if is_new:
             e4m3.quantise(quantised, rows.hidden, head.fp8.direction, quantised.common)
         return quantised, head.fp8.weight
 
@@ -133,35 +136,35 @@ class GradStore(HalfStore):
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head, count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
         # a row starts on 16 bytes
-        stride = padded_columns(columns)
-        dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
-        common = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns)
+        row_stride = padded_columns(columns)
+        dlogits = self.buffer[: count * row_stride].view(count, row_stride)[:, :columns]
+        terms = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns)
         logit_transform = transform(head, rows.scale)
         gradients.grad_logits(
             dlogits,
             *self.operands(rows, head, tile.start == 0),
             head.bias,
             head.class_weights,
-            common,
+            terms,
             logit_transform,
             self.gpu.logits,
             counted_of(rows),
         )
-        targets = rows.target[:, None], None, common.target_logit[:, None]
+        targets = rows.target[:, None], None, terms.target_logit[:, None]
         for columns in (targets, heavy_columns(stats), own_columns(rows, stats, coefficients)):
             if columns is not None:
-                ids, added, exact = columns
+                ids, entry_coefficients, exact_logits = columns
                 gradients.row_grad(
                     dlogits,
-                    Stored(exact, None),
+                    Stored(exact_logits, None),
                     head.class_weights,
-                    common,
+                    terms,
                     None,
                     (),
                     None,
                     tile.start,
                     logit_transform,
-                    entries=(ids, added, None, None),
+                    entries=(ids, entry_coefficients, None, None),
                 )
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
