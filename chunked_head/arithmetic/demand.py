@@ -15,8 +15,8 @@ from ..metrics import Metric
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Losses and metrics, each with the view (the index of its softmax). The code of the losses' arithmetic depends on
-    nothing else but its inputs."""
+    """Losses and metrics, each with its view (the index of its softmax). The code of the losses' arithmetic depends
+    on the structure and on the kinds of its inputs alone."""
 
     summands: tuple[tuple[Summand, int], ...]  # each with its view
     metrics: tuple[tuple[Metric, int], ...]
@@ -77,7 +77,7 @@ class Structure:
 
     @functools.cached_property
     def values_only(self) -> "Structure":
-        """The structure without a gradient."""
+        """The structure for values alone, whose arithmetic makes no coefficients."""
         return replace(self, leaves=frozenset())
 
     @functools.cached_property
@@ -190,8 +190,8 @@ def structure_of(
 
 
 def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, Sum]:
-    """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: that of a JSD which a metric
-    reads."""
+    """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: the mixture's weight in the JSD
+    of the call's losses, which a metric reads; None without a JSD."""
     if isinstance(measure, Summand):
         return dict(measure.sums)
     divergences = {name: DIVERGENCES[name] for name in sorted(measure.needs) if name in DIVERGENCES}
@@ -208,7 +208,8 @@ def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, Sum]:
 def all_sums(
     summand_views: list[tuple[Summand, int]], metric_views: list[tuple[Metric, int]], beta: float | None
 ) -> tuple[VocabularySum, ...]:
-    """The sums over the vocabulary of a call, without repetition: they differ in function, numbers or softmax."""
+    """The sums over the vocabulary of a call, without repetition: no two have the same function, numbers and
+    softmax."""
     needed = dict[tuple[SumFunction, tuple[float, ...], int], bool]()
     measures: list[tuple[Summand | Metric, int]] = [*summand_views, *metric_views]
     for measure, view in measures:
@@ -226,8 +227,8 @@ def pair_up(
     columns: int,
     temperatures: Sequence[float | None],
 ) -> tuple[Teacher | None, Pairing | None]:
-    """Returns the dense teacher of a call, and the student's softmax that it is paired with; (None, None) without one.
-    ValueError for two different teachers."""
+    """Returns the dense teacher of a call, and the student's softmax that it is paired with; (None, None) without a
+    dense teacher. ValueError for two different teachers."""
     dense = {summand.label: (summand.teacher, view) for summand, view in summand_views if summand.teacher is not None}
     if not dense:
         return None, None
@@ -248,8 +249,8 @@ def pair_up(
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:
-    """Index of the summand whose class weights ``weighted_sum`` takes; None if nothing reads it. ValueError for
-    different class weights."""
+    """Index of the summand whose class weights the statistic ``weighted_sum`` takes; None if nothing reads that
+    statistic. ValueError for two different class weights."""
     weighted = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not weighted:
         return None

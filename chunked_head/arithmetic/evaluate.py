@@ -61,8 +61,8 @@ class Inputs(NamedTuple):
     rank_sums: RankSums | None = None  # sums over ranks, where ranks hold different tokens
 
     def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
-        """The inputs with ``change(tensor, dim)`` in place of each tensor; ``dim``: the dimension of tokens, or
-        None."""
+        """The inputs with ``change(tensor, dim)`` in place of each tensor. ``dim``: the tensor's dimension of
+        tokens, or None."""
         along = {name: 0 if name in self.token_fields else None for name in self.fields}
         return self._replace(
             target=change(self.target, 0),
@@ -162,8 +162,8 @@ def values_of_user(measure: Measure, stats: Stats, batch: Batch, mask: Tensor, t
 
 
 def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves: Named) -> Stats:
-    """The ``Stats`` of a loss or metric at its softmax ``view``: those that the library's own ``needs``; for a user's
-    function all of the call."""
+    """The ``Stats`` of a loss or metric at its softmax ``view``: the statistics that a function of the library
+    ``needs``; for a user's function all statistics of the call."""
     suffix, ratio = SUFFIX[view], structure.views[view].ratio
     lse = leaves["lse" + suffix]
     values = {"logprob": leaves["logprob" + suffix], "lse": lse}
@@ -212,7 +212,8 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
 def arithmetic_of(
     structure: Structure, leaves: Named, inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
-    """Returns the kernel for inputs like these, or None without one; and the list of its arguments."""
+    """Returns the kernel for inputs of these kinds, or None where there is no kernel; and the list of the kernel's
+    arguments."""
     if not structure.builtin:
         return None, []
     argument_tensors = [
@@ -237,8 +238,8 @@ def arithmetic_of(
 def make_arithmetic(
     structure: Structure, leaves: Named, inputs: Inputs, arguments: list[Tensor | float]
 ) -> Arithmetic | None:
-    """A kernel of ``values_of``, traced on inputs like these; None for fp64, for sums over segments, and for losses
-    with several columns per token."""
+    """A kernel of ``values_of``, traced on inputs of these kinds; None for fp64, for sums over segments, and for
+    losses with several columns per token."""
     measures = [measure for measure, _ in (*structure.summands, *structure.metrics)]
     is_wider = any(measure.scope != "token" for measure in measures) or any(leaf.dim() > 1 for leaf in leaves.values())
     has_gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in arguments)
@@ -272,9 +273,10 @@ def make_arithmetic(
 def evaluate(
     structure: Structure, stats: RowStats, inputs: Inputs, rows: slice, backend: Backend | None, table: Tensor
 ) -> tuple[Named, list[Tensor]]:
-    """Returns coefficients of the tokens ``rows`` by name, and values [units] or [c, units] of segments and pairs;
-    writes values of tokens to ``table`` [values, tokens]. A Triton kernel runs if there is one, else PyTorch. Hooks of
-    an activation checkpoint do not run: the graph of the vectors ends in this function."""
+    """Returns coefficients of the tokens ``rows`` by name, and a list of the values of segments and pairs, [units]
+    or [components, units] each; writes values of tokens to ``table`` [values, tokens]. A Triton kernel runs if there
+    is one, else PyTorch. Hooks of an activation checkpoint do not run: the graph of the vectors ends in this
+    function."""
     if backend is not None and backend.name == "triton":
         arithmetic, arguments = arithmetic_of(structure, vectors_of(stats), inputs)
         if arithmetic is not None:
@@ -314,7 +316,7 @@ def plain_saving() -> contextlib.AbstractContextManager[Any]:
 
 
 def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]], one_or_nan: Tensor) -> list[Tensor]:
-    """Sums over all tokens of the values of each summand and each metric, or extrema: 0-d, or [c] for c components.
+    """For each summand and each metric, the sum or extremum of its values over all tokens: [], or [c] for c components.
 
     ``unit_values``: values of segments and pairs, by chunk. If an id was out of range, sums of metrics are nan; sums of
     summands become nan later, by their denominators.
@@ -345,7 +347,7 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
         d logprob = 1[target] - p,   d lse = p,   d sum f = s - p total,   d x_k = 1[k]
 
     and those of ``core/statistics.py``, each times the ratio of the view. ``f`` is the function of a sum over the
-    vocabulary, ``s`` its slope and ``coefficients`` the sum of s (``core/records.py``, ``SumFunction``).
+    vocabulary, ``s`` its slope and ``total`` the sum of s (``core/records.py``, ``SumFunction``).
     """
     coefficients: Named = {}
 

@@ -29,7 +29,8 @@ MOST_AT_ONCE = 1 << 16  # most tokens in one evaluation of coefficients in backw
 
 
 def snapshot(value: float | Tensor, template: Tensor) -> float | Tensor:
-    """A float of a number; of a tensor a copy like ``template``, since the caller may change it before backward."""
+    """A number as a float; a tensor as a copy of the dtype and device of ``template``, since the caller may change
+    it before backward."""
     if isinstance(value, Tensor):
         return value.detach().to(device=template.device, dtype=template.dtype, copy=True)
     return float(value)
@@ -76,12 +77,13 @@ class Objective:
 
     @functools.cached_property
     def unit_slopes(self) -> Tensor:
-        """[tokens] -1, 0 where a token does not count: alpha and beta of the gradient of a target's log-probability."""
+        """[tokens] -1; 0 where a token does not count. It is alpha and beta of the gradient of a target's
+        log-probability."""
         return (self.targets >= 0).to(self.dtype).neg_()
 
     def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
-        """Coefficients of the tokens ``rows`` up to the factor that ``token_factors`` has for each. ``keeps_values``:
-        as in ``run_losses``."""
+        """Coefficients of the tokens ``rows``, but for a factor per token, which ``token_factors`` returns.
+        ``keeps_values``: as in ``run_losses``."""
         slopes = self.unit_slopes[rows]
         return Coefficients.from_dict({"alpha": slopes, "beta": slopes})
 
@@ -143,8 +145,8 @@ class LossObjective(Objective):
         return table, unit_values
 
     def coefficients_at_once(self, stats: RowStats) -> Named:
-        """Coefficients of all tokens for the expected upstream gradient: those that the forward pass has kept, or
-        computed here."""
+        """Coefficients of all tokens by name, for the expected upstream gradient: those that the forward pass has
+        kept, else computed here."""
         chunks = [chunk for _, chunk in sorted(self.forward_coefficients.items())]
         if not chunks:
             tokens = len(self.targets)
@@ -157,7 +159,7 @@ class LossObjective(Objective):
 
 @dataclass(eq=False, kw_only=True)
 class ScalarObjective(LossObjective):
-    """A sum of losses, each reduced by itself."""
+    """A sum of losses, each reduced to one number by itself."""
 
     inverses: list[Tensor]  # [] 1 / D of each summand: 0 for a normalizer of 0, nan if an id is out of range
     is_normalized: bool  # some denominator is a normalizer, which may be 0
@@ -246,7 +248,7 @@ class ScalarObjective(LossObjective):
         return torch.where(upstream == self.expected_upstream, self.one_or_nan, torch.nan).to(self.dtype)
 
     def token_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """The loss's derivatives by log-probabilities."""
+        """[tokens] the loss's derivatives by log-probabilities."""
         beta = self.coefficients_for(stats, upstream).beta
         assert beta is not None
         return -beta
@@ -254,7 +256,7 @@ class ScalarObjective(LossObjective):
 
 @dataclass(eq=False, kw_only=True)
 class TokenObjective(LossObjective):
-    """The weighted sum of token losses for each token, unreduced."""
+    """The weighted sum of the losses of each token, unreduced."""
 
     def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
         return Coefficients.from_dict(self.evaluate_rows(stats, rows, True, keeps_values))
@@ -279,13 +281,13 @@ class TokenObjective(LossObjective):
 
 
 def counted_upstream(upstream: Tensor | None, targets: Tensor) -> Tensor:
-    """Upstream gradients of values per token [tokens], 0 where a token does not count."""
+    """[tokens] upstream gradients of values per token, 0 where a token does not count."""
     assert upstream is not None
     return torch.where(targets >= 0, upstream, 0.0)
 
 
 def over_columns(values: Tensor, template: Tensor) -> Tensor:
-    """``values`` [n], as [n, 1] if ``template`` is [n, c], so that they broadcast over its columns."""
+    """``values`` [n]; as [n, 1] if ``template`` is [n, c], so that they broadcast over its columns."""
     return values if template.dim() == 1 else values[:, None]
 
 
@@ -294,7 +296,7 @@ LEAF = {"logprobs": "logprob"}  # outputs whose statistic has another name
 
 @dataclass(eq=False, kw_only=True)
 class StatsObjective(Objective):
-    """Statistics for a loss that the caller computes."""
+    """The statistics themselves, for a loss that the caller computes."""
 
     names: tuple[str, ...]
 

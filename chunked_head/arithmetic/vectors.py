@@ -53,9 +53,9 @@ class VectorKernel:
 def vector_kernel(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
 ) -> VectorKernel | None:
-    """The kernel of ``function``, traced on inputs like these; None if it cannot be traced. ``function`` returns two
-    lists of outputs [n], for ``chunk`` and for ``table``. ``token_dims``: for each input the dimension of tokens, or
-    None. The function gets a float as a float32 tensor []; the kernel takes any float in its place."""
+    """The kernel of ``function``, traced on inputs of these kinds; None if it cannot be traced. ``function`` returns
+    two lists of outputs [n], for ``chunk`` and for ``table``. ``token_dims``: for each input its dimension of
+    tokens, or None. The function gets a float as a float32 tensor []; the kernel takes any float in its place."""
     try:
         short_writer, long_writer = (
             VectorWriter(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS
@@ -70,8 +70,8 @@ def vector_kernel(
 def trace(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
-    """Returns the trace for ``tokens`` tokens, whose outputs are those of ``chunk``, then those of ``table``; and the
-    number of the former."""
+    """Returns the trace for ``tokens`` tokens, whose outputs are those of ``chunk``, then those of ``table``; and
+    the number of outputs of ``chunk``."""
     samples, chunk_output_counts = [], []
     for value, dim in zip(inputs, token_dims, strict=True):
         shape, dtype = ([], torch.float32) if isinstance(value, float) else ([*value.shape], value.dtype)

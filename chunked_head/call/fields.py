@@ -36,8 +36,8 @@ TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
 
 
 def kinds_of(measures: Iterable[Summand | Metric]) -> dict[str, Field]:
-    """The kind of each field by name: of the library's ``FIELDS`` and of fields that ``measures`` declare. ValueError
-    where two of them declare one name with different kinds."""
+    """The kind of each field by name: of the library's ``FIELDS``, and of fields that ``measures`` declare.
+    ValueError where two measures declare a name with different kinds."""
     field_kinds = dict(FIELDS)
     for measure in measures:
         for field, kind in measure.extra_fields.items():
@@ -59,8 +59,9 @@ def fields_named_by(measure: Summand | Metric) -> dict[str, Field]:
 
 
 def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
-    """Names of the fields that losses and metrics read (ValueError for a missing one), and the kinds of all fields.
-    A user's function must declare a dense teacher's tensors and, without ``num_segments``, fields of segments."""
+    """Returns names of the fields that losses and metrics read (ValueError for a missing field), and the kinds of
+    all fields by name. A user's function must declare a dense teacher's tensors and, without ``num_segments``,
+    fields of segments."""
     batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
     roles_and_measures = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
     field_kinds = kinds_of(measure for _, measure in roles_and_measures)
@@ -117,7 +118,7 @@ def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
 
 
 def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str, Field]) -> None:
-    """Raises for a field of a wrong type or shape, then for fields whose shapes do not go with each other."""
+    """Raises for a field of a wrong type or shape, then for fields whose shapes do not fit each other."""
     batch: Any = call.batch or {}
     for field in names:
         check_field(call, field, field_kinds[field])
@@ -192,7 +193,8 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
 
 
 def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
-    """Checks a dense teacher's operands and how ranks split it; returns its vocabulary's size, None without one."""
+    """Checks a dense teacher's operands and how ranks split it. Returns the number of its vocabulary's ids; None
+    without a dense teacher."""
     batch: Any = call.batch
     if "teacher_logits" in names:
         ids = batch["teacher_logits"].shape[-1]

@@ -29,7 +29,7 @@ class LogitsWork(LocalWork):
         return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
     def forward(self, operands: Sequence[Tensor]) -> tuple[RowStats, None]:
-        """Statistics of all rows; gradients are made in backward."""
+        """Returns the statistics of all rows, and None: gradients are made in backward."""
         (logits,) = operands
         objective = self.objective
         stats = RowStats.empty(len(logits), layout_of(objective.demand), objective.dtype, logits.device)
@@ -39,8 +39,8 @@ class LogitsWork(LocalWork):
     def late_gradients(
         self, operands: Sequence[Tensor], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None]:
-        """The gradient of the logits, [tokens, vocab]; with ``inplace`` it overwrites them. It is nan everywhere if an
-        id of the call is out of range."""
+        """The gradient [tokens, vocab] of the logits, as a tuple of one; with ``inplace`` it overwrites the logits.
+        It is nan everywhere if an id of the call is out of range."""
         (logits,), one_or_nan = operands, self.objective.one_or_nan
         masked_upstream = tuple(None if gradient is None else gradient * one_or_nan for gradient in upstream)
         coefficients = self.objective.coefficients_for(stats, masked_upstream)
@@ -72,8 +72,8 @@ class LogitsWork(LocalWork):
 
 
 def logits_work(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsWork]:
-    """The logits as [tokens, vocab] and the work on them. The logits are copied where no view has that shape, or their
-    columns are not contiguous."""
+    """Returns the logits as [tokens, vocab], and the work on them. The logits are copied where no view has that
+    shape, or where their columns are not contiguous."""
     call, temperature = tokens.call, tokens.structure.temperature
     logits, shard = call.rows, call.shard
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:

@@ -88,7 +88,7 @@ def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
 
 
 def of_each_token(tokens: Tokens) -> Objective:
-    """The objective of a call that returns numbers per token: the weighted sum of losses, or statistics."""
+    """The objective of a call that returns values per token: the weighted sum of losses, or statistics."""
     call, spec = tokens.call, tokens.spec
     if call.outputs == ("values",):
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.call.losses.terms]
@@ -153,8 +153,8 @@ def fields_of(
 
 
 def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
-    """``1 / D`` [] in the statistics' dtype, D the denominator of a loss: 1 for a sum, or where nothing counts. Returns
-    0 for a normalizer of 0, and nan if an id of the call is out of range."""
+    """[] ``1 / D`` in the statistics' dtype. D, the denominator of a loss, is 1 for a sum, or where nothing counts.
+    Returns 0 for a normalizer of 0, and nan if an id of the call is out of range."""
     call, one_or_nan = tokens.call, tokens.one_or_nan
     normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
     if (summand.reduction or call.reduction) != "mean":
@@ -181,8 +181,8 @@ def count_units(unit: str, tokens: Tokens) -> Tensor:
 
 
 def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Returns the tokens' weights [n] by the name of a weighting, "token" excepted (it has none), and the divisor [] of
-    each metric."""
+    """Returns weights [tokens] by the name of a weighting (tokens weighted by "token" have none), and a list of the
+    divisors [], one for each metric."""
     weights: dict[str, Tensor] = {}
     group_counts: dict[str, Tensor] = {}  # by weighting: number of segments or documents with a token
     divisors, unit_counts = [], {"token": tokens.counted}
@@ -202,8 +202,8 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
 
 
 def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
-    """The tokens with counts of all ranks, in one message. An id out of range on one rank makes all ranks' results
-    nan."""
+    """The tokens with the counts of all ranks, which takes one message. An id out of range on one rank makes all
+    ranks' results nan."""
     batch = tokens.batch
     id_fields = [name for name in ID_FIELDS if name in batch]
     summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
@@ -225,15 +225,16 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:
-    """The sum that this rank's tokens add to the default denominator, [] in the statistics' dtype."""
+    """[] the sum, over this rank's tokens, of what each adds to the loss's default denominator, in the statistics'
+    dtype."""
     assert summand.counted is not None
     batch, dtype = tokens.batch, tokens.one_or_nan.dtype
     return torch.where(batch.mask, summand.counted(batch, **summand.tensors).to(dtype), 0.0).sum()
 
 
 def shown(value: Any) -> str:
-    """The text of a number, string or other plain value. For another object it is its type's name, since its own text
-    may differ between processes."""
+    """The text of a number, string or other plain value; of any other object its type's name, since its own text may
+    differ between processes."""
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 

@@ -32,13 +32,14 @@ NO_LOSSES = Losses(())
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises for a bad value among ``options``, by name; no operand is needed."""
+    """Raises for a bad value among ``options``, values by name; the checks need no operand."""
     for name, value in options.items():
         CHECKS[name](value)
 
 
 class OptionsModule(nn.Module):
-    """A module with its options as attributes, as torch's losses have them: a call reads their values of that time."""
+    """A module with its options as attributes, as torch's losses have them: a call reads the values that the
+    attributes have then."""
 
     names: tuple[str, ...]
 
@@ -273,7 +274,8 @@ class Call(Generic[Result]):
 
     @functools.cached_property
     def gradient_buffer(self) -> GradientBuffer | None:
-        """The caller's buffer for the weight's gradient; None without a gradient or buffer."""
+        """The caller's buffer for the weight's gradient; None without a buffer, or where the weight takes no
+        gradient."""
         assert self.weight is not None
         operands = {"hidden": self.rows, "target": self.target, "bias": self.bias}
         return gradient_buffer_of(self.accumulate_into, self.weight, operands)

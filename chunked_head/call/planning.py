@@ -38,7 +38,7 @@ class PlanKey(NamedTuple):
 
 
 def grads_asked_for(call: Call[Any]) -> GradFlags:
-    """The gradients that autograd asks for in the present grad mode."""
+    """For hidden states, weight and bias, whether autograd asks for their gradient in the present grad mode."""
     assert call.weight is not None
     if not torch.is_grad_enabled():
         return False, False, False
@@ -91,7 +91,7 @@ def planned(
 
 
 def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
-    """The plan of a key, from the Spec's cache or new; or the reason why no plan fits, as text."""
+    """The plan of a key, from the Spec's cache or new; or the reason, as text, why no plan fits."""
     call, spec, weight = tokens.call, tokens.spec, tokens.call.weight
     is_cached = tokens.teacher is None  # a plan depends on a teacher's tensors, which the key leaves out
     plan = spec.plans.get(key) if is_cached else None
@@ -157,8 +157,8 @@ def sizes_of(
     has_plain_rows: bool = True,
     **traits: Any,
 ) -> Sizes:
-    """The sizes of a plan. ``has_plain_rows``: columns of hidden states are contiguous. ``traits``: fields of ``Sizes``
-    that replace those of the backend, of the shard and of the call."""
+    """The sizes of a call of ``tokens`` tokens. ``has_plain_rows``: columns of hidden states are contiguous.
+    ``traits``: fields of ``Sizes`` that replace those of the backend, of the shard and of the call."""
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.size_fields) | traits

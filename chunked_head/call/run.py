@@ -38,7 +38,7 @@ Grads = tuple[Tensor | None, ...]  # gradients of the operands, or upstream grad
 
 
 class Outcome(NamedTuple):
-    """A call that ran, and its results."""
+    """The results of a call that ran, with its plan, tokens and objective."""
 
     outputs: tuple[Tensor, ...]
     plan: Plan | None = None  # None for logits that exist, and in a compiled graph
@@ -225,8 +225,8 @@ class CallFunction(torch.autograd.Function):
 
 
 def refuse_batched(upstream: Tensor) -> None:
-    """Raises for a batch of upstream gradients (``is_grads_batched``). If this torch cannot tell, an operation without
-    a batching rule raises."""
+    """Raises RuntimeError for a batch of upstream gradients (``is_grads_batched``). If this torch cannot tell, an
+    operation without a batching rule raises."""
     keys = private("_C._dispatch_keys")
     if keys is not None and "Batched" in str(keys[0](upstream)):  # the key itself has no name in Python
         raise RuntimeError(BATCHED)
@@ -275,7 +275,7 @@ class BackwardWork:
 
 
 def summed(grads: Grads) -> Tensor | None:
-    """The sum of the gradients that are no None, added in fp32 at least and rounded once; None where all are None."""
+    """The sum of the gradients that are not None, added in fp32 at least and rounded once; None where all are None."""
     tensors = [grad for grad in grads if grad is not None]
     if len(tensors) < 2:
         return tensors[0] if tensors else None
@@ -293,7 +293,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def kernel_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """``on_device`` and ``without_autocast``."""
+    """Context of ``on_device`` and ``without_autocast`` together."""
     if not torch.is_autocast_enabled(device.type):
         return on_device(device)
     stack = contextlib.ExitStack()
@@ -308,7 +308,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 class OnlyOnce(torch.autograd.Function):
-    """Identity on a gradient; differentiating it again raises."""
+    """Identity on a gradient, whose own derivative raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:

@@ -97,8 +97,8 @@ def spec_of(call: Call[Any]) -> Spec:
 
 
 def refuse_transforms() -> None:
-    """Raises inside of a transform of torch.func. If this torch cannot tell, the transform itself refuses our
-    Function."""
+    """Raises RuntimeError inside of a transform of torch.func. If this torch cannot tell, the transform itself
+    refuses ``CallFunction``."""
     active = private("_C._are_functorch_transforms_active")
     if active is not None and active[0]():
         raise RuntimeError(TRANSFORMS)
@@ -198,8 +198,8 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
 
 
 def metadata_of(tensors: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """All that checks read of each tensor, None of a None. A shape that begins with ``leading`` is noted without these
-    dimensions; any other shape is an error to be raised, and is noted complete."""
+    """For each tensor a tuple of all that checks read of it; None for None. A shape that begins with ``leading`` is
+    noted without these dimensions; any other shape is an error to be raised, and is noted complete."""
     leading_dims, metadata_by_tensor = len(leading), list[Any]()
     for x in tensors:
         if x is None:
@@ -212,7 +212,7 @@ def metadata_of(tensors: Sequence[Tensor | None], leading: tuple[int, ...] = ())
 
 
 def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """``metadata_of`` one tensor."""
+    """``metadata_of`` a single tensor."""
     (tensor_metadata,) = metadata_of((tensor,), leading)
     return tuple(tensor_metadata)
 
@@ -279,7 +279,8 @@ def decided(
     columns: int,
     teacher_vocab: int | None,
 ) -> Spec:
-    """The Spec of a call whose arguments have been checked; ``plan()`` makes such a call of sizes alone."""
+    """The Spec of a call whose arguments have been checked. ``plan()`` makes such a call from sizes. ``columns``: K
+    of ``teacher_ids`` [tokens, K], or 0. ``teacher_vocab``: number of a dense teacher's ids, or None."""
     structure, demand = structure_at(call, field_names, columns, teacher_vocab)
     summands = [summand for _, summand in call.losses.terms]
     is_coupled = not call.outputs and "segment" in [summand.scope for summand in summands]
@@ -307,7 +308,8 @@ def decided(
 def structure_at(
     call: Call[Any], field_names: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Structure, Demand]:
-    """Returns losses and metrics with the call's numbers, and the statistics that losses, metrics and result need."""
+    """Returns losses and metrics with the call's numbers, and the statistics that losses, metrics and outputs need.
+    ``columns`` and ``teacher_vocab``: as in ``decided``."""
     losses_and_metrics = call.losses, call.metrics
     structure, demand = structure_of(*losses_and_metrics, call.plain_temperature, call.vocab, columns, teacher_vocab)
     if call.outputs and call.outputs != ("values",):

@@ -43,7 +43,7 @@ class LocalWork:
     inplace: bool = False  # the gradient overwrites the logits
 
     def forward(self, operands: Sequence[Any]) -> tuple[RowStats, Gradients | None]:
-        """Statistics of all tokens, and gradients where the forward pass makes them."""
+        """Returns the statistics of all tokens, and the gradients where the forward pass makes them, else None."""
         raise NotImplementedError
 
     def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
@@ -54,7 +54,7 @@ class LocalWork:
     def late_gradients(
         self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the operands, which autograd saved, from the upstream gradients of the outputs."""
+        """Gradients of ``operands``, which autograd has saved, from the upstream gradients of the outputs."""
         raise NotImplementedError
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
@@ -114,7 +114,7 @@ class LocalWork:
 
     @property
     def class_weights(self) -> Tensor | None:
-        """[vocab] class weights of this rank's columns, in the dtype of statistics; None without any."""
+        """[vocab] class weights of this rank's columns, in the dtype of statistics; None without class weights."""
         weights = self.objective.class_weights
         return weights if weights is None or self.shard is None else weights[self.shard.local_ids].contiguous()
 
@@ -130,7 +130,7 @@ class HeadWork(LocalWork):
     fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight in e4m3
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
-        """The head in the dtype of the matmuls. Under autocast it is a copy, made once for the pass."""
+        """The head in the dtype of the matmuls. Under autocast its weight is a copy, made once for the pass."""
         sizes = self.plan.sizes
         bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
         weight = weight.to(sizes.dtype)
@@ -243,7 +243,8 @@ class HeadWork(LocalWork):
         return stats, grads
 
     def new_gradients(self, hidden_dtype: torch.dtype, device: torch.device) -> Gradients:
-        """Buffers of the sweep's gradients. ``hidden_dtype``: that of hidden's."""
+        """New buffers of the sweep's gradients. ``hidden_dtype``: the dtype in which the gradient of hidden states
+        adds up."""
         plan, sizes, buffer = self.plan, self.plan.sizes, self.gradient_buffer
         new_tensor = empty if sizes.tokens else torch.zeros  # without tokens no product fills them
         hidden = weight = bias = None

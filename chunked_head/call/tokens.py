@@ -56,7 +56,8 @@ class Packing:
         return values.index_select(0, self.order)
 
     def places(self, rows: Tensor) -> Tensor:
-        """Indices in ``order`` of the call's rows ``rows``; -1 for rows that ``order`` leaves out, and for -1."""
+        """Indices in ``order`` of the call's rows ``rows``; -1 for rows that ``order`` leaves out, and for a row of
+        -1."""
         place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self.order] = torch.arange(len(self.order), device=rows.device)
         return place[rows]  # -1 reads the last element, which is -1
@@ -112,8 +113,8 @@ class RangeChecks:
 
 @dataclass(eq=False)
 class Tokens:
-    """A checked call with its targets and fields, one row per row of hidden states. Where a token does not count,
-    fields are 0 and ids -1."""
+    """A checked call with its targets and fields, a row for each row of hidden states. Where a token does not count,
+    its fields are 0, and ids among them -1."""
 
     call: Call[Any]
     spec: Spec
@@ -179,8 +180,8 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
 
 
 def structure_of_call(call: Call[Any], spec: Spec) -> Structure:
-    """The structure of a call with a user's function; no Spec keeps it. If the call has a target, the structure reads
-    it, since a user's function may read it in some calls only."""
+    """The structure of a call with a user's function, which no Spec keeps. If the call has a target, all losses and
+    metrics count as readers of it, since a user's function may read it in some calls only."""
     structure, _ = structure_at(call, spec.field_names, spec.columns, spec.teacher_vocab)
     if call.target is None:
         return structure
@@ -325,8 +326,8 @@ def reading_is_free(tensor: Tensor) -> bool:
 def of_all_ranks(
     shard: Shard, call: Call[Any], spec: Spec, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Mapping[str, Tensor], tuple[int, ...]]:
-    """Gathers targets and fields from ranks that hold different tokens. Returns the targets of all ranks' tokens, the
-    fields by name, and the leading shape of both: (tokens of all ranks,)."""
+    """Gathers targets and fields from ranks that hold different tokens. Returns the targets of all ranks' tokens,
+    the fields by name, and the leading shape of both, (number of all ranks' tokens,)."""
     leading_dims, token_count = len(call.leading), math.prod(call.leading)
     token_field_names = [name for name in spec.field_names if spec.field_kinds[name].kind in ("token", "row")]
     local_tensors = {name: batch[name].flatten(0, leading_dims - 1) for name in token_field_names}

@@ -116,7 +116,8 @@ def has_late_gradients(call: Call[Any]) -> bool:
 
 
 def has_unit_rows(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bool:
-    """True for values per token one of which takes a gradient, that of hidden states alone."""
+    """True for calls on hidden states whose outputs are values per token, of which one takes a gradient, and where
+    no operand but hidden states takes a gradient."""
     is_only_hidden = call.weight is not None and not any(needs_grad[1:])
     return bool(call.outputs) and spec.num_row_factors == 1 and is_only_hidden
 
@@ -151,7 +152,8 @@ def returned_values(tokens: Tokens, objective: Objective, stats: RowStats) -> li
 def packed(
     call: Call[Any], loss_values: Sequence[Tensor], metrics: dict[str, MetricValue], dtype: torch.dtype
 ) -> Tensor:
-    """One vector of the loss's parts, then of each metric sums and count, or the extremum; in the caller's order."""
+    """One vector: the summands' reduced values, then of each metric sums and count, or the extremum, in the caller's
+    order. ``metrics``: values by label."""
     parts = [*loss_values]
     for metric in call.metrics:
         value = metrics[metric.label]
@@ -162,8 +164,8 @@ def packed(
 def counts_and_rows(
     tokens: Tokens, work: HeadWork | LogitsWork, operands: Sequence[Any], stats: RowStats, grads: Gradients | None
 ) -> list[Tensor]:
-    """[tokens] 1 where a token counts, else 0, all nan where an id is out of range; and rows of hidden's gradient at
-    upstream gradients of 1."""
+    """Returns [tokens] 1 where a token counts, else 0, and all nan where an id is out of range; and the rows of
+    hidden's gradient at upstream gradients of 1."""
     objective, hidden = work.objective, tokens.call.rows
     assert isinstance(work, HeadWork)
     if grads is not None:
@@ -182,8 +184,8 @@ def expected_gradients(
 ) -> tuple[Tensor, Grads]:
     """Returns the expected upstream gradient [], and the operands' gradients for it.
 
-    ``grads``: gradients of the forward sweep, not yet multiplied by the upstream gradient; None if the plan makes them
-    in backward: they are then made here.
+    ``grads``: gradients of the forward sweep, not yet multiplied by the upstream gradient; None if the plan makes
+    gradients in backward: then this function makes them.
     """
     objective = work.objective
     assert isinstance(objective, ScalarObjective) and isinstance(work, HeadWork)
@@ -206,8 +208,8 @@ def expected_gradients(
 
 def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """The dtypes of the operator's gradients of hidden states, weight and bias, before they are multiplied by the
-    upstream gradient: the operands'; fp32 if ``accumulate_dtype`` is, and for fp16, whose range they may exceed.
-    """
+    upstream gradient: the operand's dtype; fp32 if ``accumulate_dtype`` is fp32, and for fp16, whose range an
+    unscaled gradient may exceed."""
     assert call.weight is not None
     hidden, weight = call.rows.dtype, call.weight.dtype
     wide = torch.promote_types(spec.dtype, torch.float32)
@@ -217,7 +219,7 @@ def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dty
 
 
 def in_shape(grads: Grads, operands: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
-    """The gradients that are not None, each in the shape of its operand."""
+    """The gradients that are not None, each viewed in the shape of its operand."""
     remaining = iter([grad for grad in grads if grad is not None])
     return [next(remaining).view(operand.shape) for operand, needs in zip(operands, needs_grad, strict=True) if needs]
 
@@ -350,7 +352,8 @@ def late_gradients(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> 
 
 
 def scaled_rows(ctx: Any, saved: SavedRows, upstream: Tensor) -> Tensor:
-    """Saved rows times their upstream gradients [tokens], 0 where a token does not count or that is 0."""
+    """Saved rows times their tokens' upstream gradients [tokens]; 0 where a token does not count, or where its
+    upstream gradient is 0."""
     token_counts, rows = ctx.saved_tensors
     row_factor = torch.where(token_counts == 0, 0.0, upstream * token_counts).view(*rows.shape[:-1], 1)
     wide_rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -358,7 +361,7 @@ def scaled_rows(ctx: Any, saved: SavedRows, upstream: Tensor) -> Tensor:
 
 
 def scaled_gradients(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:
-    """The saved gradients, multiplied by the ratio of the upstream gradient [] to the expected one."""
+    """The saved gradients, multiplied by the ratio [] of the upstream gradient to the expected upstream gradient."""
     expected_upstream, *grads = ctx.saved_tensors
     ratio = torch.where(upstream == expected_upstream, 1.0, upstream / expected_upstream)
     # plain arithmetic: a compiler runs it in place, since nothing else reads these gradients

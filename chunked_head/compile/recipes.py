@@ -43,7 +43,7 @@ class Recipe:
     autocast: torch.dtype | None  # autocast's dtype when the call was traced; None: autocast was off
 
     def call(self, operands: list[Tensor], tensors: list[Tensor]) -> tuple[Call[Any], Spec]:
-        """Returns the call on these tensors, and its Spec. Arguments are checked as in the public function."""
+        """Returns the call on these tensors, and its Spec. Arguments are checked as by the public function."""
         arguments = {name: restored(value, tensors) for name, value in self.arguments}
         if len(operands) > 2:
             arguments["bias"] = operands[2]

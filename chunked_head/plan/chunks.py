@@ -20,8 +20,9 @@ FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 def largest(
     needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE, least: int = 0
 ) -> int:
-    """The largest size up to ``most`` for which ``needed(size)`` bytes fit the budget; 0 where none fits. It is
-    ``most`` or a multiple of ``multiple``, unless only smaller sizes fit. ``least``: a size that is known to fit."""
+    """The largest size up to ``most`` for which ``needed(size)`` bytes fit the budget; 0 where no size fits. The
+    size is ``most`` or a multiple of ``multiple``, unless only sizes below ``multiple`` fit. ``least``: a size that
+    is known to fit."""
     if needed(most) <= budget:
         return most
     for step, most_steps in ((multiple, -(-most // multiple)), (1, multiple)):
@@ -73,8 +74,9 @@ def with_rows(plan: Plan, rows: int) -> Plan:
 
 
 def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int, most_rows: int) -> Plan | None:
-    """The recompute plan with that size of blocks and tiles that fits the budget and moves the fewest bytes in its
-    products; None where none fits. ``most_rows``: most rows of a block."""
+    """The recompute plan with the blocks and tiles that fit the budget and move the fewest bytes in their products;
+    None where no block fits. ``needed``: from rows of a block and columns of a tile to bytes. ``most_blocks``:
+    largest number of blocks. ``most_rows``: largest number of rows of a block."""
     sizes, best_plan, best_bytes, last_block = plan.sizes, None, 0, 0
     # a tile reads all rows of hidden states, twice, and adds to their gradient
     read_bytes, added_bytes = (

@@ -108,7 +108,8 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | str:
 
 
 def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
-    """The reason for the plan's budget, as lines for the printed plan."""
+    """The reason for the plan's budget, as lines for the printed plan. ``ranks``: number of ranks that share the
+    budget."""
     if request.explicit:
         return ("memory_budget",)
     lines = ["the default: 1.25 GiB"]
@@ -125,8 +126,9 @@ def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
 
 
 def other_budgets(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Plans of the same call at budgets from 16 MiB on, each twice the one before, where they differ in schedule or
-    chunks; up to one that has all tokens in one chunk. Without the caller's chunk_tokens and accumulate_dtype."""
+    """Plans of the same call at budgets from 16 MiB on, each budget twice the last, up to the budget that holds all
+    tokens in one chunk. A plan with the schedule and chunks of the last is left out. The caller's chunk_tokens and
+    accumulate_dtype do not count."""
     last_traits = None
     for log2_bytes in range(4, 18):
         plan_or_reason = plan_anew(plan.sizes, Request(memory_budget=MiB << log2_bytes))
@@ -171,7 +173,8 @@ def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
 
 
 def default_share(sizes: Sizes, ranks: int) -> int:
-    """Bytes of the default budget where no chunk of 2048 tokens takes more, without copies of the weight in e4m3."""
+    """Bytes of the default budget, where chunks of 2048 tokens fit them; without the e4m3 copies of the weight,
+    which come on top. ``ranks``: number of ranks that share the vocabulary."""
     # exponentials in e4m3 take as much as those in 16 bits
     return math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16)) * (1 + sizes.e4m3_gradients)
 
@@ -231,7 +234,8 @@ def refusal(sizes: Sizes, request: Request) -> str:
 
 
 def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
-    """The first candidate's plan within the budget, or the reason why the nearest one does not fit."""
+    """The plan of the first candidate that fits the budget; or the reason, as text, why the candidate that lacks the
+    fewest bytes does not fit."""
     for candidate in candidates(sizes, request):
         if not candidate.is_hopeless and isinstance(plan_or_miss := fitted(request, candidate), Plan):
             return plan_or_miss
@@ -255,7 +259,7 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
 
 
 def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
-    """The ways to make a call's gradients, the fastest first."""
+    """The ways to make a call's gradients, the fastest way first."""
     weight_dtype, accumulate_dtype, chunk_tokens = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
     tokens = max(sizes.tokens, 1)
     if not sizes.any_grad:
@@ -336,7 +340,8 @@ def forward_candidates(
 def unit_row_candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     """Candidates that make each row of hidden's gradient in the forward pass without the one factor that comes later.
 
-    Of two factors each would take a tensor of its own, and a product: as many products as recomputing, and more memory.
+    With two such factors, each would take a tensor of its own and a product: as many products as recomputing, and more
+    memory.
     """
     if sizes.num_row_factors != 1:
         return

@@ -70,6 +70,7 @@ class Plan:
 
     @property
     def blocks(self) -> int:
+        """Number of blocks of tokens, whose gradients ``recompute`` makes one after the other."""
         return math.ceil(self.sizes.tokens / self.block_tokens)
 
     @functools.cached_property
@@ -94,7 +95,7 @@ class Plan:
 
     @property
     def weight_error(self) -> float | None:
-        """Expected relative rounding error of the weight's gradient, where a 16-bit type rounds it."""
+        """Expected relative rounding error of the weight's gradient; None where no 16-bit type rounds it."""
         if not self.sizes.returns_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
             return None
         roundings = 1
@@ -158,8 +159,8 @@ def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
 
 
 def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
-    """A function from the arguments of ``sized`` after the plan, such as rows of a chunk, to ``extra_bytes`` of the
-    plan that ``sized`` returns for them."""
+    """A function that returns ``extra_bytes`` of the plan ``sized(plan, *sizes)`` for the arguments ``sizes``, such
+    as rows of a chunk."""
     fixed_buffers = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
     fixed_bytes, gradient_bytes = (
         phase_bytes(fixed_buffers),
@@ -294,7 +295,7 @@ def gradient_buffers(
 
 
 def vector_buffers(plan: Plan) -> Iterator[Buffer]:
-    """Buffers of numbers per token."""
+    """Buffers of numbers per token: targets, fields, statistics, values, coefficients."""
     sizes, demand, tokens, wide_dtype = plan.sizes, plan.sizes.demand, plan.sizes.tokens, plan.sizes.wide
     yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
@@ -323,7 +324,7 @@ def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Itera
 
 
 def cast_buffers(sizes: Sizes, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Buffer of a tile of the weight, or of its gradient, in fp32, on devices where 16-bit operands are cast."""
+    """The fp32 buffer of a tile of the weight, or of its gradient, on devices where 16-bit operands are cast."""
     if sizes.half and not sizes.half_products:
         shape = (min(columns, cast_rows(sizes.hidden)), sizes.hidden)
         yield Buffer("a tile of the weight in fp32", shape, torch.float32, first, last)
@@ -340,9 +341,9 @@ def merged_bytes(sizes: Sizes) -> int:
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
-    """True where this library's kernels compute dweight, False for BLAS: for products that skip rows, which BLAS
-    cannot; and for a single product that is ``stored`` and not added, if it is as fast as BLAS's (its launch is
-    cheaper)."""
+    """True where this library's kernels compute dweight, False where BLAS does. The kernels compute products that
+    skip rows, which BLAS cannot; and a single product that is ``stored`` and not added, where they are as fast as
+    BLAS and cheaper to launch."""
     sizes = plan.sizes
     least_rows, most_rows = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     is_only_product = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
@@ -440,7 +441,8 @@ def as_text(sections: Sequence[Section]) -> str:
 
 
 def content_of_logits(sizes: Sizes) -> str:
-    """A line of the printed plan about the buffer of logits: what it stores of each, and why it stores no less."""
+    """A line of the printed plan about the buffer of logits: what it stores for each logit, and the reason why it
+    needs so many bits."""
     if not sizes.store.multiplies:
         return sizes.store.description
     content_text = f"{16 if sizes.own_matmul else 8 * sizes.wide.itemsize}-bit {sizes.store.description}"

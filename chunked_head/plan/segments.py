@@ -43,7 +43,8 @@ def groups_of(segments: Segments, line_length: int, shift: int) -> tuple[Group, 
 
 
 def joined_by(pairs: Sequence[tuple[int, int]], segment_count: int) -> list[list[int]]:
-    """Groups of segments in the order of their first segments. The two segments of a pair are in one group."""
+    """Ids of the segments of each group; groups are in the order of their first segments. The two segments of a pair
+    are in one group. ``segment_count``: number of segments."""
     group_of = [[segment] for segment in range(segment_count)]
     for first, second in pairs:
         # ids out of range are left to ``RangeChecks`` of the tokens: they raise there, or make everything nan

@@ -29,7 +29,7 @@ TEACHER_ROWS = 6 * PRODUCT_ROWS
 
 
 class Phase(IntEnum):
-    """A part of a call, in the order in which they run."""
+    """The parts of a call, in the order in which they run."""
 
     SWEEP = 0  # logits and statistics of a chunk
     LOSSES = 1  # the losses' arithmetic, on vectors of tokens
@@ -157,7 +157,7 @@ class Sizes:
 
     @property
     def own_tokens(self) -> int:
-        """Rows of hidden states on this rank."""
+        """Number of rows of hidden states on this rank."""
         return self.tokens // self.hidden_ranks
 
     @property
@@ -167,7 +167,7 @@ class Sizes:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The vectors of statistics."""
+        """Names, shapes and dtypes of the statistics' vectors."""
         return layout_of(self.demand)
 
     def sums_into(self, dtype: torch.dtype) -> bool:
@@ -188,7 +188,7 @@ class Sizes:
 
     @property
     def keeps_sweep(self) -> bool:
-        """True where a pass without gradients stores its logits too."""
+        """True where also a pass without gradients stores its logits."""
         return self.fp8 is not None or not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property
@@ -269,7 +269,7 @@ def parse_bytes(value: int | str, argument: str) -> int:
 
 
 def amount(size: int) -> str:
-    """A number of bytes as text; from 1 MiB on, in MiB as well."""
+    """A number of bytes as text, from 1 MiB on also in MiB."""
     return f"{size} bytes" if size < MiB else f"{size} bytes ({size / MiB:.1f} MiB)"
 
 
@@ -289,18 +289,20 @@ def balanced(tokens: int, most: int) -> int:
 
 
 def rows_of(tokens: int, chunks: int) -> int:
-    """Rows of a chunk, for at most ``chunks`` nearly equal chunks: a multiple of 128 if there are several."""
+    """Rows of a chunk, for at most ``chunks`` nearly equal chunks of ``tokens`` tokens; a multiple of 128 where
+    there are several chunks."""
     rows = -(-max(tokens, 1) // chunks)
     return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def padded_columns(columns: int) -> int:
-    """Elements of a 16-bit row, padded so that the next row starts on 16 bytes, as the tensor copy engine demands."""
+    """Elements in memory of a 16-bit row of ``columns`` elements, so many that the next row starts on 16 bytes, as
+    the tensor copy engine demands."""
     return math.ceil(columns / 8) * 8
 
 
 def padded_e4m3(columns: int) -> int:
-    """Numbers of a row in e4m3, padded to 16 bytes."""
+    """Elements in memory of an e4m3 row of ``columns`` elements: a multiple of 16."""
     return math.ceil(columns / 16) * 16
 
 

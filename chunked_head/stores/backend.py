@@ -20,7 +20,7 @@ from .store import LogitsStore, MatmulStore, Store, outputs_of
 
 
 class Backend:
-    """Functions that compute: torch operations on every device, replaced by kernels in ``TritonBackend``."""
+    """The functions that compute, as torch operations on every device; ``TritonBackend`` replaces them by kernels."""
 
     name = "torch"
     recording: Callable[..., Any] | None = None  # listens to a sweep, ``kernels/common/recording.py``
@@ -48,15 +48,17 @@ class Backend:
         ``label`` has."""
 
     def store(self, *arguments: Any) -> type[Store]:
-        """The class of the store for a call's chunks; called if some token's softmax is over the vocabulary."""
+        """The class of the store for a call's chunks. It is asked for if some token's softmax is over the
+        vocabulary."""
         return LogitsStore
 
     def traits(self, device: torch.device) -> dict[str, Any]:
-        """Fields of ``Sizes`` that the backend and the device decide."""
+        """Those fields of ``Sizes``, by name, that the backend and the device decide."""
         return {"in_blocks": True}
 
     def quantised(self, weight: Tensor, direction: Tensor, prints: Tensor | None = None) -> Quantised:
-        """A weight in e4m3, by one scale, and its products with a direction; in ``prints`` its fingerprints."""
+        """A weight in e4m3 by one scale, with its products with ``direction`` [hidden]. ``prints`` [rows] int32:
+        memory to which the fingerprints of its rows are written."""
         out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
         self.quantise_(out, weight, direction, out.common, prints)
         return out
@@ -68,8 +70,8 @@ class Backend:
         return out
 
     def rounded_head(self, weight: Tensor, quantised_weight: QuantisedWeight | None) -> RoundedHead:
-        """A head for any hidden states. ``quantised_weight``: the caller's in e4m3; logits of rows that it is no longer
-        a copy of are nan."""
+        """The e4m3 operand of a weight for any hidden states. ``quantised_weight``: the caller's copy in e4m3.
+        Logits of a row of the weight that has changed since the copy was made are nan."""
         if quantised_weight is None:
             direction = direction_of(weight)
             return RoundedHead(self.quantised(weight, direction), direction)
@@ -82,12 +84,13 @@ class Backend:
         return RoundedHead(quantised_weight.matrix._replace(common=common), direction)
 
     def transposed(self, matrix: Tensor) -> Quantised:
-        """A matrix in e4m3, rows as columns, which are padded by zeros to a multiple of 16, by a scale of 1."""
+        """The transpose of an e4m3 matrix [rows, columns], with a scale of 1: [columns, padded rows], with zeros up to
+        a multiple of 16 rows."""
         raise NotImplementedError  # no store of torch operations multiplies gradients in e4m3
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Merges the statistics of pieces of the vocabulary into ``out``, those of the whole vocabulary; nan if pieces
-        are of different tokens."""
+        """Merges statistics of pieces of the vocabulary into ``out``, statistics of the whole vocabulary; nan if the
+        pieces are of different tokens."""
         (message, demand, targets, known_targets, zero_or_nan), stats = gathered, out.by_name
         _, place_of, softmaxes = layout_of(demand)
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher
@@ -120,7 +123,7 @@ TORCH = Backend()
 
 
 def backend_of(name: str | None, device: torch.device) -> Backend:
-    """The backend called ``name``, or the device's default for None. ValueError if it is not available."""
+    """The backend called ``name``; the device's default for None. ValueError for a backend that is not available."""
     choice(None, "backend", name, BACKENDS)
     if name is None:
         # our kernels are the default on NVIDIA's GPUs, and on those of AMD's that they were compiled for

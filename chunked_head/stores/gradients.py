@@ -34,7 +34,8 @@ class GradientBuffer:
 
     @property
     def place(self) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the tensor that owns the buffer's memory, and the buffer's place in it: offset and shape."""
+        """Returns the tensor that owns the buffer's memory, and the buffer's place in that memory: its offset, then
+        its shape."""
         buffer = self.buffer
         return buffer if buffer._base is None else buffer._base, (buffer.storage_offset(), *buffer.shape)
 
@@ -63,7 +64,7 @@ class GradientBuffer:
         partial.discard(place)
 
     def check_there(self) -> None:
-        """Raises if the weight's attribute is no longer the buffer of the call."""
+        """Raises RuntimeError if the weight's attribute is no longer the buffer of the call."""
         if self.attribute is not None and getattr(self.weight, self.attribute, None) is not self.buffer:
             raise RuntimeError(
                 f"weight.{self.attribute} is no longer the tensor that accumulate_into has added to since the forward "
@@ -72,8 +73,8 @@ class GradientBuffer:
             )
 
     def handed_over(self) -> Tensor | None:
-        """The weight's gradient that backward returns to autograd: None, or a zero for Megatron. The gradient itself is
-        in the buffer."""
+        """The weight's gradient that backward returns to autograd: None, or a zero for Megatron. The gradient's
+        numbers are in the buffer."""
         weight, zeros = self.weight, private("_efficientzerotensor")
         if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
             return None
@@ -119,7 +120,8 @@ class Gradients:
         return self.hidden if tokens.stop - tokens.start == self.hidden.shape[0] else self.hidden[tokens]
 
     def hidden_done(self, tokens: slice) -> None:
-        """Starts the sum over ranks of the gradient of rows ``tokens``; this rank's share of it is complete."""
+        """Starts the sum over ranks of the gradient of the rows ``tokens``, of which this rank's share is complete.
+        Without ranks it does nothing."""
         if self.over_ranks is not None and self.hidden is not None:
             self.over_ranks.reduce(self.hidden, tokens)
 
@@ -153,7 +155,8 @@ class Gradients:
         return hidden, weight if buffer is None else buffer.handed_over(), bias
 
     def finish_rows(self, backend: Any, factors: Tensor, sizes: Sizes) -> tuple[Tensor, None, None]:
-        """The gradient of hidden, each row times its factor [rows] and 0 where that is 0, in the input's dtype."""
+        """Returns the gradient of hidden states in their dtype, each row multiplied by its factor in ``factors``
+        [rows], 0 where the factor is 0; and None for weight and bias."""
         rows, self.hidden = self.hidden, None
         assert rows is not None
         out = rows if rows.dtype == sizes.hidden_dtype else torch.empty_like(rows, dtype=sizes.hidden_dtype)
@@ -210,7 +213,7 @@ def gradient_buffer_of(
 
 
 def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None) -> None:
-    """Raises TypeError for a value that names no buffer and is none."""
+    """Raises TypeError for a value that is neither a buffer nor the name of one nor None."""
     if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str | GradientBuffer):
         raise TypeError(
             "accumulate_into must be a tensor, the name of an attribute of weight or None, got "

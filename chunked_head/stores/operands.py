@@ -48,8 +48,8 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """A dense teacher: its logits, or its hidden states and head. Its temperature is in scale and cap; with ``scaled``
-    each token's is in ``Rows.scale``."""
+    """A dense teacher: its logits, or its hidden states and head. The teacher's temperature is in scale and cap;
+    with ``scaled``, each token's temperature is in ``Rows.scale``."""
 
     logits: Tensor | None  # [tokens, vocabulary], before scale and cap
     hidden: Tensor | None  # [tokens, width]
@@ -78,7 +78,7 @@ class TeacherHead:
         return replace(self, weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
 
     def rows(self, rows: slice | Tensor) -> "TeacherHead":
-        """The teacher of a slice of rows, or of rows by their numbers."""
+        """The teacher of a slice of rows, or of the rows with the indices ``rows``."""
         tensors: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
         return replace(self, **{name: value[rows] for name, value in tensors.items() if value is not None})
 
@@ -88,7 +88,8 @@ class TeacherHead:
         return [t for t in (self.logits, self.hidden, self.weight, self.bias) if t is not None]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "TeacherHead":
-        """The teacher with ``tensors`` in the place of its ``tensors``, in the same order."""
+        """The teacher with these tensors in the place of those that the property ``tensors`` returns, in the same
+        order."""
         names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
         fields: dict[str, Any] = dict(zip(names, tensors, strict=False))
         return replace(self, **fields)
@@ -96,9 +97,10 @@ class TeacherHead:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Sets of columns (``kept_ids``). The softmax of a row with a set is over the set, and no matmul makes its logits.
+    """Sets of columns (``kept_ids``). The softmax of a row with a set is over the columns of the set, and no matmul
+    makes its logits.
 
-    There are n entries, those of a row together. An entry is a column of the set, or no column (-1).
+    There are n entries; those of a row follow each other. An entry is a column of the set, or no column (-1).
     """
 
     starts: Tensor  # [tokens] int64: index of a row's first entry
@@ -110,7 +112,8 @@ class Kept:
 
     @classmethod
     def columns_of(cls, columns: Tensor) -> "Kept":
-        """Each row's own ``columns`` [tokens, K] as sets; softmaxes are not over them."""
+        """The K ``columns`` [tokens, K] of each row as sets of K entries, for logits alone: softmaxes are over the
+        vocabulary."""
         tokens, count = columns.shape
         starts = torch.arange(0, tokens * count, count, device=columns.device)
         rows = torch.arange(tokens, device=columns.device).repeat_interleave(count, output_size=tokens * count)
@@ -146,7 +149,7 @@ class Rows(NamedTuple):
     order: Tensor | None = None  # [rows] int64: each row's index in ``source``; None: row i is i
 
     def narrow(self, rows: slice) -> "Rows":
-        """A slice of the rows, without their ``source``, sharing memory; ``self`` for a slice of all."""
+        """A slice of the rows, sharing memory, without ``source`` and ``order``; ``self`` for a slice of all rows."""
         if rows.start == 0 and rows.stop == self.target.shape[0]:
             return self
         columns, scale = (None if values is None else values[rows] for values in (self.columns, self.scale))

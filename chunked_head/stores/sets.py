@@ -22,8 +22,8 @@ NOWHERE = {name + suffix: value for name, value in (("start", torch.inf), ("rest
 
 
 class SetStore(Store):
-    """Logits [n] fp32 (fp64) of the sets' entries. The constructor makes them for all rows of a call. The methods do
-    not change statistics and gradients of rows without a set."""
+    """The store of logits [n] fp32 (fp64) of the sets' entries, which the constructor makes for all rows of a call.
+    The methods leave statistics and gradients of rows without a set as they are."""
 
     name = "kept"
     description = "none: every token keeps a set of ids"
@@ -72,7 +72,8 @@ class SetStore(Store):
         )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Writes statistics of rows with a set. If every row that counts has one, those of other rows become 0."""
+        """Writes statistics of rows with a set. If every row that counts has a set, statistics of other rows become
+        0."""
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.column_sets.everywhere
             for i, view in enumerate(self.demand.views):
@@ -85,8 +86,8 @@ class SetStore(Store):
             out.by_name[statistic.vectors[0]].copy_(entry_logits[rows.tokens])
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        """Adds gradients of hidden states, or stores those of logits that exist. If every row that counts has a set,
-        gradients of other rows become 0. ``finish`` makes the weight's gradient."""
+        """Adds gradients of hidden states; or stores the gradient of logits that exist. If every row that counts has
+        a set, gradients of other rows become 0. ``finish`` makes the weight's gradient."""
         tokens, column_sets = rows.tokens, self.column_sets
         if not self.demand.columns_only:
             entries, row_transform = self.entries(tokens), of_rows(self.transform, tokens)
@@ -133,7 +134,8 @@ class SetStore(Store):
 
 
 class WithSets(Store):
-    """A store of chunks in which some rows have sets of columns: another store for the others, and a ``SetStore``."""
+    """A store of chunks in which some rows have sets of columns: a ``SetStore`` for these rows, and another store
+    for all others."""
 
     def __init__(self, store: Store, sets: SetStore):
         self.store, self.sets = store, sets

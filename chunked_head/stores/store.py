@@ -38,14 +38,15 @@ SOFTMAX = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SU
 
 
 def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
-    """Scale and cap of a head as a ``Transform``: None for a scale of 1 or no cap. ``scale`` [rows]: each row's
-    factor."""
+    """Scale and cap of a head as a ``Transform``, with None for a scale of 1 and for no cap. ``scale`` [rows]: each
+    row's factor."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
 def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
-    """The tensors among ``stats`` that a softmax's statistics are written to. ``names``: the softmax's names."""
+    """The tensors in ``stats``, by name, that a softmax's statistics are written to. ``names``: names of that
+    softmax's vectors."""
     statistics = [StatisticOutputs(s, tuple([stats[name] for name in vectors])) for s, vectors in names.statistics]
     return Outputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
 
@@ -98,14 +99,16 @@ OwnColumns = tuple[Tensor, Tensor | None, Tensor]
 
 
 def heavy_columns(stats: RowStats) -> OwnColumns | None:
-    """The heavy ids, whose e4m3 logits exact ones replace; None without fp8."""
+    """The ids, None and exact logits of heavy ids, whose e4m3 logits the exact ones replace; None for a call without
+    fp8."""
     if stats.heavy_ids is None or stats.heavy_logits is None:
         return None
     return stats.heavy_ids, None, stats.heavy_logits
 
 
 def own_columns(rows: Rows, stats: RowStats, c: Coefficients) -> OwnColumns | None:
-    """The columns of each row's ``teacher_ids``; None where their logits have no coefficient."""
+    """Each row's ``teacher_ids``, the coefficients of their logits, and these logits; None where the coefficients
+    are None."""
     if c.columns is None:
         return None
     assert rows.columns is not None
@@ -145,15 +148,16 @@ class Store:
         return iter(())
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Copies hidden states [rows, hidden] with 0 where a row does not count, and makes their logits [rows, vocab].
-        Writes to ``out`` the statistics that this yields."""
+        """Copies hidden states [rows, hidden] with 0 where a row does not count, and makes their logits [rows,
+        vocab]. Writes to ``out`` the statistics that the product yields."""
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Writes statistics [rows] of the chunk filled last to the vectors of ``out``. With a shared vocabulary they
-        are those of this rank's columns."""
+        """Writes statistics of the rows of the chunk filled last to the vectors of ``out``, [rows] each. With a
+        shared vocabulary they are statistics of this rank's columns."""
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
-        """Writes the sums over the vocabulary of the chunk filled last to ``out``, which has all softmaxes already."""
+        """Writes sums over the vocabulary of the chunk filled last to ``out``, in which the statistics of all
+        softmaxes are already."""
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         """Adds the gradients of the chunk filled last to ``grads``."""
@@ -230,10 +234,12 @@ class MatmulStore(Store):
             del dlogits  # freed before the next tile's are made
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor]:
-        """Coefficients for fp16, divided by a gain that makes the largest gradient of a logit about 64; and the gain.
+        """Returns coefficients for fp16, divided by a gain that makes the largest gradient of a logit about 64; and
+        that gain [].
 
-        That keeps the probabilities of a 128K vocabulary among fp16's normal numbers, and leaves a factor of 1000 to
-        their logarithms. The gain is 1 where a gradient is nan or infinite, which stays one token's."""
+        The probabilities of a 128K vocabulary are then among fp16's normal numbers, and their logarithms have a factor
+        of 1000 left. The gain is 1 if a gradient is nan or infinite; the other tokens' gradients stay finite then.
+        """
         coefficient_vectors = coefficients.by_name.values()
         largest_by_row = torch.stack([value.abs().view(len(value), -1).amax(1) for value in coefficient_vectors]).amax(
             0
@@ -260,8 +266,8 @@ class MatmulStore(Store):
             self.backend.sums(sums, self.stored, softmax, ratio_of(views[view].ratio), teacher, columns, self.tie)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
-        """A teacher's logits: the caller's, or made here. ``normalize``: receives their ``start`` and ``rest``, which
-        turn logits into log-probabilities; None: not wanted."""
+        """A teacher's logits of the columns ``columns``: the caller's, or made here. ``normalize``: memory for the
+        ``start`` and ``rest`` that turn logits into log-probabilities; None: they are not written."""
         teacher = rows.teacher
         assert teacher is not None
         if teacher.logits is None:
@@ -273,7 +279,7 @@ class MatmulStore(Store):
         return stored
 
     def teacher_softmax(self, stored: Stored, stats: RowStats, columns: int) -> TeacherSoftmax:
-        """A teacher's softmax over the vocabulary, of so many columns of logits."""
+        """A teacher's softmax over the vocabulary. ``columns``: number of columns of ``stored``, its logits."""
         names, vectors = self.softmaxes[-1], stats.by_name
         return TeacherSoftmax(stored, vectors[names.start], vectors[names.rest], columns)
 
@@ -317,8 +323,8 @@ class MatmulStore(Store):
 
 
 class LogitsStore(MatmulStore):
-    """fp32 logits (fp64 for fp64 operands) that BLAS makes. The gradient overwrites them; with kernels and 16-bit
-    operands it is 16-bit wide."""
+    """A store of fp32 logits (fp64 for fp64 operands) that BLAS makes. Their gradient overwrites them; with kernels
+    and 16-bit operands it has 16 bits."""
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
@@ -328,8 +334,8 @@ class LogitsStore(MatmulStore):
             self.teacher_buffer = head.weight.new_empty(elements, dtype=self.sizes.wide)
 
     def raw_logits(self, rows: Rows, head: Head | TeacherHead, first: int = 0) -> Stored:
-        """Raw logits of a student or a teacher, of the columns from ``first`` on, with the bias, scale and cap that
-        readers apply. In torch operations these are applied here, once for all readers."""
+        """Raw logits of a student or a teacher, of the columns from ``first`` on, beside the bias, scale and cap
+        that readers apply. With torch operations, bias, scale and cap are applied here, once for all readers."""
         hidden, buffer = rows.hidden, self.buffer
         if isinstance(head, TeacherHead):
             assert head.hidden is not None
@@ -387,8 +393,8 @@ class LogitsStore(MatmulStore):
         out.copy_(x.masked_fill(ids < 0, 0.0))
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        """The gradient of the raw logits of a tile: of the chunk filled last; or, in a ``tiled`` store, of logits that
-        are made here."""
+        """The gradient of a tile's raw logits: of the chunk filled last; in a ``tiled`` store, of logits that this
+        method makes."""
         head, pairing, teacher = self.head, self.demand.pairing, None
         if self.tiled:
             head = head.columns(tile)
@@ -405,8 +411,8 @@ class LogitsStore(MatmulStore):
 
 
 class GivenLogits(LogitsStore):
-    """The caller's logits [rows, vocab] with contiguous columns. The head has only scale, cap and class weights.
-    ``gradient``: the memory for their gradient, which may be that of the logits."""
+    """A store of the caller's logits [rows, vocab], whose columns are contiguous. The head has only scale, cap and
+    class weights. ``gradient``: memory for the logits' gradient, which may be that of the logits."""
 
     fill = Store.fill  # the logits exist already
 

@@ -33,7 +33,8 @@ GATHERED = 1 << 22  # most elements of gathered rows at a time
 
 
 def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
-    """A tensor with ``values[t + shift]`` at index t of dimension ``dim``, ``fill`` at the last ``shift`` ones."""
+    """A tensor whose element t along dimension ``dim`` is ``values[t + shift]``; the last ``shift`` elements are
+    ``fill``."""
     if shift == 0:
         return values
     shifted = torch.full_like(values, fill)
@@ -75,8 +76,8 @@ def read_fields(
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None = None) -> None:
-    """Copies rows of ``source`` to ``out``, 0 where a token does not count. Else a nan there, times a gradient of 0,
-    would make the weight's gradient nan."""
+    """Copies rows of ``source`` to ``out``, and writes 0 where a token does not count. A nan in such a row, times a
+    gradient of 0, would make the weight's gradient nan."""
     out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
 
 
@@ -258,8 +259,9 @@ def row_grad(
 
 
 def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """For some rows at a time: the slice of rows; indices of their entries [rows, most], filled up with the number of
-    all entries; the entries' columns; and a mask of the target's entry, a row's first, if this rank has its column."""
+    """Yields, for some rows at a time: the slice of rows; indices of their entries [rows, most], filled up with n,
+    the number of all entries; the columns of these entries; and [rows] the index of the target's entry, 0, or
+    ``ELSEWHERE`` if another rank has the target's column."""
     entry_counts = sets.ends - sets.begins
     most_entries = max(1, int(entry_counts.max()))
     entry_places, entry_columns = torch.arange(most_entries, device=entry_counts.device), appended(sets.columns, -1)
@@ -389,7 +391,7 @@ def kept_sets(
 
 
 def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
-    """Rows of stored logits after bias, scale and cap, in fp32 (fp64); a view if they are stored like that."""
+    """Rows of stored logits after bias, scale and cap, in fp32 (fp64); a view where nothing has to be computed."""
     x, bias = stored.logits[rows, :columns], stored.bias
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     transform = stored.transform if stored.transform.row_scale is None else of_rows(stored.transform, rows)
@@ -426,7 +428,7 @@ def slope(x: Tensor, transform: Transform) -> Tensor | float:
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Slices of rows, each a block of about TILE_ELEMENTS logits."""
+    """Slices of rows, each of about ``TILE_ELEMENTS`` logits."""
     row_count, block_rows = len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1]))
     return [slice(first, min(first + block_rows, row_count)) for first in range(0, row_count, block_rows)]
 
@@ -445,7 +447,8 @@ def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
 
 
 def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor:
-    """The term of a sum over the vocabulary in the gradient of some rows. Both logarithms are finite."""
+    """The term of a sum over the vocabulary in the gradient of the logits of some rows. Both logarithms are bounded
+    below."""
     assert term.coefficient is not None
     logs_of_both, coefficient = (log_p.clamp(min=LOG_FLOOR), log_q.clamp(min=LOG_FLOOR)), term.coefficient[rows, None]
     if term.total is not None and term.function.gradient is not None:

@@ -99,7 +99,7 @@ class FastStore(RelativeStore):
                 self.adds_by_chunk = True
 
     def add_rounded(self, rounded: RoundedGradients, rows: Rows, stats: RowStats, grads: Gradients) -> None:
-        """Products of e4m3 operands with a chunk's exponentials, which are at one level."""
+        """Adds the products of a chunk's exponentials, which are at one level, with e4m3 operands to ``grads``."""
         tokens, counted, strip = rows.tokens, counted_of(rows), self.gpu.strip_width(relative=False)
         row_factors = self.factors[:, tokens.start :]
         assert self.level is not None
@@ -123,6 +123,7 @@ class FastStore(RelativeStore):
     def add_target_rows(
         self, hidden: Tensor, targets: products.SortedColumns, first: int, d_weight: Tensor, order: Tensor | None
     ) -> None:
-        """Adds the targets' terms to the weight's gradient ``d_weight``, after the products with exponentials."""
+        """Adds the targets' terms to the weight's gradient ``d_weight``, after the products with exponentials.
+        ``first``: index in the call of the first of the rows."""
         softmax, at_target, ratio = self.factors[:, first:]
         products.add_rows(d_weight, hidden, targets, at_target, order, products=(softmax, ratio))

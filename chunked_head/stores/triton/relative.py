@@ -137,7 +137,7 @@ class RelativeStore(HalfStore):
         )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Statistics of rows from those of their strips, with exact logits of heavy ids."""
+        """Writes statistics of rows, merged from those of their strips, with exact logits of heavy ids."""
         if out.heavy_ids is not None and out.heavy_logits is not None:
             head = self.head
             statistics.mend_heavy(
@@ -252,8 +252,8 @@ class RelativeStore(HalfStore):
         first: bool,
         factors: products.Factors = products.NO_FACTORS,
     ) -> None:
-        """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, or ``out +=`` if not ``first``.
-        ``factors``: ``softmax`` and ``at_target`` per row; without them, 1 and 0."""
+        """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, or ``out +=`` the same if not
+        ``first``. ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
         if self.sizes.own_dhidden:
             split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
             products.dhidden(
@@ -277,7 +277,7 @@ class RelativeStore(HalfStore):
 
 
 def part_sums(sizes: Sizes, rows: int) -> int:
-    """Bytes of the partial sums of dhidden's cut tiles; or of an fp32 product, where BLAS multiplies exponentials."""
+    """Bytes of the partial sums of dhidden's cut tiles; or, where BLAS multiplies exponentials, of its fp32 product."""
     if sizes.gpu is None or not sizes.hidden_grad:
         return 0
     if sizes.store.name == "fast" and (sizes.e4m3_gradients or not sizes.own_dhidden):

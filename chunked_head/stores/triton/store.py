@@ -32,13 +32,13 @@ def counted_of(rows: Rows) -> Counted:
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
-    """Fills the rows of ``dlogits`` after those that count with 0, for sums over all rows. Our products do not write
-    them."""
+    """Fills the rows of ``dlogits`` that do not count with 0, for sums over all rows: our products do not write
+    them. Returns ``dlogits``."""
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
 def is_aligned(out: Tensor) -> bool:
-    """True where rows start on 16 bytes; a buffer of the caller's may start anywhere."""
+    """True where each row of ``out`` starts on 16 bytes; a buffer of the caller's may start anywhere."""
     return out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
 
 
@@ -59,7 +59,7 @@ class FrequentRows:
         self.picked = empty(rows, picked_count, dtype=sizes.dtype, device=device)
 
     def add_chunk(self, dlogits: Tensor, rows: Rows, first: bool) -> None:
-        """Adds a chunk's terms of these rows; stores them for the ``first`` chunk."""
+        """Adds a chunk's terms of the frequent ids' rows; stores them for the ``first`` chunk."""
         picked = self.picked[: len(dlogits)]
         products.pick_columns(picked, dlogits, self.targets, self.step, counted_of(rows))
         add_dweight(picked, rows.hidden, self.sums, first)
@@ -89,7 +89,7 @@ def sums_frequent(sizes: Sizes, rows: int, dtype: torch.dtype) -> bool:
 
 
 class HalfStore(MatmulStore):
-    """A store of 16-bit operands whose buffer has rows that start on 16 bytes, as our products need."""
+    """A store of 16-bit operands. Rows of its buffer start on 16 bytes, as our products need."""
 
     bounds_rows = True
 
@@ -126,7 +126,7 @@ class HalfStore(MatmulStore):
 
 
 class GradStore(HalfStore):
-    """The store of tiles whose statistics are known: the matmul writes the gradient of the logits, and no logits."""
+    """The store of tiles whose statistics are known: its matmul writes the gradient of the logits, and no logits."""
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
