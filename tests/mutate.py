@@ -124,7 +124,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: mean logit", "chunked_head/core/statistics.py", "(ratio / columns)", "(1 / columns)", LINEAR + " -k test_loss"),
     ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "torch.where(is_zero, leaf.detach(), leaf) for", "leaf for", GRADIENTS + " -k normalizer_of_zero"),
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
-    ("mean: a normalizer of 0", "chunked_head/call/objectives.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
+    ("mean: a normalizer of 0", "chunked_head/call/objectives.py", "torch.where(denominator == 0, denominator, 1.0 / denominator) * one_or_nan", "1.0 / denominator * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
     ("shift: off by one", TORCH, "values.shape[dim] - shifted_count, shifted_count))", "values.shape[dim] - shifted_count - 1, shifted_count))", CROSS + " -k shift"),
     ("shift: temperatures that stay behind", "chunked_head/call/tokens.py", 'if kind.kind == "token" and leading_dims:', 'if kind.kind == "token" and leading_dims and name != TEMPERATURE:', LOGPROBS + " -k temperature"),
     ("scale: temperatures of tokens", "chunked_head/call/tokens.py", "torch.where(ignored, 1.0, 1.0 / temperature)", "torch.where(ignored, 1.0, temperature)", LOGPROBS + " -k temperature"),

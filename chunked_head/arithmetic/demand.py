@@ -126,8 +126,8 @@ def structure_of(
                     f"{name} sees the softmaxes of losses.{dense_summands[0].kind}; leave out its temperature"
                 )
             measure = dense_summands[0]
-        limited = has_fewer_ids and isinstance(measure, Summand) and measure.teacher is not None
-        return measure.temperature or temperature, teacher_vocab if limited else None
+        has_teacher_ids = has_fewer_ids and isinstance(measure, Summand) and measure.teacher is not None
+        return measure.temperature or temperature, teacher_vocab if has_teacher_ids else None
 
     measure_softmaxes = list(dict.fromkeys(map(softmax_of, measures))) or [(temperature, None)]
     # the first view is over all ids and always made: its temperature becomes the head's scale
@@ -210,14 +210,14 @@ def all_sums(
 ) -> tuple[VocabularySum, ...]:
     """The sums over the vocabulary of a call, without repetition: no two have the same function, numbers and
     softmax."""
-    needed = dict[tuple[SumFunction, tuple[float, ...], int], bool]()
+    is_differentiated_by_sum = dict[tuple[SumFunction, tuple[float, ...], int], bool]()
     measures: list[tuple[Summand | Metric, int]] = [*summand_views, *metric_views]
     for measure, view in measures:
         for function, numbers in sums_of(measure, beta).values():
             key = function, numbers, view
             sloped = isinstance(measure, Summand) and function.total is not None
-            needed[key] = needed.get(key, False) or sloped
-    return tuple([VocabularySum(*key, is_differentiated=sloped) for key, sloped in needed.items()])
+            is_differentiated_by_sum[key] = is_differentiated_by_sum.get(key, False) or sloped
+    return tuple([VocabularySum(*key, is_differentiated=sloped) for key, sloped in is_differentiated_by_sum.items()])
 
 
 def pair_up(
@@ -243,9 +243,9 @@ def pair_up(
         )
     ((teacher, view),) = kinds
     # a user's loss of the sums may have a gradient that waits for them, whatever the slopes of the sums are
-    last = all(s.function.is_early and s.function.is_paired for s in sums)
-    last = last and all(summand.kind != "custom" for summand, _ in summand_views)
-    return teacher, Pairing(view, columns, statistics, last)
+    is_last = all(s.function.is_early and s.function.is_paired for s in sums)
+    is_last = is_last and all(summand.kind != "custom" for summand, _ in summand_views)
+    return teacher, Pairing(view, columns, statistics, is_last)
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:
@@ -254,8 +254,8 @@ def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | Non
     weighted = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not weighted:
         return None
-    first = summands[weighted[0]].tensors["class_weights"]
-    if "mean_logit" in names or any(summands[i].tensors["class_weights"] is not first for i in weighted):
+    first_weights = summands[weighted[0]].tensors["class_weights"]
+    if "mean_logit" in names or any(summands[i].tensors["class_weights"] is not first_weights for i in weighted):
         raise ValueError(
             f"{summands[weighted[0]].label} smooths over class weights, and a call sums its logits with one set of "
             "weights: losses and metrics that smooth with others, or need the mean logit, go into another call"

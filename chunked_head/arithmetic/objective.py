@@ -200,8 +200,8 @@ class ScalarObjective(LossObjective):
                     torch.where(d == 0, d, value) for d, value in zip(self.inverses, loss_values, strict=True)
                 ]
         # the sum has memory of its own: a caller may write to it
-        first, *further = map(torch.mul, loss_values, self.loss_coefficients)
-        return (sum(further, first),), loss_values, metric_totals
+        first_term, *other_terms = map(torch.mul, loss_values, self.loss_coefficients)
+        return (sum(other_terms, first_term),), loss_values, metric_totals
 
     def metric_values(self, stats: RowStats, metric_totals: Sequence[Tensor]) -> dict[str, MetricValue]:
         """Metrics of all tokens by name. ``metric_totals``: those that ``results`` returns, of metrics computed with
@@ -269,8 +269,8 @@ class TokenObjective(LossObjective):
             self.evaluate_rows(stats, slice(0, len(self.targets)), gradient=False)
         table, _ = self.take_values()
         assert table is not None
-        first, *further = map(product_of, table, self.loss_coefficients)
-        return (sum(further, first) * self.one_or_nan,), [], []
+        first_term, *other_terms = map(product_of, table, self.loss_coefficients)
+        return (sum(other_terms, first_term) * self.one_or_nan,), [], []
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         token_upstream = counted_upstream(upstream[0], self.targets)
@@ -291,7 +291,7 @@ def over_columns(values: Tensor, template: Tensor) -> Tensor:
     return values if template.dim() == 1 else values[:, None]
 
 
-LEAF = {"logprobs": "logprob"}  # outputs whose statistic has another name
+STATISTIC_OF_OUTPUT = {"logprobs": "logprob"}  # by output: its statistic, where that has another name
 
 
 @dataclass(eq=False, kw_only=True)
@@ -325,7 +325,7 @@ class StatsObjective(Objective):
             # a difference of two lse would lose all that is below an ulp of the logits
             differences = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("start", "rest"))
             return torch.sub(*differences)
-        value = stats[LEAF.get(name, name)]
+        value = stats[STATISTIC_OF_OUTPUT.get(name, name)]
         return value if value.is_floating_point() else value.long()
 
     def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
@@ -339,7 +339,7 @@ class StatsObjective(Objective):
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         slopes_by_statistic = {
-            LEAF.get(name, name): gradient.to(self.dtype)
+            STATISTIC_OF_OUTPUT.get(name, name): gradient.to(self.dtype)
             for name, gradient in zip(self.names[: self.differentiable], upstream, strict=False)
             if gradient is not None
         }

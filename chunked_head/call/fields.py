@@ -15,7 +15,7 @@ from ..stores.operands import TeacherHead
 from .options import Call
 
 TEMPERATURE = "temperature of each token"  # name of the field that an argument of the call becomes
-SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
+SEGMENTS_REMEDY = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
 SEGMENT_IDS = ("segments", "documents")
 TAKE_BATCH = ("linear_loss", "logits_loss")  # functions whose fields are a mapping, in which others have arguments
 # by field: the field whose shape it must have
@@ -79,7 +79,7 @@ def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
         for field in (*read_fields, *FIELDS_OF_UNIT[measure.unit]):
             if field not in batch:
                 reason = "needs" if field in read_fields else f"has values per {measure.unit} and needs"
-                remedy = SEGMENTS if field == "segments" else "; add it to batch"
+                remedy = SEGMENTS_REMEDY if field == "segments" else "; add it to batch"
                 raise ValueError(f"{role} {measure.label} {reason} batch[{field!r}], which is missing{remedy}")
         field_names += [
             *read_fields,

@@ -162,17 +162,17 @@ def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
     if isinstance(normalizer, str):
         normalizer = tokens.batch[normalizer]
     if isinstance(normalizer, Tensor):
-        total = normalizer.detach().to(one_or_nan.dtype)
-        return torch.where(total == 0, total, 1.0 / total) * one_or_nan
+        denominator = normalizer.detach().to(one_or_nan.dtype)
+        return torch.where(denominator == 0, denominator, 1.0 / denominator) * one_or_nan
     if normalizer is not None:
         return one_or_nan * (1.0 / normalizer if normalizer else 0.0)
     if summand.unit != "token":
-        total = count_units(summand.unit, tokens)
+        denominator = count_units(summand.unit, tokens)
     elif summand.counted is None:
         return tokens.inverse
     else:
-        total = local_total(summand, tokens) if tokens.rank_sums is None else tokens.rank_sums.totals[summand]
-    return one_or_nan / torch.where(total == 0, 1.0, total)
+        denominator = local_total(summand, tokens) if tokens.rank_sums is None else tokens.rank_sums.totals[summand]
+    return one_or_nan / torch.where(denominator == 0, 1.0, denominator)
 
 
 def count_units(unit: str, tokens: Tokens) -> Tensor:
@@ -241,22 +241,22 @@ def shown(value: Any) -> str:
 def request_fields(tokens: Tokens) -> dict[str, str]:
     """The fields of a call that must be equal on all ranks that share it, as text by name."""
     call, batch = tokens.call, tokens.batch
-    texts = {"function": call.function}
+    text_by_name = {"function": call.function}
     for name in ("reduction", "normalizer", "upstream"):
         value = getattr(call, name)  # numbers are left out: the kind of call does not depend on them
-        texts[name] = "number" if isinstance(value, int | float) else shown(value)
+        text_by_name[name] = "number" if isinstance(value, int | float) else shown(value)
     for coefficient, summand in tokens.call.losses.terms:
         factor = float(coefficient) if isinstance(coefficient, int | float) else "tensor"
         traits = {name: getattr(summand, name) for name in ("reduction", "unit", "scope", "temperature")}
         traits |= {"coefficient": factor, **summand.options}
-        texts |= {f"losses.{summand.label}: {name}": shown(value) for name, value in traits.items()}
+        text_by_name |= {f"losses.{summand.label}: {name}": shown(value) for name, value in traits.items()}
     for metric in tokens.call.metrics:
         traits = {"reduce": metric.reduce, "temperature": metric.temperature, **metric.options}
-        texts |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in traits.items()}
+        text_by_name |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in traits.items()}
     for name in ("temperature", "logit_scale", "softcap"):
         value = getattr(call, name)
-        texts[name] = shown(float(value) if isinstance(value, int) else value)
-    texts |= {name: str(getattr(call, name)) for name in ("ignore_index", "shift")}
-    texts["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
-    texts["num_segments"], texts["batch"] = str(call.num_segments), str(sorted(batch))
-    return texts | {"dtype": str(tokens.spec.dtype)}
+        text_by_name[name] = shown(float(value) if isinstance(value, int) else value)
+    text_by_name |= {name: str(getattr(call, name)) for name in ("ignore_index", "shift")}
+    text_by_name["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
+    text_by_name["num_segments"], text_by_name["batch"] = str(call.num_segments), str(sorted(batch))
+    return text_by_name | {"dtype": str(tokens.spec.dtype)}

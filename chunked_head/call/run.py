@@ -154,8 +154,8 @@ class CallFunction(torch.autograd.Function):
                 backwards.append(BackwardWork(work, stats if is_scalar else None, tuple(named_stats), has_grads))
                 ends.append(len(saved))
             if stream_count > 1:
-                total, *further = [outputs[0] for outputs in outputs_by_call]
-                outputs = (sum(further, total),)
+                first_loss, *other_losses = [outputs[0] for outputs in outputs_by_call]
+                outputs = (sum(other_losses, first_loss),)
         ctx.operands, ctx.buffer, ctx.backwards = len(operands), buffer, backwards
         if [backward for backward in backwards if backward.has_grads]:
             # saved for recomputing and for a second backward: autograd checks that inputs have not changed

@@ -90,10 +90,10 @@ class Streams(Generic[Result]):
             averaged_ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
                 values_and_terms = zip(loss_values, losses.terms, strict=True)
-                first, *further = [
+                first_term, *other_terms = [
                     loss_value * (coefficient * averaged_ranks) for loss_value, (coefficient, _) in values_and_terms
                 ]
-                stream_value = sum(further, first)
+                stream_value = sum(other_terms, first_term)
             outcomes.append(Outcome((stream_value,), work.plan, tokens, work.objective, *results))
         return self.result(total, outcomes)
 
@@ -101,17 +101,17 @@ class Streams(Generic[Result]):
 def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], StreamsBuffer | None]:
     """Returns the calls with a common buffer for the weight's gradient, and that buffer; or the unchanged calls and
     None, if the caller passes ``accumulate_into`` or the weight takes no gradient."""
-    first, weight = calls[0], calls[0].weight
+    first_call, weight = calls[0], calls[0].weight
     assert weight is not None
-    request = Request(first.memory_budget)
-    if first.accumulate_into is not None or not grads_asked_for(first)[1] or weight.dim() != 2:
+    request = Request(first_call.memory_budget)
+    if first_call.accumulate_into is not None or not grads_asked_for(first_call)[1] or weight.dim() != 2:
         return calls, None
     buffer = StreamsBuffer(weight)
-    budget = first.memory_budget
+    budget = first_call.memory_budget
     if request.explicit and buffer.buffer.dtype != weight.dtype:
         budget = request.budget - weight.numel() * buffer.buffer.element_size()
         if budget <= 0:
             raise ValueError(
-                f"raise memory_budget={first.memory_budget!r}: it has no room for a gradient of weight in fp32"
+                f"raise memory_budget={first_call.memory_budget!r}: it has no room for a gradient of weight in fp32"
             )
     return [replace(call, accumulate_into=buffer, memory_budget=budget) for call in calls], buffer

@@ -202,8 +202,8 @@ class HeadWork(LocalWork):
         def rows_of(chunk: slice) -> Rows:
             """The rows of a chunk. The store copies ``source`` to ``hidden``; a teacher's hidden states are copied
             here."""
-            size = chunk.stop - chunk.start
-            is_part = size < tokens
+            row_count = chunk.stop - chunk.start
+            is_part = row_count < tokens
             source, chunk_order, chunk_teacher = hidden, order, teacher
             if is_part and order is None:
                 source = hidden[chunk]
@@ -211,16 +211,16 @@ class HeadWork(LocalWork):
                 chunk_order = order[chunk]
             chunk_targets = targets[chunk] if is_part else targets
             if chunk_teacher is not None and chunk_teacher.hidden is not None:
-                clean, raw = clean_teacher_hidden[:size], chunk_teacher.hidden
-                raw = raw if order is not None else raw[chunk]
-                backend.clean_rows(clean, raw, chunk_targets, chunk_order)
-                chunk_teacher = replace(chunk_teacher, hidden=clean)
+                clean_teacher, raw_teacher = clean_teacher_hidden[:row_count], chunk_teacher.hidden
+                raw_teacher = raw_teacher if order is not None else raw_teacher[chunk]
+                backend.clean_rows(clean_teacher, raw_teacher, chunk_targets, chunk_order)
+                chunk_teacher = replace(chunk_teacher, hidden=clean_teacher)
             elif chunk_teacher is not None and is_part:
                 chunk_teacher = chunk_teacher.rows(chunk)
             if gathered is not None:
                 source, chunk_order = gathered.chunk(chunk)  # rows rank after rank; copied in the call's order
             return Rows(
-                clean_hidden if size == most_rows else clean_hidden[:size],
+                clean_hidden if row_count == most_rows else clean_hidden[:row_count],
                 chunk_targets,
                 chunk,
                 columns[chunk] if is_part and columns is not None else columns,
@@ -371,22 +371,26 @@ def run_chunks(
             for chunk in span:
                 rows, out = filled(chunk)
             if has_unit_rows:
-                of_span: Any = objective.unit_coefficients(stats, span_rows, not is_teacher_last)
+                span_coefficients: Any = objective.unit_coefficients(stats, span_rows, not is_teacher_last)
             else:
-                of_span = objective.run_losses(stats, span_rows, grads is not None, is_closed, not is_teacher_last)
+                span_coefficients = objective.run_losses(
+                    stats, span_rows, grads is not None, is_closed, not is_teacher_last
+                )
         else:
-            rows, out, of_span = rows_of(span_rows), stats.narrow(span_rows), coefficients.narrow(span_rows)
+            rows, out, span_coefficients = rows_of(span_rows), stats.narrow(span_rows), coefficients.narrow(span_rows)
         if grads is None:
             continue
         if grads.gradient_buffer is not None:
             grads.gradient_buffer.written = True
         if len(span) == 1:
-            store.add_gradients(rows, out, of_span, grads)
+            store.add_gradients(rows, out, span_coefficients, grads)
             continue
         for chunk in span:  # logits are made again: later chunks have overwritten them
             rows, out = filled(chunk)
-            of_chunk = of_span.narrow(slice(chunk.start - span_rows.start, chunk.stop - span_rows.start))
-            store.add_gradients(rows, out, of_chunk, grads)
+            chunk_coefficients = span_coefficients.narrow(
+                slice(chunk.start - span_rows.start, chunk.stop - span_rows.start)
+            )
+            store.add_gradients(rows, out, chunk_coefficients, grads)
     if grads is not None:
         store.finish(grads)
         if grads.over_ranks is not None:

@@ -212,16 +212,20 @@ def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dty
     unscaled gradient may exceed."""
     assert call.weight is not None
     hidden, weight = call.rows.dtype, call.weight.dtype
-    wide = torch.promote_types(spec.dtype, torch.float32)
+    wide_dtype = torch.promote_types(spec.dtype, torch.float32)
     if spec.dtype == torch.float16 or call.accumulate_dtype == torch.float32:
-        return torch.promote_types(hidden, wide), torch.promote_types(weight, wide), wide
-    return hidden, weight, wide
+        return torch.promote_types(hidden, wide_dtype), torch.promote_types(weight, wide_dtype), wide_dtype
+    return hidden, weight, wide_dtype
 
 
 def in_shape(grads: Grads, operands: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
     """The gradients that are not None, each viewed in the shape of its operand."""
-    remaining = iter([grad for grad in grads if grad is not None])
-    return [next(remaining).view(operand.shape) for operand, needs in zip(operands, needs_grad, strict=True) if needs]
+    gradient_iterator = iter([grad for grad in grads if grad is not None])
+    return [
+        next(gradient_iterator).view(operand.shape)
+        for operand, needs in zip(operands, needs_grad, strict=True)
+        if needs
+    ]
 
 
 @forward.register_fake
@@ -340,8 +344,8 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
         grads = [scaled_rows(ctx, ctx.saved, upstream[0])]
     else:
         grads = scaled_gradients(ctx, ctx.saved, upstream[0])
-    remaining = iter(grads)
-    return [next(remaining) if needs else None for needs in ctx.needs_grad], [None] * ctx.tensors, None, None
+    gradient_iterator = iter(grads)
+    return [next(gradient_iterator) if needs else None for needs in ctx.needs_grad], [None] * ctx.tensors, None, None
 
 
 def late_gradients(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[Tensor]:

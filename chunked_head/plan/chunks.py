@@ -18,54 +18,54 @@ FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 
 
 def largest(
-    needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE, least: int = 0
+    needed_bytes: Callable[[int], int],
+    budget: int,
+    most_size: int,
+    size_multiple: int = CHUNK_MULTIPLE,
+    fitting_size: int = 0,
 ) -> int:
-    """The largest size up to ``most`` for which ``needed(size)`` bytes fit the budget; 0 where no size fits. The
-    size is ``most`` or a multiple of ``multiple``, unless only sizes below ``multiple`` fit. ``least``: a size that
-    is known to fit."""
-    if needed(most) <= budget:
-        return most
-    for step, most_steps in ((multiple, -(-most // multiple)), (1, multiple)):
-        # a search between a size that fits and one that does not; bytes grow nearly in proportion to the size
-        fitting_steps, fitting_bytes, exceeding_steps, exceeding_bytes = (
-            least // step,
-            needed(least),
-            most_steps,
-            needed(min(most_steps * step, most)),
-        )
-        while exceeding_steps - fitting_steps > 1:
-            guess = (
-                (exceeding_steps - fitting_steps) * (budget - fitting_bytes) // max(1, exceeding_bytes - fitting_bytes)
-            )
-            steps = fitting_steps + min(max(guess, 1), exceeding_steps - fitting_steps - 1)
-            steps_bytes = needed(steps * step)
-            fitting_steps, fitting_bytes, exceeding_steps, exceeding_bytes = (
-                (steps, steps_bytes, exceeding_steps, exceeding_bytes)
-                if steps_bytes <= budget
-                else (fitting_steps, fitting_bytes, steps, steps_bytes)
-            )
-        if fitting_steps:
-            return fitting_steps * step
+    """The largest size up to ``most_size`` for which ``needed_bytes(size)`` fit the budget; 0 where no size fits.
+    The size is ``most_size`` or a multiple of ``size_multiple``, unless only sizes below ``size_multiple`` fit.
+    ``fitting_size``: a size that is known to fit."""
+    if needed_bytes(most_size) <= budget:
+        return most_size
+    for step_size, most_steps in ((size_multiple, -(-most_size // size_multiple)), (1, size_multiple)):
+        # a search between numbers of steps that fit and that do not; bytes grow nearly in proportion to the size
+        low_steps, low_bytes = fitting_size // step_size, needed_bytes(fitting_size)
+        high_steps, high_bytes = most_steps, needed_bytes(min(most_steps * step_size, most_size))
+        while high_steps - low_steps > 1:
+            guess = (high_steps - low_steps) * (budget - low_bytes) // max(1, high_bytes - low_bytes)
+            steps = low_steps + min(max(guess, 1), high_steps - low_steps - 1)
+            steps_bytes = needed_bytes(steps * step_size)
+            if steps_bytes <= budget:
+                low_steps, low_bytes = steps, steps_bytes
+            else:
+                high_steps, high_bytes = steps, steps_bytes
+        if low_steps:
+            return low_steps * step_size
     return 0
 
 
 def chunk_size(
-    plan: Plan, needed: Callable[[int], int], chunk_tokens: int | None, least: int, fits_budget: bool
+    plan: Plan, needed_bytes: Callable[[int], int], chunk_tokens: int | None, least_rows: int, fits_budget: bool
 ) -> int:
     """Rows of a forward pass's chunk: as many as the budget holds, or nearly ``chunk_tokens``, which the caller asks
-    for. Returns 0 if ``least`` rows do not fit the budget, or with ``fits_budget`` if ``chunk_tokens`` do not."""
+    for. Returns 0 if ``least_rows`` rows do not fit the budget, or with ``fits_budget`` if ``chunk_tokens`` rows do
+    not fit it. ``needed_bytes``: from rows to bytes."""
     tokens, budget = max(plan.sizes.tokens, 1), plan.budget
     if chunk_tokens is not None:
         rows = balanced(tokens, chunk_tokens)
-        return 0 if fits_budget and needed(rows) > budget else rows
-    rows = largest(needed, budget, tokens, least=least) if needed(least) <= budget else 0
+        return 0 if fits_budget and needed_bytes(rows) > budget else rows
+    rows = largest(needed_bytes, budget, tokens, fitting_size=least_rows) if needed_bytes(least_rows) <= budget else 0
     if plan.schedule == "loss only" and not (fits_budget or plan.sizes.keeps_sweep):
         # where no logits are stored, larger chunks gain nothing
-        rows = min(rows, max(largest(needed, MODEST_SWEEP + e4m3_copy(plan.sizes), tokens), GOOD_CHUNK))
+        rows = min(rows, max(largest(needed_bytes, MODEST_SWEEP + e4m3_copy(plan.sizes), tokens), GOOD_CHUNK))
     if rows == 0 or (plan.schedule == "forward" and plan.sizes.ends_with_segments):
         return rows
     equal_rows = balanced(tokens, rows)
-    return equal_rows if needed(equal_rows) <= budget else rows  # fewer rows may have more partial sums of dhidden
+    return (
+        equal_rows if needed_bytes(equal_rows) <= budget else rows
+    )  # fewer rows may have more partial sums of dhidden
 
 
 def with_rows(plan: Plan, rows: int) -> Plan:
@@ -73,9 +73,11 @@ def with_rows(plan: Plan, rows: int) -> Plan:
     return replace(plan, chunk_tokens=rows, block_tokens=rows)
 
 
-def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int, most_rows: int) -> Plan | None:
+def block_and_tile(
+    plan: Plan, needed_bytes: Callable[[int, int], int], most_blocks: int, most_rows: int
+) -> Plan | None:
     """The recompute plan with the blocks and tiles that fit the budget and move the fewest bytes in their products;
-    None where no block fits. ``needed``: from rows of a block and columns of a tile to bytes. ``most_blocks``:
+    None where no block fits. ``needed_bytes``: from rows of a block and columns of a tile to bytes. ``most_blocks``:
     largest number of blocks. ``most_rows``: largest number of rows of a block."""
     sizes, best_plan, best_bytes, last_block = plan.sizes, None, 0, 0
     # a tile reads all rows of hidden states, twice, and adds to their gradient
@@ -97,9 +99,9 @@ def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: i
         if most_tiles < 1:
             break
         least_columns = math.ceil(sizes.vocab / most_tiles)
-        if needed(block_rows, least_columns) > plan.budget:
+        if needed_bytes(block_rows, least_columns) > plan.budget:
             continue
-        tile_columns = widest_tile(plan, functools.partial(needed, block_rows), least_columns)
+        tile_columns = widest_tile(plan, functools.partial(needed_bytes, block_rows), least_columns)
         if tile_columns and math.ceil(sizes.vocab / tile_columns) <= most_tiles:
             best_plan, best_bytes = (
                 with_tile(plan, block_rows, tile_columns),
@@ -118,14 +120,14 @@ def with_tile(plan: Plan, block_rows: int, tile_columns: int) -> Plan:
     return replace(plan, block_tokens=block_rows, tile_columns=tile_columns, hidden_accumulate=hidden_sum_dtype)
 
 
-def widest_tile(plan: Plan, needed: Callable[[int], int], least: int) -> int:
+def widest_tile(plan: Plan, needed_bytes: Callable[[int], int], fitting_columns: int) -> int:
     """Columns of a tile, for the fewest tiles of nearly equal width that the budget allows; 0 where none fits.
-    ``least``: a number of columns that is known to fit."""
+    ``fitting_columns``: a number of columns that is known to fit."""
     vocab = plan.sizes.vocab
     if plan.sizes.deterministic:
         tile_columns = min(vocab, FIXED_TILE)
-        return tile_columns if needed(tile_columns) <= plan.budget else 0
-    most_columns = largest(needed, plan.budget, vocab, TILE_MULTIPLE, least)
+        return tile_columns if needed_bytes(tile_columns) <= plan.budget else 0
+    most_columns = largest(needed_bytes, plan.budget, vocab, TILE_MULTIPLE, fitting_columns)
     if most_columns < TILE_MULTIPLE:
         return most_columns
     columns = math.ceil(vocab / math.ceil(vocab / most_columns))

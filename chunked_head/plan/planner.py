@@ -25,8 +25,8 @@ SEVERAL_FACTORS = ", several numbers a row: a gradient for each takes as many pr
 class Miss(NamedTuple):
     """The reason why a candidate does not fit its budget: it has too few bytes for chunks of its least rows."""
 
-    missing: int  # bytes that the budget lacks
-    needed: int  # bytes beside the gradients that the call needs with chunks of ``rows`` rows
+    missing_bytes: int  # bytes that the budget lacks
+    needed_bytes: int  # bytes beside the gradients that the call needs with chunks of ``rows`` rows
     rows: int  # least rows of a chunk, or those that the caller asks for
 
 
@@ -249,7 +249,7 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
             f"{sizes.tokens} tokens in so few need {amount(needed_bytes)}; raise memory_budget or "
             "chunk_tokens, or leave accumulate_dtype=None"
         )
-    _, needed_bytes, rows = min(misses, key=lambda miss: miss.missing)
+    _, needed_bytes, rows = min(misses, key=lambda miss: miss.missing_bytes)
     chunk_text = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
     return (
         f"memory_budget of {amount(request.budget)} is too small: {chunk_text} and what goes with it needs "

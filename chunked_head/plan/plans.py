@@ -148,14 +148,14 @@ class Plan:
 
 def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
     """Fields of a dataclass or NamedTuple as text by name; those of nested records under ``outer.inner``."""
-    texts: dict[str, str] = {}
+    text_by_name: dict[str, str] = {}
     for field_name in getattr(record, "_fields", None) or [field.name for field in fields(record)]:
         value = getattr(record, field_name)
         if is_dataclass(value) or hasattr(value, "_fields"):
-            texts |= text_fields(value, f"{prefix}{field_name}.")
+            text_by_name |= text_fields(value, f"{prefix}{field_name}.")
         else:
-            texts[prefix + field_name] = value.__name__ if isinstance(value, type) else str(value)
-    return texts
+            text_by_name[prefix + field_name] = value.__name__ if isinstance(value, type) else str(value)
+    return text_by_name
 
 
 def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
@@ -340,15 +340,15 @@ def merged_bytes(sizes: Sizes) -> int:
     return sizes.ranks * (12 * number_count + 48 + list_bytes) + 8 * number_count
 
 
-def own_dweight(plan: Plan, stored: bool) -> bool:
+def own_dweight(plan: Plan, is_stored: bool) -> bool:
     """True where this library's kernels compute dweight, False where BLAS does. The kernels compute products that
-    skip rows, which BLAS cannot; and a single product that is ``stored`` and not added, where they are as fast as
+    skip rows, which BLAS cannot; and a single product that is ``is_stored`` and not added, where they are as fast as
     BLAS and cheaper to launch."""
     sizes = plan.sizes
     least_rows, most_rows = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     is_only_product = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
     return sizes.own_matmul and (
-        sizes.skips or (stored and is_only_product and least_rows <= sizes.tokens <= most_rows)
+        sizes.skips or (is_stored and is_only_product and least_rows <= sizes.tokens <= most_rows)
     )
 
 
@@ -401,8 +401,8 @@ def sections(plan: Plan) -> list[Section]:
     ]
     buffer_table = [("", "shape", "dtype", "MiB", "in memory"), *buffer_lines]
     budget_table = [("memory_budget", "schedule", "chunks", "sums of dweight", "MiB"), *[
-        (budget, p.schedule, str(p.chunks), name(p.weight_accumulate), f"{p.extra_bytes / MiB:,.1f}")
-        for find in OTHER_BUDGETS for budget, p in find(plan)
+        (budget, other.schedule, str(other.chunks), name(other.weight_accumulate), f"{other.extra_bytes / MiB:,.1f}")
+        for plans_at_budgets in OTHER_BUDGETS for budget, other in plans_at_budgets(plan)
     ]]  # fmt: skip
     return [
         ("Plan", facts(plan)),

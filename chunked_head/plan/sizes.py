@@ -273,19 +273,19 @@ def amount(size: int) -> str:
     return f"{size} bytes" if size < MiB else f"{size} bytes ({size / MiB:.1f} MiB)"
 
 
-def slices(total: int, step: int) -> list[slice]:
-    """Slices of ``step`` elements that follow each other from 0 to ``total``; the last may be shorter."""
-    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+def slices(total_size: int, slice_size: int) -> list[slice]:
+    """Slices of ``slice_size`` elements that follow each other from 0 to ``total_size``; the last may be shorter."""
+    return [slice(start, min(start + slice_size, total_size)) for start in range(0, total_size, slice_size)]
 
 
-def balanced(tokens: int, most: int) -> int:
-    """Rows of a chunk, for nearly equal chunks of at most ``most`` rows: a multiple of 128, else of 64 (the rows that
-    dweight's kernel reads at a time), else of 16, if one of them does not exceed ``most``."""
-    if tokens <= most:
+def balanced(tokens: int, most_rows: int) -> int:
+    """Rows of a chunk, for nearly equal chunks of at most ``most_rows`` rows: a multiple of 128, else of 64 (the
+    rows that dweight's kernel reads at a time), else of 16, if one of these multiples does not exceed ``most_rows``."""
+    if tokens <= most_rows:
         return max(tokens, 1)
-    rows = math.ceil(tokens / math.ceil(tokens / most))
+    rows = math.ceil(tokens / math.ceil(tokens / most_rows))
     rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, 64, 16))
-    return next((choice for choice in rounded if choice <= most), rows)
+    return next((choice for choice in rounded if choice <= most_rows), rows)
 
 
 def rows_of(tokens: int, chunks: int) -> int:
@@ -306,6 +306,6 @@ def padded_e4m3(columns: int) -> int:
     return math.ceil(columns / 16) * 16
 
 
-def cast_rows(hidden: int) -> int:
+def cast_rows(hidden_size: int) -> int:
     """Rows of the weight that are cast to fp32 at a time, so that the copy takes about 16 MiB."""
-    return max(CHUNK_MULTIPLE, 4 * MiB // max(hidden, 1))
+    return max(CHUNK_MULTIPLE, 4 * MiB // max(hidden_size, 1))

@@ -105,18 +105,18 @@ class Backend:
             for name, merged in zip(statistic.vectors, statistic.merge(pieces), strict=True):
                 stats[name].copy_(merged)
 
-    def scale(self, source: Tensor, dtype: torch.dtype, factor: Tensor, further: Tensor | None = None) -> Tensor:
+    def scale(self, source: Tensor, dtype: torch.dtype, factor: Tensor, second_factor: Tensor | None = None) -> Tensor:
         """``source`` times one or two factors [], which are on the device, in a new tensor of ``dtype``."""
         out = torch.empty_like(source, dtype=dtype)
         if source.numel():
-            self.scale_into(out, source, factor, further)
+            self.scale_into(out, source, factor, second_factor)
         return out
 
-    def scale_(self, tensors: Sequence[Tensor], factor: Tensor, further: Tensor | None = None) -> None:
+    def scale_(self, tensors: Sequence[Tensor], factor: Tensor, second_factor: Tensor | None = None) -> None:
         """Multiplies tensors by one or two factors [] in place, two tensors in one launch."""
         filled = [tensor for tensor in tensors if tensor.numel()]
         for i in range(0, len(filled), 2):
-            self.scale_into(filled[i], filled[i], factor, further, *filled[i + 1 : i + 2])
+            self.scale_into(filled[i], filled[i], factor, second_factor, *filled[i + 1 : i + 2])
 
 
 TORCH = Backend()

@@ -107,9 +107,9 @@ class Gradients:
         self.over_ranks = over_ranks
         if padding:
             self.weight, self.bias = (None if tensor is None else tensor[:-padding] for tensor in self.buffers)
-            for padded in (None if gradient_buffer is not None else weight, bias):
-                if padded is not None:
-                    padded[-padding:].zero_()
+            for padded_buffer in (None if gradient_buffer is not None else weight, bias):
+                if padded_buffer is not None:
+                    padded_buffer[-padding:].zero_()
 
     def hidden_rows(self, tokens: slice) -> Tensor:
         """The memory [rows, hidden] for the gradient of the hidden states ``tokens``."""

@@ -68,7 +68,7 @@ def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
         product_of(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), None, two_columns)
         out.copy_(two_columns[:, :1])
     elif summed_by_blas(hidden, weight, out):
-        multiply(hidden, weight.t(), out, first=True)
+        multiply(hidden, weight.t(), out, is_first=True)
     else:
         wide_hidden = hidden.to(out.dtype)
         for tile in equal_tiles(len(weight), max(cast_rows(weight.shape[1]), FEW_COLUMNS * torch.get_num_threads())):
@@ -85,36 +85,36 @@ def add_dhidden(
     dlogits: Tensor,  # [rows, columns]
     weight: Tensor,  # [columns, hidden]
     out: Tensor,  # [rows, hidden]
-    first: bool,
+    is_first: bool,
 ) -> None:
-    """``out = dlogits @ weight`` where ``first``, else ``out += dlogits @ weight``"""
+    """``out = dlogits @ weight`` where ``is_first``, else ``out += dlogits @ weight``"""
     if summed_by_blas(dlogits, weight, out):
-        multiply(dlogits, weight, out, first)
+        multiply(dlogits, weight, out, is_first)
         return
     wide_out = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    is_first = first or wide_out is not out
+    is_first_tile = is_first or wide_out is not out
     for tile in slices(len(weight), cast_rows(weight.shape[1])):
-        multiply(dlogits[:, tile].float(), weight[tile].float(), wide_out, is_first)
-        is_first = False
+        multiply(dlogits[:, tile].float(), weight[tile].float(), wide_out, is_first_tile)
+        is_first_tile = False
     if wide_out is not out:
-        accumulate(out, wide_out, first)
+        accumulate(out, wide_out, is_first)
 
 
 def add_dweight(
     dlogits: Tensor,  # [rows, columns]
     hidden: Tensor,  # [rows, hidden]
     out: Tensor,  # [columns, hidden]
-    first: bool,
+    is_first: bool,
     gain: Tensor | None = None,  # []
 ) -> None:
-    """``out = gain * dlogits.T @ hidden`` where ``first``, else ``out += gain * dlogits.T @ hidden``"""
+    """``out = gain * dlogits.T @ hidden`` where ``is_first``, else ``out += gain * dlogits.T @ hidden``"""
     if gain is None and summed_by_blas(dlogits, hidden, out):
-        multiply(dlogits.t(), hidden, out, first)
+        multiply(dlogits.t(), hidden, out, is_first)
         return
     product_hidden = hidden if sums_halves(hidden.device) and hidden.dtype == dlogits.dtype else hidden.float()
     for tile in slices(len(out), cast_rows(out.shape[1])):
         # no name for a tile's product: it would still be there when the next is made
-        accumulate(out[tile], dweight_tile(dlogits[:, tile], product_hidden), first, gain)
+        accumulate(out[tile], dweight_tile(dlogits[:, tile], product_hidden), is_first, gain)
 
 
 def dweight_tile(dlogits: Tensor, hidden: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def dweight_tile(dlogits: Tensor, hidden: Tensor) -> Tensor:
     if hidden.dtype != dlogits.dtype or hidden.dtype == torch.float32:
         return dlogits.float().t() @ hidden
     product = torch.empty(dlogits.shape[1], hidden.shape[1], dtype=torch.float32, device=hidden.device)
-    multiply(dlogits.t(), hidden, product, first=True)
+    multiply(dlogits.t(), hidden, product, is_first=True)
     return product
 
 
@@ -144,20 +144,20 @@ def sums_halves(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def blas_multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
+def blas_multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
     if out.dtype == a.dtype:
-        torch.mm(a, b, out=out) if first else torch.addmm(out, a, b, out=out)
-    elif first:
+        torch.mm(a, b, out=out) if is_first else torch.addmm(out, a, b, out=out)
+    elif is_first:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
-    """``out = a @ b`` if ``first``, else ``out += a @ b``"""
-    blas_multiply(a, b, out, first)
+def multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
+    """``out = a @ b`` if ``is_first``, else ``out += a @ b``"""
+    blas_multiply(a, b, out, is_first)
     if RECORDERS and (listening := recorder()) is not None:
-        listening.called(multiply, a, b, out, first, written=(out,))
+        listening.called(multiply, a, b, out, is_first, written=(out,))
 
 
 def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
@@ -183,11 +183,11 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
         listening.called(sum_rows, rows, out, written=(out,))
 
 
-def accumulate(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:
-    """``out = gain * value`` if ``first``, else ``out += gain * value``"""
+def accumulate(out: Tensor, value: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
+    """``out = gain * value`` if ``is_first``, else ``out += gain * value``"""
     if gain is None:
-        out.copy_(value) if first else out.add_(value)
-    elif first:
+        out.copy_(value) if is_first else out.add_(value)
+    elif is_first:
         torch.mul(value, gain, out=out)
     else:
         out.addcmul_(value, gain)

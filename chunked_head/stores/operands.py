@@ -158,9 +158,9 @@ class Rows(NamedTuple):
         return Rows(self.hidden[rows], self.target[rows], tokens, columns, scale, teacher, self.counted)
 
 
-def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead) -> None:
-    """Writes raw logits of e4m3 operands, multiplied in fp32, to ``out`` [rows, columns], from column ``first`` on.
-    Logits of targets are products of the 16-bit operands."""
+def fp8_logits(out: Tensor, rows: Rows, first_column: int, head: Head, fp8: RoundedHead) -> None:
+    """Writes raw logits of e4m3 operands, multiplied in fp32, to ``out`` [rows, columns], from column
+    ``first_column`` on. Logits of targets are products of the 16-bit operands."""
     quantised_hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
     quantise_(quantised_hidden, rows.hidden, fp8.direction, quantised_hidden.common)
     project(quantised_hidden.values.float(), fp8.weight.values, out)
@@ -168,7 +168,7 @@ def fp8_logits(out: Tensor, rows: Rows, first: int, head: Head, fp8: RoundedHead
     out.mul_(quantised_hidden.scale[:, None] * fp8.weight.scale).addr_(quantised_hidden.common, fp8.weight.common)
     bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
     out += bias
-    target_columns = rows.target - first
+    target_columns = rows.target - first_column
     (rows_in_tile,) = torch.where((rows.target >= 0) & (target_columns >= 0) & (target_columns < out.shape[1]))
     target_columns = target_columns[rows_in_tile]
     out[rows_in_tile, target_columns] = (rows.hidden[rows_in_tile].float() * head.weight[target_columns].float()).sum(

@@ -57,15 +57,20 @@ def ratio_of(ratio: float) -> float | None:
 
 
 def terms_of(
-    demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, first: int = 0, columns: int | None = None
+    demand: Demand,
+    target: Tensor,
+    stats: RowStats,
+    coefficients: Coefficients,
+    first_column: int = 0,
+    columns: int | None = None,
 ) -> Terms:
-    """The ``Terms`` of the gradient of ``columns`` columns from column ``first`` on; ``columns`` of None: of columns in
-    any order. ``c``: the coefficients."""
-    stats_by_name, coefficients_by_name, softmaxes = stats.by_name, c.by_name, []
-    for (ratio, width), names in zip(demand.views, SOFTMAX, strict=False):
+    """The ``Terms`` of the gradient of ``columns`` columns from column ``first_column`` on; ``columns`` of None: of
+    columns in any order."""
+    stats_by_name, coefficients_by_name, softmaxes = stats.by_name, coefficients.by_name, []
+    for (ratio, width), vector_names in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
-            width = None if columns is None else min(max(width - first, 0), columns)
-        start, neg_log_sum, alpha, eta = names
+            width = None if columns is None else min(max(width - first_column, 0), columns)
+        start, neg_log_sum, alpha, eta = vector_names
         softmaxes.append(
             Softmax(
                 stats_by_name[start],
@@ -76,17 +81,21 @@ def terms_of(
                 width,
             )
         )
-    return Terms(target, stats.target_logit, c.beta, c.kappa, tuple(softmaxes))
+    return Terms(target, stats.target_logit, coefficients.beta, coefficients.kappa, tuple(softmaxes))
 
 
 def sum_terms(
-    sums: Sequence[VocabularySum], stats: RowStats, c: Coefficients, has_teacher: bool, partial_sums: Sequence[Tensor]
+    sums: Sequence[VocabularySum],
+    stats: RowStats,
+    coefficients: Coefficients,
+    has_teacher: bool,
+    partial_sums: Sequence[Tensor],
 ) -> list[SumTerm]:
-    """The terms of sums over the vocabulary in a gradient; without ``has_teacher``, only the terms of sums that read no
-    teacher. ``c``: the coefficients."""
-    vectors, coefficients, terms = stats.by_name, c.by_name, []
+    """The terms of sums over the vocabulary in a gradient; without ``has_teacher``, only the terms of sums that read
+    no teacher."""
+    vectors, coefficients_by_name, terms = stats.by_name, coefficients.by_name, []
     for i, (function, numbers, view, _) in enumerate(sums):
-        coefficient, partial_sum = coefficients.get(f"sum{i}"), partial_sums[i] if partial_sums else None
+        coefficient, partial_sum = coefficients_by_name.get(f"sum{i}"), partial_sums[i] if partial_sums else None
         if (has_teacher or not function.is_paired) and not (coefficient is None and partial_sum is None):
             reads_total = function.total == "gradient" and coefficient is not None
             total = vectors[f"sum{i}_total"] if reads_total else None
@@ -106,13 +115,13 @@ def heavy_columns(stats: RowStats) -> OwnColumns | None:
     return stats.heavy_ids, None, stats.heavy_logits
 
 
-def own_columns(rows: Rows, stats: RowStats, c: Coefficients) -> OwnColumns | None:
+def own_columns(rows: Rows, stats: RowStats, coefficients: Coefficients) -> OwnColumns | None:
     """Each row's ``teacher_ids``, the coefficients of their logits, and these logits; None where the coefficients
     are None."""
-    if c.columns is None:
+    if coefficients.columns is None:
         return None
     assert rows.columns is not None
-    return rows.columns, c.columns, stats.by_name[COLUMNS.vectors[0]]
+    return rows.columns, coefficients.columns, stats.by_name[COLUMNS.vectors[0]]
 
 
 class Store:
@@ -136,10 +145,10 @@ class Store:
     known_targets = False
 
     @classmethod
-    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stores_logits: bool) -> Iterator[Buffer]:
         """The store's buffers for a chunk of ``rows`` rows, in memory until the phase ``last`` (LOOP if the chunk's
-        gradients are made). ``stored``: logits are stored. ``plan/plans.py`` has buffers that all stores need, such as
-        operands."""
+        gradients are made). ``stores_logits``: the pass stores logits. ``plan/plans.py`` has buffers that all stores
+        need, such as operands."""
         return iter(())
 
     @classmethod
@@ -180,8 +189,8 @@ class MatmulStore(Store):
     gradient: Callable[[Rows, slice, RowStats, Coefficients], Tensor]
 
     @classmethod
-    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        if stored:
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stores_logits: bool) -> Iterator[Buffer]:
+        if stores_logits:
             yield Buffer("logits", (rows, sizes.vocab), sizes.wide, SWEEP, last)
             yield from teacher_buffers(sizes, rows, last)
 
@@ -288,38 +297,42 @@ class MatmulStore(Store):
         dlogits: Tensor,
         stored: Stored,
         head: Head,
-        first: int,
+        first_column: int,
         rows: Rows,
         stats: RowStats,
-        c: Coefficients,
+        coefficients: Coefficients,
         teacher: Stored | None,
         counted: Counted = ALL_ROWS,
         partial_sums: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Writes the gradient of the raw logits of ``head``'s columns, which begin at column ``first``, to ``dlogits``
-        and returns it. ``partial_sums``: for each sum over the vocabulary the memory [programs, rows] of its parts, if
-        sums are made along with the gradient."""
+        """Writes the gradient of the raw logits of ``head``'s columns, which begin at column ``first_column``, to
+        ``dlogits`` and returns it. ``partial_sums``: for each sum over the vocabulary the memory [programs, rows] of
+        its parts, if sums are made along with the gradient."""
         pairing, columns, softmax = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
-            softmax = self.teacher_softmax(teacher, stats, min(max(pairing.columns - first, 0), columns))
-        sums = sum_terms(self.demand.sums, stats, c, softmax is not None, partial_sums) if self.demand.sums else []
-        terms = terms_of(self.demand, rows.target, stats, c, first, columns)
+            softmax = self.teacher_softmax(teacher, stats, min(max(pairing.columns - first_column, 0), columns))
+        sums = (
+            sum_terms(self.demand.sums, stats, coefficients, softmax is not None, partial_sums)
+            if self.demand.sums
+            else []
+        )
+        terms = terms_of(self.demand, rows.target, stats, coefficients, first_column, columns)
         logit_transform = transform(head, rows.scale)
-        column_terms = None if c.columns is None else own_columns(rows, stats, c)
+        column_terms = None if coefficients.columns is None else own_columns(rows, stats, coefficients)
         if not any(term.function.is_paired for term in sums):
             softmax = None
         sum_arguments = softmax, sums, self.tie
         row_arguments = logit_transform, counted, column_terms
-        self.backend.row_grad(dlogits, stored, head.class_weights, terms, *sum_arguments, first, *row_arguments)
+        self.backend.row_grad(dlogits, stored, head.class_weights, terms, *sum_arguments, first_column, *row_arguments)
         return dlogits
 
-    def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
-        """``out = dlogits @ weight`` [rows, hidden] if ``first``, else ``out += dlogits @ weight``"""
-        add_dhidden(dlogits, weight, out, first)
+    def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, is_first: bool) -> None:
+        """``out = dlogits @ weight`` [rows, hidden] if ``is_first``, else ``out += dlogits @ weight``"""
+        add_dhidden(dlogits, weight, out, is_first)
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
-        """``out = gain * dlogits.T @ rows.hidden`` if ``first``, else ``out += gain * dlogits.T @ rows.hidden``"""
-        add_dweight(dlogits, rows.hidden, out, first, gain)
+    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
+        """``out = gain * dlogits.T @ rows.hidden`` if ``is_first``, else ``out += gain * dlogits.T @ rows.hidden``"""
+        add_dweight(dlogits, rows.hidden, out, is_first, gain)
 
 
 class LogitsStore(MatmulStore):
@@ -333,8 +346,8 @@ class LogitsStore(MatmulStore):
             elements = self.rows * min(self.columns, self.sizes.teacher_columns)
             self.teacher_buffer = head.weight.new_empty(elements, dtype=self.sizes.wide)
 
-    def raw_logits(self, rows: Rows, head: Head | TeacherHead, first: int = 0) -> Stored:
-        """Raw logits of a student or a teacher, of the columns from ``first`` on, beside the bias, scale and cap
+    def raw_logits(self, rows: Rows, head: Head | TeacherHead, first_column: int = 0) -> Stored:
+        """Raw logits of a student or a teacher, of the columns from ``first_column`` on, beside the bias, scale and cap
         that readers apply. With torch operations, bias, scale and cap are applied here, once for all readers."""
         hidden, buffer = rows.hidden, self.buffer
         if isinstance(head, TeacherHead):
@@ -344,7 +357,7 @@ class LogitsStore(MatmulStore):
         row_count, columns = hidden.shape[0], head.weight.shape[0]
         logits, late_bias = buffer[: row_count * columns].view(row_count, columns), None
         if isinstance(head, Head) and head.fp8 is not None:
-            fp8_logits(logits, rows, first, head, head.fp8)
+            fp8_logits(logits, rows, first_column, head, head.fp8)
         else:
             product_rows = self.plan.chunk_tokens if columns == self.vocab else None  # bits as in the forward pass
             late_bias = project(hidden, head.weight, logits, head.bias, product_rows)

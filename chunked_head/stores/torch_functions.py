@@ -64,14 +64,14 @@ def read_targets(
 
 
 def read_fields(
-    values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype, most: Sequence[float]
+    values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype, most_sizes: Sequence[float]
 ) -> Sequence[Tensor]:
     ignored = target < 0
     shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
-    read = [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
+    read_values = [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
     return [
         value if bound == math.inf else value.masked_fill_(value > bound, math.nan)
-        for value, bound in zip(read, most, strict=True)
+        for value, bound in zip(read_values, most_sizes, strict=True)
     ]
 
 
@@ -86,8 +86,10 @@ def sum_rows(
 ) -> tuple[Tensor, Tensor]:
     count = len(coefficients)
     sums = torch.stack([row * (inverse if i < count else one_or_nan) for i, row in enumerate(table.sum(1))])
-    first, *further = [total * c for total, c in zip(sums[:count], coefficients, strict=True)]
-    return sum(further, first), sums
+    first_value, *other_values = [
+        row_sum * coefficient for row_sum, coefficient in zip(sums[:count], coefficients, strict=True)
+    ]
+    return sum(other_values, first_value), sums
 
 
 def scale(
@@ -159,14 +161,14 @@ def sums(
     ratio: float | None,
     teacher: TeacherSoftmax | None,
     columns: int,
-    tie: float | None,
+    tie_tolerance: float | None,
 ) -> None:
     for rows in row_blocks(student.logits):
         x = logits_of(student, rows, columns)
         log_p = logprobs(x if ratio is None else x * ratio, *(vector[rows] for vector in softmax))
         log_q = log_p if teacher is None else teacher_logprobs(teacher, rows, columns)
-        for function, numbers, value, total in outputs:
-            for out_vector, terms in zip((value, total), function.terms(log_p, log_q, *numbers), strict=True):
+        for function, numbers, value, slope_total in outputs:
+            for out_vector, terms in zip((value, slope_total), function.terms(log_p, log_q, *numbers), strict=True):
                 if out_vector is not None:
                     out_vector[rows] = terms.sum(1)
 
@@ -211,7 +213,7 @@ def row_grad(
     terms: Terms,
     teacher: TeacherSoftmax | None,
     sums: Sequence[SumTerm],
-    tie: float | None,
+    tie_tolerance: float | None,
     first_column: int,
     transform: Transform,
     counted: Any = None,

@@ -83,7 +83,7 @@ def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     # one kernel, but here plain PyTorch (conftest.py)
     monkeypatch.setattr(objective, "evaluate", unwatched(objective.evaluate))
     monkeypatch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))  # the interpreter's own
-    monkeypatch.setattr("chunked_head.stores.matmul.multiply", lambda a, b, out, first: None)
+    monkeypatch.setattr("chunked_head.stores.matmul.multiply", lambda a, b, out, is_first: None)
     monkeypatch.setattr("chunked_head.stores.matmul.summed_by_blas", lambda a, b, out: True)  # as on a GPU
     hidden = torch.randn(64, 32, dtype=torch.bfloat16, device=place.device, requires_grad=True)
     weight = torch.randn(96, 32, dtype=torch.bfloat16, device=place.device, requires_grad=True)

@@ -141,12 +141,12 @@ def results(call: Callable[[Given], Tensor], given: Given) -> list[Tensor]:
     return [one for one in (found.detach(), given.hidden.grad, given.weight.grad, buffer) if one is not None]
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
+def multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
     """``matmul.multiply`` with fp32 sums, which torch has on GPUs only."""
     product = a.float() @ b.float()
-    out.copy_(product) if first else out.add_(product)
+    out.copy_(product) if is_first else out.add_(product)
     if (listening := recorder()) is not None:
-        listening.called(multiply, a, b, out, first, written=(out,))
+        listening.called(multiply, a, b, out, is_first, written=(out,))
 
 
 @pytest.fixture(autouse=True)

@@ -89,21 +89,21 @@ class TritonBackend(Backend):
         weight: Tensor,
         demand: Demand,
         gpu: Gpu | None,
-        plain: bool,
+        is_plain: bool,
         teacher: TeacherHead | None,
     ) -> type[Store]:
-        """The class of the store. ``dtype``: that of the matmuls. ``plain``: there is no softcap and no gradient of a
-        bias, and columns of hidden states are contiguous."""
-        heads = [(weight, dtype)]
+        """The class of the store. ``dtype``: dtype of the matmuls. ``is_plain``: there is no softcap and no gradient
+        of a bias, and columns of hidden states are contiguous."""
+        weights_and_dtypes = [(weight, dtype)]
         if teacher is not None and teacher.weight is not None:
-            heads.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
-        if not all(starmap(read_in_blocks, heads)) or demand.searches_logits or gpu is None:
+            weights_and_dtypes.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
+        if not all(starmap(read_in_blocks, weights_and_dtypes)) or demand.searches_logits or gpu is None:
             return LogitsStore
         if (demand.views[-1].columns or 0) % RELATIVE_STRIP:
             return LogitsStore  # the second softmax would end in the middle of a strip
         # fp16 would overflow by a factor per row; a cap or a bias's gradient needs a pass over the buffer
-        one_factor = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep
-        return FastStore if one_factor and plain else RelativeStore
+        has_row_factor = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep
+        return FastStore if has_row_factor and is_plain else RelativeStore
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         return {

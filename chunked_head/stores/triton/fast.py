@@ -36,8 +36,8 @@ class FastStore(RelativeStore):
     rounded: RoundedGradients | None = None  # products of e4m3 operands
 
     @classmethod
-    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
-        yield from super().chunk_buffers(sizes, rows, last, stored)
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stores_logits: bool) -> Iterator[Buffer]:
+        yield from super().chunk_buffers(sizes, rows, last, stores_logits)
         if last >= LOOP and sizes.e4m3_gradients:
             yield from RoundedGradients.buffers(sizes, rows)
         if last < LOOP or not sizes.weight_grad or sizes.e4m3_gradients:
@@ -121,9 +121,9 @@ class FastStore(RelativeStore):
             self.add_target_rows(self.all_rows.hidden, self.every_target_sorted, 0, grads.weight, self.all_rows.order)
 
     def add_target_rows(
-        self, hidden: Tensor, targets: products.SortedColumns, first: int, d_weight: Tensor, order: Tensor | None
+        self, hidden: Tensor, targets: products.SortedColumns, first_row: int, d_weight: Tensor, order: Tensor | None
     ) -> None:
         """Adds the targets' terms to the weight's gradient ``d_weight``, after the products with exponentials.
-        ``first``: index in the call of the first of the rows."""
-        softmax, at_target, ratio = self.factors[:, first:]
+        ``first_row``: index in the call of the first of the rows."""
+        softmax, at_target, ratio = self.factors[:, first_row:]
         products.add_rows(d_weight, hidden, targets, at_target, order, products=(softmax, ratio))

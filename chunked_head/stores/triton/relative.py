@@ -36,14 +36,14 @@ class RelativeStore(HalfStore):
     frequent: FrequentRows | None = None  # rows of the weight's gradient that add up in float32
 
     @classmethod
-    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+    def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stores_logits: bool) -> Iterator[Buffer]:
         gpu, demand, pairing = sizes.gpu, sizes.demand, sizes.demand.pairing
         assert gpu is not None
-        if stored:
+        if stores_logits:
             yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, SWEEP, last)
             yield from teacher_buffers(sizes, rows, last)
-        relative = stored and cls.name == "relative"
-        strips = gpu.strips_of(sizes.vocab, relative)
+        is_relative = stores_logits and cls.name == "relative"
+        strips = gpu.strips_of(sizes.vocab, is_relative)
         # per strip and row: an offset, and for each softmax a sum of exponentials and its statistics' numbers
         numbers = 1 + sum(1 + sum(len(s.vectors) for s in statistics) for statistics in demand.statistics)
         yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
@@ -215,12 +215,12 @@ class RelativeStore(HalfStore):
                 torch.sum(partial_sum[:, : len(dlogits)], 0, out=stats.by_name[f"sum{i}"])
         return dlogits
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
-        super().add_dweight(dlogits, rows, out, first, gain)
+    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
+        super().add_dweight(dlogits, rows, out, is_first, gain)
         if sums_frequent(self.sizes, self.rows, out.dtype):
             if self.frequent is None:
                 self.frequent = FrequentRows(self.every_target_sorted.columns, self.sizes, self.rows)
-            self.frequent.add_chunk(dlogits, rows, first)
+            self.frequent.add_chunk(dlogits, rows, is_first)
 
     def finish(self, grads: Gradients) -> None:
         if self.frequent is not None and grads.weight is not None:
@@ -249,11 +249,11 @@ class RelativeStore(HalfStore):
         rows: Rows,
         weight: Tensor,
         out: Tensor,
-        first: bool,
+        is_first: bool,
         factors: products.Factors = products.NO_FACTORS,
     ) -> None:
         """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, or ``out +=`` the same if not
-        ``first``. ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
+        ``is_first``. ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
         if self.sizes.own_dhidden:
             split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
             products.dhidden(
@@ -269,10 +269,10 @@ class RelativeStore(HalfStore):
                 self.arrived,
             )
         elif factors.target is None:
-            super().add_dhidden(dlogits, rows, weight, out, first)
+            super().add_dhidden(dlogits, rows, weight, out, is_first)
         else:
             product = self.part_sums[: out.numel()].view(out.shape)
-            add_dhidden(dlogits, weight, product, first=True)
+            add_dhidden(dlogits, weight, product, is_first=True)
             products.finish_dhidden(out, product, weight, factors)
 
 

@@ -58,11 +58,11 @@ class FrequentRows:
         self.sums = empty(picked_count, sizes.hidden, dtype=torch.float32, device=device)
         self.picked = empty(rows, picked_count, dtype=sizes.dtype, device=device)
 
-    def add_chunk(self, dlogits: Tensor, rows: Rows, first: bool) -> None:
-        """Adds a chunk's terms of the frequent ids' rows; stores them for the ``first`` chunk."""
+    def add_chunk(self, dlogits: Tensor, rows: Rows, is_first: bool) -> None:
+        """Adds a chunk's terms of the frequent ids' rows; stores them for the ``is_first`` chunk."""
         picked = self.picked[: len(dlogits)]
         products.pick_columns(picked, dlogits, self.targets, self.step, counted_of(rows))
-        add_dweight(picked, rows.hidden, self.sums, first)
+        add_dweight(picked, rows.hidden, self.sums, is_first)
 
     def replace(self, out: Tensor) -> None:
         """Overwrites the rows of frequent ids in ``out``, the weight's gradient, with the sums."""
@@ -118,11 +118,11 @@ class HalfStore(MatmulStore):
             e4m3.quantise(quantised, rows.hidden, head.fp8.direction, quantised.common)
         return quantised, head.fp8.weight
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
-        if gain is None and is_aligned(out) and own_dweight(self.plan, stored=first):
-            products.dweight(out, dlogits, rows.hidden, first, self.gpu.product, counted_of(rows))
+    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
+        if gain is None and is_aligned(out) and own_dweight(self.plan, is_stored=is_first):
+            products.dweight(out, dlogits, rows.hidden, is_first, self.gpu.product, counted_of(rows))
         else:
-            super().add_dweight(zero_uncounted_(dlogits, rows), rows, out, first, gain)
+            super().add_dweight(zero_uncounted_(dlogits, rows), rows, out, is_first, gain)
 
 
 class GradStore(HalfStore):
@@ -168,9 +168,9 @@ class GradStore(HalfStore):
                 )
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
-    def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
+    def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, is_first: bool) -> None:
         # BLAS chooses its algorithm by the number of rows, and cannot stop at those that count
         if rows.counted is None and not self.sizes.deterministic:
-            super().add_dhidden(dlogits, rows, weight, out, first)
+            super().add_dhidden(dlogits, rows, weight, out, is_first)
         else:
-            products.dhidden(out, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not first)
+            products.dhidden(out, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not is_first)
