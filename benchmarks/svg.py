@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470", "#6a994e", "#bc6c25", "#e07a9b", "#3a3a3a")
+COLORS = (
+    "#00798c", "#d1495b", "#a8760d", "#30638e", "#7b4b94", "#5d6470", "#4f7d36", "#bc6c25", "#c2577a", "#3a3a3a",
+    "#0a9396", "#9b2226",
+)  # fmt: skip
 BAND = "#5d6470"
 Points = Sequence[tuple[float, float]]
 ROW = 24  # of the legend
@@ -28,7 +31,11 @@ def plot(
     scale: Callable[[float], float] = math.log2 if log else float
     spans = [[scale(point[axis]) for points in lines.values() for point in points] for axis in (0, 1)]
     spans[1] += [end for _, *both in band for end in both]
-    ends = [(min(span), max(span)) if log else (min(0.0, 1.1 * min(span)), 1.1 * max(span)) for span in spans]
+    rims = [0.05 * (max(span) - min(span)) for span in spans]  # so that no dot lies on the edge
+    ends = [
+        (min(span) - rim, max(span) + rim) if log else (min(0.0, 1.1 * min(span)), 1.1 * max(span))
+        for span, rim in zip(spans, rims, strict=True)
+    ]
 
     def place(x: float, y: float) -> tuple[float, float]:
         across, up = ((value - low) / (end - low) for value, (low, end) in zip((x, y), ends, strict=True))

@@ -16,6 +16,9 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 from run_blocks import BLOCK, OUTPUTS, key_of
 
+CODE = re.compile(r"<code>([^<>\s]+)</code>")
+PHONE = 40  # characters of code that fit a column of 400 pixels
+JOINT = re.compile(r"[./(_:,]+(?=\w)")
 SEEDED = "It prints, after torch.manual_seed(0)"
 
 
@@ -47,11 +50,18 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     return re.sub(r"(\]\([\w./-]+)\.ipynb\)", r"\1.md)", markdown)
 
 
+def whole(code: re.Match[str]) -> str:
+    if len(markup.unescape(code[1])) <= PHONE:
+        return f'<code class="name">{code[1]}</code>'
+    return f'<code class="name long">{JOINT.sub(lambda end: end[0] + "<wbr>", code[1])}</code>'
+
+
 def on_page_content(html: str, **_: Any) -> str:
     """Replace what the extension arithmatex makes of ``$...$`` and ``$$...$$`` by MathML; names of the reference may
-    break behind a dot."""
+    break behind a dot; code without a space stays whole, or breaks at a joint where it may be wider than a phone."""
     names = re.compile(r'(<span class="doc doc-object-name[^"]*">)([\w.]+)(</span>)')
     html = names.sub(lambda name: name[1] + name[2].replace(".", ".<wbr>") + name[3], html)
+    html = CODE.sub(whole, html)
     for tag, display in (("span", "inline"), ("div", "block")):
         found = re.compile(rf'<{tag} class="arithmatex">\\[(\[](.*?)\\[)\]]</{tag}>', re.DOTALL)
         html = found.sub(lambda formula, display=display: convert(markup.unescape(formula[1]), display=display), html)
