@@ -150,13 +150,13 @@ def trl(batch: Batch, way: str, kind: str) -> tuple[Any, Run]:
 @functools.cache
 def trl_places(way: str) -> list[tuple[Any, str, Any]]:
     """TRL's modules and classes, a name in each, and what ``patch_trl`` puts there."""
-    from chunked_head.integrations.trl import seams
+    from chunked_head.integrations.trl import replacement_functions
 
     found = []
-    for framework, ours in seams({}, ("SFT",) if way == LOSSES else ()):
+    for framework, ours in replacement_functions({}, ("SFT",) if way == LOSSES else ()):
         for place, theirs in framework.tested_objects().items():
             *outer, name = place[1].split(".")
-            for path in (place[0], *framework.bound):
+            for path in (place[0], *framework.importing_modules):
                 owner = functools.reduce(getattr, outer, sys.modules.get(path))
                 if hasattr(owner, name):
                     found.append((owner, name, ours(place, theirs)))

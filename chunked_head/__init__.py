@@ -6,10 +6,10 @@ __version__ = "0.2.0"
 
 # The kernels' folder lies beside this package in a checkout and inside it in a wheel. It must have no __init__.py: at
 # the top of a checkout it would pass for the package `kernels`, which transformers looks for and would then execute.
-_beside = Path(__file__).resolve().parent.parent
-_one_of_them = _beside / "kernels" / "statistics" / "exp_logits.py"
-if not (Path(__file__).resolve().parent / "kernels").is_dir() and _one_of_them.is_file():
-    __path__.append(str(_beside))
+_checkout = Path(__file__).resolve().parent.parent
+_kernel_file = _checkout / "kernels" / "statistics" / "exp_logits.py"
+if not (Path(__file__).resolve().parent / "kernels").is_dir() and _kernel_file.is_file():
+    __path__.append(str(_checkout))
 
 # ruff: noqa: E402  (after the path is set)
 from . import losses, metrics

@@ -29,7 +29,7 @@ from torch import Tensor
 
 # ---------------------------------------------------------------- 1. the head
 class Head(NamedTuple):
-    """``x = softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature``, each part where asked.
+    """``x = softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature``; without softcap no tanh.
 
     ``softcap``: Gemma 2, arXiv 2408.00118. Operands have the dtype of the logits: float64, or float32 for all others.
     """
@@ -72,7 +72,7 @@ def piece_statistics(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor) -> P
 
 
 def merge(a: PieceStatistics, b: PieceStatistics) -> PieceStatistics:
-    """Statistics of two pieces together, ``a`` with the smaller ids. Associative: any grouping gives the same.
+    """Statistics of two pieces of the vocabulary as one piece; ``a`` has the smaller ids. The merge is associative.
 
     Sums are brought to the larger maximum (online softmax, arXiv 1805.02867). With ``f = exp(m_a - m)`` an exponential
     ``e`` of ``a`` becomes ``f e``, and its ``-f e log(f e) = f (-e log e) + (-f log f) e``.
@@ -102,7 +102,7 @@ class Statistics(NamedTuple):
 
 
 def statistics_of(merged: PieceStatistics) -> Statistics:
-    """From statistics of all pieces, merged; ``p_j = e_j / sum_exp``."""
+    """Statistics over the vocabulary from the merged statistics of all pieces, by ``p_j = e_j / sum_exp``."""
     log_sum = merged.sum_exp.log()
     logprob = (merged.target_logit - merged.max) - log_sum
     entropy = log_sum + merged.sum_entr / merged.sum_exp
@@ -228,10 +228,10 @@ def linear_loss(
     chunk_tokens: int = 1024,
     shards: int = 1,  # pieces of the vocabulary
 ) -> Result:
-    """``sum_i w_i l_i / D`` of each loss over the tokens that count, their sum with coefficients, gradients, metrics.
+    """``sum_i w_i l_i / D`` of each loss over the tokens that count; their weighted sum; its gradients; and metrics.
 
-    ``D``: ``normalizer``, else the sum of the targets' class weights (their count without), or 1 where that is 0. A
-    normalizer of 0 gives loss 0.
+    ``D``: ``normalizer``, or if that is None the sum of the class weights of these tokens' targets, or 1 if that is 0.
+    A normalizer of 0 gives loss 0.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     vocab, chunk_tokens, shards = len(weight), min(chunk_tokens, len(hidden)), min(shards, len(weight))

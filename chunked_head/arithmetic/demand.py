@@ -9,7 +9,7 @@ from ..core.divergences import DIVERGENCES, Sum
 from ..core.records import Statistic, SumFunction
 from ..core.statistics import OF_LOSSES, TOP, lists_of, needed
 from ..core.stats import SUFFIX, Demand, Pairing, View, VocabularySum, vectors_at
-from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
+from ..losses.base import DENSE_STATISTICS, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 
 
@@ -116,7 +116,7 @@ def structure_of(
 
     def softmax_of(measure: Summand | Metric) -> tuple[float, int | None]:
         """Returns the temperature of the softmax that ``measure`` reads, and its number of ids; None: all ids."""
-        if isinstance(measure, Metric) and measure.needs & set(DENSE):
+        if isinstance(measure, Metric) and measure.needs & set(DENSE_STATISTICS):
             name = f"metrics.{measure.kind}"
             if not dense_summands:
                 remedy = "add one, such as 0.0 * losses.lk()"

@@ -14,7 +14,7 @@ from ..arithmetic.demand import Structure
 from ..core.checks import INFINITY, MOST_ROUNDED, check_logprobs
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.batch import Batch
-from ..losses.distillation import PADDING, check_teacher, entries
+from ..losses.distillation import MAX_PADDING_LOGPROB, check_teacher, counted_entries
 from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
 from ..parallel.tokens import RankSums
@@ -288,7 +288,7 @@ def columns_of_teacher(
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     is_valid = (targets >= 0)[:, None]
     if logprobs is not None:
-        is_valid = is_valid & ~(logprobs <= PADDING)  # an entry of nan counts, so that the error shows in the loss
+        is_valid = is_valid & ~(logprobs <= MAX_PADDING_LOGPROB)  # an entry of nan counts, and shows in the loss
     if "teacher_mask" in fields:
         is_valid = is_valid & fields["teacher_mask"]
     ids = checks.in_range("teacher_ids", torch.where(is_valid, ids, -1), vocab, -1).contiguous()
@@ -296,7 +296,7 @@ def columns_of_teacher(
         return {"teacher_ids": ids}
     # computed once for all losses: every entry is compared with every other
     row_blocks = slices(len(ids), max(1, (1 << 24) // max(1, ids.shape[1] ** 2)))
-    entries_of_blocks = [entries(logprobs[block], ids[block], ids[block] >= 0) for block in row_blocks]
+    entries_of_blocks = [counted_entries(logprobs[block], ids[block], ids[block] >= 0) for block in row_blocks]
     return {"teacher_ids": ids, "teacher_entries": torch.cat(entries_of_blocks) if entries_of_blocks else ids >= 0}
 
 

@@ -50,7 +50,7 @@ def linear_cross_entropy(
         loss = F.cross_entropy(logits.flatten(0, -2), target.flatten(), class_weights, ignore_index=ignore_index,
                                reduction=reduction, label_smoothing=label_smoothing)
 
-    in memory that does not grow with ``tokens x vocab``. With further options the loss of a token is l, in
+    in memory that does not grow with ``tokens x vocab``. With further options, l is the loss of a token, and
 
         x = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)        # each option only if given
         l = cross_entropy(x, target, class_weights, label_smoothing) + z_loss * x.logsumexp(-1) ** 2
@@ -64,8 +64,8 @@ def linear_cross_entropy(
         weight: [vocab, hidden], of the dtype of ``hidden``. Under ``torch.autocast`` both may have any dtype: matmuls
             run in autocast's dtype, and each gradient has its input's dtype.
         target: token ids [...] int64, of the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
-            ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since raising
-            would make the host wait for the device. Nothing is read or written out of bounds.
+            ``ignore_index`` raises on the CPU. On other devices the whole call's loss and gradients become nan, since
+            an error would make the host wait for the device. Nothing is read or written out of bounds.
         bias: [vocab], of the dtype of ``weight``.
         class_weights: [vocab], as in ``F.cross_entropy``; they multiply the cross-entropy, not the z-loss.
         ignore_index: target of tokens that do not count.
@@ -82,30 +82,31 @@ def linear_cross_entropy(
         shift: pairs the hidden state at position t with the target (mask, token weight) at t + shift along the last
             leading dimension, without a copy of the hidden states. Values per token are returned at the target's
             position. Sequences of at most ``shift`` tokens have loss 0 and zero gradients.
-        upstream: the gradient of the loss that ``backward`` will start with, if it is known (a loss scale). Gradients
-            are multiplied by it before they are rounded. With any other upstream gradient they are correct as well,
-            up to that rounding. A number other than 0, or a 0-d tensor.
+        upstream: the expected gradient of the loss, which ``backward`` will start with, such as a loss scale: a number
+            other than 0, or a 0-d tensor. Gradients are multiplied by it before they are rounded. With another upstream
+            gradient they are correct too, up to that rounding.
         parallel: a ``TokenParallel``: ranks hold different tokens of one batch. The loss is this rank's share, with the
-            D of all ranks' tokens: an ``all_reduce(SUM)`` of the losses (and of the weight's gradients) gives the whole
-            batch's; with ``average=True`` the mean does. Or a ``VocabParallel``: ranks hold different rows of the head;
-            with its ``tokens=``, groups of them hold different tokens as well.
-        The rest: the keywords of ``chunked_head.Execution``, which say how the call runs: ``memory_budget``,
-            ``chunk_tokens``, ``accumulate_into`` and others.
+            D of all ranks' tokens: the ``all_reduce(SUM)`` of the losses, and of the weight's gradients, is that of the
+            whole batch; with ``average=True`` their mean is. Or a ``VocabParallel``: ranks hold different rows of the
+            head; with its ``tokens=``, groups of ranks hold different tokens too.
+        options: the keyword arguments above that are not in the signature, and those of ``chunked_head.Execution``,
+            which say how the call runs: ``memory_budget``, ``chunk_tokens``, ``accumulate_into`` and others.
 
     Returns:
         The loss: fp32 (fp64 for fp64), 0-d, or target's shape for ``reduction="none"``.
 
-    Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
+    Differences from PyTorch: if no token counts, the loss is 0 with zero gradients, rather than nan.
     Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward
     unless the head is frozen, as does every backward after the first over a retained graph. Double backward and
     ``torch.func`` transforms raise.
     Inside of ``torch.compile`` the call is an operator of the graph (docs/guides/options.md).
 
     Raises:
-        TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
+        TypeError, ValueError: an argument, which the message names, is wrong; raised before any work. IndexError: a
+            target is out of range, on the CPU.
     """
     call: Call[Tensor] = call_of(
-        "linear_cross_entropy", hidden, weight, target, options, losses=plain_loss(label_smoothing, z_loss),
+        "linear_cross_entropy", hidden, weight, target, options, losses=unweighted_loss(label_smoothing, z_loss),
         reduction=reduction, normalizer=normalizer, upstream=upstream, shares_denominator=True, result=first_output,
     )  # fmt: skip
     if token_weights is not None or mask is not None:
@@ -113,43 +114,49 @@ def linear_cross_entropy(
     return call if class_weights is None else with_class_weights(call, label_smoothing, z_loss, class_weights)
 
 
-def plain_loss(label_smoothing: float, z_loss: float) -> Losses:
-    """The cross-entropy without class weights, plus ``z_loss`` times the z-loss. TypeError or ValueError for wrong
-    numbers."""
+def unweighted_loss(label_smoothing: float, z_loss: float) -> Losses:
+    """The cross-entropy without class weights, plus ``z_loss`` times the z-loss. Calls with equal numbers get the same
+    object. TypeError or ValueError for wrong numbers."""
     coefficients = label_smoothing, z_loss
-    loss = LOSSES.get(coefficients) if type(label_smoothing) is type(z_loss) is float else None
+    loss = LOSS_CACHE.get(coefficients) if type(label_smoothing) is type(z_loss) is float else None
     if loss is None:
         check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
         coefficients = float(label_smoothing), float(z_loss)
-        smoothing, z = coefficients
-        loss = LOSSES.get_or_make(coefficients, lambda: losses.cross_entropy(label_smoothing=smoothing) + z_term(z))
+        loss = LOSS_CACHE.get_or_make(coefficients, lambda: cross_entropy_with_z_loss(*coefficients))
     return loss
 
 
-def z_term(z_loss: float) -> Losses:
+def cross_entropy_with_z_loss(label_smoothing: float, z_loss: float) -> Losses:
+    """The cross-entropy plus ``z_loss`` times the z-loss."""
+    return losses.cross_entropy(label_smoothing=label_smoothing) + z_loss_term(z_loss)
+
+
+def z_loss_term(z_loss: float) -> Losses:
+    """``z_loss`` times the z-loss; an empty sum for 0."""
     return z_loss * losses.z_loss() if z_loss else NO_LOSSES
 
 
 def with_class_weights(
     call: Call[Tensor], label_smoothing: float, z_loss: float, class_weights: Tensor | None
 ) -> Call[Tensor]:
-    """The call, on hidden states or logits, with the loss for these class weights."""
+    """The call, on hidden states or logits, whose cross-entropy has these class weights; unchanged if they are None."""
     if class_weights is not None:
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
-        call.losses = loss + z_term(z_loss)
+        call.losses = loss + z_loss_term(z_loss)
     return call
 
 
-# losses by label_smoothing and z_loss: calls with equal numbers share the loss object, which caches its keys
-LOSSES: Cache[Hashable, Losses] = Cache(64)
+# losses by (label_smoothing, z_loss); a loss object caches its keys
+LOSS_CACHE: Cache[Hashable, Losses] = Cache(64)
 
 
 def first_output(outcome: Outcome) -> Tensor:
-    """The only output of a call that ran: the loss, or its values per token."""
+    """The only output of a call that has run: the loss, 0-d, or its values per token."""
     return outcome.outputs[0]
 
 
 def in_graph_cross_entropy(outputs: list[Tensor], arguments: dict[str, Any]) -> Tensor:
+    """The result of a cross-entropy from the outputs of its operator in a graph."""
     return in_graph_values(outputs, arguments) if arguments.get("reduction") == "none" else outputs[0]
 
 
@@ -181,26 +188,27 @@ class ChunkedHead(nn.Module):
             checks.check_int(argument, size, 1)
         flag("bias", bias)
         linear = nn.Linear(hidden_size, vocab_size, bias=bias, device=device, dtype=dtype)
-        self.adopt(linear, options)
+        self.set_parameters(linear, options)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "ChunkedHead":
-        """A head with the same parameter objects as ``linear``, so that tied weights stay tied."""
+        """A head whose parameters are the same objects as those of ``linear``, so that tied weights stay tied."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
         head = cls.__new__(cls)
         nn.Module.__init__(head)
-        head.adopt(linear, options)
+        head.set_parameters(linear, options)
         return head
 
-    def adopt(self, linear: nn.Linear, options: dict[str, Any]) -> None:
-        """Sets the parameters to those of ``linear``, and the options, after a check of them."""
+    def set_parameters(self, linear: nn.Linear, options: dict[str, Any]) -> None:
+        """Checks the options and stores them; sets the parameters to those of ``linear``. TypeError or ValueError for
+        wrong options."""
         parameters = inspect.signature(linear_cross_entropy).parameters.values()
-        names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"}
-        unknown = options.keys() - names
-        if unknown:
-            first = sorted(unknown)[0]
-            raise TypeError(f"unknown option {first!r}; options are {', '.join(sorted(names))}{nearest(first, names)}")
+        option_names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"}
+        unknown_names = options.keys() - option_names
+        if unknown_names:
+            unknown, listing = sorted(unknown_names)[0], ", ".join(sorted(option_names))
+            raise TypeError(f"unknown option {unknown!r}; options are {listing}{nearest(unknown, option_names)}")
         check_options(options)
         self.weight, self.bias = linear.weight, linear.bias
         self.options = options
@@ -219,11 +227,11 @@ class ChunkedHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] for inference, in the dtype of ``hidden``, with ``logit_scale`` and ``softcap``."""
-        x = nn.functional.linear(hidden, self.weight, self.bias)
-        scale, softcap = self.options.get("logit_scale", 1.0), self.options.get("softcap")
-        if scale != 1.0:
-            x = x * scale
-        return x if softcap is None else softcap * torch.tanh(x / softcap)
+        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        logit_scale, softcap = self.options.get("logit_scale", 1.0), self.options.get("softcap")
+        if logit_scale != 1.0:
+            logits = logits * logit_scale
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def extra_repr(self) -> str:
         shape = f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}"
@@ -233,23 +241,24 @@ class ChunkedHead(nn.Module):
 class CrossEntropyLoss(OptionsModule):
     """``torch.nn.CrossEntropyLoss`` for targets that are class ids: two passes over the logits, and no copy of them.
 
-    ``forward(input, target)``: either ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none;
-    or PyTorch's [N, C, d1, ...] with [N, d1, ...], which is copied with classes last unless a view has that layout.
-    ValueError for shapes that could be either (all dimensions but the first are equal). With ``VocabParallel`` classes
-    must be last.
+    ``forward(input, target)`` takes ``input`` [..., C] with ``target`` [...] int64, with any leading dimensions or
+    none. It also takes PyTorch's shapes [N, C, d1, ...] and [N, d1, ...]; such an input is copied with classes last,
+    unless a view of it has that layout. Shapes that could be of either kind (all dimensions but the first are equal)
+    raise ValueError. With ``VocabParallel`` classes must be last.
 
     Args:
-        weight: [C] class weights, kept as a buffer; [vocab_size] if columns are padding or other ranks have some.
+        weight: [C] class weights, stored as a buffer; [vocab_size] if some columns are padding or on other ranks.
         ignore_index, reduction, label_smoothing: as in PyTorch. ``size_average`` and ``reduce``, which PyTorch has
-            deprecated, are refused.
+            deprecated, raise.
         z_loss: coefficient of ``lse ** 2``, with the denominator of the cross-entropy.
         softcap, logit_scale, inplace, vocab_size, backend: as in ``logits_loss``.
-        parallel: as in ``logits_loss``. With ``reduction="none"`` ``TokenParallel`` has no effect, and ``average=True``
-            is refused. A copy of the module shares the process group, which cannot be pickled: save the arguments.
+        parallel: as in ``logits_loss``. With ``reduction="none"``, ``TokenParallel`` has no effect, and its
+            ``average=True`` raises. A copy of the module shares the process group, which cannot be pickled: save the
+            arguments of the module instead.
 
-    Differences from PyTorch: the loss is fp32 for 16-bit input; without a token that counts it is 0 with zero
-    gradients, not nan; values in rows that do not count, nan too, change nothing; a target out of range raises an
-    IndexError on the CPU and makes the loss nan elsewhere.
+    Differences from PyTorch: the loss is fp32 for 16-bit input. If no token counts, it is 0 with zero gradients, not
+    nan. Values in rows that do not count, nan too, change nothing. A target out of range raises IndexError on the CPU,
+    and makes the loss nan on other devices.
     """
 
     weight: Tensor | None
@@ -309,7 +318,7 @@ def logits_cross_entropy(
     """The cross-entropy of logits [..., C], as ``CrossEntropyLoss.forward`` calls it."""
     call = logits_call_of(
         "CrossEntropyLoss", logits, target, options, inplace, reduction=reduction, result=first_output,
-        losses=plain_loss(label_smoothing, z_loss), shares_denominator=True,
+        losses=unweighted_loss(label_smoothing, z_loss), shares_denominator=True,
     )  # fmt: skip
     return with_class_weights(call, label_smoothing, z_loss, class_weights)
 
@@ -317,18 +326,18 @@ def logits_cross_entropy(
 IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy
 
 
-def classes_last(logits: Tensor, target: Tensor, split: bool) -> Tensor:
-    """Logits [..., C]: those of PyTorch's shape [N, C, d1, ...] as a view, any others unchanged. ValueError for shapes
-    that could be either, and for PyTorch's shape where ranks ``split`` the classes."""
+def classes_last(logits: Tensor, target: Tensor, is_split: bool) -> Tensor:
+    """Logits [..., C]: a view of logits in PyTorch's shape [N, C, d1, ...], any others unchanged. ValueError for shapes
+    that could be of either kind, and for PyTorch's shape if ``is_split``: ranks hold different classes."""
     for argument, tensor in (("input", logits), ("target", target)):
         checks.check_tensor(argument, tensor, optional=False)
     checks.check_ids("target", target)
-    shape, leading = tuple(logits.shape), tuple(target.shape)
-    if len(shape) < 3 or leading != shape[:1] + shape[2:]:
+    logits_shape, target_shape = tuple(logits.shape), tuple(target.shape)
+    if len(logits_shape) < 3 or target_shape != logits_shape[:1] + logits_shape[2:]:
         return logits
-    if split or leading == shape[:-1]:
+    if is_split or target_shape == logits_shape[:-1]:
         raise ValueError(
-            f"input {shape} with target {leading} may have its classes last or, as in PyTorch, second; flatten both: "
-            "input.flatten(0, -2) or input.movedim(1, -1).flatten(0, -2), with target.flatten()"
+            f"input {logits_shape} with target {target_shape} may have its classes last or, as in PyTorch, second; "
+            "flatten both: input.flatten(0, -2) or input.movedim(1, -1).flatten(0, -2), with target.flatten()"
         )
     return logits.movedim(1, -1)

@@ -1,4 +1,4 @@
-"""Per-token divergences from a dense teacher, differentiable, for a loss of the caller's own."""
+"""Divergences per token from a dense teacher, differentiable, for a loss that the caller writes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -12,14 +12,17 @@ from ..core.checks import choice, flag, number
 from ..core.stats import all_at_targets
 from ..losses.base import Losses
 
-KINDS: dict[str, Callable[..., Losses]] = {
+# functions of ``chunked_head.losses`` by the value of ``divergence``
+LOSS_FUNCTIONS: dict[str, Callable[..., Losses]] = {
     "forward_kl": losses.forward_kl, "reverse_kl": losses.reverse_kl, "jsd": losses.jsd, "tvd": losses.tvd
 }  # fmt: skip
 
 
 class Divergence(NamedTuple):
+    """Results of ``linear_divergence`` with ``entropy=True``, each [...]."""
+
     divergence: Tensor
-    entropy: Tensor
+    entropy: Tensor  # of the student, in nats
 
 
 @operation
@@ -46,32 +49,32 @@ def linear_divergence(
     for ``divergence="forward_kl"``, those of
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
-        y = the same, from the teacher's head and options
+        y = as x, from the teacher's head and options
         q = y.softmax(-1)
         divergence = (q * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1)
         entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
 
-    without the logits of either, for a loss of one's own. A loss that is their mean or sum is ``linear_loss`` with
-    ``losses.forward_kl`` and the others: three matmuls and the teacher's one. This function makes the student's and the
-    teacher's logits twice, since each token's upstream gradient comes late; once where hidden states alone take a
-    gradient and no entropy is returned.
+    without x and y in memory, for a loss that you write. For a loss that is the mean or the sum of divergences,
+    ``linear_loss`` with ``losses.forward_kl``, ``reverse_kl``, ``jsd`` or ``tvd`` is faster: three matmuls and one of
+    the teacher. This function makes the logits of student and teacher twice, since the upstream gradients of tokens are
+    known in ``backward`` only. It makes them once if only hidden states take a gradient and no entropy is returned.
 
     Args:
-        target: token ids, of which only ``ignore_index`` is read: such a token does not count. None: all tokens count,
-            except by ``mask``.
+        target: token ids. A token whose target is ``ignore_index`` does not count; other ids are not read. None:
+            ``mask`` alone says which tokens count.
         divergence: ``"forward_kl"`` KL(q || p), ``"reverse_kl"`` KL(p || q), ``"jsd"`` or ``"tvd"``, as
             ``chunked_head.losses`` defines them.
         beta: weight of q in the JSD's mixture; 0 is the forward, 1 the reverse divergence.
-        teacher_logits, or teacher_hidden with teacher_weight and perhaps teacher_bias: indexed like the hidden states;
-            they take no gradient. If the vocabularies differ in size, by padding, p and q are over the first ids, which
-            both have (``losses.forward_kl``).
+        teacher_logits: the teacher's logits; or teacher_hidden, teacher_weight and optionally teacher_bias: its hidden
+            states and head. They are indexed like the hidden states and take no gradient. If the vocabularies differ in
+            size, by padding, p and q are over the ids that both have, the first ones (``losses.forward_kl``).
         teacher_logit_scale, teacher_softcap: scale and softcap of the teacher's logits.
         temperature: divides the logits; a number, or a tensor [...] with one per token.
         teacher_temperature: temperature of the teacher, a number; None: ``temperature``.
-        entropy: whether to return the student's entropy too, in nats.
+        entropy: return the student's entropy too, in nats.
         mask: [...] bool, false where a token does not count, in addition to ``ignore_index``. Tokens that do not count
             have value 0 and no gradient.
-        The rest: as in ``linear_logprobs``.
+        options: as in ``linear_logprobs``.
 
     Returns:
         ``divergence`` [...], or with ``entropy=True`` a named tuple ``(divergence, entropy)``, in fp32 (fp64 for fp64
@@ -96,24 +99,27 @@ def linear_divergence(
 def divergence_of(
     divergence: str, beta: float, temperature: float | None, logit_scale: float, softcap: float | None
 ) -> Losses:
-    """The loss whose values per token are the divergence. Raises for wrong options."""
-    choice("linear_divergence", "divergence", divergence, tuple(KINDS))
+    """The loss whose values per token are the divergence. TypeError or ValueError for wrong options."""
+    choice("linear_divergence", "divergence", divergence, tuple(LOSS_FUNCTIONS))
     options: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
     if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
         raise ValueError(f'beta goes with divergence="jsd" only, got {beta!r} with {divergence!r}; leave it at 0.5')
-    return KINDS[divergence](
+    return LOSS_FUNCTIONS[divergence](
         teacher_temperature=temperature, teacher_logit_scale=logit_scale, teacher_softcap=softcap, **options
     )
 
 
-def result_of(values: Sequence[Tensor]) -> Any:
-    """The divergence; or, of two values, a ``Divergence`` with the entropy."""
-    return values[0] if len(values) == 1 else Divergence(*values)
+def result_of(outputs: Sequence[Tensor]) -> Any:
+    """The result of ``linear_divergence``: of one output the divergence, of two a ``Divergence``."""
+    return outputs[0] if len(outputs) == 1 else Divergence(*outputs)
 
 
 def in_graph_divergence(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
-    values = outputs[: 1 + arguments.get("entropy", False)]
-    return result_of(all_at_targets(values, tuple(arguments["hidden"].shape[:-1]), arguments.get("shift", 0)))
+    """The result of ``linear_divergence`` from the outputs of its operator in a graph."""
+    requested_outputs = outputs[: 1 + arguments.get("entropy", False)]
+    return result_of(
+        all_at_targets(requested_outputs, tuple(arguments["hidden"].shape[:-1]), arguments.get("shift", 0))
+    )
 
 
 IN_GRAPH["linear_divergence"] = in_graph_divergence

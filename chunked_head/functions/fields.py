@@ -1,5 +1,5 @@
-"""Arguments that become fields of the batch: ``mask``, ``token_weights``, ``candidates``, which replace the vocabulary,
-and ``segment_lengths``."""
+"""Arguments of public functions that become fields of the batch: ``mask``, ``token_weights``, ``candidates``,
+``segment_lengths``."""
 
 import itertools
 import math
@@ -17,9 +17,10 @@ from ..plan.segments import Segments
 
 
 def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -> Any:
-    """The batch with the fields that are arguments too. ValueError for one that stands in both places."""
+    """The batch with the fields ``mask`` and ``token_weights`` from arguments of these names, unless those are None.
+    ValueError if the batch has such a field already."""
     if (mask is None and token_weights is None) or not (batch is None or isinstance(batch, Mapping)):
-        return batch  # of another type: the call's checks say so
+        return batch  # the call's checks raise for a batch of another type
     fields, arguments = dict(batch or {}), {"mask": mask, "token_weights": token_weights}
     for name, value in arguments.items():
         if value is not None and fields.get(name) is not None:
@@ -28,7 +29,8 @@ def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -
 
 
 def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: Tensor | None) -> Call[Any]:
-    """The call with the field ``kept_ids`` of the candidates, a set of ids for every token."""
+    """The call with the candidates as field ``kept_ids``, a set of ids for each token, and their bias as field
+    ``candidate_bias``. TypeError or ValueError for wrong candidates."""
     flag("kept_everywhere", call.kept_everywhere)
     batch: Any = call.batch
     if candidates is None:
@@ -41,26 +43,32 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
         raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
     if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
-    shape = candidates.shape
-    if not shape or shape[-1] == 0 or (len(shape) > 1 and shape[:-1] != call.leading):
+    candidates_shape = candidates.shape
+    if (
+        not candidates_shape
+        or candidates_shape[-1] == 0
+        or (len(candidates_shape) > 1 and candidates_shape[:-1] != call.leading)
+    ):
         raise ValueError(
             f"candidates must be [K], or the target's shape {call.leading} and one more dimension, K at least 1, got "
-            f"{tuple(shape)}"
+            f"{tuple(candidates_shape)}"
         )
-    if candidate_bias is not None and candidate_bias.shape != shape:
+    if candidate_bias is not None and candidate_bias.shape != candidates_shape:
         raise ValueError(
-            f"candidate_bias must have the shape of candidates, {tuple(shape)}, got {tuple(candidate_bias.shape)}"
+            f"candidate_bias must have the shape of candidates, {tuple(candidates_shape)}, got "
+            f"{tuple(candidate_bias.shape)}"
         )
     fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
-    token_shape = *call.leading, shape[-1]  # candidates [K] are expanded to [..., K]
-    expanded = {name: value.expand(token_shape) for name, value in fields.items() if value is not None}
-    return replace(call, batch={**(batch or {}), **expanded}, kept_everywhere=True)
+    token_shape = *call.leading, candidates_shape[-1]  # candidates [K] are expanded to [..., K]
+    expanded_fields = {name: value.expand(token_shape) for name, value in fields.items() if value is not None}
+    return replace(call, batch={**(batch or {}), **expanded_fields}, kept_everywhere=True)
 
 
 def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> Call[Any]:
-    """The call with the field ``segments``, ``num_segments``, and ``Segments``: lengths and pairs on the host."""
+    """The call with segments of these lengths: as field ``segments``, as ``num_segments``, and as ``Segments``, the
+    lengths and pairs on the host. TypeError or ValueError for wrong lengths, and for calls that cannot have them."""
     batch: Any = call.batch
-    lengths, tokens = numbers(segment_lengths), math.prod(call.leading)
+    lengths, num_tokens = lengths_as_ints(segment_lengths), math.prod(call.leading)
     if "segments" in (batch or {}):
         raise ValueError("segment_lengths say which tokens are a segment: leave out batch['segments']")
     if call.token_parallel is not None or call.sequence_sharded:
@@ -73,11 +81,11 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
             "segment_lengths are other numbers at every step, and a CUDA graph would keep these: pass "
             "batch['segments'] and num_segments"
         )
-    lengths = differences(lengths, tokens, call.num_segments)
-    if not lengths or min(lengths) < 0 or sum(lengths) != tokens:
+    lengths = lengths_of_segments(lengths, num_tokens, call.num_segments)
+    if not lengths or min(lengths) < 0 or sum(lengths) != num_tokens:
         raise ValueError(
-            f"segment_lengths must be of one segment or more and add up to the tokens, {tokens}, padding and prompts "
-            f"among them, or grow from 0 to {tokens} as cu_seqlens do, got {len(lengths)} that add up to "
+            f"segment_lengths must be of one segment or more and add up to the tokens, {num_tokens}, padding and "
+            f"prompts among them, or grow from 0 to {num_tokens} as cu_seqlens do, got {len(lengths)} that add up to "
             f"{sum(lengths)}, the least {min(lengths, default=0)}; give tokens that belong to none a segment of their "
             "own"
         )
@@ -93,36 +101,38 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
             )
         pairs_on_host = tuple([(chosen, rejected) for chosen, rejected in pairs.tolist()])
         fields["pairs"] = pairs.to(call.device, non_blocking=True)
-    counts = torch.tensor(lengths, device="cpu").to(call.device, non_blocking=True)
-    ids = torch.arange(len(lengths), device=call.device)
-    fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(call.leading)
+    device_lengths = torch.tensor(lengths, device="cpu").to(call.device, non_blocking=True)
+    segment_ids = torch.arange(len(lengths), device=call.device)
+    fields["segments"] = torch.repeat_interleave(segment_ids, device_lengths, output_size=num_tokens).view(call.leading)
     return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, pairs_on_host))
 
 
-def differences(lengths: tuple[int, ...], tokens: int, num_segments: int | None) -> tuple[int, ...]:
-    """Lengths of segments: those that are passed, or the differences of numbers that grow from 0 to ``tokens``, as
-    attention kernels take them (cu_seqlens). ValueError for numbers that are both, unless ``num_segments`` decides."""
-    steps = tuple([end - begin for begin, end in itertools.pairwise(lengths)])
-    if not steps or lengths[0] != 0 or lengths[-1] != tokens or min(steps) < 0:
+def lengths_of_segments(lengths: tuple[int, ...], num_tokens: int, num_segments: int | None) -> tuple[int, ...]:
+    """Lengths of segments. ``lengths`` are the lengths, or numbers that grow from 0 to ``num_tokens``, as attention
+    kernels take them (cu_seqlens); then the lengths are their differences. ValueError for numbers that could be either,
+    unless ``num_segments`` decides."""
+    length_steps = tuple([end - begin for begin, end in itertools.pairwise(lengths)])
+    if not length_steps or lengths[0] != 0 or lengths[-1] != num_tokens or min(length_steps) < 0:
         return lengths
-    if sum(lengths) == tokens and num_segments not in (len(lengths), len(steps)):
+    if sum(lengths) == num_tokens and num_segments not in (len(lengths), len(length_steps)):
         raise ValueError(
             f"segment_lengths {list(lengths)} are lengths of {len(lengths)} segments, the last of all tokens, and "
-            f"cu_seqlens of {len(steps)}; pass num_segments={len(lengths)} or {len(steps)}"
+            f"cu_seqlens of {len(length_steps)}; pass num_segments={len(lengths)} or {len(length_steps)}"
         )
-    return lengths if sum(lengths) == tokens and num_segments == len(lengths) else steps
+    return lengths if sum(lengths) == num_tokens and num_segments == len(lengths) else length_steps
 
 
-def numbers(lengths: Any) -> tuple[int, ...]:
-    """Segment lengths as a tuple of ints; TypeError or ValueError for anything but a list or a CPU tensor of ints."""
-    values = lengths
+def lengths_as_ints(lengths: Any) -> tuple[int, ...]:
+    """Segment lengths as a tuple of ints; TypeError or ValueError unless they are a list of ints or an int tensor on
+    the CPU."""
+    length_values = lengths
     if isinstance(lengths, Tensor):
         if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 "segment_lengths must be a list of ints or a one-dimensional int tensor on the CPU, since the host "
                 f"decides by them where chunks end, got {lengths.dim()}-d {lengths.dtype} on {lengths.device}"
             )
-        values = lengths.tolist()
-    if not isinstance(values, Sequence) or not all(type(length) is int for length in values):
+        length_values = lengths.tolist()
+    if not isinstance(length_values, Sequence) or not all(type(length) is int for length in length_values):
         raise TypeError(f"segment_lengths must be a list of ints or an int tensor on the CPU, got {lengths!r}")
-    return tuple(values)
+    return tuple(length_values)

@@ -6,9 +6,9 @@ from torch import Tensor
 from ..core import checks
 from ..core.checks import choice, number
 from ..core.private import is_traced
-from ..losses.distillation import check_teacher, entries, squared, topk_divergence, topk_options
+from ..losses.distillation import check_teacher, counted_entries, squared_temperature, topk_divergence, topk_options
 
-WHERE = "losses.gathered_topk_kl"
+FUNCTION_NAME = "losses.gathered_topk_kl"
 
 
 def gathered_topk_kl(
@@ -30,22 +30,32 @@ def gathered_topk_kl(
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
 ) -> Tensor:
-    """``losses.topk_kl`` of the student's logits at the teacher's ids, by plain autograd.
+    """``losses.topk_kl`` of the student's logits at the teacher's ids, by autograd through PyTorch's operations.
 
-    ``student_logits`` [..., K] are gathered from scaled and capped logits, and this function divides them by
-    ``temperature``. ``lse`` [...] is ``logsumexp(logits / temperature)`` over the vocabulary; gradients flow
-    through it as well. It is needed unless ``normalize="topk"``. ``teacher_logprobs`` [..., K] and ``teacher_mask``
-    [..., K] are as in ``losses.topk_kl``. ``teacher_ids`` [..., K] make a repeated id count once; leave them out if no
-    id is repeated. The other options are those of ``losses.topk_kl``.
+    Args:
+        student_logits: [..., K], gathered from scaled and capped logits. This function divides them by ``temperature``.
+        lse: [...], ``logsumexp(logits / temperature)`` over the vocabulary, through which gradients flow too. Required
+            unless ``normalize="topk"``.
+        teacher_logprobs, teacher_mask: [..., K], as in ``losses.topk_kl``.
+        teacher_ids: [..., K]. With them, a repeated id counts once; None if no id is repeated.
+        mask: [...] bool. Positions where it is false have value 0 and zero gradients, whatever their inputs are.
+        token_weights: [...], factors of the positions' values.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        normalizer: the number by which ``"mean"`` divides the sum of ``token_weights * value``. None: the number of
+            positions that count. 0 gives 0.
+        divergence, normalize, beta, temperature, teacher_renormalize, teacher_temperature, t_squared: as in
+            ``losses.topk_kl``.
 
-    Positions where ``mask`` [...] is false have value 0 and zero gradients, whatever their inputs are.
-    ``reduction="mean"`` divides the sum of ``token_weights * value`` by ``normalizer``, or without one by the number of
-    positions that count. The result is 0-d, or [...] for ``"none"``; fp32 for 16-bit inputs.
+    Returns:
+        The loss, 0-d, or [...] for ``"none"``; fp32 for 16-bit inputs.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
     """
-    choice(WHERE, "reduction", reduction, ("mean", "sum", "none"))
-    options = topk_options(WHERE, divergence, normalize, beta, teacher_renormalize, teacher_temperature)
-    temperature = number(WHERE, "temperature", temperature, 0.0, open_=True)
-    factor = squared(WHERE, temperature, t_squared)
+    choice(FUNCTION_NAME, "reduction", reduction, ("mean", "sum", "none"))
+    options = topk_options(FUNCTION_NAME, divergence, normalize, beta, teacher_renormalize, teacher_temperature)
+    temperature = number(FUNCTION_NAME, "temperature", temperature, 0.0, open_=True)
+    temperature_factor = squared_temperature(FUNCTION_NAME, temperature, t_squared)
     if lse is None and normalize != "topk":
         raise ValueError(
             f"lse is needed with normalize={normalize!r}: pass logsumexp of the student's logits / temperature over "
@@ -59,16 +69,16 @@ def gathered_topk_kl(
         raise ValueError(
             f"student_logits must be floating-point [..., K], got {student_logits.dtype} {tuple(student_logits.shape)}"
         )
-    entry_shape, leading = tuple(student_logits.shape), tuple(student_logits.shape[:-1])
-    fields: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+    entry_shape, leading_shape = tuple(student_logits.shape), tuple(student_logits.shape[:-1])
+    tensors_with_shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "teacher_logprobs": (teacher_logprobs, entry_shape),
         "teacher_ids": (teacher_ids, entry_shape),
         "teacher_mask": (teacher_mask, entry_shape),
-        "lse": (lse, leading),
-        "mask": (mask, leading),
-        "token_weights": (token_weights, leading),
+        "lse": (lse, leading_shape),
+        "mask": (mask, leading_shape),
+        "token_weights": (token_weights, leading_shape),
     }
-    for argument, (tensor, shape) in fields.items():
+    for argument, (tensor, shape) in tensors_with_shapes.items():
         checks.check_tensor(argument, tensor, optional=argument != "teacher_logprobs")
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(
@@ -78,25 +88,27 @@ def gathered_topk_kl(
             raise TypeError(f"{argument} must be bool, got {tensor.dtype}; use {argument}.bool()")
 
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
-    x = student_logits.to(dtype) / temperature
+    student_values = student_logits.to(dtype) / temperature
     if lse is not None:
-        x = x - lse.to(dtype).unsqueeze(-1)
-    teacher = teacher_logprobs.to(dtype)
-    counts = entries(teacher, teacher_ids, teacher_mask)
+        student_values = student_values - lse.to(dtype).unsqueeze(-1)
+    teacher_values = teacher_logprobs.to(dtype)
+    is_counted = counted_entries(teacher_values, teacher_ids, teacher_mask)
     if mask is not None:
-        counts = counts & mask.unsqueeze(-1)  # a position without entries is 0
-    if type(teacher) is Tensor and teacher.device.type == "cpu" and not is_traced():
-        check_teacher("teacher_logprobs", teacher, counts, not options["teacher_renormalize"])
-    values = topk_divergence(x, teacher, counts, **options) * factor
+        is_counted = is_counted & mask.unsqueeze(-1)  # a position without entries is 0
+    if type(teacher_values) is Tensor and teacher_values.device.type == "cpu" and not is_traced():
+        check_teacher("teacher_logprobs", teacher_values, is_counted, not options["teacher_renormalize"])
+    divergences = topk_divergence(student_values, teacher_values, is_counted, **options) * temperature_factor
     if token_weights is not None:
-        weights = token_weights.detach().to(dtype)
-        values = values * (weights if mask is None else torch.where(mask, weights, 0.0))
+        fp32_weights = token_weights.detach().to(dtype)
+        divergences = divergences * (fp32_weights if mask is None else torch.where(mask, fp32_weights, 0.0))
     if reduction == "none":
-        return values
-    total = values.sum()
+        return divergences
+    value_sum = divergences.sum()
     if reduction == "sum":
-        return total
+        return value_sum
     if normalizer is None:
-        normalizer = values.numel() if mask is None else mask.sum()
-    divisor = normalizer.detach().to(total) if isinstance(normalizer, Tensor) else total.new_full((), normalizer)
-    return torch.where(divisor == 0, 0.0, total / torch.where(divisor == 0, 1.0, divisor))
+        normalizer = divergences.numel() if mask is None else mask.sum()
+    divisor = (
+        normalizer.detach().to(value_sum) if isinstance(normalizer, Tensor) else value_sum.new_full((), normalizer)
+    )
+    return torch.where(divisor == 0, 0.0, value_sum / torch.where(divisor == 0, 1.0, divisor))

@@ -16,11 +16,12 @@ from ..core.checks import flag
 from ..core.stats import all_at_targets
 from .fields import with_candidates
 
-FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # results that are returned on demand, in order
+# arguments that ask for further results, which have these names and this order
+RESULT_FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
 
 
 class PerTokenOptions(HeadOptions, total=False):
-    """Keywords of ``linear_logprobs`` but those that name its results."""
+    """Keyword arguments of ``linear_logprobs``, without those that ask for results."""
 
     temperature: float | Tensor
     mask: Tensor | None
@@ -34,7 +35,7 @@ class PerTokenOptions(HeadOptions, total=False):
 if TYPE_CHECKING:
 
     class LogProbs(tuple[Tensor, ...]):
-        """Named tuple of the results that a call returns."""
+        """Named tuple of the results that a call was asked for."""
 
         logprobs: Tensor
         entropy: Tensor
@@ -83,7 +84,7 @@ def linear_logprobs(
     candidate_bias: Tensor | None = None,  # of their shape
     **options: Unpack[HeadOptions],
 ) -> Call[Tensor | tuple[Tensor, ...]]:
-    """Log-probabilities of targets, and the other values that are asked for. Values and gradients are those of
+    """Log-probabilities of targets, and further values per token that are asked for. Values and gradients are those of
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
         logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
@@ -91,7 +92,7 @@ def linear_logprobs(
         lse, argmax, top_k = x.logsumexp(-1), x.argmax(-1), x.log_softmax(-1).topk(k)
         mean_logit, log_sum_sq_probs = x.mean(-1), (2 * x.log_softmax(-1)).logsumexp(-1)
 
-    without holding the logits, for a loss of your own:
+    without holding the logits, for a loss that you write:
 
         logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
         (-(advantages * logprobs) - 0.01 * entropy).mean().backward()
@@ -99,38 +100,41 @@ def linear_logprobs(
     All results but argmax and top-K are differentiable. Under ``torch.no_grad()``, or where neither hidden states nor
     head need a gradient, a call is one matmul and keeps no logits beyond a chunk. With gradients, logits are computed
     again in ``backward``, where the upstream gradient of each token is known: four matmuls. A loss from
-    ``chunked_head.losses`` in ``linear_loss`` needs three. Where hidden states alone take a gradient (a frozen head, as
-    under LoRA), each row of it is made in the forward pass and multiplied in ``backward``: two matmuls, and three with
-    another result that is differentiable (entropy, lse, mean_logit, log_sum_sq_probs). ``plan()`` says which.
+    ``chunked_head.losses`` in ``linear_loss`` needs three. If only hidden states take a gradient (a frozen head, as
+    under LoRA), each row of their gradient is made in the forward pass and multiplied in ``backward``: two matmuls, or
+    three if a second differentiable result is returned (entropy, lse, mean_logit, log_sum_sq_probs). ``plan()`` says
+    which.
 
-    A token's log-probability is the same in every call and under every loss: passed as ``old_logprobs`` of a loss, it
-    makes a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on equally many ranks have
+    A token's log-probability does not depend on the call or the loss: passed as ``old_logprobs`` of a loss, it makes a
+    ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on the same number of ranks return
     the same bits, so that an inference engine and a trainer can both call it (docs/inference.md).
 
     Args:
-        entropy, lse, argmax: whether to return these too: entropy and lse [...] fp32 in nats, argmax [...] int64.
-        mean_logit: mean of the logits over the vocabulary, [...] fp32 (TRL's ``logits/chosen`` averages it).
-        log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32, for the weights of WPO; its negative is Rényi's
-            entropy of order 2. It takes a second softmax, at half the temperature.
-        top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
-            Not with ``deterministic=True``.
+        entropy, lse, argmax: return these too: entropy and lse [...] fp32 in nats, argmax [...] int64.
+        mean_logit: return the mean of the logits over the vocabulary too, [...] fp32 (TRL's ``logits/chosen`` averages
+            it).
+        log_sum_sq_probs: return ``log(sum_v p_v ** 2)`` in nats too, [...] fp32, for the weights of WPO. Its negative
+            is Rényi's entropy of order 2. It takes a second softmax, at half the temperature.
+        top_k: a number K: return the K largest log-probabilities ``top_k_logprobs`` [..., K] fp32 and their ids
+            ``top_k_ids`` [..., K] int64. Not with ``deterministic=True``.
         temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
         mask: [...] bool, false where a token does not count, in addition to ``ignore_index``. All values of a token
             that does not count are 0 (ids too), without gradient.
-        kept_ids, kept_offsets: a set of ids for each token, over which its softmax is: those that a sampler has kept
-            (top-p, top-k, min-p). Token t has ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets
-            ``kept_ids[t]``, in which -1 is no id. Tokens are indexed like the target. A set gets its token's target if
-            it lacks it; an empty set is the whole vocabulary. For a token with a set, only the logits of its ids are
-            made. Not with mean_logit and top_k.
-        kept_everywhere: True promises that every token that counts has a set; then no work is done over the vocabulary.
-            A broken promise raises on the CPU, and makes results nan elsewhere.
+        kept_ids, kept_offsets: a set of ids for each token. The token's softmax is over these ids, such as those that a
+            sampler has kept (top-p, top-k, min-p). The set of token t is
+            ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets ``kept_ids[t]``, where -1 is no id.
+            Tokens are indexed like the target. The token's target is added to its set; an empty set means the whole
+            vocabulary. For a token with a set, only the logits of its ids are made. Not with mean_logit and top_k.
+        kept_everywhere: True promises that every token that counts has a set. Then no logits of the whole vocabulary
+            are made. A broken promise raises on the CPU, and makes results nan on other devices.
         candidates, candidate_bias: as in ``linear_loss``.
-        The rest: as in ``linear_cross_entropy``, except that ``accumulate_into`` is added to in backward. With
+        options: as in ``linear_cross_entropy``, but gradients are added to ``accumulate_into`` in backward. With
             ``shift``, values are returned at the target's position.
 
     Returns:
-        ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, mean_logit, log_sum_sq_probs, argmax,
-        top_k_logprobs, top_k_ids)`` of those that were asked for, in this order; fp32 (fp64 for fp64 operands).
+        ``logprobs`` [...] if nothing else is asked for. Else a named tuple of the results that were asked for, in the
+        order ``(logprobs, entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k_logprobs, top_k_ids)``. Values are
+        fp32 (fp64 for fp64 operands).
 
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
@@ -146,70 +150,83 @@ def linear_logprobs(
 
 
 def with_first_planned(name: str, *args: Any, **options: Any) -> Any:
-    """The result of a public function whose plan counts on no gradient but that of the first values per token."""
-    return execute(lambda *a, **o: replace(TASKS[name](*a, **o), unplanned=FLAGS), args, options)
+    """The result of the public function ``name``. Its plan expects a gradient of the function's first result only."""
+    return execute(lambda *a, **o: replace(TASKS[name](*a, **o), unplanned=RESULT_FLAGS), args, options)
 
 
 class LogprobsOfTrainer:
     """``linear_logprobs`` for a trainer that logs entropies and may differentiate them too.
 
-    The plan counts on gradients of log-probabilities alone, which take two products where the head is frozen. A
-    gradient of another result computes the logits again, and from then on the plan counts on it.
+    The plan expects gradients of log-probabilities only, which take two matmuls if the head is frozen. If another
+    result gets a gradient, that backward computes the logits again, and the plans of later calls expect it.
     """
 
-    unplanned: tuple[str, ...] = FLAGS
+    unplanned: tuple[str, ...] = RESULT_FLAGS  # names of results whose gradients the plan does not expect
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() or not self.unplanned:
             return linear_logprobs(*args, **options)
         results = with_first_planned("linear_logprobs", *args, **options)
-        for value in results[1:] if isinstance(results, tuple) else ():
-            if value.requires_grad:
-                value.register_hook(self.note_gradient)
+        for result in results[1:] if isinstance(results, tuple) else ():
+            if result.requires_grad:
+                result.register_hook(self.note_gradient)
         return results
 
     def note_gradient(self, gradient: Tensor | None) -> None:
+        """A hook on results: makes later plans expect gradients of all results."""
         if gradient is not None:
             self.unplanned = ()
 
 
 def outputs_and_batch(
-    flags: Sequence[bool], top_k: int | None, mask: Tensor | None, kept_ids: Tensor | None, kept_offsets: Tensor | None
+    result_flags: Sequence[bool],
+    top_k: int | None,
+    mask: Tensor | None,
+    kept_ids: Tensor | None,
+    kept_offsets: Tensor | None,
 ) -> dict[str, Any]:
-    """Fields of ``Call`` by name: the outputs, the batch, and the function that makes the result."""
-    names, fields = output_names(flags, top_k), {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    """Fields of ``Call`` by name: ``outputs``, ``batch``, and ``result``, the function that makes the result.
+    ``result_flags``: whether each of ``RESULT_FLAGS`` is returned."""
+    names, fields = (
+        output_names(result_flags, top_k),
+        {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets},
+    )
     batch = {name: value for name, value in fields.items() if value is not None}
     return {"outputs": names, "batch": batch, "result": lambda outcome: result_of(outcome.outputs, names)}
 
 
-def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
-    """Names of the results, in order; differentiable ones come first. ``flags``: whether each of ``FLAGS`` is
-    returned."""
-    for name, value in zip(FLAGS, flags, strict=True):
-        flag(name, value)
+def output_names(result_flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
+    """Names of the results, in order. ``result_flags``: whether each of ``RESULT_FLAGS`` is returned. TypeError for a
+    flag that is no bool."""
+    for name, is_returned in zip(RESULT_FLAGS, result_flags, strict=True):
+        flag(name, is_returned)
     return (
         "logprobs",
-        *itertools.compress(FLAGS, flags),
+        *itertools.compress(RESULT_FLAGS, result_flags),
         *(("top_k_logprobs", "top_k_ids") if isinstance(top_k, int) and top_k else ()),
     )
 
 
 # named tuples by the names of the results, all made at import, since torch.compile cannot trace the making of a type
-CHOICES = itertools.product((False, True), repeat=len(FLAGS) + 1)
+FLAG_COMBINATIONS = itertools.product((False, True), repeat=len(RESULT_FLAGS) + 1)
 RESULT_TYPES = {
-    names: namedtuple("LogProbs", names) for names in [output_names(flags, top_k) for *flags, top_k in CHOICES]
+    names: namedtuple("LogProbs", names)
+    for names in [output_names(result_flags, top_k) for *result_flags, top_k in FLAG_COMBINATIONS]
 }
 
 
-def result_of(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
-    """The values as a named tuple; a single value alone."""
-    return values[0] if len(names) == 1 else RESULT_TYPES[names](*values)
+def result_of(outputs: Sequence[Tensor], names: tuple[str, ...]) -> Any:
+    """The outputs as a named tuple; the only output itself, if there is one name."""
+    return outputs[0] if len(names) == 1 else RESULT_TYPES[names](*outputs)
 
 
 def in_graph_logprobs(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
-    names = output_names([arguments.get(name, False) for name in FLAGS], arguments.get("top_k"))
-    values = all_at_targets(outputs[: len(names)], tuple(arguments["target"].shape), arguments.get("shift", 0))
-    return result_of(values, names)
+    """The result of ``linear_logprobs`` or ``logits_logprobs`` from the outputs of its operator in a graph."""
+    names = output_names([arguments.get(name, False) for name in RESULT_FLAGS], arguments.get("top_k"))
+    values_at_targets = all_at_targets(
+        outputs[: len(names)], tuple(arguments["target"].shape), arguments.get("shift", 0)
+    )
+    return result_of(values_at_targets, names)
 
 
 IN_GRAPH["linear_logprobs"] = in_graph_logprobs
@@ -232,11 +249,11 @@ def logits_logprobs(
     kept_everywhere: bool = False,
     **options: Unpack[LogitsOptions],
 ) -> Call[Any]:
-    """The results of ``linear_logprobs`` from logits that exist already. It makes one pass over the logits and one more
-    in ``backward``, and no tensor of their size but the gradient.
+    """The results of ``linear_logprobs`` from logits that exist already. The call reads the logits once, and once more
+    in ``backward``. It makes no tensor of their size but their gradient.
 
-    Args, Returns, Raises: as ``linear_logprobs``; logits, vocab_size, parallel and backend as ``logits_loss``. There is
-    no ``top_k``: use ``logits.topk``.
+    Arguments, results and errors are as in ``linear_logprobs``; logits, vocab_size, parallel and backend as in
+    ``logits_loss``. There is no ``top_k``: use ``logits.topk``.
     """
     return logits_call_of(
         "logits_logprobs", logits, target, options, temperature=temperature, kept_everywhere=kept_everywhere,

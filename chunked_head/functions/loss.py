@@ -27,13 +27,12 @@ class LossOutput:
     """Results of ``linear_loss`` and ``logits_loss``.
 
     ``loss``: 0-d, or of target's shape with ``reduction="none"``; differentiable. ``parts``: by name, each summand's
-    reduced value, 0-d and detached, without its coefficient. ``metrics``: by name, each with ``.value`` and with
-    ``.sum`` and ``.count``, or ``.extremum``; on the device. ``parts`` and ``metrics`` are empty with
-    ``reduction="none"``. With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's.
-    ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``,
-    where a graph may run at other lengths. ``streams``: for a call on several streams one ``LossOutput`` each, whose
-    loss is detached and not multiplied by the stream's weight. Such a call has ``parts``, ``metrics`` and ``plan`` in
-    ``streams`` only.
+    reduced value, 0-d and detached, without its coefficient. ``metrics``: by name, on the device, each with ``.value``,
+    and with ``.sum`` and ``.count`` or ``.extremum``. ``parts`` and ``metrics`` are empty with ``reduction="none"``.
+    With ``TokenParallel`` loss and parts are this rank's shares, and metrics are of the whole batch. ``plan``: how the
+    call ran. It is None for ``logits_loss``, which has no plan, and inside of ``torch.compile``, where a graph may run
+    at other lengths. ``streams``: of a call on several streams a ``LossOutput`` for each stream, whose loss is detached
+    and not multiplied by the stream's weight. Such a call has ``parts``, ``metrics`` and ``plan`` in ``streams`` only.
     """
 
     loss: Tensor
@@ -43,7 +42,7 @@ class LossOutput:
     streams: "tuple[LossOutput, ...]" = ()
 
     def __repr__(self) -> str:
-        """Every result in a line; numbers are read from the device."""
+        """Text with a line for each result. It reads numbers from the device."""
         loss = short(self.loss) if self.loss.dim() == 0 else f"tensor{list(self.loss.shape)}"
         lines = [f"loss={loss}, {name_of(self.loss.dtype)} on {self.loss.device}"]
         lines += [f"parts[{name!r}]={short(value)}" for name, value in self.parts.items()]
@@ -91,47 +90,55 @@ def linear_loss(
         out.loss.backward()
 
     Args:
-        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, upstream, how the call runs: as in
-            ``linear_cross_entropy``.
-        target: token ids [...] int64; None where no loss or metric reads it.
-        loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats, batch) ->
-            values`` of your own, alone or as a summand, is taken as ``losses.custom(function, scope="token")``, checked
-            once; ``losses.custom`` is for all else.
-        batch: tensors that go with the tokens, by name: what the losses and metrics ask for, ``mask`` [...] bool and
-            ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities, advantages,
-            segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
-            states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids that tokens' softmaxes are
-            over, for all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a
-            gradient. ``losses.FIELDS`` lists all.
-        mask, token_weights: the fields of these names, as arguments; each stands in one place.
-        kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
-            is done over the vocabulary. A broken promise raises on the CPU, and gives nan elsewhere.
-        candidates: ids [K] that all tokens share, or [..., K] for each target (-1 for none, and at least one id where a
-            token counts): the softmax is over these ids and the target only. Every token and candidate costs a gathered
-            row of the weight, also where all tokens share them: it is for small K.
-        candidate_bias: of the candidates' shape, added to their logits before any temperature, as ``-log q`` of sampled
-            softmax (Jean et al. 2015); 0 for a target that is no candidate. It takes no gradient, and excludes softcap.
-        num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
-        segment_lengths: instead of both, the lengths of segments that lie one after the other in the flattened tokens:
-            a list or an int tensor on the CPU that adds up to their number, prompts and padding included. Numbers that
-            grow from 0 to it are taken as attention's cu_seqlens. Of [0, tokens], which is both, ``num_segments`` has
-            to say which: 1 for cu_seqlens. ``batch["pairs"]`` is on the CPU then. Not with ``TokenParallel`` or
+        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, upstream: as in ``linear_cross_entropy``.
+        target: token ids [...] int64; None if no loss or metric reads it.
+        loss: losses of ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats,
+            batch) -> values``, as the loss or as a summand, means ``losses.custom(function, scope="token")``; it is
+            checked once. For options of ``losses.custom``, call it.
+        batch: tensors that go with the tokens, by name: the fields that the losses and metrics read, ``mask`` [...]
+            bool and ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities,
+            advantages, segments) are indexed like the target, also under ``shift``; fields ``teacher_*`` like the
+            hidden states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids for the softmaxes of
+            all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a gradient.
+            ``losses.FIELDS`` lists all fields.
+        mask, token_weights: the fields of these names. Each may be an argument or in ``batch``, not both.
+        kept_everywhere: True promises that every token that counts has a set of ids (``batch["kept_ids"]``). Then no
+            logits of the whole vocabulary are made. A broken promise raises on the CPU, and makes results nan on other
+            devices.
+        candidates: ids [K] for all tokens, or [..., K] for each target, where -1 is no id; a token that counts needs at
+            least one id. The softmax is over these ids and the target only. Each token gathers K rows of the weight,
+            also if all tokens share the ids, so that K should be small.
+        candidate_bias: in the shape of ``candidates``, added to their logits before division by a temperature, such as
+            ``-log q`` of sampled softmax (Jean et al. 2015). It is 0 for a target that is no candidate. It takes no
+            gradient, and cannot be combined with softcap.
+        num_segments: number of segments, an int. Ids in ``batch["segments"]`` are in [0, num_segments), or -1 for
+            tokens of no segment.
+        segment_lengths: lengths of segments that lie one after the other in the flattened tokens, instead of
+            ``batch["segments"]``: a list of ints or an int tensor on the CPU. They add up to the number of tokens,
+            prompts and padding included. Numbers that grow from 0 to the number of tokens are taken as attention's
+            cu_seqlens. ``num_segments`` may be passed too if it agrees, and has to for [0, tokens], which could be
+            lengths (2) or cu_seqlens (1). ``batch["pairs"]`` has to be on the CPU then. Not with ``TokenParallel`` or
             ``sequence_sharded``.
-        metrics: ``chunked_head.metrics``, of names that differ.
-        reduction: of summands without one of their own: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and
-            without metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
-            gradients are known in ``backward`` only, where logits are computed again unless the head is frozen.
-        normalizer: D of summands that are means and have none of their own: a number or a 0-d tensor on the device.
-            None: for each summand the number of tokens (segments, pairs) that count, or 1 where none does. 0 gives 0.
-        temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
-            two temperatures. A tensor [...] has one per token, indexed like the target; losses and metrics with a
-            temperature of their own are refused beside it. It is read only where a token counts, and takes no gradient.
-            One that is not positive and finite raises a ValueError on the CPU, and makes everything nan elsewhere.
-        stream_weights: factors of several streams' losses, numbers or 0-d tensors; None for 1 each.
-        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. Loss
-            and parts are this rank's shares, of which an ``all_reduce(SUM)`` gives the whole batch's; D, sums over
-            segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment
-            and per pair are the whole batch's. ``VocabParallel``: they hold different rows of the head.
+        metrics: functions of ``chunked_head.metrics``, whose names have to differ.
+        reduction: ``"mean"`` or ``"sum"``, for summands without a reduction of their own. ``"none"``, for losses per
+            token and without metrics: ``loss`` [...] is ``sum(c * w * l)`` of each token, 0 where a token does not
+            count. Its upstream gradients are known in ``backward`` only, where logits are computed again unless the
+            head is frozen.
+        normalizer: D of summands that are means and have no normalizer of their own: a number or a 0-d tensor on the
+            device. None: for each summand the number of tokens (segments, pairs) that count, at least 1. 0 gives loss
+            0.
+        temperature: divides the logits for every loss and metric that has no temperature of its own. A call may have
+            two different temperatures. A tensor [...] has one per token, indexed like the target, and takes no
+            gradient; losses and metrics with a temperature of their own raise beside it. A temperature of a token that
+            counts which is not positive and finite raises ValueError on the CPU, and makes results nan on other
+            devices.
+        stream_weights: factors of the losses of several streams, numbers or 0-d tensors; None: 1 for each.
+        parallel: what ranks of a process group share. ``TokenParallel``: ranks hold different tokens of one batch. Loss
+            and parts are this rank's shares: their ``all_reduce(SUM)`` is that of the whole batch. D, sums over
+            segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and fields per segment and
+            pair are those of the whole batch. ``VocabParallel``: ranks hold different rows of the head.
+        options: keyword arguments of ``chunked_head.Execution``, which say how the call runs, as in
+            ``linear_cross_entropy``.
 
     A list ``hidden`` has several streams of hidden states for one head, as in multi-token prediction (DeepSeek-V3,
     2412.19437) or the training steps of a drafter (EAGLE-3, 2503.01840). Value and gradients are those of
@@ -140,19 +147,19 @@ def linear_loss(
         loss = sum(w * out.loss for w, out in zip(stream_weights, outs))
 
     with one accumulation of the weight's gradient, in float32 at least, and each stream's own denominator.
-    ``target``, ``loss``, ``shift``, ``temperature``, ``normalizer``, ``mask``, ``token_weights``, ``candidates`` and
-    each tensor of ``batch`` are one for all streams or a list of one each; everything else is the same for all.
-    ``out.streams[i]`` has each stream's loss, parts, metrics and plan.
-    ``memory_budget`` holds one accumulator and one chunk of one stream.
+    ``target``, ``loss``, ``shift``, ``temperature``, ``normalizer``, ``mask``, ``token_weights``, ``candidates``,
+    ``candidate_bias`` and each tensor of ``batch`` may be a list with a value for each stream; all other arguments hold
+    for all streams. ``out.streams[i]`` has the loss, parts, metrics and plan of stream i. ``memory_budget`` holds the
+    weight's gradient and one chunk of one stream.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
-    gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
-    and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments and pairs end, and
-    three matmuls are enough, but for losses of ``losses.custom`` and with ``skip_ignored``; with a frozen head two are,
-    where the losses are functions of log-probabilities alone. ``out.plan`` says so.
+    gradient. If one chunk cannot hold all tokens, ``backward`` computes logits again, which makes four matmuls instead
+    of three, and adds to ``accumulate_into`` there. With ``segment_lengths`` chunks end where segments and pairs end,
+    and three matmuls are enough, but not for losses of ``losses.custom``, nor with ``skip_ignored``. With a frozen head
+    two are enough, if the losses read log-probabilities only. ``out.plan`` says which.
 
-    Inside of ``torch.compile`` the call is an operator; docs/guides/options.md says what breaks the graph, and that a
-    tensor multiplies a loss by ``Losses.times`` there.
+    Inside of ``torch.compile`` the call is an operator of the graph. A tensor multiplies a loss by ``Losses.times``
+    there; docs/guides/options.md says what breaks the graph.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
@@ -183,39 +190,43 @@ def linear_loss(
 
 
 def in_graph_loss(outputs: list[Tensor], arguments: dict[str, Any]) -> LossOutput:
+    """The result of ``linear_loss`` or ``logits_loss`` from the outputs of its operator in a graph."""
     if arguments.get("reduction") == "none":
         return LossOutput(in_graph_values(outputs, arguments), {}, {}, None)
-    value, packed = outputs[0], outputs[1]
-    labels = [summand.label for _, summand in arguments["loss"].terms]
-    values_by_label = {label: packed[offset] for offset, label in enumerate(labels)}
-    metrics, offset = {}, len(labels)
+    loss_value, packed_values = outputs[0], outputs[1]
+    loss_labels = [summand.label for _, summand in arguments["loss"].terms]
+    values_by_label = {label: packed_values[offset] for offset, label in enumerate(loss_labels)}
+    metrics, offset = {}, len(loss_labels)
     for metric in arguments.get("metrics", ()):
-        count = metric.components
-        number_or_vector = packed[offset] if count == 1 else packed[offset : offset + count]
-        offset += count
+        num_components = metric.components
+        metric_value = packed_values[offset] if num_components == 1 else packed_values[offset : offset + num_components]
+        offset += num_components
         if metric.reduce == "mean":
-            metrics[metric.label] = MetricValue("mean", number_or_vector, packed[offset], finish=metric.finish)
+            metrics[metric.label] = MetricValue("mean", metric_value, packed_values[offset], finish=metric.finish)
             offset += 1
         else:
-            metrics[metric.label] = MetricValue(metric.reduce, extremum=number_or_vector)
-    return LossOutput(value, values_by_label, metrics, None)
+            metrics[metric.label] = MetricValue(metric.reduce, extremum=metric_value)
+    return LossOutput(loss_value, values_by_label, metrics, None)
 
 
 IN_GRAPH["linear_loss"] = in_graph_loss
 
 
 def loss_output(outcome: Outcome) -> LossOutput:
-    """The results of a call that ran."""
-    value, plan, objective = outcome.outputs[0], outcome.plan, outcome.objective
+    """The result of ``linear_loss`` or ``logits_loss`` from the outcome of its call."""
+    loss_value, plan, objective = outcome.outputs[0], outcome.plan, outcome.objective
     if not isinstance(objective, ScalarObjective):
-        return LossOutput(value, {}, {}, plan)
+        return LossOutput(loss_value, {}, {}, plan)
     with torch.no_grad():
         values_by_label = dict(
             zip([s.label for _, s in outcome.tokens.call.losses.terms], outcome.loss_values, strict=True)
         )
-        values = objective.metric_values(outcome.stats, outcome.metric_totals)
+        metric_values = objective.metric_values(outcome.stats, outcome.metric_totals)
     return LossOutput(
-        value, values_by_label, {metric.label: values[metric.label] for metric in outcome.tokens.call.metrics}, plan
+        loss_value,
+        values_by_label,
+        {metric.label: metric_values[metric.label] for metric in outcome.tokens.call.metrics},
+        plan,
     )
 
 
@@ -237,12 +248,12 @@ def logits_loss(
     inplace: bool = False,
     **options: Unpack[LogitsOptions],
 ) -> Call[LossOutput]:
-    """``linear_loss`` on logits that exist already: any sum of losses, with metrics, from one pass over the logits, and
-    their gradient from one more in ``backward``. Values and gradients are those of ``linear_loss``, with
+    """``linear_loss`` on logits that exist already: any sum of losses, with metrics. The call reads the logits once,
+    and once more in ``backward``. Values and gradients are those of ``linear_loss``, with
 
         x = softcap * tanh(logit_scale * logits.float() / softcap) / temperature
 
-    No tensor of the logits' size is made but the gradient, and with ``inplace`` not even that:
+    The only tensor of the logits' size is their gradient, which with ``inplace`` takes the place of the logits:
 
         logits = model(tokens).logits
         out = logits_loss(logits, tokens, losses.cross_entropy() + 1e-4 * losses.z_loss(), shift=1, inplace=True)
@@ -253,18 +264,18 @@ def logits_loss(
             copied if columns are not contiguous, or if rows are not evenly spaced, as those of ``logits[:, :-1]``: pass
             all logits, with ``shift=1``.
         target, loss, batch, mask, token_weights, num_segments, metrics, reduction, normalizer, ignore_index, shift: as
-            in ``linear_loss``. A dense teacher must have ``teacher_logits``. Logits of tokens that do not count change
-            nothing.
-        softcap, logit_scale, temperature: as above.
-        inplace: True writes the gradient over the logits. ``backward`` then leaves gradients in ``logits`` and runs
-            once; autograd raises in any other operation's backward that has saved the logits. Logits that are a leaf
-            are refused, since the leaf would become its own ``.grad``.
+            in ``linear_loss``. A dense teacher must be passed as ``teacher_logits``. Logits of tokens that do not count
+            change nothing.
+        softcap, logit_scale, temperature: as in the formula above.
+        inplace: True writes the gradient over the logits: after ``backward``, which can run once, ``logits`` holds
+            gradients. The backward of any other operation that has saved the logits raises. Logits that are a leaf
+            raise, since the leaf would become its own ``.grad``.
         vocab_size: number of the first columns that stand for an id; None: all. Values in the other columns change
             nothing, and their gradient is 0.
         parallel: as in ``linear_loss``. With ``VocabParallel``, ``logits`` [..., vocab / ranks] are each rank's columns
             for the same tokens (Megatron's output layer without its gather), and ``teacher_logits`` likewise.
-            ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, are refused. If the ranks'
-            targets differ, results are nan; without targets, different tokens on the ranks go unnoticed.
+            ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, raise. If the ranks' targets
+            differ, results are nan. Without targets, ranks with different tokens are not noticed.
         backend: ``"triton"`` or ``"torch"``. None: Triton on GPUs that have our kernels, else torch.
 
     Gradients are made in backward and multiplied by the upstream gradient before they are rounded, so that 16-bit
@@ -274,7 +285,7 @@ def logits_loss(
         ``LossOutput``, as in ``linear_loss``: ``.loss`` is 0-d, fp32 (fp64 for fp64 logits); ``.plan`` is None.
 
     Raises:
-        TypeError, ValueError, IndexError: as ``linear_loss``, of tokens that count.
+        TypeError, ValueError, IndexError: as in ``linear_loss``.
     """
     if isinstance(batch, Mapping) and "teacher_hidden" in batch:
         raise ValueError(
@@ -294,12 +305,12 @@ IN_GRAPH["logits_loss"] = in_graph_loss
 
 # ---- several streams of hidden states: each stream's arguments and results
 
-# arguments that take a list with one value per stream; for any other argument a list is one value for all streams
-PER_STREAM = ("mask", "token_weights", "temperature", "normalizer", "candidates", "candidate_bias", "shift")
+# arguments that take a list with one value per stream; a list for any other argument is a value for all streams
+STREAM_ARGUMENTS = ("mask", "token_weights", "temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 
 def streams_of(
-    make: Callable[..., Call[Any]],
+    make_call: Callable[..., Call[Any]],
     hidden: Sequence[Tensor],
     weight: Tensor,
     target: Any,
@@ -307,43 +318,56 @@ def streams_of(
     stream_weights: Sequence[float | Tensor] | None,
     arguments: Mapping[str, Any],
 ) -> Streams[Any]:
-    """The request on several streams: ``make``, which is ``linear_loss``, makes the call of each. ``arguments``: all
-    further arguments of ``linear_loss``, by name."""
-    count = len(hidden)
-    if not count:
+    """The request of ``linear_loss`` on several streams. ``make_call``: the function that makes the ``Call`` of a
+    stream. ``arguments``: all further arguments of ``linear_loss``, by name. TypeError or ValueError for wrong
+    lists."""
+    num_streams = len(hidden)
+    if not num_streams:
         raise ValueError("hidden must be a tensor or a list of one tensor or more, got an empty list")
     if arguments["reduction"] == "none":
         raise ValueError(
             'reduction="none" has no loss that streams would add up to; call linear_loss once for each stream'
         )
-    weights = for_streams("stream_weights", 1.0 if stream_weights is None else stream_weights, count)
-    losses = [as_losses(stream_loss) for stream_loss in for_streams("loss", loss, count)]
+    stream_factors = for_streams("stream_weights", 1.0 if stream_weights is None else stream_weights, num_streams)
+    stream_losses = [as_losses(stream_loss) for stream_loss in for_streams("loss", loss, num_streams)]
     calls = []
-    for i, (stream_hidden, stream_target) in enumerate(zip(hidden, for_streams("target", target, count), strict=True)):
+    for i, (stream_hidden, stream_target) in enumerate(
+        zip(hidden, for_streams("target", target, num_streams), strict=True)
+    ):
         if isinstance(stream_hidden, list | tuple):
             raise TypeError(f"hidden must be a torch.Tensor, got {type(stream_hidden).__name__}")
         stream_arguments = {
-            name: for_streams(name, arguments[name], count)[i] for name in PER_STREAM if name in arguments
+            name: for_streams(name, arguments[name], num_streams)[i] for name in STREAM_ARGUMENTS if name in arguments
         }
         if isinstance(arguments["batch"], Mapping):
             stream_arguments["batch"] = {
-                name: for_streams(f"batch[{name!r}]", value, count)[i] for name, value in arguments["batch"].items()
+                name: for_streams(f"batch[{name!r}]", value, num_streams)[i]
+                for name, value in arguments["batch"].items()
             }
         calls.append(
-            make(stream_hidden, weight, stream_target, losses[i].times(weights[i]), **{**arguments, **stream_arguments})
+            make_call(
+                stream_hidden,
+                weight,
+                stream_target,
+                stream_losses[i].times(stream_factors[i]),
+                **{**arguments, **stream_arguments},
+            )
         )
 
-    def result(total: Tensor, outcomes: list[Outcome]) -> Any:
+    def streams_output(loss_sum: Tensor, outcomes: list[Outcome]) -> Any:
         outputs = [call.result(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
-        return LossOutput(total, {}, {}, None, tuple(outputs))
+        return LossOutput(loss_sum, {}, {}, None, tuple(outputs))
 
-    return Streams(tuple(calls), tuple(losses), result)
+    return Streams(tuple(calls), tuple(stream_losses), streams_output)
 
 
-def for_streams(name: str, value: Any, count: int) -> Sequence[Any]:
-    """An argument's values, one for each stream; ValueError for a list of another length."""
+def for_streams(name: str, value: Any, num_streams: int) -> Sequence[Any]:
+    """An argument's values, one for each stream: the elements of a list, or the same value for all. ValueError for a
+    list of another length."""
     if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} must be one for all {count} streams or a list of {count}, got {len(value)}")
+        return [value] * num_streams
+    if len(value) != num_streams:
+        raise ValueError(
+            f"{name} must be one for all {num_streams} streams or a list of {num_streams}, got {len(value)}"
+        )
     return value

@@ -24,7 +24,7 @@ from ..plan.plans import Plan
 from ..stores import backend_of
 from ..stores.gradients import sum_dtype
 from ..stores.operands import TeacherHead
-from .logprobs import FLAGS, output_names
+from .logprobs import RESULT_FLAGS, output_names
 
 
 def plan(
@@ -63,12 +63,12 @@ def plan(
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Plan:
-    """The plan that a call of these sizes follows, without making the call. Nothing is allocated.
+    """The plan of a call with these sizes. No call is made, and no memory is allocated.
 
         print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
 
-    The call is one of ``linear_cross_entropy``; with ``loss`` it is one of ``linear_loss``; with ``returns``, names
-    such as ``("logprobs", "entropy")``, or with ``top_k`` it is one of ``linear_logprobs``. Arguments that are not
+    The call is of ``linear_cross_entropy``. With ``loss`` or ``metrics`` it is of ``linear_loss``. With ``returns``,
+    names such as ``("logprobs", "entropy")``, or with ``top_k`` it is of ``linear_logprobs``. Arguments that are not
     described here are those of that function.
 
     Args:
@@ -77,13 +77,14 @@ def plan(
         hidden_dtype, weight_dtype: dtypes of the tensors, where autocast casts them; None: ``dtype``.
         accumulate_into: True, or the buffer's dtype, where the weight's gradient is added to a buffer of the caller's.
         hidden_grad, weight_grad: whether hidden states and weight take a gradient.
-        bias: whether the head has one; it takes a gradient where the weight does.
+        bias: whether the head has a bias. It takes a gradient if the weight does.
         teacher_k: K of ``teacher_ids`` [..., K]; 0 without them.
-        teacher_vocab: rows of a dense teacher's head; None: as many as the student's.
-        teacher_hidden, teacher_dtype: columns and dtype of a dense teacher's hidden states; None where it has logits.
+        teacher_vocab: number of rows of a dense teacher's head; None: that of the student's.
+        teacher_hidden, teacher_dtype: hidden size and dtype of a dense teacher's hidden states;
+            ``teacher_hidden=None``: the call has the teacher's logits.
         segment_lengths: whether the call passes ``segment_lengths``.
-        ranks: number of ranks that share the vocabulary (``VocabParallel``), in ``torch.chunk``'s pieces. The plan is
-            that of the first rank.
+        ranks: number of ranks that share the vocabulary (``VocabParallel``), split as ``torch.chunk`` splits. The plan
+            is that of the first rank.
         sequence_sharded: as in ``VocabParallel``.
         device: a device; or the name of a card or an architecture, such as ``"H100"`` or ``"sm_89"``, for a GPU that
             this machine lacks. None: the GPU if there is one, else the CPU.
@@ -92,7 +93,7 @@ def plan(
         TypeError, ValueError: an argument is wrong, or no plan meets the request.
     """
     check_arguments(locals())
-    rows = rows_of_first_rank(vocab, ranks)
+    num_rows = rows_of_first_rank(vocab, ranks)
     sizes_in_words = f"; got tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
     checks.refuse({
         "sequence_sharded=True needs as many tokens on every rank: round tokens up" + sizes_in_words:
@@ -106,12 +107,14 @@ def plan(
     })  # fmt: skip
     hidden_dtype, weight_dtype = hidden_dtype or dtype, weight_dtype or dtype
     buffer_dtype = buffer_dtype_of(accumulate_into, weight_dtype, weight_grad)
-    place, absent_gpu = place_of(device)
-    device_backend = backend_of(backend, place)
-    device_backend.check(place, dtype, "dtype")
-    measured = as_metrics(metrics)
-    names = returned_names(returns, top_k, takes_loss=bool(loss is not None or label_smoothing or measured))
-    terms = NO_LOSSES if names else loss_of(loss, label_smoothing)
+    call_device, absent_gpu = device_and_gpu(device)
+    device_backend = backend_of(backend, call_device)
+    device_backend.check(call_device, dtype, "dtype")
+    metric_functions = as_metrics(metrics)
+    names_of_outputs = returned_names(
+        returns, top_k, takes_loss=bool(loss is not None or label_smoothing or metric_functions)
+    )
+    call_losses = NO_LOSSES if names_of_outputs else loss_of(loss, label_smoothing)
     if isinstance(temperature, torch.Tensor):
         raise TypeError(
             "temperature of plan is a number; a call with one per token is planned as one at 1 is; pass 1.0"
@@ -119,99 +122,117 @@ def plan(
     bias_grad = bias and weight_grad
     call: Call[Plan] = Call(
         function="plan", rows=on_meta(tokens, hidden, dtype=hidden_dtype),
-        weight=on_meta(rows, hidden, dtype=weight_dtype), bias=on_meta(rows, dtype=weight_dtype) if bias_grad else None,
+        weight=on_meta(num_rows, hidden, dtype=weight_dtype),
+        bias=on_meta(num_rows, dtype=weight_dtype) if bias_grad else None,
         target=on_meta(tokens, dtype=torch.int64), vocab_size=vocab, reduction=reduction, softcap=softcap,
         temperature=temperature, deterministic=deterministic, precision=precision, skip_ignored=skip_ignored,
         memory_budget=memory_budget, chunk_tokens=chunk_tokens, top_k=top_k, accumulate_dtype=accumulate_dtype,
-        losses=terms, metrics=measured, outputs=names, result=lambda plan: plan,
+        losses=call_losses, metrics=metric_functions, outputs=names_of_outputs, result=lambda plan: plan,
     )  # fmt: skip
-    call.device = place  # the device may be a GPU that this machine lacks
+    call.device = call_device  # the device may be a GPU that this machine lacks
     readers = measures_of(call)  # summands and metrics
     id_reader = next((reader.label for reader in readers if "teacher_ids" in reader.fields), None)
     if id_reader is not None and not teacher_k:
         raise ValueError(f"{id_reader} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
-    fields = [field for reader in readers for field in reader.fields]
-    spec = decided(call, dtype, device_backend, fields, kinds_of(readers), teacher_k, teacher_vocab)
+    field_names = [field for reader in readers for field in reader.fields]
+    spec = decided(call, dtype, device_backend, field_names, kinds_of(readers), teacher_k, teacher_vocab)
     check_fp8(call, spec, absent_gpu)
     if sequence_sharded:
         spec = replace(spec, demand=spec.demand._replace(columns_only=False))
     ends_with_segments = segment_lengths and spec.can_end_with_segments
-    traits: dict[str, Any] = {
-        "columns": rows, "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1,
-        "largest_part": rows if ranks > 1 else None, "skips": skip_ignored, "moved": skip_ignored or ends_with_segments,
-        "ends_with_segments": ends_with_segments, "buffer_dtype": buffer_dtype,
+    size_fields: dict[str, Any] = {
+        "columns": num_rows, "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1,
+        "largest_part": num_rows if ranks > 1 else None, "skips": skip_ignored,
+        "moved": skip_ignored or ends_with_segments, "ends_with_segments": ends_with_segments,
+        "buffer_dtype": buffer_dtype,
     }  # fmt: skip
-    if absent_gpu is not None and "gpu" in device_backend.traits(place):
+    if absent_gpu is not None and "gpu" in device_backend.traits(call_device):
         is_nvidia = absent_gpu.name.startswith("sm_")
-        traits |= {"gpu": absent_gpu, "multiprocessors": absent_gpu.multiprocessors, "half_products": is_nvidia}
+        size_fields |= {"gpu": absent_gpu, "multiprocessors": absent_gpu.multiprocessors}
+        size_fields["half_products"] = is_nvidia
     autocast_dtype = None if hidden_dtype == weight_dtype == dtype else dtype
     teacher = dense_teacher(spec, teacher_hidden, teacher_dtype or dtype, autocast_dtype)
     return make_plan(
-        sizes_of(call, spec, tokens, (hidden_grad, weight_grad, bias_grad), teacher, **traits), spec.request
+        sizes_of(call, spec, tokens, (hidden_grad, weight_grad, bias_grad), teacher, **size_fields), spec.request
     )
 
 
-# least values of sizes; a teacher's sizes may be None
-SIZES = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0, "teacher_vocab": 1, "teacher_hidden": 1}
-DTYPES = ("dtype", "hidden_dtype", "weight_dtype", "teacher_dtype")
-NONE_ALLOWED = ("teacher_vocab", "teacher_hidden", *DTYPES[1:])
-SWITCHES = ("hidden_grad", "weight_grad", "bias", "skip_ignored", "segment_lengths", "sequence_sharded")
-OPTIONS = ("reduction", "label_smoothing", "softcap", "temperature", "deterministic", "precision", "backend")
+# least values of sizes, by argument; a teacher's sizes may be None
+LEAST_SIZES = {
+    "tokens": 0,
+    "hidden": 1,
+    "vocab": 1,
+    "ranks": 1,
+    "teacher_k": 0,
+    "teacher_vocab": 1,
+    "teacher_hidden": 1,
+}
+DTYPE_NAMES = ("dtype", "hidden_dtype", "weight_dtype", "teacher_dtype")
+NONE_ALLOWED = ("teacher_vocab", "teacher_hidden", *DTYPE_NAMES[1:])
+FLAG_NAMES = ("hidden_grad", "weight_grad", "bias", "skip_ignored", "segment_lengths", "sequence_sharded")
+CHECKED_OPTIONS = ("reduction", "label_smoothing", "softcap", "temperature", "deterministic", "precision", "backend")
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises for an argument of ``plan`` that is wrong by itself."""
-    present = {name: value for name, value in arguments.items() if value is not None or name not in NONE_ALLOWED}
-    for name, least in SIZES.items():
-        if name in present:
-            checks.check_int(name, present[name], least)
-    for name in DTYPES:
-        if name in present:
-            checks.check_dtype(name, present[name])
-    for name in SWITCHES:
-        flag(name, present[name])
-    check_options({name: present[name] for name in OPTIONS})
+    """TypeError or ValueError for an argument of ``plan`` that is wrong, whatever the others are."""
+    checked_arguments = {
+        name: value for name, value in arguments.items() if value is not None or name not in NONE_ALLOWED
+    }
+    for name, least_size in LEAST_SIZES.items():
+        if name in checked_arguments:
+            checks.check_int(name, checked_arguments[name], least_size)
+    for name in DTYPE_NAMES:
+        if name in checked_arguments:
+            checks.check_dtype(name, checked_arguments[name])
+    for name in FLAG_NAMES:
+        flag(name, checked_arguments[name])
+    check_options({name: checked_arguments[name] for name in CHECKED_OPTIONS})
 
 
 def rows_of_first_rank(vocab: int, ranks: int) -> int:
-    """Rows of the weight on the first rank, which has most of them."""
-    rows = part_sizes(vocab, ranks)
-    if 0 in rows:
+    """Number of rows of the weight on the first rank, the largest of all. ValueError if a rank has no rows."""
+    rows_by_rank = part_sizes(vocab, ranks)
+    if 0 in rows_by_rank:
         raise ValueError(
-            f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - rows.count(0)} parts; pass fewer ranks"
+            f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - rows_by_rank.count(0)} parts; pass fewer "
+            "ranks"
         )
-    return rows[0]
+    return rows_by_rank[0]
 
 
 def buffer_dtype_of(
     accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype, weight_grad: bool
 ) -> torch.dtype | None:
-    """Dtype of the caller's buffer for the weight's gradient; None without one."""
-    sums = sum_dtype(weight_dtype)
-    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, sums):
-        raise ValueError(f"accumulate_into must be False, True or {sums} for this weight, got {accumulate_into!r}")
-    return None if accumulate_into is False or not weight_grad else sums
+    """Dtype of the caller's buffer for the weight's gradient; None without such a buffer. ValueError for a dtype that
+    is not the buffer's."""
+    buffer_dtype = sum_dtype(weight_dtype)
+    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, buffer_dtype):
+        raise ValueError(
+            f"accumulate_into must be False, True or {buffer_dtype} for this weight, got {accumulate_into!r}"
+        )
+    return None if accumulate_into is False or not weight_grad else buffer_dtype
 
 
 def returned_names(returns: Sequence[str], top_k: int | None, takes_loss: bool) -> tuple[str, ...]:
-    """Names of the values that a call of ``linear_logprobs`` returns; empty for a call of another function."""
+    """Names of the results of a call of ``linear_logprobs``; () for a call of another function. ``takes_loss``: the
+    arguments name a loss or metrics. TypeError or ValueError for wrong arguments."""
     if not isinstance(returns, list | tuple):
         raise TypeError(f"returns must be a list of names, got {returns!r}")
     if top_k is not None:
         checks.check_int("top_k", top_k, 1)
     for name in returns:
-        choice("plan", "returns", name, ("logprobs", *FLAGS))
+        choice("plan", "returns", name, ("logprobs", *RESULT_FLAGS))
     if not returns and top_k is None:
         return ()
     if takes_loss:
         raise ValueError(
             "returns and top_k are of linear_logprobs, which takes no loss and no metrics; leave these out"
         )
-    return output_names([name in returns for name in FLAGS], top_k)
+    return output_names([name in returns for name in RESULT_FLAGS], top_k)
 
 
 def loss_of(loss: Losses | Function | None, label_smoothing: float) -> Losses:
-    """The call's loss: the cross-entropy where none was passed."""
+    """The loss of the call: ``loss``, or the cross-entropy if that is None."""
     if loss is None:
         return losses.cross_entropy(label_smoothing=label_smoothing)
     if label_smoothing:
@@ -220,24 +241,26 @@ def loss_of(loss: Losses | Function | None, label_smoothing: float) -> Losses:
 
 
 def dense_teacher(
-    spec: Spec, width: int | None, teacher_dtype: torch.dtype, autocast_dtype: torch.dtype | None
+    spec: Spec, teacher_hidden_size: int | None, teacher_dtype: torch.dtype, autocast_dtype: torch.dtype | None
 ) -> TeacherHead | None:
-    """The dense teacher of a call, on the meta device: hidden states [tokens, ``width``] and a head, or logits if
-    ``width`` is None. None for a call without a dense teacher."""
+    """The dense teacher of a call, on the meta device: hidden states [tokens, ``teacher_hidden_size``] and a head,
+    or logits if ``teacher_hidden_size`` is None. None for a call without a dense teacher."""
     if spec.demand.pairing is None:
         return None
-    if width is None:
+    if teacher_hidden_size is None:
         return TeacherHead(on_meta(0, dtype=torch.float32), None, None, None, dtype=autocast_dtype)
-    rows = on_meta(spec.demand.pairing.columns, width, dtype=teacher_dtype)
+    rows = on_meta(spec.demand.pairing.columns, teacher_hidden_size, dtype=teacher_dtype)
     return TeacherHead(None, rows, rows, None, dtype=autocast_dtype)
 
 
 def on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
-    """Returns the device, and the ``Gpu`` if ``device`` names an architecture or a card, else None."""
+def device_and_gpu(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
+    """Returns the device of a call, and the ``Gpu`` if ``device`` names a card or an architecture, else None.
+    ValueError for any other name."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
     absent_gpu = gpu_named(device) if isinstance(device, str) else None

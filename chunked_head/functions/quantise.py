@@ -1,4 +1,4 @@
-"""``quantise``: a weight in e4m3, which the caller keeps for several calls."""
+"""``quantise``: a copy of a weight in e4m3, which the caller passes to several calls."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ..parallel.groups import TokenParallel, VocabParallel
 from ..stores import backend_of
 from ..stores.quantised import QuantisedWeight, direction_of, e4m3_missing, version_of
 
-HALVES = torch.bfloat16, torch.float16
+HALF_DTYPES = torch.bfloat16, torch.float16
 
 
 def quantise(
@@ -21,41 +21,48 @@ def quantise(
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
 ) -> QuantisedWeight:
-    """A weight [vocab, hidden] in e4m3, for ``fp8_weight`` of calls with ``precision="fp8"`` until the weight changes.
+    """A copy of a weight [vocab, hidden] in e4m3, for ``fp8_weight`` of calls with ``precision="fp8"``.
 
         head = quantise(model.lm_head.weight)
         for hidden, target in micro_batches:
             linear_cross_entropy(hidden, model.lm_head.weight, target, precision="fp8", fp8_weight=head).backward()
         optimizer.step()
 
-    ``quantize`` is the same. It takes a byte for each number of the weight, two from the first call on
-    that makes gradients of e4m3 operands, and has one scale. A direction that hidden
-    states share is taken out of them before they are rounded, and makes its part of logits exactly: that of the
-    weight's mean row, or of the mean of ``hidden`` [..., hidden], some rows of the calls'. ``vocab_size`` and
-    ``parallel`` are those of the calls, where they have some: rows that stand for no id are not looked at. Of a DTensor
-    it is this rank's part.
+    The copy takes one byte for each number of the weight, and two from the first call on that makes gradients of e4m3
+    operands. It has one scale. ``quantize`` is another name of this function. A call takes the part of hidden states
+    along one direction, which they share, out of them before it rounds them to e4m3, and adds its logits in fp32.
 
-    A call on a weight that has been written to since raises, and any call after an optimizer's step. Writes that no
+    A call raises if the weight was written to since, or if any optimizer has stepped, whatever it wrote. Writes that no
     version counter shows (``weight.data``, memory that the weight is a view of, collectives, replayed CUDA graphs) are
     found on the device: the call's results are nan (docs/fp8.md).
+
+    Args:
+        weight: a bf16, fp16 or fp32 tensor; of a DTensor, this rank's part is copied.
+        hidden: some of the calls' hidden states [..., hidden]: their mean is the direction. None: the mean of the
+            weight's rows is.
+        vocab_size, parallel: as in the calls. Rows of the weight that stand for no id are not read.
+        backend: as in the calls.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the device has no e4m3.
     """
-    local_weight, rows = local_part(weight), vocab_size
+    local_weight, num_rows = local_part(weight), vocab_size
     checks.check_tensor("weight", local_weight, optional=False)
     checks.refuse({
         f"weight must be [vocab, hidden], got {list(local_weight.shape)}; pass lm_head.weight":
             local_weight.dim() != 2 or not local_weight.numel(),
     })  # fmt: skip
-    if rows is not None:
-        checks.check_int("vocab_size", rows, 1)
+    if num_rows is not None:
+        checks.check_int("vocab_size", num_rows, 1)
     _, _, _, _, vocab, parallel = local_operands(local_weight, weight, None, None, vocab_size, parallel)
     if isinstance(parallel, VocabParallel):
-        rows = parallel.split(len(local_weight), vocab)[1][parallel.rank]
-    rows = len(local_weight) if rows is None else rows
+        num_rows = parallel.split(len(local_weight), vocab)[1][parallel.rank]
+    num_rows = len(local_weight) if num_rows is None else num_rows
     local_weight = local_weight.detach()
     hidden_text = None if hidden is None else f"{list(hidden.shape)} {hidden.dtype} on {hidden.device}"
     checks.refuse({
-        f"vocab_size is {rows}, and weight has {len(local_weight)} rows; pass how many of them stand for ids":
-            rows > len(local_weight),
+        f"vocab_size is {num_rows}, and weight has {len(local_weight)} rows; pass how many of them stand for ids":
+            num_rows > len(local_weight),
         f"weight must be bfloat16, float16 or float32, got {local_weight.dtype}; cast it":
             not local_weight.is_floating_point() or local_weight.itemsize > 4,
         f"hidden must be rows of {local_weight.shape[1]} numbers on {local_weight.device}, got {hidden_text}":
@@ -64,14 +71,14 @@ def quantise(
     })  # fmt: skip
     device_backend = backend_of(backend, local_weight.device)
     device_backend.check(local_weight.device, local_weight.dtype, "weight")
-    if missing := e4m3_missing(device_backend.traits(local_weight.device), local_weight.device):
-        raise ValueError(missing)
+    if missing_reason := e4m3_missing(device_backend.traits(local_weight.device), local_weight.device):
+        raise ValueError(missing_reason)
     with on_device(local_weight.device), torch.no_grad():
-        matrix = local_weight[:rows].contiguous()
-        if local_weight.dtype in HALVES:  # any other dtype is that of a weight that autocast casts
-            fingerprints = {local_weight.dtype: torch.empty(rows, dtype=torch.int32, device=local_weight.device)}
+        matrix = local_weight[:num_rows].contiguous()
+        if local_weight.dtype in HALF_DTYPES:  # any other dtype is that of a weight that autocast casts
+            fingerprints = {local_weight.dtype: torch.empty(num_rows, dtype=torch.int32, device=local_weight.device)}
         else:
-            fingerprints = {dtype: device_backend.fingerprints(matrix.to(dtype)) for dtype in HALVES}
+            fingerprints = {dtype: device_backend.fingerprints(matrix.to(dtype)) for dtype in HALF_DTYPES}
         direction = direction_of(matrix if hidden is None else hidden.detach().view(-1, hidden.shape[-1]))
-        copy = device_backend.quantised(matrix, direction, fingerprints.get(local_weight.dtype))
-        return QuantisedWeight(copy, direction, local_weight, version_of(local_weight), fingerprints)
+        quantised_copy = device_backend.quantised(matrix, direction, fingerprints.get(local_weight.dtype))
+        return QuantisedWeight(quantised_copy, direction, local_weight, version_of(local_weight), fingerprints)

@@ -1,4 +1,5 @@
-"""Scores of texts longer than a model's context, and log-probabilities of prompts as inference engines have them."""
+"""Scores of texts that are longer than a model's context, and log-probabilities of prompts in the formats of vLLM and
+SGLang."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,36 +10,38 @@ from torch import Tensor
 from ..core.checks import check_int, choice
 from .logprobs import linear_logprobs
 
-NAMES = "logprob", "rank", "decoded_token"  # of vLLM's record of a token
+RECORD_FIELDS = "logprob", "rank", "decoded_token"  # fields of vLLM's record of a token
 
 
 class Score(NamedTuple):
-    """Log-probabilities ``logprobs`` [tokens] fp32. ``is_scored`` [tokens] bool is False for tokens that no hidden
-    state predicts; their ``logprobs`` are 0."""
+    """Log-probabilities of a text's tokens."""
 
-    logprobs: Tensor
-    is_scored: Tensor
+    logprobs: Tensor  # [tokens] fp32; 0 where ``is_scored`` is False
+    is_scored: Tensor  # [tokens] bool; False for tokens that no hidden state predicts
 
     @property
     def perplexity(self) -> Tensor:
-        """[] ``exp`` of the mean negative log-probability of the tokens that are scored."""
+        """``exp`` of the mean negative log-probability of the tokens that are scored, 0-d, fp64."""
         return (-self.logprobs.double().sum() / self.is_scored.sum().clamp(min=1)).exp()
 
 
 def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, slice]]:
-    """Windows of a text of ``length`` tokens, of at most ``context`` tokens and ``stride`` apart. Each comes with the
-    slice of the text that it scores: the tokens that no earlier window has scored, without the window's first token,
-    which it cannot predict. HuggingFace's page on the perplexity of fixed-length models has the same windows."""
-    for name, value, least in (("length", length, 0), ("context", context, 2), ("stride", stride, 1)):
-        check_int(name, value, least)
+    """Windows of at most ``context`` tokens, ``stride`` apart, over a text of ``length`` tokens.
+
+    Each item is a pair of slices of the text: a window, and the tokens that it scores. These are the tokens that no
+    earlier window has scored, but for the window's first token, which nothing predicts. Source: HuggingFace's page on
+    the perplexity of fixed-length models. ValueError for a ``stride`` above ``context``.
+    """
+    for name, value, least_value in (("length", length, 0), ("context", context, 2), ("stride", stride, 1)):
+        check_int(name, value, least_value)
     if stride > context:
         raise ValueError(f"stride must be at most context, {context}, or tokens between windows have no score")
-    scored = 0
+    scored_until = 0
     for begin in range(0, length, stride):
         end = min(begin + context, length)
-        if max(scored, begin + 1) < end:
-            yield slice(begin, end), slice(max(scored, begin + 1), end)
-        scored = end
+        if max(scored_until, begin + 1) < end:
+            yield slice(begin, end), slice(max(scored_until, begin + 1), end)
+        scored_until = end
         if end == length:
             return
 
@@ -47,62 +50,91 @@ def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, sli
 def score(
     states: Callable[[Tensor], Tensor], weight: Tensor, ids: Tensor, context: int, stride: int, **options: Any
 ) -> Score:
-    """Log-probabilities of a text's tokens ``ids`` [tokens], each predicted from at least ``context - stride`` tokens
-    before it, or from all if there are fewer.
-    ``states``: a window's ids [n] -> its hidden states [n, hidden]. ``options``: of ``linear_logprobs``."""
+    """Log-probabilities of a text's tokens ``ids`` [tokens]. Each is predicted from at least ``context - stride``
+    tokens before it, or from all tokens before it if there are fewer.
+
+    ``states``: a function from a window's ids [n] to its hidden states [n, hidden]. ``options``: of
+    ``linear_logprobs``.
+    """
     logprobs = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
     is_scored = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    for window, scored in windows(len(ids), context, stride):
-        values = linear_logprobs(states(ids[window]), weight, ids[window], shift=1, **options)
-        logprobs[scored], is_scored[scored] = values[scored.start - window.start :].float(), True
+    for window, scored_tokens in windows(len(ids), context, stride):
+        window_logprobs = linear_logprobs(states(ids[window]), weight, ids[window], shift=1, **options)
+        logprobs[scored_tokens], is_scored[scored_tokens] = (
+            window_logprobs[scored_tokens.start - window.start :].float(),
+            True,
+        )
     return Score(logprobs, is_scored)
 
 
 def load_prompt_logprobs(prompts: Iterable[Sequence[Any]], length: int | None = None) -> dict[str, Tensor]:
     """Fields of a batch for ``losses.topk_kl`` from log-probabilities of prompts, for a call with ``shift=1``.
 
-    ``prompts``: for each an entry per token: None, vLLM's ``prompt_logprobs`` ({id: record}, ids as text from its
-    server), or SGLang's ``input_top_logprobs`` ([(logprob, id, text), ...]). An entry has the distribution that
-    predicts its token, so it is moved to the row of the token before. K is the length of the longest entry. Missing
-    entries, and rows from a prompt's last token up to ``length`` (None: the longest prompt), have -inf, which the loss
-    leaves out.
+    Args:
+        prompts: of each prompt a list with an entry for each token. An entry is None, vLLM's ``prompt_logprobs``
+            ({id: record}; its server has ids as text), or SGLang's ``input_top_logprobs`` ([(logprob, id, text), ...]).
+        length: number of rows for each prompt; None: that of the longest prompt.
 
-    Returns ``teacher_ids`` int64 and ``teacher_logprobs`` fp32, [prompts, length, K], on the CPU.
+    Returns:
+        ``teacher_ids`` int64 and ``teacher_logprobs`` fp32, [prompts, length, K], on the CPU. K is the length of the
+        longest entry. An entry is the distribution that predicts its token, and stands in the row of the token before.
+        Missing log-probabilities are -inf, which the loss leaves out: those of shorter entries, and of rows from a
+        prompt's last token on.
+
+    Raises:
+        ValueError: a prompt is longer than ``length``.
     """
-    texts = [[entries_of(entry) for entry in prompt] for prompt in prompts]
-    longest, width = (max(map(len, rows), default=0) for rows in (texts, [e for text in texts for e in text]))
-    length = longest if length is None else length
-    if longest > length:
-        raise ValueError(f"length must be at least that of the longest prompt, {longest}, got {length}")
-    missing = [(-torch.inf, 0)] * max(width, 1)
-    rows = [[(*e, *missing[len(e) :]) for e in text[1:]] + [missing] * (length - len(text[1:])) for text in texts]
-    table = torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(texts), length, len(missing), 2)
-    return {"teacher_ids": table[..., 1].long(), "teacher_logprobs": table[..., 0].float()}
+    entries_by_prompt = [[entries_of(entry) for entry in prompt] for prompt in prompts]
+    longest_prompt = max(map(len, entries_by_prompt), default=0)
+    longest_entry = max((len(entry) for entries in entries_by_prompt for entry in entries), default=0)
+    length = longest_prompt if length is None else length
+    if longest_prompt > length:
+        raise ValueError(f"length must be at least that of the longest prompt, {longest_prompt}, got {length}")
+    missing_row = [(-torch.inf, 0)] * max(longest_entry, 1)
+    padded_rows = [
+        [(*entry, *missing_row[len(entry) :]) for entry in entries[1:]] + [missing_row] * (length - len(entries[1:]))
+        for entries in entries_by_prompt
+    ]
+    entry_table = torch.tensor(padded_rows, dtype=torch.float64, device="cpu")
+    entry_table = entry_table.view(len(padded_rows), length, len(missing_row), 2)
+    return {"teacher_ids": entry_table[..., 1].long(), "teacher_logprobs": entry_table[..., 0].float()}
 
 
 def entries_of(entry: Any) -> list[tuple[float, int]]:
-    """(log-probability, id) of one token's entry in either format; none for None."""
+    """Pairs (log-probability, id) of a token's entry in vLLM's or SGLang's format; [] for None."""
     if not isinstance(entry, Mapping):
-        return [(float(logprob), int(token)) for logprob, token, *_ in entry or ()]
-    records = [(record if isinstance(record, Mapping) else vars(record), token) for token, record in entry.items()]
-    return [(float(record["logprob"]), int(token)) for record, token in records]
+        return [(float(logprob), int(token_id)) for logprob, token_id, *_ in entry or ()]
+    records_with_ids = [
+        (token_record if isinstance(token_record, Mapping) else vars(token_record), token_id)
+        for token_id, token_record in entry.items()
+    ]
+    return [(float(token_record["logprob"]), int(token_id)) for token_record, token_id in records_with_ids]
 
 
 def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any:
-    """The log-probabilities of a prompt ``ids`` [tokens] as vLLM's ``prompt_logprobs``, or for ``engine="sglang"``
-    as its ``input_token_logprobs`` and ``input_top_logprobs``; plain values, without texts of tokens.
+    """The log-probabilities of a prompt ``ids`` [tokens] in an engine's format, as numbers, lists and dicts.
 
-    ``results``: of ``linear_logprobs(hidden, weight, ids, top_k=K, shift=1)``. A token's own entry is among its top K,
-    or after them without a rank."""
+    ``results``: those of ``linear_logprobs(hidden, weight, ids, top_k=K, shift=1)``. ``engine``: ``"vllm"`` returns
+    vLLM's ``prompt_logprobs``, where the prompt's token follows its top K without a rank if it is not among them;
+    ``"sglang"`` returns SGLang's ``input_token_logprobs`` and ``input_top_logprobs``. Texts of tokens are None."""
     choice("dump_prompt_logprobs", "engine", engine, ("vllm", "sglang"))
-    tokens, logprobs = ids.tolist(), [None, *results.logprobs.tolist()[1:]]
-    pairs = zip(results.top_k_logprobs.tolist(), results.top_k_ids.tolist(), strict=True)
-    top = [[(value, token, None) for value, token in zip(*pair, strict=True)] for pair in pairs]
+    token_ids, logprobs = ids.tolist(), [None, *results.logprobs.tolist()[1:]]
+    top_records = [
+        [(top_logprob, top_id, None) for top_logprob, top_id in zip(top_logprobs, top_ids, strict=True)]
+        for top_logprobs, top_ids in zip(results.top_k_logprobs.tolist(), results.top_k_ids.tolist(), strict=True)
+    ]
     if engine == "sglang":
-        targets = [(value, token, None) for value, token in zip(logprobs, tokens, strict=True)]
-        return {"input_token_logprobs": targets, "input_top_logprobs": [None, *top[1:]]}
-    entries: list[Any] = [None]
-    for token, logprob, best in list(zip(tokens, logprobs, top, strict=True))[1:]:
-        ranked = {i: dict(zip(NAMES, (value, rank, None), strict=True)) for rank, (value, i, _) in enumerate(best, 1)}
-        entries.append(ranked | {token: ranked.get(token, dict(zip(NAMES, (logprob, None, None), strict=True)))})
-    return entries
+        token_records = [(logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)]
+        return {"input_token_logprobs": token_records, "input_top_logprobs": [None, *top_records[1:]]}
+    prompt_logprobs: list[Any] = [None]
+    for token_id, logprob, top_of_token in list(zip(token_ids, logprobs, top_records, strict=True))[1:]:
+        records_by_id = {
+            top_id: vllm_record(top_logprob, rank) for rank, (top_logprob, top_id, _) in enumerate(top_of_token, 1)
+        }
+        prompt_logprobs.append(records_by_id | {token_id: records_by_id.get(token_id, vllm_record(logprob, None))})
+    return prompt_logprobs
+
+
+def vllm_record(logprob: float | None, rank: int | None) -> dict[str, Any]:
+    """vLLM's record of a token, by ``RECORD_FIELDS``."""
+    return dict(zip(RECORD_FIELDS, (logprob, rank, None), strict=True))

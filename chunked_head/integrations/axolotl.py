@@ -2,11 +2,11 @@
 
     plugins:
       - chunked_head.integrations.axolotl.ChunkedHeadPlugin
-    chunked_head:              # if at all; Axolotl's validation of the file checks it
+    chunked_head:              # optional; Axolotl checks it with the rest of the file
       memory_budget: 1GiB
 
-The model is patched once it has its adapters (``patch_model``). Preference and reinforcement learning (``rl:``) are
-refused: TRL 1.14, which Axolotl 0.21 pins, makes their losses of logits by kernels of its own.
+``patch_model`` patches the model when it has its adapters. Preference and reinforcement learning (``rl:``) raise:
+TRL 1.14, which Axolotl 0.21 pins, computes their losses from logits by its own kernels.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 
 from .frameworks import Framework
-from .huggingface.agreement import check_options
+from .huggingface.model_patch import check_options
 from .huggingface.patch import patch_model
 
 BASE = "axolotl.integrations.base"
@@ -25,9 +25,9 @@ AXOLOTL = Framework(
         (BASE, "BasePlugin.post_model_load"): "cfg, model",
     },
 )  # fmt: skip
-SEAMS = AXOLOTL.tested_objects()
-BasePlugin: Any = SEAMS.get((BASE, "BasePlugin"), object)
-KEY = "chunked_head"
+TESTED_OBJECTS = AXOLOTL.tested_objects()
+BasePlugin: Any = TESTED_OBJECTS.get((BASE, "BasePlugin"), object)
+OPTIONS_KEY = "chunked_head"
 OTHER_HEADS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 
 
@@ -42,10 +42,10 @@ class ChunkedHeadArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_chunked_head(cls, data: Any) -> Any:
-        """Raises for wrong options, for another library's head beside this one, and for losses that do not use the
-        model's head."""
+        """Returns ``data``. ValueError for wrong options, for another library's head beside this one, and for losses
+        that do not use the model's head."""
         try:
-            check_options(data.get(KEY) or {})
+            check_options(data.get(OPTIONS_KEY) or {})
         except TypeError as error:
             raise ValueError(str(error)) from error  # pydantic reports this one
         for name in OTHER_HEADS:
@@ -60,15 +60,15 @@ class ChunkedHeadArgs(BaseModel):
 
 
 class ChunkedHeadPlugin(BasePlugin):
-    """Axolotl's plugin; see the module's text for what a configuration has."""
+    """Axolotl's plugin, which patches the model of a run. The module's docstring has its configuration."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{ChunkedHeadArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Patches the model. Axolotl calls it once the model has its adapters, before it makes a trainer."""
-        patch_model(model, when="always", **dict(cfg.get(KEY) or {}))
+        """Patches the model. Axolotl calls this when the model has its adapters, before it makes a trainer."""
+        patch_model(model, when="always", **dict(cfg.get(OPTIONS_KEY) or {}))
 
 
-if len(SEAMS) < len(AXOLOTL.uses):  # a plugin that does nothing
+if len(TESTED_OBJECTS) < len(AXOLOTL.parameters_by_path):  # a plugin that does nothing
     ChunkedHeadPlugin = type("ChunkedHeadPlugin", (BasePlugin,), {})  # type: ignore[assignment, misc]

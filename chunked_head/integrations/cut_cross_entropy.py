@@ -1,11 +1,11 @@
-"""Apple's cut cross-entropy by its names and signatures, computed by this library's head.
+"""Functions with the names and signatures of Apple's cut cross-entropy, computed by this library's head.
 
     from chunked_head.integrations.cut_cross_entropy import linear_cross_entropy
 
-replaces the same import from ``cut_cross_entropy``, which need not be installed. Gradients are exact, with nothing
-filtered out of them. Without a token that counts, the loss is 0, not nan.
+replaces the import of this name from ``cut_cross_entropy``, which need not be installed. Gradients are exact: none of
+their elements is filtered out. If no token counts, the loss is 0, not nan.
 
-``translated`` and ``init_of``, which read a table of another library's options, are used by ``liger.py`` as well.
+``translated`` and ``init_of`` read a table of another library's options; ``liger.py`` uses them too.
 """
 
 import enum
@@ -21,28 +21,30 @@ from ..core.checks import PLAIN
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 
-# for an option of another library: the name of ours with the same meaning; or for each of its values our options, where
-# the key ``...`` is any other value
-Ours = str | Mapping[Any, str | dict[str, Any]]
+# of an option of another library: the name of our option with this meaning; or, for each of its values, our options as
+# a dict or the name of an option, where the key ``...`` stands for any other value
+Translation = str | Mapping[Any, str | dict[str, Any]]
 
 
-def translated(table: Mapping[str, Ours], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates those of ``arguments``, another library's options, that the table has. Returns this library's options.
+def translated(translations: Mapping[str, Translation], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """This library's options for the options of another library. ``arguments`` without a row in ``translations`` are
+    left out.
 
     Raises:
-        TypeError, ValueError: a value is wrong, or refused; the message has the other library's name of the option.
+        TypeError, ValueError: a value is wrong, or has no translation. The message has the other library's name of
+            the option.
     """
     options: dict[str, Any] = {}
-    for name in [name for name in table if name in arguments]:
-        option, value = table[name], arguments[name]
+    for name in [name for name in translations if name in arguments]:
+        option, value = translations[name], arguments[name]
         value = value.name.lower() if isinstance(value, enum.Enum) else value
         if not isinstance(option, str):
             is_plain, is_bool = type(value) in PLAIN, isinstance(value, bool)
-            keys = [key for key in option if is_plain and isinstance(key, bool) == is_bool and key == value]
-            if not keys and ... not in option:
+            equal_keys = [key for key in option if is_plain and isinstance(key, bool) == is_bool and key == value]
+            if not equal_keys and ... not in option:
                 choices = " or ".join(map(repr, option))
                 raise ValueError(f"{name} must be {choices}, got {value!r}; docs/coming-from.md has what stands for it")
-            option = option[keys[0] if keys else ...]
+            option = option[equal_keys[0] if equal_keys else ...]
         if isinstance(option, str):
             try:
                 CHECKS[option](value)
@@ -53,20 +55,20 @@ def translated(table: Mapping[str, Ours], arguments: Mapping[str, Any]) -> dict[
     return options
 
 
-def init_of(function: Callable[..., Any], table: Mapping[str, Ours]) -> Any:
-    """The ``__init__`` of an ``OptionsModule``. Its options are those of the table, in order, with the defaults of
-    ``function``."""
+def init_of(function: Callable[..., Any], translations: Mapping[str, Translation]) -> Any:
+    """An ``__init__`` for a subclass of ``OptionsModule``. Its parameters are the names of the table, in order, with
+    their defaults in ``function``."""
     parameters = inspect.signature(function).parameters
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.Signature([self_parameter, *(parameters[name] for name in table)])
+    signature = inspect.Signature([self_parameter, *(parameters[name] for name in translations)])
 
     def init(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        module = bound.arguments.pop("self")
+        bound_arguments = signature.bind(*args, **kwargs)
+        bound_arguments.apply_defaults()
+        module = bound_arguments.arguments.pop("self")
         super(OptionsModule, module).__init__()
-        translated(table, bound.arguments)
-        module.keep(bound.arguments)
+        translated(translations, bound_arguments.arguments)
+        module.keep(bound_arguments.arguments)
 
     init.__signature__ = signature  # type: ignore[attr-defined]
     return init
@@ -78,7 +80,7 @@ IMPLEMENTATIONS: dict[Any, str | dict[str, Any]] = {
     "cce": {}, "torch_compile": {"backend": "torch"}, "cce_exact": EXACT, "cce_kahan": EXACT, "cce_kahan_full": EXACT,
     "cce_kahan_full_c": EXACT, "cce_kahan_full_e": EXACT, "cce_kahan_full_c_full_e": EXACT,
 }  # fmt: skip
-OPTIONS: dict[str, Ours] = {  # in the order of Apple's module, and ours
+OPTIONS: dict[str, Translation] = {  # in the order of the parameters of Apple's module, then ours
     "ignore_index": "ignore_index", "softcap": "softcap", "reduction": "reduction",
     "shift": {True: {"shift": 1}, False: {"shift": 0}, ...: "shift"}, "filter_eps": {"auto": {}, None: {}, 0.0: {}},
     "accum_e_fp32": SWITCH | {True: EXACT}, "accum_c_fp32": SWITCH | {True: EXACT}, "filter_e_grad": SWITCH,
@@ -108,44 +110,47 @@ def linear_cross_entropy(
     memory_budget: int | str | None = None,
     skip_ignored: bool | str = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Apple's function of this name: ``F.cross_entropy((e @ c.T).float(), targets)`` without the logits.
+    """``F.cross_entropy((e @ c.T).float(), targets)`` without the logits, with Apple's signature.
 
     Args:
-        e, c, targets, bias, ignore_index, softcap, memory_budget, skip_ignored: ``hidden``, ``weight``, ``target`` and
-            the rest of ``chunked_head.linear_cross_entropy``.
+        e, c, targets: ``hidden``, ``weight`` and ``target`` of ``chunked_head.linear_cross_entropy``.
+        bias, ignore_index, softcap, memory_budget, skip_ignored: as in ``chunked_head.linear_cross_entropy``.
         reduction: ``"mean"``, ``"sum"``, or ``"none"``: values [...] without the first ``shift`` positions.
         shift: pairs position t of ``e`` with target t + shift; True is 1.
-        return_lse: whether to return log-sum-exp too, shaped as unreduced values are and differentiable.
-        filter_eps, filter_e_grad, filter_c_grad: no part of a gradient is left out; a nonzero threshold is refused.
-        accum_e_fp32, accum_c_fp32: either of them sums both gradients over chunks in fp32; without, the plan chooses.
-        impl: one of Apple's names, or its enumeration: ``"torch_compile"`` runs in torch's operations, any other on
-            the device's own backend, all but ``"cce"`` with fp32 sums.
-        vocab_parallel_options: None; ``parallel=`` of ``chunked_head.linear_cross_entropy`` is for ranks that share the
-            classifier.
+        return_lse: return the log-sum-exp too: fp32, differentiable, in the shape of values with ``reduction="none"``.
+        filter_eps, filter_e_grad, filter_c_grad: without effect, since gradients are exact; a nonzero threshold raises.
+        accum_e_fp32, accum_c_fp32: if either is True, gradients are summed over chunks in fp32. If both are False, the
+            plan chooses the dtype.
+        impl: a name of Apple's implementations, or a member of its enumeration. ``"torch_compile"``:
+            ``backend="torch"``. ``"cce"``: the device's default backend. Any other: that too, and gradients are summed
+            in fp32.
+        vocab_parallel_options: None. For ranks that share the classifier, call ``chunked_head.linear_cross_entropy``
+            with ``parallel``.
 
     Returns:
         The loss, fp32, or ``(loss, lse)``.
     """
     options = translated(OPTIONS | {"vocab_parallel_options": {None: {}}}, locals())
-    reduction, steps = options.pop("reduction"), options["shift"]
+    reduction, shift_steps = options.pop("reduction"), options["shift"]
     length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
-    if steps >= max(1, length):
+    if shift_steps >= max(1, length):
         raise ValueError(f"shift must be in [0, {length}), the last dimension of targets, got {shift}")
     options["bias"] = bias
     if not return_lse:
         loss = head.linear_cross_entropy(e, c, targets, reduction=reduction, **options)
-        return loss[..., steps:] if reduction == "none" else loss
-    results = linear_logprobs(e, c, targets, lse=True, **options)
-    loss, lse = -results.logprobs[..., steps:], results.lse[..., steps:]
+        return loss[..., shift_steps:] if reduction == "none" else loss
+    token_outputs = linear_logprobs(e, c, targets, lse=True, **options)
+    loss, lse = -token_outputs.logprobs[..., shift_steps:], token_outputs.lse[..., shift_steps:]
     if reduction == "none":
         return loss, lse
     if reduction == "sum":
         return loss.sum(), lse
-    return loss.sum() / (targets[..., steps:] != ignore_index).sum().clamp(min=1), lse
+    return loss.sum() / (targets[..., shift_steps:] != ignore_index).sum().clamp(min=1), lse
 
 
 class LinearCrossEntropy(OptionsModule):
-    """Apple's module of this name: ``module(e, c, targets, bias)``; options as ``linear_cross_entropy``'s."""
+    """Apple's module of this name, called as ``module(e, c, targets, bias)``. Its options are those of
+    ``linear_cross_entropy``."""
 
     __init__ = init_of(linear_cross_entropy, OPTIONS)
 

@@ -1,4 +1,4 @@
-"""``Framework``: a training framework's tested versions, and the names in it that this library replaces.
+"""``Framework``: a training framework's tested versions, and the objects in it that this library replaces.
 
 ``call_through`` runs a function in place of a module's forward, between the module's hooks.
 """
@@ -17,123 +17,128 @@ from torch import nn
 from ..call.options import CHECKS
 from ..core.checks import nearest
 
-Place = tuple[str, str]  # a framework's module, and a name in it; for a method, the class's and its name with a dot
-REPLACED: dict[Place, tuple[Any, Any]] = {}  # by place: the framework's object, and ours that has replaced it
+ObjectPath = tuple[str, str]  # a framework's module, and a name in it; "Class.method" for a method
+REPLACEMENTS: dict[ObjectPath, tuple[Any, Any]] = {}  # the framework's object, and our object in its place
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A training framework. An untested version is supported if the names in ``uses`` have the same parameters.
+    """A training framework. An untested version is supported if its objects have the parameters of a tested version.
 
     Attributes:
-        package: its name on the package index.
-        tested: versions that the tests ran with.
-        uses: the names in it that this library replaces or builds on. Each has the names of its parameters, in order
-            and without ``self`` and ``ctx``: ``"a, b"``. ``"a, *, c"`` begins with a and has c; ``"*"`` may be
-            anything; ``"a, b | c"`` is either of two.
-        module: its module, whose ``__version__`` counts where that has been imported (a checkout).
-        bound: modules that have the same names too, where they are imported already.
+        package: name of the framework on the package index.
+        tested_versions: versions that the tests ran with.
+        parameters_by_path: the objects that this library replaces or builds on, each with the names of its parameters,
+            in order and without ``self`` and ``ctx``: ``"a, b"``. ``"a, *, c"``: the first is a, and c is among the
+            others. ``"*"``: any parameters. ``"a, b | c"``: either of two lists.
+        module: name of the framework's module. If it is imported, its ``__version__`` is the version (a checkout).
+        importing_modules: further modules that import the objects by their names.
     """
 
     package: str
-    tested: tuple[str, ...]
-    uses: Mapping[Place, str]
+    tested_versions: tuple[str, ...]
+    parameters_by_path: Mapping[ObjectPath, str]
     module: str = ""
-    bound: tuple[str, ...] = ()
+    importing_modules: tuple[str, ...] = ()
 
     def version(self) -> str:
-        """The installed version; ImportError without one."""
+        """The installed version. ImportError if the framework is not installed."""
         version = getattr(sys.modules.get(self.module), "__version__", None)
         try:
             return version or metadata.version(self.package)
         except metadata.PackageNotFoundError:
-            command = f"pip install '{self.package}=={self.tested[-1]}'"
+            command = f"pip install '{self.package}=={self.tested_versions[-1]}'"
             raise ImportError(f"{self.package} is not installed: {command}") from None
 
-    def tested_objects(self) -> dict[Place, Any]:
-        """The framework's objects in those places whose parameters are as tested. Warns of the other places, and says
-        how they differ."""
-        version, objects, differences = self.version(), dict[Place, Any](), []
-        for place, parameters in self.uses.items():
-            theirs = REPLACED[place][0] if place in REPLACED else looked_up(place)
-            difference = "is missing" if theirs is None else differs(theirs, parameters)
+    def tested_objects(self) -> dict[ObjectPath, Any]:
+        """The framework's objects whose parameters are as tested, by path. A warning names the other objects, and how
+        their parameters differ."""
+        version, objects, differences = self.version(), dict[ObjectPath, Any](), []
+        for object_path, parameter_names in self.parameters_by_path.items():
+            original = REPLACEMENTS[object_path][0] if object_path in REPLACEMENTS else object_at(object_path)
+            difference = "is missing" if original is None else parameters_difference(original, parameter_names)
             if difference:
-                differences.append(f"{'.'.join(place)} {difference}")
+                differences.append(f"{'.'.join(object_path)} {difference}")
             else:
-                objects[place] = theirs
+                objects[object_path] = original
         if differences:
             warnings.warn(
                 f"{self.package} {version}: {'; '.join(differences)}. Its own loss stays on there, without "
-                f"chunked_head, which was tested with {self.package} {', '.join(self.tested)}",
+                f"chunked_head, which was tested with {self.package} {', '.join(self.tested_versions)}",
                 stacklevel=4,
             )
         return objects
 
-    def fits(self) -> bool:
-        """True where all names are as tested; else a warning says which are not."""
-        return len(self.tested_objects()) == len(self.uses)
+    def has_tested_parameters(self) -> bool:
+        """True if all objects have the tested parameters; else a warning says which have not."""
+        return len(self.tested_objects()) == len(self.parameters_by_path)
 
-    def require(self, fits: bool, name: str) -> None:
-        """Raises RuntimeError unless ``fits``: class ``name`` cannot subclass the framework's class, whose names are
+    def require(self, has_tested_parameters: bool, name: str) -> None:
+        """RuntimeError unless ``fits``: our class ``name`` cannot subclass the framework's class, whose parameters are
         not as tested."""
-        if not fits:
+        if not has_tested_parameters:
             raise RuntimeError(
                 f"{name} is not there for {self.package} {self.version()}, as the warning at its import says; leave it "
-                f"out for {self.package}'s own loss, or install one of the versions {', '.join(self.tested)}"
+                f"out for {self.package}'s own loss, or install one of the versions {', '.join(self.tested_versions)}"
             )
 
-    def replace(self, ours: Callable[[Place, Any], Any]) -> None:
-        """Replaces the object ``theirs`` of each place that is as tested by ``ours(place, theirs)``."""
-        for place, theirs in self.tested_objects().items():
-            REPLACED[place] = theirs, ours(place, theirs)
-            self.assign(place, REPLACED[place][1])
+    def replace(self, replacement_of: Callable[[ObjectPath, Any], Any]) -> None:
+        """Replaces each object whose parameters are as tested by ``replacement_of(object_path, object)``."""
+        for object_path, original in self.tested_objects().items():
+            REPLACEMENTS[object_path] = original, replacement_of(object_path, original)
+            self.set_object(object_path, REPLACEMENTS[object_path][1])
 
-    def give_back(self) -> None:
-        """Puts the framework's functions back; RuntimeError where somebody has replaced ours since."""
-        for place in REPLACED.keys() & self.uses.keys():
-            (theirs, ours), current = REPLACED[place], looked_up(place)
-            if current is not ours:
-                name = ".".join(place)
-                raise RuntimeError(f"{name} is {current!r}, not what chunked_head put there; undo that first")
-            self.assign(place, theirs)
-            del REPLACED[place]
+    def restore(self) -> None:
+        """Puts the framework's objects back in their places. RuntimeError if other code has replaced ours since."""
+        for object_path in REPLACEMENTS.keys() & self.parameters_by_path.keys():
+            (original, replacement), current_object = REPLACEMENTS[object_path], object_at(object_path)
+            if current_object is not replacement:
+                name = ".".join(object_path)
+                raise RuntimeError(f"{name} is {current_object!r}, not what chunked_head put there; undo that first")
+            self.set_object(object_path, original)
+            del REPLACEMENTS[object_path]
 
-    def assign(self, place: Place, value: Any) -> None:
-        *outer, name = place[1].split(".")
-        for path in (place[0], *self.bound):
-            owner = sys.modules.get(path)
-            for outer_name in outer:
-                owner = getattr(owner, outer_name, None)
+    def set_object(self, object_path: ObjectPath, value: Any) -> None:
+        """Sets the object of a path to ``value``, also in ``importing_modules`` that are imported already."""
+        *owner_names, name = object_path[1].split(".")
+        for module_name in (object_path[0], *self.importing_modules):
+            owner = sys.modules.get(module_name)
+            for owner_name in owner_names:
+                owner = getattr(owner, owner_name, None)
             if hasattr(owner, name):
                 setattr(owner, name, value)
 
 
-def looked_up(place: Place) -> Any:
-    """The object in a place of a framework; None where its module or name is missing."""
+def object_at(object_path: ObjectPath) -> Any:
+    """The object at a path; None if its module or name is missing."""
     try:
-        value: Any = importlib.import_module(place[0])
+        value: Any = importlib.import_module(object_path[0])
     except ImportError:
         return None
-    for name in place[1].split("."):
+    for name in object_path[1].split("."):
         value = getattr(value, name, None)
     return value
 
 
-def differs(theirs: Any, tested: str) -> str:
-    """The difference of a callable's parameters from those in ``Framework.uses``; empty where there is none."""
-    if tested == "*":
+def parameters_difference(original: Any, tested_names: str) -> str:
+    """How the parameters of ``original`` differ from ``tested_names``, in words; "" if they do not.
+
+    ``tested_names``: as in ``Framework.parameters_by_path``."""
+    if tested_names == "*":
         return ""
-    owner = getattr(theirs, "__self__", theirs)  # an autograd function, of its apply
+    owner = getattr(original, "__self__", original)  # the autograd Function of a bound ``apply``
     try:
-        parameters = inspect.signature(getattr(owner, "forward", theirs)).parameters
+        parameters = inspect.signature(getattr(owner, "forward", original)).parameters
     except (TypeError, ValueError):
-        return f"is {theirs!r}"
-    names = [name for name in parameters if name not in ("self", "ctx")]
-    for alternative in tested.split(" | "):
-        first, *starred = ([*filter(None, half.replace(",", " ").split())] for half in alternative.split("*"))
-        if names[: len(first) if starred else None] == first and set(names) >= set(*starred):
+        return f"is {original!r}"
+    parameter_names = [name for name in parameters if name not in ("self", "ctx")]
+    for alternative in tested_names.split(" | "):
+        name_lists = [names_text.replace(",", " ").split() for names_text in alternative.split("*")]
+        leading_names, *further_names = name_lists  # further ones behind each "*"
+        num_leading = len(leading_names) if further_names else None
+        if parameter_names[:num_leading] == leading_names and set(parameter_names) >= set(*further_names):
             return ""
-    return f"takes ({', '.join(names)}) instead of ({tested})"
+    return f"takes ({', '.join(parameter_names)}) instead of ({tested_names})"
 
 
 def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> Any:
@@ -152,11 +157,11 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
             module.forward = instance_forward
 
 
-def check_named(options: Mapping[str, Any], names: Collection[str], note: str = "") -> None:
-    """Checks options by name. TypeError for a name that is not among ``names``; TypeError or ValueError for a wrong
-    value. ``note``: the end of the former's text."""
+def check_named(options: Mapping[str, Any], known_names: Collection[str], note: str = "") -> None:
+    """Checks options by name. TypeError for a name that is not among ``known_names``; ``note`` is the end of that
+    error's text. TypeError or ValueError for a wrong value."""
     for name, value in options.items():
-        if name not in names:
-            listing = ", ".join(sorted(names))
-            raise TypeError(f"unknown option {name!r}; options are {listing}{note}{nearest(name, set(names))}")
+        if name not in known_names:
+            listing = ", ".join(sorted(known_names))
+            raise TypeError(f"unknown option {name!r}; options are {listing}{note}{nearest(name, set(known_names))}")
         CHECKS[name](value)

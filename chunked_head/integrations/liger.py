@@ -1,10 +1,11 @@
-"""Liger's fused linear cross-entropy by its names and signatures (0.8.5), computed by this library's head.
+"""Functions with the names and signatures of Liger's fused linear cross-entropy (0.8.5), computed by this library's
+head.
 
     from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
 
-in the place of the same import from ``liger_kernel.transformers``. Values are Liger's, with these differences: no
-tokens that count give 0 rather than nan, logits are not rounded to 16 bits, a returned z-loss is fp32, and the weight's
-gradient is summed as the plan says where ``accum_dtype`` is None. Liger itself is not needed.
+replaces the import of this name from ``liger_kernel.transformers``, which need not be installed. Values are Liger's,
+with these differences: if no token counts, the loss is 0 rather than nan; logits are not rounded to 16 bits; a returned
+z-loss is fp32; with ``accum_dtype=None`` the plan chooses the dtype in which the weight's gradient is summed.
 """
 
 from dataclasses import dataclass
@@ -18,24 +19,24 @@ from ..functions.logprobs import linear_logprobs
 from ..functions.loss import linear_loss
 from ..losses.base import make
 from ..losses.batch import Batch, Stats
-from .cut_cross_entropy import SWITCH, Ours, init_of, translated
+from .cut_cross_entropy import SWITCH, Translation, init_of, translated
 
-OPTIONS: dict[str, Ours] = {  # in the order of Liger's signatures, and ours
+OPTIONS: dict[str, Translation] = {  # in the order of the parameters of Liger's functions, then ours
     "ce_weight": "class_weights", "ignore_index": "ignore_index", "lse_square_scale": "z_loss",
     "label_smoothing": "label_smoothing", "reduction": "reduction", "softcap": "softcap", "return_z_loss": SWITCH,
     "accum_dtype": "accumulate_dtype", "use_token_scaling": SWITCH, "return_token_accuracy": SWITCH,
     "return_predicted_tokens": SWITCH, "memory_budget": "memory_budget",
 }  # fmt: skip
-KERNELS: dict[str, Ours] = {"chunk_mem_const": {1: {}}, "ce_impl": {None: {}}, "ce_mode": {None: {}}}
+KERNEL_OPTIONS: dict[str, Translation] = {"chunk_mem_const": {1: {}}, "ce_impl": {None: {}}, "ce_mode": {None: {}}}
 
 
 @dataclass
 class CrossEntropyOutput:
-    """The loss, and what else was asked for, without gradient.
+    """The loss, and further results without gradient; those that were not asked for are None.
 
-    ``z_loss``: the part of the loss that ``lse_square_scale`` makes, reduced as the loss is. ``token_accuracy``: the
-    share of the tokens that count whose target is the likeliest id, or 1 and 0 [...] with ``reduction="none"``.
-    ``predicted_tokens`` [...] int64: the likeliest ids, -1 where a token does not count.
+    ``z_loss``: the summand of the loss that ``lse_square_scale`` adds, in the shape of the loss. ``token_accuracy``:
+    the fraction of tokens whose target is the likeliest id, of those that count; with ``reduction="none"`` 1 or 0 for
+    each token [...]. ``predicted_tokens`` [...] int64: the likeliest ids, -1 where a token does not count.
     """
 
     loss: Tensor
@@ -45,6 +46,7 @@ class CrossEntropyOutput:
 
 
 def scaled_z_loss(stats: Stats, batch: Batch) -> Tensor:
+    """``lse**2`` of each token [tokens], times the probability of its target, without gradient of the latter."""
     return stats.logprob.detach().exp() * stats.lse.square()
 
 
@@ -68,46 +70,50 @@ def liger_fused_linear_cross_entropy(
     *,
     memory_budget: int | str | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Liger's functional of this name: the loss, or a ``CrossEntropyOutput`` where more is asked for.
+    """Liger's functional of this name. Returns the loss, or a ``CrossEntropyOutput`` if further results are asked for.
 
     Args:
         ce_weight, lse_square_scale, accum_dtype: ``class_weights``, ``z_loss`` and ``accumulate_dtype`` of
-            ``linear_cross_entropy``; label_smoothing, ignore_index, reduction, softcap by its names.
-        memory_budget: stands for ``chunk_mem_const``, which must be 1.
-        use_token_scaling: multiplies a token's values by its own probability, without gradient (DFT).
+            ``chunked_head.linear_cross_entropy``.
+        label_smoothing, ignore_index, reduction, softcap: as in ``chunked_head.linear_cross_entropy``.
+        memory_budget: as there; it replaces ``chunk_mem_const``, which must be 1.
+        use_token_scaling: multiply each token's loss by the probability of its target, without gradient of the latter
+            (DFT).
         return_z_loss, return_token_accuracy, return_predicted_tokens: see ``CrossEntropyOutput``. Predicted tokens, and
-            z-loss or accuracy with ``reduction="none"``, take a pass of their own over the logits: one matmul more.
+            z-loss or accuracy with ``reduction="none"``, need a second pass over the logits: one matmul more.
     """
-    options = translated(OPTIONS | KERNELS, locals())
-    z_loss, is_each = float(options.pop("z_loss")), reduction == "none"
+    options = translated(OPTIONS | KERNEL_OPTIONS, locals())
+    z_loss, is_unreduced = float(options.pop("z_loss")), reduction == "none"
     loss = losses.cross_entropy(options.pop("label_smoothing"), options.pop("class_weights"), use_token_scaling)
     if z_loss:
         loss += z_loss * (make("z_loss", scaled_z_loss, {}) if use_token_scaling else losses.z_loss())
-    measured = [metrics.accuracy()] if return_token_accuracy and not is_each else []
-    out = linear_loss(input, weight, target, loss, bias=bias, metrics=measured, **options)
+    metric_functions = [metrics.accuracy()] if return_token_accuracy and not is_unreduced else []
+    loss_output = linear_loss(input, weight, target, loss, bias=bias, metrics=metric_functions, **options)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
-        return out.loss
-    output = CrossEntropyOutput(out.loss)
-    if return_z_loss and not is_each:
-        output.z_loss = z_loss * out.parts["z_loss"] if z_loss else torch.zeros_like(out.loss)
-    if measured:
-        output.token_accuracy = out.metrics["accuracy"].value
-    if return_predicted_tokens or (is_each and (return_z_loss or return_token_accuracy)):
-        head = {name: options[name] for name in ("ignore_index", "softcap", "memory_budget")}
+        return loss_output.loss
+    output = CrossEntropyOutput(loss_output.loss)
+    if return_z_loss and not is_unreduced:
+        output.z_loss = z_loss * loss_output.parts["z_loss"] if z_loss else torch.zeros_like(loss_output.loss)
+    if metric_functions:
+        output.token_accuracy = loss_output.metrics["accuracy"].value
+    if return_predicted_tokens or (is_unreduced and (return_z_loss or return_token_accuracy)):
+        head_options = {name: options[name] for name in ("ignore_index", "softcap", "memory_budget")}
         with torch.no_grad():
-            tokens = linear_logprobs(input, weight, target, bias=bias, lse=True, argmax=True, **head)
-        counts = target != ignore_index
+            token_outputs = linear_logprobs(input, weight, target, bias=bias, lse=True, argmax=True, **head_options)
+        is_counted = target != ignore_index
         if return_predicted_tokens:
-            output.predicted_tokens = torch.where(counts, tokens.argmax, -1)
-        if is_each and return_z_loss:
-            output.z_loss = z_loss * tokens.lse.square() * (tokens.logprobs.exp() if use_token_scaling else 1.0)
-        if is_each and return_token_accuracy:
-            output.token_accuracy = (counts & (tokens.argmax == target)).to(out.loss.dtype)
+            output.predicted_tokens = torch.where(is_counted, token_outputs.argmax, -1)
+        if is_unreduced and return_z_loss:
+            output.z_loss = (
+                z_loss * token_outputs.lse.square() * (token_outputs.logprobs.exp() if use_token_scaling else 1.0)
+            )
+        if is_unreduced and return_token_accuracy:
+            output.token_accuracy = (is_counted & (token_outputs.argmax == target)).to(loss_output.loss.dtype)
     return output
 
 
 class LigerFusedLinearCrossEntropyFunction:
-    """Liger's autograd function of this name, as its callers see it: ``apply``."""
+    """A class with the ``apply`` of Liger's autograd function of this name."""
 
     @staticmethod
     def apply(
@@ -130,12 +136,13 @@ class LigerFusedLinearCrossEntropyFunction:
         ce_mode: None = None,
         chunk_mem_const: int = 1,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Loss, z-loss, token accuracy and predicted tokens, None where not asked for; arguments as the functional's.
+        """Returns loss, z-loss, token accuracy and predicted tokens; None for those that were not asked for.
 
-        ``ce_impl`` and ``ce_mode``, which choose among Liger's own kernels, must be None.
+        Arguments are those of ``liger_fused_linear_cross_entropy``. ``ce_impl`` and ``ce_mode``, which choose among
+        Liger's kernels, must be None.
         """
         options = {name: value for name, value in locals().items() if name not in ("_input", "ce_impl", "ce_mode")}
-        translated(KERNELS, {"ce_impl": ce_impl, "ce_mode": ce_mode})
+        translated(KERNEL_OPTIONS, {"ce_impl": ce_impl, "ce_mode": ce_mode})
         output = liger_fused_linear_cross_entropy(_input, **options)
         if isinstance(output, Tensor):
             return output, None, None, None
@@ -143,7 +150,8 @@ class LigerFusedLinearCrossEntropyFunction:
 
 
 class LigerFusedLinearCrossEntropyLoss(OptionsModule):
-    """Liger's module of this name: ``module(lin_weight, _input, target, bias)``; options as the functional's."""
+    """Liger's module of this name, called as ``module(lin_weight, _input, target, bias)``. Its options are those of
+    ``liger_fused_linear_cross_entropy``."""
 
     __init__ = init_of(liger_fused_linear_cross_entropy, OPTIONS)
 

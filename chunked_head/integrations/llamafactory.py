@@ -7,9 +7,9 @@ where ``train.yaml`` may have the head's options, next to LLaMA-Factory's argume
 
     chunked_head: {memory_budget: 1GiB}
 
-LLaMA-Factory has no plugins, and its callbacks do not see a reference model. Every stage has ``load_model``: for the
-length of a run a function stands there that patches what theirs returns. All else is LLaMA-Factory's code on lazy
-logits (``patch_model``).
+LLaMA-Factory has no plugins, and its callbacks do not see a reference model. Every stage calls ``load_model``. During a
+run that name is a function which patches the model that LLaMA-Factory's own function returns (``patch_model``). The
+rest is LLaMA-Factory's code on lazy logits.
 """
 
 import contextlib
@@ -17,17 +17,19 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .frameworks import Framework, Place
-from .huggingface.agreement import check_options
+from .frameworks import Framework, ObjectPath
+from .huggingface.model_patch import check_options
 from .huggingface.patch import patch_model
 
-KEY = "chunked_head"  # of a configuration file
+OPTIONS_KEY = "chunked_head"  # key of a configuration file
 STAGES = ("pt", "sft", "dpo", "kto")
-PARAMETERS = "tokenizer, model_args, finetuning_args, is_trainable, add_valuehead"
-IMPORTERS = (*(f"llamafactory.train.{stage}.workflow" for stage in STAGES), "llamafactory.train.trainer_utils")
-LLAMAFACTORY = Framework("llamafactory", ("0.9.5",), {(path, "load_model"): PARAMETERS for path in IMPORTERS})
-# arguments that have the loss made elsewhere, and what to do
-ELSEWHERE = {
+LOADER_PARAMETERS = "tokenizer, model_args, finetuning_args, is_trainable, add_valuehead"
+LOADING_MODULES = (*(f"llamafactory.train.{stage}.workflow" for stage in STAGES), "llamafactory.train.trainer_utils")
+LLAMAFACTORY = Framework(
+    "llamafactory", ("0.9.5",), {(path, "load_model"): LOADER_PARAMETERS for path in LOADING_MODULES}
+)
+# arguments whose losses this library has no part in, and what to do instead
+REFUSED_ARGUMENTS = {
     "use_mca": "leave it out, or train Megatron's models with chunked_head.integrations.megatron",
     "use_hyper_parallel": "leave it out",
     "use_unsloth": "leave it out: Unsloth has a head of its own",
@@ -36,15 +38,16 @@ ELSEWHERE = {
 
 
 def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None = None, **options: Any) -> None:
-    """LLaMA-Factory's function of this name, ``llamafactory.train.tuner.run_exp``, with models on this head.
+    """Runs ``llamafactory.train.tuner.run_exp`` with models on this head.
 
     Args:
-        args, callbacks: LLaMA-Factory's; None for ``args`` reads the command line and the file that it names.
-        options: of the head, as in ``patch_model``, in addition to those under ``chunked_head`` in ``args``.
+        args, callbacks: as in LLaMA-Factory's function. ``args=None`` reads the command line and the file that it
+            names.
+        options: options of ``patch_model``, in addition to those under ``chunked_head`` in ``args``.
 
     Raises:
-        TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
-        ImportError: LLaMA-Factory is not installed.
+        TypeError, ValueError: an option is wrong; the loss of a stage or an argument is one that this library has no
+            part in. ImportError: LLaMA-Factory is not installed.
     """
     LLAMAFACTORY.version()
     from llamafactory.hparams import read_args
@@ -53,11 +56,11 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
     arguments = read_args(None if args is None else dict(args))
     if not isinstance(arguments, dict):
         raise ValueError("LLaMA-Factory's arguments must come from a .yaml or .json file, or as a dict")
-    options = dict(arguments.pop(KEY, None) or {}) | options
+    options = dict(arguments.pop(OPTIONS_KEY, None) or {}) | options
     stage = arguments.get("stage", "sft")
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {', '.join(STAGES)} for chunked_head, got {stage!r}")
-    for name, remedy in ELSEWHERE.items():
+    for name, remedy in REFUSED_ARGUMENTS.items():
         if arguments.get(name):
             raise ValueError(f"{name} has its loss made where chunked_head has no part in it; {remedy}")
     if arguments.get("enable_liger_kernel") and stage in ("pt", "sft"):
@@ -68,23 +71,24 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
 
 @contextlib.contextmanager
 def patched_models(**options: Any) -> Iterator[list[Any]]:
-    """Puts every model that a stage loads in a ``with`` block on this head. Gives the list of those loaded."""
+    """A context in which every model that a stage loads is patched. Its value is the list of the models loaded so
+    far."""
     check_options(options)
-    loaded: list[Any] = []
+    loaded_models: list[Any] = []
 
-    def loading(place: Place, theirs: Any) -> Any:
-        @functools.wraps(theirs)
+    def loader(object_path: ObjectPath, original: Any) -> Any:
+        @functools.wraps(original)
         def load_model(*args: Any, **kwargs: Any) -> Any:
-            loaded.append(patch_model(theirs(*args, **kwargs), when="always", **options))
-            return loaded[-1]
+            loaded_models.append(patch_model(original(*args, **kwargs), when="always", **options))
+            return loaded_models[-1]
 
         return load_model
 
-    LLAMAFACTORY.replace(loading)
+    LLAMAFACTORY.replace(loader)
     try:
-        yield loaded
+        yield loaded_models
     finally:
-        LLAMAFACTORY.give_back()
+        LLAMAFACTORY.restore()
 
 
 if __name__ == "__main__":

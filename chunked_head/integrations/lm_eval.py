@@ -1,11 +1,11 @@
-"""lm-eval's HuggingFace model on this library's head: the same log-likelihoods without [batch, tokens, vocab] logits.
+"""lm-eval's HuggingFace model on this library's head: its log-likelihoods without [batch, tokens, vocab] logits.
 
     lm = ChunkedHeadLM(pretrained="Qwen/Qwen3-8B", batch_size=64)      # HFLM's arguments, and the head's options
     lm_eval.simple_evaluate(model=lm, tasks=["hellaswag", "wikitext"])
 
 or ``python -m chunked_head.integrations.lm_eval run --model chunked_head_hf ...``, which is lm-eval's own command line
-with this module imported. What its model returns for logits are lazy ones (``patch_model``); the rows of a batch's
-continuations are one call of ``linear_logprobs``. Order, batches and the cache of contexts are lm-eval's code.
+with this module imported. The model's logits are lazy (``patch_model``). The rows of a batch's continuations are one
+call of ``linear_logprobs``. Order, batches and the cache of contexts are lm-eval's code.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..functions.logprobs import logits_logprobs
 from .frameworks import Framework
-from .huggingface.agreement import OPTIONS, check_options
-from .huggingface.fused import outputs_of, reading
+from .huggingface.fused import logprobs_outputs, statistics_operand
 from .huggingface.lazy_logits import LazyLogits
+from .huggingface.model_patch import OPTIONS, check_options
 from .huggingface.patch import patch_model
 
 MODULE = "lm_eval.models.huggingface"
@@ -31,29 +31,29 @@ USES = {
     (MODULE, "Collator.get_cache"): "req_str, cxt_toks, cont_toks, logits",
     (MODULE, "Collator.get_original"): "newarr",
 }  # fmt: skip
-# elsewhere lm-eval's own loop reads lazy logits, one request after the other
-IN_BATCHES = Framework("lm_eval", ("0.4.11", "0.4.13"), USES).fits()
+# in other versions lm-eval's own loop reads lazy logits, one request after the other
+IS_SUPPORTED = Framework("lm_eval", ("0.4.11", "0.4.13"), USES).has_tested_parameters()
 
 from lm_eval.api.registry import register_model  # noqa: E402
-from lm_eval.models import huggingface as theirs  # noqa: E402
+from lm_eval.models import huggingface as lm_eval_models  # noqa: E402
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
 
 
 @register_model("chunked_head_hf")
-class ChunkedHeadLM(theirs.HFLM):
-    """``HFLM`` whose model's logits are computed where lm-eval reads them, and nowhere else.
+class ChunkedHeadLM(lm_eval_models.HFLM):
+    """``HFLM`` whose model computes only the rows of logits that lm-eval reads.
 
     Args:
         pretrained, args, kwargs: of ``HFLM``.
-        memory_budget, chunk_tokens, deterministic, backend, ...: of the head, as in ``patch_model``.
+        memory_budget, chunk_tokens, deterministic, backend, ...: options of ``patch_model``.
 
     Log-likelihoods and greedy flags are those of fp32 logits and softmaxes, whatever ``softmax_dtype`` says.
-    ``generate_until`` is HFLM's. A model whose head is not understood is scored as before, and a warning says why.
+    ``generate_until`` is HFLM's. A model whose head is not understood is scored by HFLM, and a warning says why.
 
     Raises:
-        TypeError, ValueError: for an option of the head that is wrong, before the model is loaded; for an
-            encoder-decoder.
+        TypeError, ValueError: an option of the head is wrong, which is found before the model is loaded; the model is
+            an encoder-decoder.
     """
 
     def __init__(self, pretrained: Any, *args: Any, **kwargs: Any):
@@ -69,68 +69,81 @@ class ChunkedHeadLM(theirs.HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """HFLM's method, a batch of contexts at a time: the log-likelihood of each request's continuation, and True
-        where each of its ids is the largest."""
-        if not IN_BATCHES:
-            scored: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
-            return scored
-        order = theirs.Collator(
+        """HFLM's method, a batch of contexts at a time. Returns a pair for each request: the log-likelihood of its
+        continuation, and whether each id of the continuation has the largest logit."""
+        if not IS_SUPPORTED:
+            lm_eval_outcomes: list[tuple[float, bool]]
+            lm_eval_outcomes = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+            return lm_eval_outcomes
+        collator = lm_eval_models.Collator(
             requests, sort_fn=lambda request: (-len(request[1] + request[2]), tuple(request[1] + request[2])),
             group_by="contexts" if self.logits_cache else None, group_fn=lambda request: request[1] + request[2][:-1],
         )  # fmt: skip
-        automatic = self.batch_size == "auto"
-        schedule = self._batch_scheduler if automatic and len(order) and not override_bs else None
-        if schedule is not None:
-            self.batch_sizes: dict[int, int] = {}  # those of other requests' lengths do not count
-        answers: list[tuple[float, bool]] = []
-        with theirs.tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
-            for batch in order.get_batched(n=(override_bs or 0) if automatic else self.batch_size, batch_fn=schedule):
-                for texts, answer in self.answers(batch, order):
-                    answers.append(answer)
-                    if texts is not None:  # of loglikelihood_rolling, which keeps whole texts itself
-                        self.cache_hook.add_partial("loglikelihood", texts, answer)
-                    bar.update(1)
-        in_order: list[tuple[float, bool]] = order.get_original(answers)
-        return in_order
+        is_automatic = self.batch_size == "auto"
+        batch_scheduler = self._batch_scheduler if is_automatic and len(collator) and not override_bs else None
+        if batch_scheduler is not None:
+            self.batch_sizes: dict[int, int] = {}  # batch sizes of earlier requests do not count
+        outcomes: list[tuple[float, bool]] = []
+        is_silent = disable_tqdm or self.rank != 0
+        batch_size = (override_bs or 0) if is_automatic else self.batch_size
+        with lm_eval_models.tqdm(total=len(requests), disable=is_silent, desc="log-likelihoods") as progress:
+            for batch in collator.get_batched(n=batch_size, batch_fn=batch_scheduler):
+                for texts, outcome in self.batch_outcomes(batch, collator):
+                    outcomes.append(outcome)
+                    if texts is not None:  # None of loglikelihood_rolling, which caches whole texts itself
+                        self.cache_hook.add_partial("loglikelihood", texts, outcome)
+                    progress.update(1)
+        outcomes_in_order: list[tuple[float, bool]] = collator.get_original(outcomes)
+        return outcomes_in_order
 
-    def answers(self, batch: Sequence[Request], order: Any) -> list[tuple[Any, tuple[float, bool]]]:
-        """Texts and answer of each request of a batch, and of those that share a context with one of it."""
-        inputs = [
+    def batch_outcomes(self, batch: Sequence[Request], collator: Any) -> list[tuple[Any, tuple[float, bool]]]:
+        """A pair for each request of a batch, and for each that shares a context with one of the batch: its texts, and
+        the outcome (log-likelihood, whether greedy) of its continuation."""
+        input_ids = [
             torch.tensor((context + ids)[-(self.max_length + 1) : -1], device=self.device) for _, context, ids in batch
         ]
-        if any(len(ids) > len(tokens) for (_, _, ids), tokens in zip(batch, inputs, strict=True)):
+        if any(len(ids) > len(tokens) for (_, _, ids), tokens in zip(batch, input_ids, strict=True)):
             raise ValueError(f"a continuation without a context, or longer than the model's {self.max_length} tokens")
-        padded = pad_sequence(inputs, batch_first=True)
-        logits = self._model_call(padded)
-        width = logits.shape[1]
-        prompt = width - padded.shape[1]  # virtual tokens, which stand first
-        scored: list[tuple[Any, Tensor, Tensor]] = []  # texts, ids, and the ids' rows in all of the batch
-        for i, ((texts, context, ids), tokens) in enumerate(zip(batch, inputs, strict=True)):
-            end = i * width + prompt + len(tokens)
-            places = torch.arange(end - len(ids), end, device="cpu").view(1, -1, 1)  # Collator takes them for logits
-            for key, continuation, cached in order.get_cache(texts, context, ids, places):
-                scored.append((key, torch.tensor(continuation, device="cpu"), cached.flatten()[-len(continuation) :]))
-        texts_of, ids_of, places_of = zip(*scored, strict=True)
-        rows = logits.flatten(0, 1)[torch.cat(places_of).to(logits.device)]
-        logprobs, greedy = scores(rows, torch.cat(ids_of).to(logits.device))
+        padded_ids = pad_sequence(input_ids, batch_first=True)
+        logits = self._model_call(padded_ids)
+        row_length = logits.shape[1]
+        num_prompt_tokens = row_length - padded_ids.shape[1]  # virtual tokens, which stand first
+        scored_requests: list[tuple[Any, Tensor, Tensor]] = []  # texts, ids, and the ids' rows in all of the batch
+        for i, ((texts, context, ids), tokens) in enumerate(zip(batch, input_ids, strict=True)):
+            end_row = i * row_length + num_prompt_tokens + len(tokens)
+            row_indices = torch.arange(end_row - len(ids), end_row, device="cpu").view(1, -1, 1)  # passed as logits
+            for request_texts, continuation_ids, rows_of_request in collator.get_cache(
+                texts, context, ids, row_indices
+            ):
+                scored_requests.append(
+                    (
+                        request_texts,
+                        torch.tensor(continuation_ids, device="cpu"),
+                        rows_of_request.flatten()[-len(continuation_ids) :],
+                    )
+                )
+        texts_of, ids_of, row_indices_of = zip(*scored_requests, strict=True)
+        rows = logits.flatten(0, 1)[torch.cat(row_indices_of).to(logits.device)]
+        logprobs, is_greedy = scores(rows, torch.cat(ids_of).to(logits.device))
         lengths = [len(ids) for ids in ids_of]
-        sums = [float(values.sum()) for values in logprobs.cpu().double().split(lengths)]
-        all_greedy = [bool(flags.all()) for flags in greedy.cpu().split(lengths)]
-        return list(zip(texts_of, zip(sums, all_greedy, strict=True), strict=True))
+        logprob_sums = [float(logprobs_of_ids.sum()) for logprobs_of_ids in logprobs.cpu().double().split(lengths)]
+        are_greedy = [bool(is_greedy_of_ids.all()) for is_greedy_of_ids in is_greedy.cpu().split(lengths)]
+        return list(zip(texts_of, zip(logprob_sums, are_greedy, strict=True), strict=True))
 
 
 @torch.no_grad()
 def scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of ids [rows] under logits [rows, vocab], and True where an id is the first of the largest."""
-    read = reading(logits._virtual) if isinstance(logits, LazyLogits) else None
-    if read is not None:
-        logprobs, largest = outputs_of(read, ids, argmax=True)
-        read.logits.source.agreement.count_loss(read.tail)
+    """Log-probabilities of ids [rows] under logits [rows, vocab], and a mask [rows]: whether an id is the first that
+    has the largest logit."""
+    operand = statistics_operand(logits._virtual) if isinstance(logits, LazyLogits) else None
+    if operand is not None:
+        logprobs, largest_ids = logprobs_outputs(operand, ids, argmax=True)
+        operand.logits.source.patch.count_loss(operand.tail)
     else:
-        logprobs, largest = logits_logprobs(
+        logprobs, largest_ids = logits_logprobs(
             logits.materialise() if isinstance(logits, LazyLogits) else logits, ids, argmax=True
         )
-    return logprobs, largest == ids
+    return logprobs, largest_ids == ids
 
 
 if __name__ == "__main__":

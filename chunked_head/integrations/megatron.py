@@ -1,11 +1,12 @@
-"""Megatron's GPTModel on this library's head, by the model's own hook behind the decoder (megatron-core from 0.18 on).
+"""Megatron's GPTModel on this library's head, by the model's argument ``output_processor`` (megatron-core from 0.18
+on).
 
     from chunked_head.integrations.megatron import OutputProcessor
     processor = OutputProcessor(memory_budget="1GiB")
     losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, output_processor=processor)
 
-or ``attach_head(model)`` once, after which every forward with labels has it. Vocabulary- and sequence-parallel as the
-model's output layer is. Values are Megatron's, but for logits that ours does not round to 16 bits.
+or ``attach_head(model)`` once, after which every forward with labels uses a processor. The head is vocabulary- and
+sequence-parallel if the model's output layer is. Values differ from Megatron's only where it rounds logits to 16 bits.
 """
 
 import functools
@@ -23,37 +24,41 @@ from ..functions.logprobs import linear_logprobs
 from ..parallel.groups import VocabParallel
 from .frameworks import Framework, call_through, check_named
 
-MODEL = ("megatron.core.models.gpt.gpt_model", "GPTModel")
+MODEL_PATH = ("megatron.core.models.gpt.gpt_model", "GPTModel")
 MEGATRON = Framework(
     "megatron-core", ("0.18.0", "0.19.2"),
-    {MODEL: "input_ids, position_ids, attention_mask, decoder_input, labels, *, output_processor, inference_context"},
+    {
+        MODEL_PATH:
+            "input_ids, position_ids, attention_mask, decoder_input, labels, *, output_processor, inference_context",
+    },
     module="megatron.core",
 )  # fmt: skip
-# output layers whose logits are the product with their weight and nothing else
-PLAIN = ("megatron.core.tensor_parallel.layers",)
-UNREAD = {  # further arguments that the model gives its hook in the tested versions
+# modules of the output layers whose logits are the product with their weight and nothing else
+PRODUCT_MODULES = ("megatron.core.tensor_parallel.layers",)
+UNREAD_ARGUMENTS = {  # arguments that the model passes in the tested versions, and that OutputProcessor does not read
     "input_ids", "position_ids", "attention_mask", "decoder_input", "packed_seq_params", "runtime_gather_output",
     "compute_language_model_loss", "scale_logits",
 }  # fmt: skip
-REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model says what they are
+REFUSED_OPTIONS = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model decides these
 
 
 class OutputProcessor:
     """Processor that ``GPTModel.forward(output_processor=)`` calls with the decoder's hidden states.
 
     Args:
-        logprobs: False returns losses per token [batch, sequence], fp32, as the model does where it has labels; True
-            log-probabilities of the labels.
-        entropy: with ``logprobs``, returns ``(logprobs, entropy)``.
-        temperature: of the log-probabilities; a number, or [batch, sequence].
-        reduction: ``"none"``, or ``"sum"``: one number, the losses' sum weighted by ``loss_mask``, for a loss function
-            of one's own. Gradients are then made in the forward pass: three matmuls rather than four.
-        options: as in ``chunked_head.Execution``, and ``softcap``. ``accumulate_into="main_grad"`` adds the weight's
-            gradient where Megatron's own layer does; with ``reduction="sum"`` it promises an upstream gradient of 1.
+        logprobs: False: the processor returns losses per token [batch, sequence], fp32, as the model does for labels.
+            True: it returns log-probabilities of the labels.
+        entropy: with ``logprobs``, the processor returns ``(logprobs, entropy)``.
+        temperature: of the log-probabilities: a number, or a tensor [batch, sequence] of the batch of the next call.
+        reduction: ``"none"``, or ``"sum"``: the processor returns the sum of losses weighted by ``loss_mask``, a
+            scalar, for a loss function of the caller. Gradients are made in the forward pass then: three matmuls rather
+            than four.
+        options: options of ``chunked_head.Execution``, and ``softcap``. ``accumulate_into="main_grad"`` adds the
+            weight's gradient to the buffer that Megatron's own layer adds to; with ``reduction="sum"`` the upstream
+            gradient must be 1.
 
-    A temperature of one batch is a processor of its own for that call. Where ``loss_mask`` is 0, values and gradients
-    are 0. Of a model with MTP this is the main loss: Megatron computes those of the further tokens before the hook,
-    from logits.
+    Values and gradients are 0 where ``loss_mask`` is 0. In a model with multi-token prediction this is the main loss:
+    Megatron computes the losses of further tokens from logits, before it calls the processor.
     """
 
     def __init__(
@@ -65,15 +70,15 @@ class OutputProcessor:
         reduction: str = "none",
         **options: Unpack[HeadOptions],
     ):
-        check_named(options, HeadOptions.__annotations__.keys() - set(REFUSED))
+        check_named(options, HeadOptions.__annotations__.keys() - set(REFUSED_OPTIONS))
         choice("OutputProcessor", "reduction", reduction, ("none", "sum"))
         flag("logprobs", logprobs)
         flag("entropy", entropy)
         CHECKS["temperature"](temperature)
-        tempered = isinstance(temperature, Tensor) or temperature != 1.0
+        has_temperature = isinstance(temperature, Tensor) or temperature != 1.0
         refuse({
             "entropy and temperature go with logprobs=True; Megatron's loss has neither":
-                not logprobs and (entropy or tempered),
+                not logprobs and (entropy or has_temperature),
             'logprobs=True are per token; leave reduction="none"': logprobs and reduction != "none",
         })  # fmt: skip
         self.logprobs, self.entropy, self.temperature = logprobs, entropy, temperature
@@ -82,7 +87,7 @@ class OutputProcessor:
     def __call__(
         self,
         *,
-        hidden_states: Tensor,  # [sequence, batch, hidden], of this rank's part of the sequence where that is sharded
+        hidden_states: Tensor,  # [sequence, batch, hidden], of this rank's part of a sharded sequence
         output_layer: nn.Module,
         output_weight: Tensor | None,  # [vocab / ranks, hidden]
         labels: Tensor | None,  # [batch, sequence]
@@ -90,11 +95,13 @@ class OutputProcessor:
         context: Any,
         config: Any,
         inference_context: Any,
-        **unread: Any,
+        **unread_arguments: Any,
     ) -> Any:
-        if unread.keys() - UNREAD:
-            new = ", ".join(sorted(unread.keys() - UNREAD))
-            warnings.warn(f"Megatron gives output_processor {new} too, which chunked_head does not read", stacklevel=2)
+        if unread_arguments.keys() - UNREAD_ARGUMENTS:
+            new_arguments = ", ".join(sorted(unread_arguments.keys() - UNREAD_ARGUMENTS))
+            warnings.warn(
+                f"Megatron gives output_processor {new_arguments} too, which chunked_head does not read", stacklevel=2
+            )
         refuse({
             "output_processor_context must be None: OutputProcessor has temperature=, logprobs= and entropy=":
                 context is not None,
@@ -102,83 +109,107 @@ class OutputProcessor:
                 labels is None or inference_context is not None,
         })  # fmt: skip
         check_layer(output_layer, config, "softcap" in self.options)
-        scale = float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
-        compute = functools.partial(self.values, output_layer, labels, loss_mask, scale)
-        return call_through(output_layer, compute, hidden_states, output_weight)
+        logit_scale = float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
+        values_of = functools.partial(self.values, output_layer, labels, loss_mask, logit_scale)
+        return call_through(output_layer, values_of, hidden_states, output_weight)
 
     def values(
-        self, layer: Any, labels: Any, loss_mask: Tensor | None, scale: float, hidden: Tensor, weight: Tensor | None
+        self,
+        layer: Any,
+        labels: Any,
+        loss_mask: Tensor | None,
+        logit_scale: float,
+        hidden: Tensor,
+        weight: Tensor | None,
     ) -> Any:
-        """Values that the hook returns, of operands that the layer's hooks have made ready."""
-        weight, layout = layer.weight if weight is None else weight, Layout(layer)
+        """What the processor returns, computed from operands that the layer's hooks have made ready. ``labels`` and
+        ``loss_mask`` [batch, sequence]; ``hidden`` [sequence of this rank, batch, hidden]; ``weight`` [vocab of this
+        rank, hidden], None for the layer's own."""
+        weight, rank_layout = layer.weight if weight is None else weight, RankLayout(layer)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-        target = layout.local(labels.t())
-        head: dict[str, Any] = {**self.options, "bias": bias, "logit_scale": scale, "parallel": layout.parallel}
-        weights = None if loss_mask is None else layout.local(loss_mask.t())
+        targets = rank_layout.local_values(labels.t())
+        head_options: dict[str, Any] = {
+            **self.options,
+            "bias": bias,
+            "logit_scale": logit_scale,
+            "parallel": rank_layout.parallel,
+        }
+        token_weights = None if loss_mask is None else rank_layout.local_values(loss_mask.t())
         if self.logprobs:
             temperature = self.temperature
             if isinstance(temperature, Tensor):
-                temperature = layout.local(temperature.t())
-            mask = None if weights is None else weights != 0
+                temperature = rank_layout.local_values(temperature.t())
+            mask = None if token_weights is None else token_weights != 0
             values = linear_logprobs(
-                hidden, weight, target, entropy=self.entropy, temperature=temperature, mask=mask, **head
+                hidden, weight, targets, entropy=self.entropy, temperature=temperature, mask=mask, **head_options
             )
             if isinstance(values, Tensor):
-                return layout.all_tokens(values)
-            return tuple(layout.all_tokens(value) for value in values)
-        if weights is not None:
-            target = target.masked_fill(weights == 0, -100)
+                return rank_layout.all_tokens(values)
+            return tuple(rank_layout.all_tokens(value) for value in values)
+        if token_weights is not None:
+            targets = targets.masked_fill(token_weights == 0, -100)
         if self.reduction == "none":
-            return layout.all_tokens(linear_cross_entropy(hidden, weight, target, reduction="none", **head))
-        factors = None if weights is None else weights.float()
-        return linear_cross_entropy(hidden, weight, target, reduction="sum", token_weights=factors, **head)
+            return rank_layout.all_tokens(
+                linear_cross_entropy(hidden, weight, targets, reduction="none", **head_options)
+            )
+        fp32_weights = None if token_weights is None else token_weights.float()
+        return linear_cross_entropy(
+            hidden, weight, targets, reduction="sum", token_weights=fp32_weights, **head_options
+        )
 
 
-class Layout:
+class RankLayout:
     """Layout of an output layer's operands over the ranks of its tensor-parallel group."""
 
     def __init__(self, layer: Any):
         self.group = getattr(layer, "tp_group", None)
-        self.ranks = 1 if self.group is None else torch.distributed.get_world_size(self.group)
-        self.sharded = self.ranks > 1 and bool(layer.sequence_parallel)
-        self.parallel = None
-        if self.ranks > 1:
+        self.num_ranks = 1 if self.group is None else torch.distributed.get_world_size(self.group)
+        self.is_sequence_sharded = self.num_ranks > 1 and bool(layer.sequence_parallel)
+        self.parallel: VocabParallel | None = None
+        if self.num_ranks > 1:
             # where a layer does not sum its input's gradient, the layer before does
-            sums = self.sharded or not layer.disable_grad_reduce
-            self.parallel = VocabParallel(self.group, sequence_sharded=self.sharded, reduce_dhidden=sums)
+            reduces_dhidden = self.is_sequence_sharded or not layer.disable_grad_reduce
+            self.parallel = VocabParallel(
+                self.group, sequence_sharded=self.is_sequence_sharded, reduce_dhidden=reduces_dhidden
+            )
 
-    def local(self, values: Tensor) -> Tensor:
-        """This rank's part of values of all tokens [sequence, ...]."""
-        return values.chunk(self.ranks)[torch.distributed.get_rank(self.group)] if self.sharded else values
+    def local_values(self, values: Tensor) -> Tensor:
+        """This rank's part of ``values`` of all tokens [sequence, ...]: a slice of a sharded sequence, else all."""
+        return (
+            values.chunk(self.num_ranks)[torch.distributed.get_rank(self.group)] if self.is_sequence_sharded else values
+        )
 
     def all_tokens(self, values: Tensor) -> Tensor:
-        """Values of all tokens [batch, sequence], of this rank's part of them [sequence, batch]."""
-        values = Gathered.apply(values, self.group) if self.sharded else values
+        """Values of all tokens [batch, sequence]. ``values``: those of this rank's tokens [sequence, batch]."""
+        values = GatheredValues.apply(values, self.group) if self.is_sequence_sharded else values
         return values.t().contiguous()
 
 
-class Gathered(torch.autograd.Function):
-    """Every rank's values along the first dimension. All ranks compute the same from them: each takes its part of the
-    gradient, without a message."""
+class GatheredValues(torch.autograd.Function):
+    """Gathers all ranks' values along the first dimension. Every rank computes the same loss of them, so that backward
+    takes a rank's own slice of the gradient, without a message."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group, ranks = group, torch.distributed.get_world_size(group)
-        gathered = values.new_empty(ranks * values.shape[0], *values.shape[1:])
-        torch.distributed.all_gather_into_tensor(gathered, values.contiguous(), group=group)
-        return gathered
+        ctx.group, num_ranks = group, torch.distributed.get_world_size(group)
+        all_values = values.new_empty(num_ranks * values.shape[0], *values.shape[1:])
+        torch.distributed.all_gather_into_tensor(all_values, values.contiguous(), group=group)
+        return all_values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ranks = torch.distributed.get_world_size(ctx.group)
-        return gradient.chunk(ranks)[torch.distributed.get_rank(ctx.group)].contiguous(), None
+        num_ranks = torch.distributed.get_world_size(ctx.group)
+        return gradient.chunk(num_ranks)[torch.distributed.get_rank(ctx.group)].contiguous(), None
 
 
-def check_layer(layer: Any, config: Any, capped: bool) -> None:
-    """ValueError where an output layer does more than a product, its weight is sharded over one more group, or Megatron
-    makes the weight's gradient from what the layer stores."""
-    place = inspect.getmodule(type(layer).forward)
-    if not capped and ("forward" in vars(layer) or place is None or place.__name__ not in PLAIN):
+def check_layer(layer: Any, config: Any, has_softcap: bool) -> None:
+    """ValueError if an output layer does more than a product, if its weight is sharded over a second group, or if
+    Megatron makes the weight's gradient from what the layer stores. ``has_softcap``: the caller has said what the layer
+    does to logits."""
+    forward_module = inspect.getmodule(type(layer).forward)
+    if not has_softcap and (
+        "forward" in vars(layer) or forward_module is None or forward_module.__name__ not in PRODUCT_MODULES
+    ):
         raise ValueError(
             f"the output layer is a {type(layer).__name__} with a forward of its own, which may do more than multiply "
             "by its weight. Pass softcap= to OutputProcessor: the cap that it puts on logits, or None for none"
@@ -194,22 +225,22 @@ def attach_head(model: Any, **options: Any) -> Any:
     """Makes every forward of a model with labels use ``OutputProcessor(**options)``, by a forward pre-hook.
 
     Args:
-        model: a GPTModel, or a wrapper (DDP, Float16Module) or list of them. Models without an output layer, those of
-            other pipeline stages, stay as they are.
+        model: a GPTModel, a wrapper of it (DDP, Float16Module), or a list of such. Models without an output layer, on
+            other pipeline stages, do not change.
 
     Returns:
-        ``model``, so that it can be a pre-wrap hook of Megatron-Bridge's model provider; as it was, with a warning,
-        where GPTModel has other arguments than in the tested versions.
+        ``model``, so that this function can be a pre-wrap hook of Megatron-Bridge's model provider. If GPTModel's
+        parameters differ from those of the tested versions, ``model`` does not change, and a warning says so.
 
     Raises:
-        ValueError: a model is none that takes an output_processor. TypeError, ValueError: as ``OutputProcessor``.
-        ImportError: megatron-core is not installed.
+        ValueError: a model takes no ``output_processor``. TypeError, ValueError: an option is wrong, as in
+            ``OutputProcessor``. ImportError: megatron-core is not installed.
     """
     processor = OutputProcessor(**options)
-    if not MEGATRON.fits():
+    if not MEGATRON.has_tested_parameters():
         return model
 
-    def add(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def add_processor(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         # labels are the fifth positional argument
         labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
         if labels is not None and kwargs.get("output_processor") is None and kwargs.get("inference_context") is None:
@@ -225,5 +256,5 @@ def attach_head(model: Any, **options: Any) -> Any:
                 "model pass its language_model"
             )
         if getattr(model_chunk, "post_process", True):
-            model_chunk.register_forward_pre_hook(add, with_kwargs=True)
+            model_chunk.register_forward_pre_hook(add_processor, with_kwargs=True)
     return model

@@ -6,8 +6,8 @@
 
     swift sft --external_plugins head.py --callbacks chunked_head ...
 
-The callback sees the trainer once it is made, with its model and its reference model. Losses, metrics and everything
-else are ms-swift's code on lazy logits (``patch_model``).
+The callback patches a trainer's model and reference model when the trainer has been made (``patch_model``). Losses and
+metrics are ms-swift's code on lazy logits.
 """
 
 from typing import Any
@@ -15,47 +15,48 @@ from typing import Any
 from transformers import TrainerCallback
 
 from .frameworks import Framework
-from .huggingface.agreement import check_options
+from .huggingface.model_patch import check_options
 from .huggingface.patch import patch_model
 
-NAME = "chunked_head"  # of the callback
+CALLBACK_NAME = "chunked_head"
 SWIFT = Framework(
     "ms-swift", ("4.6.0",),
     {("swift.callbacks.mapping", "callbacks_map"): "*", ("swift.callbacks.base", "TrainerCallback"): "args, trainer"},
 )  # fmt: skip
-MODELS = ("model", "ref_model", "teacher_model")  # attributes of a trainer
+MODEL_ATTRIBUTES = ("model", "ref_model", "teacher_model")  # attributes of a trainer
 
 
 def register(**options: Any) -> None:
-    """Makes ``--callbacks chunked_head`` known to ms-swift; a second call puts its options in the place of the first's.
+    """Makes ``--callbacks chunked_head`` known to ms-swift. The options of a later call replace those of an earlier
+    one.
 
     Args:
         options: ``memory_budget``, ``chunk_tokens``, ``deterministic``, ... as in ``patch_model``.
 
     Raises:
-        TypeError, ValueError: for a wrong option. ImportError: ms-swift is missing.
+        TypeError, ValueError: an option is wrong. ImportError: ms-swift is not installed.
 
-    Where callbacks are not as in ms-swift 4.6, a warning says so, and this one does nothing.
+    If ms-swift's callbacks differ from those of version 4.6, a warning says so, and this callback does nothing.
     """
     check_options(options)
-    seams = SWIFT.tested_objects()
-    callbacks_map, theirs = (seams.get(place) for place in SWIFT.uses)
+    tested_objects = SWIFT.tested_objects()
+    callbacks_map, callback_base = (tested_objects.get(object_path) for object_path in SWIFT.parameters_by_path)
     if callbacks_map is None:
         return
-    if theirs is None:
-        callbacks_map[NAME] = lambda args, trainer: TrainerCallback()
+    if callback_base is None:
+        callbacks_map[CALLBACK_NAME] = lambda args, trainer: TrainerCallback()
         return
-    base: Any = theirs
+    base_class: Any = callback_base
 
-    class ChunkedHeadCallback(base):
-        """Patches a trainer's models before anything wraps them for several processes."""
+    class ChunkedHeadCallback(base_class):
+        """A callback that patches a trainer's models before they are wrapped for several processes."""
 
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if getattr(args, "use_liger_kernel", False):
                 raise ValueError("use_liger_kernel brings Liger's head; leave it out for --callbacks chunked_head")
-            for name in MODELS:
+            for name in MODEL_ATTRIBUTES:
                 model: Any = getattr(self.trainer, name, None)
                 if hasattr(model, "parameters"):
                     patch_model(model, when="always", **options)
 
-    callbacks_map[NAME] = ChunkedHeadCallback
+    callbacks_map[CALLBACK_NAME] = ChunkedHeadCallback

@@ -3,8 +3,7 @@
     loss_fn:
       _target_: chunked_head.integrations.nemo_automodel.ChunkedHeadCrossEntropy
 
-What Automodel does around it stays its own: which weight it is, that a sharded one is gathered, that its gradient is
-reduced over ``grad_reduce_group``.
+Automodel still chooses the weight, gathers a sharded weight, and reduces its gradient over ``grad_reduce_group``.
 """
 
 from typing import Any, Unpack
@@ -13,29 +12,29 @@ from torch import Tensor
 
 from ..call.options import Execution
 from ..functions.cross_entropy import linear_cross_entropy
-from .frameworks import Framework, check_named, looked_up
+from .frameworks import Framework, check_named, object_at
 
-BASE = ("nemo_automodel.components.loss.linear_ce_base", "LinearCrossEntropy")
+BASE_PATH = ("nemo_automodel.components.loss.linear_ce_base", "LinearCrossEntropy")
 AUTOMODEL = Framework(
     "nemo-automodel", ("0.7.0",),
     {
-        BASE: "*", (BASE[0], f"{BASE[1]}.materialize_lm_weight"): "lm_weight, grad_reduce_group",
+        BASE_PATH: "*", (BASE_PATH[0], f"{BASE_PATH[1]}.materialize_lm_weight"): "lm_weight, grad_reduce_group",
         ("nemo_automodel.components.loss.linear_ce", "FusedLinearCrossEntropy"):
             "hidden_states, labels, lm_weight, num_label_tokens, grad_reduce_group, loss_weights",
     },
     module="nemo_automodel",
 )  # fmt: skip
-FITS = AUTOMODEL.fits()
-LinearCrossEntropy: Any = looked_up(BASE) if FITS else object
+IS_SUPPORTED = AUTOMODEL.has_tested_parameters()
+LinearCrossEntropy: Any = object_at(BASE_PATH) if IS_SUPPORTED else object
 
 
 class ChunkedHeadCrossEntropy(LinearCrossEntropy):
-    """Automodel's ``FusedLinearCrossEntropy`` by its arguments; ``cut_cross_entropy`` is not needed.
+    """A loss with the arguments of Automodel's ``FusedLinearCrossEntropy``. It does not need ``cut_cross_entropy``.
 
     Args:
         ignore_index: label of tokens that do not count.
-        logit_softcapping: cap of the logits; 0 or None: none.
-        reduction: ``"sum"``, which Automodel divides by ``num_label_tokens``, or ``"mean"``.
+        logit_softcapping: bound of the logits by tanh; no bound for 0 or None.
+        reduction: ``"sum"``, with which a call divides by ``num_label_tokens`` if that is given, or ``"mean"``.
         label_smoothing, z_loss: as in ``chunked_head.linear_cross_entropy``.
         options: as in ``chunked_head.Execution`` without ``parallel`` and ``accumulate_into``.
     """
@@ -50,7 +49,7 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
         z_loss: float = 0.0,
         **options: Unpack[Execution],
     ):
-        AUTOMODEL.require(FITS, "ChunkedHeadCrossEntropy")
+        AUTOMODEL.require(IS_SUPPORTED, "ChunkedHeadCrossEntropy")
         super().__init__()
         if reduction not in ("sum", "mean"):
             raise ValueError(f'reduction must be "sum" or "mean", got {reduction!r}')
@@ -72,7 +71,8 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,  # [batch, sequence]
     ) -> Tensor:
-        """The loss of this rank's tokens: with ``num_label_tokens``, their share of the mean over all ranks' tokens.
+        """The loss of this rank's tokens, a scalar. With ``num_label_tokens`` it is their sum divided by that number:
+        this rank's share of the mean over the tokens of all ranks.
 
         Raises:
             ValueError: ``num_label_tokens`` or ``loss_weights`` with ``reduction="mean"``; a sharded weight without the

@@ -1,10 +1,11 @@
-"""torchtitan's loss on this library's head, in the place of its own chunked one.
+"""A loss for torchtitan on this library's head, in the place of torchtitan's ``ChunkedLossWrapper``.
 
     from chunked_head.integrations.torchtitan import ChunkedHeadLoss
     config = llama3_8b()  # a config function of torchtitan's registry, or of yours
     config.loss = ChunkedHeadLoss.Config()
 
-The trainer hands it the output layer and has the model stop before it, as it does for ``ChunkedLossWrapper``.
+The trainer gives this loss the output layer, and stops the model before that layer, as it does for
+``ChunkedLossWrapper``.
 """
 
 from dataclasses import dataclass, fields
@@ -18,13 +19,13 @@ from ..functions.cross_entropy import linear_cross_entropy
 from ..parallel.groups import VocabParallel
 from .frameworks import Framework, call_through
 
-LOSS = "torchtitan.components.loss"
+LOSS_MODULE = "torchtitan.components.loss"
 TORCHTITAN = Framework(
     "torchtitan", ("0.3.0",),
     {
-        (LOSS, "BaseLoss.Config"): "*", (LOSS, "ChunkedLossWrapper"): "config, compile_config",
-        (LOSS, "ChunkedLossWrapper.set_lm_head"): "lm_head",
-        (LOSS, "ChunkedLossWrapper.__call__"): "pred, labels, global_valid_tokens, loss_inputs",
+        (LOSS_MODULE, "BaseLoss.Config"): "*", (LOSS_MODULE, "ChunkedLossWrapper"): "config, compile_config",
+        (LOSS_MODULE, "ChunkedLossWrapper.set_lm_head"): "lm_head",
+        (LOSS_MODULE, "ChunkedLossWrapper.__call__"): "pred, labels, global_valid_tokens, loss_inputs",
         ("torchtitan.config", "CompileConfig"): "*", ("torchtitan.distributed.utils", "get_spmd_backend"): "",
         ("torchtitan.distributed.spmd_types", "current_spmd_mesh"): "",
         ("torchtitan.distributed.spmd_types", "spmd_mesh_size"): "axis_name",
@@ -32,8 +33,8 @@ TORCHTITAN = Framework(
     },
     module="torchtitan",
 )  # fmt: skip
-FITS = TORCHTITAN.fits()
-if FITS:
+IS_SUPPORTED = TORCHTITAN.has_tested_parameters()
+if IS_SUPPORTED:
     import spmd_types as spmd
     from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
     from torchtitan.config import CompileConfig
@@ -51,31 +52,32 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
     """Cross-entropy of the model's hidden states and its output layer, summed over tokens and divided by
     ``global_valid_tokens``.
 
-    FSDP gathers the output layer's weight once, and reduces its gradient once. The ``spmd_types`` and
-    ``partial_dtensor`` backends are served, tensor- and context-parallel ones too. There is nothing here for
-    ``compile.components = ["loss"]`` to compile.
+    FSDP gathers the output layer's weight once, and reduces its gradient once. The backends ``spmd_types`` and
+    ``partial_dtensor`` are supported, also with tensor and context parallelism. ``compile.components = ["loss"]`` has
+    no effect on this loss.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
         global_vocab_size: int | None = None
-        """Ids of the vocabulary, where a tensor-parallel ``spmd_types`` layer does not hold as many on each rank, or
-        the last rows of the layer are padding. The config functions of torchtitan know it."""
+        """Number of ids of the vocabulary. Needed if the ranks of a tensor-parallel ``spmd_types`` layer hold different
+        numbers of ids, or if the last rows of the layer are padding. The config functions of torchtitan know it."""
         label_smoothing: float = 0.0
         z_loss: float = 0.0
         """Coefficient of the squared log-sum-exp."""
         softcap: float | None = None
         memory_budget: int | str | None = None
-        """Beside the gradients, as in ``chunked_head.Execution``; so are the following."""
+        """This option and those below: as in ``chunked_head.Execution``."""
         chunk_tokens: int | None = None
         accumulate_dtype: torch.dtype | None = None
         skip_ignored: bool | str = False
 
         def __post_init__(self) -> None:
-            TORCHTITAN.require(FITS, "ChunkedHeadLoss")
+            TORCHTITAN.require(IS_SUPPORTED, "ChunkedHeadLoss")
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
-        self.options = {f.name: getattr(config, f.name) for f in fields(config) if not f.name.startswith("_")}
+        names = [config_field.name for config_field in fields(config) if not config_field.name.startswith("_")]
+        self.options = {name: getattr(config, name) for name in names}
         self.options["vocab_size"] = self.options.pop("global_vocab_size")
         check_options(self.options)
         self.lm_head: nn.Module | None = None
@@ -86,12 +88,14 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
         """The loss of hidden states ``pred`` [batch, sequence, hidden] against ``labels`` [batch, sequence].
 
         Raises:
-            TypeError: for ``loss_inputs`` that belong to other losses. ValueError: ``set_lm_head`` was not called, or
-            the backend is ``full_dtensor``.
+            TypeError: ``loss_inputs`` has arguments of other losses. ValueError: ``set_lm_head`` was not called, or the
+                backend is ``full_dtensor``.
         """
-        unknown = loss_inputs.keys() - {"positions"}  # those the trainer gives every loss
-        if unknown:
-            raise TypeError(f"ChunkedHeadLoss takes no {', '.join(sorted(unknown))}: it is a cross-entropy of tokens")
+        unknown_inputs = loss_inputs.keys() - {"positions"}  # which the trainer gives every loss
+        if unknown_inputs:
+            raise TypeError(
+                f"ChunkedHeadLoss takes no {', '.join(sorted(unknown_inputs))}: it is a cross-entropy of tokens"
+            )
         if self.lm_head is None:
             raise ValueError("ChunkedHeadLoss needs the output layer: call set_lm_head(model.lm_head) first")
         if get_spmd_backend() == "full_dtensor":
@@ -99,20 +103,20 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
         lm_head: Any = self.lm_head
         options: dict[str, Any] = dict(self.options)
         if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
-            # here hidden states are what each rank differentiates its own share of: the graph before sums the shares
+            # each rank computes its share of the hidden states' gradient; the graph before this loss sums the shares
             options["parallel"] = VocabParallel(current_spmd_mesh().get_group("tp"), reduce_dhidden=False)
         if global_valid_tokens is None:
             options["reduction"] = "sum"
         else:
             options["normalizer"] = global_valid_tokens
 
-        def compute(hidden: Tensor) -> Tensor:
+        def loss_of(hidden: Tensor) -> Tensor:
             bias = getattr(lm_head, "bias", None)
             return linear_cross_entropy(hidden, lm_head.weight, labels, bias=bias, **options)
 
-        checked = spmd.is_type_checking()
+        is_type_checking = spmd.is_type_checking()
         with spmd.no_typecheck():
-            loss = call_through(lm_head, compute, pred)
-            if checked:
+            loss = call_through(lm_head, loss_of, pred)
+            if is_type_checking:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, {}

@@ -1,8 +1,9 @@
 """Losses: functions of per-token statistics, the fields that they read, and the reduction of their values.
 
-A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and the only thing that users hold:
-``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel: the kernels make the statistics that it
-``needs`` and take the coefficients that autograd finds. ``Measure`` is what losses and metrics have in common.
+A ``Summand`` is one loss. ``Losses`` is a sum of summands with coefficients, and what the functions that users call
+return: ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel: kernels make the statistics that it
+``needs``, and take the coefficients that autograd derives from it. ``Measure`` is what losses and metrics have in
+common.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from ..core import checks as shared
+from ..core import checks
 from ..core.divergences import DIVERGENCES, Sum
 from ..core.memory import Cache
 from ..core.statistics import WORDS
@@ -28,9 +29,9 @@ Scope = Literal["token", "segment"]
 class Field(NamedTuple):
     """Kind and type of a field of ``batch``.
 
-    ``token``: indexed like the target and moved with it by ``shift``; ``row``: indexed like the hidden states;
-    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used as it is; ``kept``: sets of ids
-    that tokens' softmaxes are over, which losses do not read.
+    Kinds: ``token``: indexed like the target, also under ``shift``. ``row``: indexed like the hidden states.
+    ``segment``: ``[num_segments, ...]``. ``pair``: ``[pairs, ...]``. ``constant``: of any shape, for all tokens.
+    ``kept``: sets of ids for tokens' softmaxes, which losses do not read.
     """
 
     kind: Kind
@@ -66,13 +67,14 @@ FIELDS: dict[str, Field] = {
 
 KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense teacher
-# statistics that a loss may need besides `logprob` and `lse`, which every call has
+# names of statistics that a loss may need besides `logprob` and `lse`, which every call has; DENSE_STATISTICS are those
+# of a dense teacher
 STATISTICS = WORDS
-DENSE = (*DIVERGENCES, "teacher_argmax")
+DENSE_STATISTICS = (*DIVERGENCES, "teacher_argmax")
 
 
 class Teacher(NamedTuple):
-    """The dense teacher of a loss: how its logits become its distribution ``q``."""
+    """The options by which the logits of a loss's dense teacher become its distribution ``q``."""
 
     temperature: float | None = None  # None: the loss's temperature
     logit_scale: float = 1.0
@@ -81,12 +83,12 @@ class Teacher(NamedTuple):
 
 
 class SummandOptions(TypedDict, total=False):
-    """Options of every loss. Where one is None, the call's argument holds.
+    """Options of every loss. An option that is None has the value of the call's argument of its name.
 
-    ``temperature`` divides the logits that the loss reads. ``token_weights`` multiply each token's value and do not
+    ``temperature`` divides the logits that the loss reads. ``token_weights`` multiply each token's value, but do not
     enter the denominator: a tensor of target's shape, or the name of a token field of ``batch``. ``normalizer`` is the
     denominator for ``reduction="mean"``: a number, a 0-d tensor, or the name of a constant field. ``name`` is the key
-    in ``out.parts``.
+    of the loss in ``out.parts``.
     """
 
     temperature: float | None
@@ -96,7 +98,7 @@ class SummandOptions(TypedDict, total=False):
     name: str | None
 
 
-SUMMAND = tuple(SummandOptions.__annotations__)
+SUMMAND_OPTION_NAMES = tuple(SummandOptions.__annotations__)
 
 
 PACKAGE = __name__.rpartition(".")[0] + "."
@@ -104,47 +106,52 @@ LIBRARY = __name__.partition(".")[0] + "."
 
 
 def is_library(function: Any) -> bool:
-    """True for a function that this library defines at module level, and that hence is never freed."""
-    plain = type(function) is FunctionType and "<" not in function.__qualname__
-    return plain and str(function.__globals__.get("__name__")).startswith(LIBRARY)
+    """True for a function that this library defines at module level. Such a function is never freed."""
+    is_named = type(function) is FunctionType and "<" not in function.__qualname__
+    return is_named and str(function.__globals__.get("__name__")).startswith(LIBRARY)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measure:
-    """A loss or a metric of a call: ``function(stats, batch, **options, **tensors)`` gives values, one per unit."""
+    """A loss or a metric of a call: ``function(stats, batch, **options, **tensors)`` returns values, one per unit."""
 
     kind: str  # name of the function that made it, such as "grpo"
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)  # compiled code depends on all of them but floats
-    needs: frozenset[str] = frozenset()
-    fields: Collection[str] = ()  # a tuple
-    optional_fields: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()  # names of statistics
+    fields: Collection[str] = ()  # a tuple of names of required fields
+    optional_fields: tuple[str, ...] = ()  # names
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # fields that FIELDS does not list
     scope: Scope = "token"
     unit: Unit = "token"
     reads_target: bool = True
     temperature: float | None = None
-    name: str | None = None
+    name: str | None = None  # the user's
     # sums over the vocabulary, by the name of the statistic
     sums: Mapping[str, Sum] = field(default_factory=dict, kw_only=True)
 
     label: str = field(init=False, repr=False)  # the user's name, else the kind
-    width: int = field(init=False, repr=False)  # numbers per token, 0 for values of other units
+    width: int = field(init=False, repr=False)  # number of values per token; 0 for values of other units
 
     def __post_init__(self) -> None:
-        # a name of another type is refused where the call knows its place among the losses and metrics
+        # the call refuses a name of another type, since it knows which loss or metric has the name
         object.__setattr__(self, "label", self.name if isinstance(self.name, str) and self.name else self.kind)
         object.__setattr__(self, "width", int(self.unit == "token"))
 
     @property
     def text(self) -> str:
-        """The call of the factory that made the measure, such as "grpo(clip_high=0.28)"; its label where none did."""
+        """The call of the function that made the measure, such as "grpo(clip_high=0.28)"; the label if no function of
+        ``chunked_head.losses`` or ``metrics`` made it."""
         factory, args, options = vars(self).get("origin", (None, (), {}))
         if factory is None:
             return self.label
-        usual = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
-        unusual = [n for n, v in options.items() if isinstance(v, Tensor) or n not in usual or v != usual[n]]
-        arguments = [*map(text_of, args), *[f"{name}={text_of(options[name])}" for name in unusual]]
+        defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
+        changed_names = [
+            name
+            for name, value in options.items()
+            if isinstance(value, Tensor) or name not in defaults or value != defaults[name]
+        ]
+        arguments = [*map(value_in_words, args), *[f"{name}={value_in_words(options[name])}" for name in changed_names]]
         return f"{factory.__name__}({', '.join(arguments)})"
 
     def __repr__(self) -> str:
@@ -152,37 +159,44 @@ class Measure:
 
     @functools.cached_property
     def key_and_numbers(self) -> tuple[Hashable, tuple[float, ...]]:
-        """Returns a key of the function and its options without floats, and the floats. Code is compiled for the key
-        and takes the floats as arguments. For a user's function: None and ()."""
+        """Returns a key of the function and its options without floats, and the floats. Code is compiled for the key,
+        and takes the floats as arguments. Returns None and () for a user's function."""
         numbers: list[float] = []
         options = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
         return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
 
     @functools.cached_property
     def builtin(self) -> bool:
-        """True for a function of the library, which reads its arguments only. A user's function may read anything else,
-        so no cache that outlives a call depends on its results."""
+        """True if ``function`` is the library's, which reads its arguments only. A user's function may read anything
+        else, so that no cache that outlives a call depends on its results."""
         return self.key_and_numbers[0] is not None
 
     def with_numbers(self, numbers: Iterator[Any]) -> Self:
-        """The measure with the floats of its options replaced, in order, by the next of ``numbers``: floats or tensors
-        []."""
-        return replace(self, options={name: join_numbers(v, numbers) for name, v in self.options.items()})
+        """A copy whose options have the next of ``numbers``, floats or 0-d tensors, in the place of each float."""
+        return replace(self, options={name: join_numbers(value, numbers) for name, value in self.options.items()})
 
     @functools.cached_property
     def settings(self) -> tuple:
-        """The floats in options, temperature, teacher and sums, which ``signature`` leaves out."""
+        """A key of the numbers that ``signature`` leaves out: those of options, temperature, teacher and sums."""
         _, numbers = self.key_and_numbers
-        teacher, sums = getattr(self, "teacher", None), [vocab_sum.numbers for vocab_sum in self.sums.values()]
-        return numbers, self.temperature, teacher, *sums
+        teacher, sum_numbers = getattr(self, "teacher", None), [vocab_sum.numbers for vocab_sum in self.sums.values()]
+        return numbers, self.temperature, teacher, *sum_numbers
 
     @property
     def reads(self) -> tuple:
-        """A key of what the measure reads in a call: name, fields, statistics, scope, and the type of the
-        temperature."""
+        """A key of what the measure reads in a call: name, fields, statistics, sums, scope, whether it reads the
+        target, and the type of the temperature."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
-        sums = tuple([(name, vocab_sum.function) for name, vocab_sum in self.sums.items()])
-        return self.name or self.kind, fields, self.needs, sums, self.scope, self.reads_target, type(self.temperature)
+        functions_by_name = tuple([(name, vocab_sum.function) for name, vocab_sum in self.sums.items()])
+        return (
+            self.name or self.kind,
+            fields,
+            self.needs,
+            functions_by_name,
+            self.scope,
+            self.reads_target,
+            type(self.temperature),
+        )
 
     def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return self.function(stats, batch, **self.options, **(tensors or {}))
@@ -192,12 +206,12 @@ class Measure:
 class Summand(Measure):
     """One loss of a sum of losses. Its function returns unreduced values."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # [vocab] each: inputs of compiled code
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # [vocab] each, by argument of ``function``
     separable: bool = True  # for scope "segment": each value depends on the tokens of one segment or pair only
-    teacher: Teacher | None = None
-    # (batch, **tensors) -> [n] numbers that sum up to the default denominator; None: each token counts 1
+    teacher: Teacher | None = None  # None without a dense teacher
+    # a function (batch, **tensors) -> [n] whose sum is the default denominator; None: each token counts 1
     counted: Callable[..., Tensor] | None = None
-    of_columns: bool = False  # reads logits of the token's ``teacher_ids`` only, and no lse: a common constant is free
+    of_columns: bool = False  # the function reads logits at ``teacher_ids`` only, up to a constant, and no lse
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
@@ -212,21 +226,21 @@ class Summand(Measure):
 
     @property
     def key(self) -> tuple:
-        """A key: equal for summands that compile to the same code."""
-        teacher = None if self.teacher is None else split_numbers(self.teacher, [])
-        return self.key_and_numbers[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher
+        """A key that is equal for summands that compile to the same code."""
+        teacher_key = None if self.teacher is None else split_numbers(self.teacher, [])
+        return self.key_and_numbers[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher_key
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """A key: equal for summands that differ in numbers at most."""
-        weights = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
-        normalizer: Hashable = self.normalizer
-        if isinstance(normalizer, Tensor):
-            normalizer = (normalizer.shape, normalizer.dtype, normalizer.device)
-        elif normalizer is not None and not isinstance(normalizer, str):
-            normalizer = "a number"
-        how = self.kind, self.separable, self.counted, self.of_columns
-        return self.key, self.reads, self.reduction, weights, normalizer, how
+        """A key that is equal for summands that differ in numbers at most."""
+        weights_key = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
+        normalizer_key: Hashable = self.normalizer
+        if isinstance(normalizer_key, Tensor):
+            normalizer_key = (normalizer_key.shape, normalizer_key.dtype, normalizer_key.device)
+        elif normalizer_key is not None and not isinstance(normalizer_key, str):
+            normalizer_key = "a number"
+        further_key = self.kind, self.separable, self.counted, self.of_columns
+        return self.key, self.reads, self.reduction, weights_key, normalizer_key, further_key
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -239,18 +253,18 @@ class Losses:
         return Losses(self.terms + as_losses(addend, "a summand").terms)
 
     def times(self, factor: float | Tensor) -> "Losses":
-        """``self * factor``. Inside of ``torch.compile``, where ``*`` with a tensor raises, it takes a tensor too."""
+        """``self * factor``, also for a tensor inside of ``torch.compile``, where ``*`` with a tensor raises."""
         if isinstance(factor, Tensor):
-            shared.check_factor("the coefficient of a loss", factor)
+            checks.check_factor("the coefficient of a loss", factor)
         else:
-            shared.number(None, "the coefficient of a loss", factor)
+            checks.number(None, "the coefficient of a loss", factor)
         return Losses(tuple((coefficient * factor, summand) for coefficient, summand in self.terms))
 
     __mul__ = __rmul__ = times
 
     def __radd__(self, addend: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""
-        return self if isinstance(addend, shared.NUMBERS) and addend == 0 else as_losses(addend, "a summand") + self
+        return self if isinstance(addend, checks.NUMBERS) and addend == 0 else as_losses(addend, "a summand") + self
 
     def __neg__(self) -> "Losses":
         return self * -1.0
@@ -267,21 +281,21 @@ class Losses:
     def __repr__(self) -> str:
         terms = []
         for coefficient, summand in self.terms:
-            sign = "- " if not isinstance(coefficient, Tensor) and coefficient < 0 else "+ "
-            size = text_of(coefficient if isinstance(coefficient, Tensor) else abs(coefficient))
-            terms.append(sign + ("" if size == "1" else f"{size} * ") + summand.text)
+            sign_text = "- " if not isinstance(coefficient, Tensor) and coefficient < 0 else "+ "
+            factor_in_words = value_in_words(coefficient if isinstance(coefficient, Tensor) else abs(coefficient))
+            terms.append(sign_text + ("" if factor_in_words == "1" else f"{factor_in_words} * ") + summand.text)
         return f"Losses({' '.join(terms).removeprefix('+ ')})"
 
 
-def text_of(value: Any) -> str:
-    """A value of an option in a few characters: a tensor by its shape, a function by its name."""
+def value_in_words(value: Any) -> str:
+    """A text for the value of an option, in a few characters: a tensor by its shape, a function by its name."""
     if isinstance(value, Tensor):
         return f"tensor{list(value.shape)}"
     return f"{value:.6g}" if type(value) is float else getattr(value, "__name__", repr(value))
 
 
-# the function that makes a loss of a plain function: ``user.py``, which imports this file, appends ``custom``
-TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []
+# one function that makes a loss of a user's function: ``user.py``, which imports this file, appends it
+FUNCTION_LOSS_MAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []
 
 
 def as_losses(loss: Any, argument: str = "loss") -> Losses:
@@ -291,38 +305,40 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
         return loss
     if getattr(loss, "__module__", "").startswith(PACKAGE):
         name = getattr(loss, "__name__", "")
-        example = f"losses.{name}()" if name != "custom" else "losses.custom(function, scope=...)"
-        raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {example}")
+        example_call = f"losses.{name}()" if name != "custom" else "losses.custom(function, scope=...)"
+        raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {example_call}")
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(
             f"{argument} must be made of chunked_head.losses, got {type(loss).__name__}; a function (stats, batch) -> "
             "values is taken as well"
         )
-    return TAKERS[0](loss)
+    return FUNCTION_LOSS_MAKERS[0](loss)
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+FactoryArguments = ParamSpec("FactoryArguments")
+FactoryResult = TypeVar("FactoryResult")
 FACTORY_RESULTS: Cache[tuple, Any] = Cache(256)
 
 
-def once(factory: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wraps a function that makes losses or metrics. Calls with equal numbers, flags and strings return the same
-    object, checked once. With any other argument, such as a tensor, each call makes a new object."""
+def sharing_results(factory: Callable[FactoryArguments, FactoryResult]) -> Callable[FactoryArguments, FactoryResult]:
+    """Wraps a function that makes losses or metrics. Calls with equal numbers, flags and strings share one result. With
+    any other argument, such as a tensor, each call makes a new object."""
 
-    def noted(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        result: Result = factory(*args, **options)
+    def make_with_origin(*args: FactoryArguments.args, **options: FactoryArguments.kwargs) -> FactoryResult:
+        result: FactoryResult = factory(*args, **options)
         measure = result.terms[0][1] if isinstance(result, Losses) else result
-        vars(measure)["origin"] = factory, args, options  # no field: a copy with other options is of no factory
+        vars(measure)["origin"] = factory, args, options  # no field, so that a copy with other options has no origin
         return result
 
     @functools.wraps(factory)
-    def cached_factory(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+    def cached_factory(*args: FactoryArguments.args, **options: FactoryArguments.kwargs) -> FactoryResult:
         if torch.compiler.is_compiling():
             return factory(*args, **options)
-        if not shared.PLAIN.issuperset(map(type, (*args, *options.values()))):
-            return noted(*args, **options)
-        result: Result = FACTORY_RESULTS.get_or_make((factory, repr((args, options))), lambda: noted(*args, **options))
+        if not checks.PLAIN.issuperset(map(type, (*args, *options.values()))):
+            return make_with_origin(*args, **options)
+        result: FactoryResult = FACTORY_RESULTS.get_or_make(
+            (factory, repr((args, options))), lambda: make_with_origin(*args, **options)
+        )
         return result
 
     return cached_factory
@@ -334,43 +350,47 @@ def make(
     summand_options: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
     needs: Iterable[str] = (),
-    **traits: Any,
+    **summand_fields: Any,
 ) -> Losses:
     """``Losses`` of one summand. ``summand_options``: the user's ``SummandOptions``. ``traits``: further fields of
-    ``Summand``. TypeError or ValueError, naming the loss, for wrong options."""
-    shared.refuse_unknown("losses", kind, summand_options, SUMMAND)
-    summand = Summand(kind, function, options or {}, frozenset(needs), **traits, **summand_options)
-    where = f"losses.{kind}"
+    ``Summand``. TypeError or ValueError, with the name of the loss, for wrong options."""
+    checks.refuse_unknown("losses", kind, summand_options, SUMMAND_OPTION_NAMES)
+    summand = Summand(kind, function, options or {}, frozenset(needs), **summand_fields, **summand_options)
+    loss_name = f"losses.{kind}"
     if summand.temperature is not None:
-        shared.number(where, "temperature", summand.temperature, 0.0, open_=True)
+        checks.number(loss_name, "temperature", summand.temperature, 0.0, open_=True)
     if summand.reduction not in (None, "mean", "sum"):
-        raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
+        raise ValueError(
+            f'reduction of {loss_name} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}'
+        )
     if summand.reduction == "sum" and summand.normalizer is not None:
-        raise ValueError(f'normalizer of {where} goes with reduction="mean" only; multiply the loss instead')
+        raise ValueError(f'normalizer of {loss_name} goes with reduction="mean" only; multiply the loss instead')
     if not isinstance(summand.normalizer, str):  # the name of a field
-        shared.check_factor(f"normalizer of {where}", summand.normalizer)
+        checks.check_factor(f"normalizer of {loss_name}", summand.normalizer)
     if summand.name is not None and not isinstance(summand.name, str):
-        raise TypeError(f"name of {where} must be a string, got {summand.name!r}")
-    weights = summand.token_weights
-    if weights is not None and not isinstance(weights, str):
-        shared.check_weights(f"token_weights of {where}", weights)
-    if weights is not None and summand.unit != "token":
-        raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}; leave them out")
+        raise TypeError(f"name of {loss_name} must be a string, got {summand.name!r}")
+    token_weights = summand.token_weights
+    if token_weights is not None and not isinstance(token_weights, str):
+        checks.check_weights(f"token_weights of {loss_name}", token_weights)
+    if token_weights is not None and summand.unit != "token":
+        raise ValueError(
+            f"token_weights of {loss_name} do not apply: its values are per {summand.unit}; leave them out"
+        )
     return Losses(((1.0, summand),))
 
 
 def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
-    """A key of ``values``: plain values or tuples of them; None if there are others. Each float is appended to
-    ``numbers``, and the key has its type instead. Strings, flags, None and ints, which choose the code, are in the key
-    with their types."""
+    """A key of ``values``, which are plain values or tuples of such; None for other values. Floats are appended to
+    ``numbers``, and the key has their type. Strings, flags, None and ints, which decide the code, are in the key with
+    their types."""
     key: list[Any] = [type(values)]
     for value in values:
-        kind = type(value)
-        if kind is float:
+        value_type = type(value)
+        if value_type is float:
             numbers.append(value)
-            key.append(kind)
-        elif kind in shared.PLAIN:
-            key += kind, value
+            key.append(value_type)
+        elif value_type in checks.PLAIN:
+            key += value_type, value
         elif isinstance(value, tuple) and (nested_key := split_numbers(value, numbers)) is not None:
             key.append(nested_key)
         else:
@@ -384,5 +404,5 @@ def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:
         return next(numbers)
     if not isinstance(value, tuple):
         return value
-    items = [join_numbers(item, numbers) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    joined_items = [join_numbers(item, numbers) for item in value]
+    return type(value)(*joined_items) if hasattr(value, "_fields") else tuple(joined_items)

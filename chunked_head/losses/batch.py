@@ -1,5 +1,5 @@
-"""The arguments of losses and metrics: ``Stats``, statistics of tokens, and ``Batch``, fields. Also functions on
-numbers per token that several losses share."""
+"""The arguments of losses and metrics: ``Stats``, statistics of tokens, and ``Batch``, fields; and functions of numbers
+per token that several losses share."""
 
 import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping
@@ -11,24 +11,25 @@ from torch import Tensor
 
 
 class Copies(Mapping[str, Tensor]):
-    """Tensors by name. Each is copied when it is first read, so that a user's function may write to it."""
+    """Tensors by name, as copies, so that a user's function may write to them. A tensor is copied when it is first
+    read."""
 
-    def __init__(self, shared: Mapping[str, Tensor]):
-        self.shared, self.copies = shared, dict[str, Tensor]()
+    def __init__(self, original_tensors: Mapping[str, Tensor]):
+        self.original_tensors, self.copies = original_tensors, dict[str, Tensor]()
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.copies:
-            self.copies[name] = self.shared[name].clone()
+            self.copies[name] = self.original_tensors[name].clone()
         return self.copies[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.shared
+        return name in self.original_tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.shared)
+        return iter(self.original_tensors)
 
     def __len__(self) -> int:
-        return len(self.shared)
+        return len(self.original_tensors)
 
 
 class Stats:
@@ -36,12 +37,13 @@ class Stats:
     are natural.
 
     ``logprob``: log-probability of the target. ``lse``: ``logsumexp(x)``. ``entropy``: of the softmax. ``mean_logit``:
-    mean of ``x`` over the vocabulary. ``argmax``: first id of the largest logit, int64. ``top_logprob``: its
-    log-probability; ``runner_up_logprob``: of the second largest logit. ``topk_logprobs`` [n, K]: log-probabilities
-    of ``teacher_ids``. ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher ``q``: ``forward_kl``
-    KL(q || p), ``reverse_kl`` KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q), ``teacher_entropy`` and
-    ``teacher_argmax``. All are differentiable but teacher_entropy, teacher_argmax, argmax, top_logprob and
-    runner_up_logprob. A statistic that no loss or metric ``needs`` is missing.
+    mean of ``x`` over the vocabulary. ``argmax``: first id of the largest logit, int64. ``top_logprob`` and
+    ``runner_up_logprob``: log-probabilities of the ids of the largest and the second largest logit. ``topk_logprobs``
+    [n, K]: log-probabilities of ``teacher_ids``. ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher
+    ``q``: ``forward_kl`` KL(q || p), ``reverse_kl`` KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q),
+    ``teacher_entropy`` and ``teacher_argmax``. Statistics are differentiable, except teacher_entropy, teacher_argmax,
+    argmax, top_logprob and runner_up_logprob. To read a statistic that no loss or metric ``needs`` raises
+    AttributeError.
     """
 
     def __init__(self, values: Mapping[str, Tensor]):
@@ -62,12 +64,12 @@ class Stats:
 
 
 class Batch(Mapping[str, Tensor]):
-    """Fields of n tokens of a call: token fields [n, ...]; segment, pair and constant fields complete.
+    """Fields of n tokens of a call: token fields [n, ...], and the call's fields per segment and pair, and constants.
 
-    Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] is
-    a valid id everywhere (0 where a token does not count), ``mask`` [n] bool is true where a token counts.
-    ``batch.advantages`` is ``batch["advantages"]``. Where ranks hold different tokens, the tokens are this rank's;
-    sums, counts and means over segments are those of all ranks' tokens.
+    Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] holds
+    valid ids (0 where a token does not count). ``mask`` [n] bool is true where a token counts. ``batch.advantages`` is
+    ``batch["advantages"]``. If ranks hold different tokens, the n tokens are this rank's; sums, counts and means over
+    segments are of all ranks' tokens.
     """
 
     def __init__(
@@ -81,17 +83,18 @@ class Batch(Mapping[str, Tensor]):
     ):
         self.withheld, self.read = withheld, set[str]()  # names of the fields that were read
         self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
-        self.memo = dict[Hashable, tuple["Stats", Tensor]]()  # what metrics of a call share, by statistics
+        # values that several metrics of a call read, by name, with the statistics that they were computed from
+        self.memo = dict[Hashable, tuple["Stats", Tensor]]()
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 
     def copies(self) -> "Batch":
-        """A batch whose tensors are copies, for one call of a user's function."""
-        duplicate, sums = copy.copy(self), self.rank_sums
-        duplicate.fields, duplicate.read = Copies(self.fields), set()
-        duplicate.mask, duplicate.target = self.mask.clone(), self.target.clone()
-        duplicate.rank_sums = None if sums is None else replace(sums, counts=Copies(sums.counts))
-        return duplicate
+        """A batch whose tensors are copies, for a call of a user's function, which may write to them."""
+        copied_batch, rank_sums = copy.copy(self), self.rank_sums
+        copied_batch.fields, copied_batch.read = Copies(self.fields), set()
+        copied_batch.mask, copied_batch.target = self.mask.clone(), self.target.clone()
+        copied_batch.rank_sums = None if rank_sums is None else replace(rank_sums, counts=Copies(rank_sums.counts))
+        return copied_batch
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.withheld:  # ``get`` and ``in`` would take a KeyError for a missing field
@@ -125,30 +128,33 @@ class Batch(Mapping[str, Tensor]):
         """Sums [num_segments] of ``values`` [n] over each segment's tokens that count; tokens of segment -1 are in
         no sum. ``name``: the field of segment ids."""
         assert self.num_segments is not None
-        ids = self[name]
-        in_segment = self.mask & (ids >= 0)
-        # tokens of no segment go into an extra last one, which is dropped
-        index = torch.where(in_segment, ids, self.num_segments)
+        segment_ids = self[name]
+        in_segment = self.mask & (segment_ids >= 0)
+        # tokens of no segment go into an extra segment at the end, which is dropped
+        index = torch.where(in_segment, segment_ids, self.num_segments)
         # A GPU adds in any order (index_put has a fixed order, but waits for the device to check the ids). Sums in fp64
         # have equal fp32 results in any order, so that ranks that share a vocabulary get the same loss.
-        wide = values.dtype if values.device.type == "mps" else torch.float64  # mps has no float64
-        zeros = values.new_zeros(self.num_segments + 1, dtype=wide)
-        local_sums = zeros.index_add(0, index, torch.where(in_segment, values, 0.0).to(wide))[:-1].to(values.dtype)
+        sum_dtype = values.dtype if values.device.type == "mps" else torch.float64  # mps has no float64
+        zeros = values.new_zeros(self.num_segments + 1, dtype=sum_dtype)
+        local_sums = zeros.index_add(0, index, torch.where(in_segment, values, 0.0).to(sum_dtype))[:-1].to(values.dtype)
         return local_sums if self.rank_sums is None else self.rank_sums.segment_sum(local_sums)
 
     def segment_place(self, name: str = "segments") -> Tensor:
-        """[n] int64: the number of tokens that count, of the same segment, before each token."""
+        """[n] int64: of each token, the number of earlier tokens of its segment that count. ValueError if ranks hold
+        different tokens."""
         if self.rank_sums is not None:
             raise ValueError(
                 "a token's place in its segment, which ld_alpha needs, is not known where ranks hold different tokens "
                 "of it; leave it out, or leave out parallel=TokenParallel(...)"
             )
-        ids = self[name]
+        segment_ids = self[name]
         # rows may run in another order than the caller's, but the tokens of a segment that count keep their order
-        groups, order = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62)).sort(stable=True)
-        place = torch.arange(len(ids), device=ids.device)
-        begins = torch.searchsorted(groups, groups)
-        return torch.empty_like(place).scatter_(0, order, place - begins)
+        sorted_ids, sorting_indices = torch.where(
+            self.mask & (segment_ids >= 0), segment_ids, segment_ids.new_full((), 2**62)
+        ).sort(stable=True)
+        positions = torch.arange(len(segment_ids), device=segment_ids.device)
+        first_positions = torch.searchsorted(sorted_ids, sorted_ids)
+        return torch.empty_like(positions).scatter_(0, sorting_indices, positions - first_positions)
 
     def segment_count(self, name: str = "segments") -> Tensor:
         """[num_segments] fp32: the number of tokens that count in each segment."""
@@ -157,18 +163,19 @@ class Batch(Mapping[str, Tensor]):
         return self.segment_sum(torch.ones_like(self.mask, dtype=torch.float32), name)
 
     def segment_mean(self, values: Tensor, name: str = "segments") -> Tensor:
-        """Means [num_segments] of ``values`` [n] over each segment's tokens that count; 0 for segments without any."""
+        """Means [num_segments] of ``values`` [n] over each segment's tokens that count; 0 for a segment without such
+        tokens."""
         return self.segment_sum(values, name) / self.segment_count(name).clamp(min=1.0).to(values.dtype)
 
     def per_token(self, values: Tensor, name: str = "segments") -> Tensor:
-        """[n] for each token the value of its segment in ``values`` [num_segments]; 0 for tokens of segment -1."""
-        ids = self[name]
-        return torch.where(ids >= 0, values[ids.clamp(min=0)], 0.0)
+        """[n] the value of each token's segment in ``values`` [num_segments]; 0 for tokens of segment -1."""
+        segment_ids = self[name]
+        return torch.where(segment_ids >= 0, values[segment_ids.clamp(min=0)], 0.0)
 
 
 def clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Values clamped to [-bound, bound]. The gradient is 0 outside, at infinite values too. A nan stays nan. None: no
-    clamp."""
+    """Values clamped to [-bound, bound]; unchanged if ``bound`` is None. The gradient is 0 where the clamp acts, also
+    for infinite values. A nan stays nan."""
     if bound is None:
         return values
     # torch.clamp's gradient at a bound depends on torch's version, and on whether the bound is a tensor
@@ -181,8 +188,8 @@ def gate(x: Tensor) -> Tensor:
 
 
 def kl_estimate(difference: Tensor, estimator: str) -> Tensor:
-    """The estimate k1, abs, k2 or k3 (Schulman 2020) of KL(sampling policy || other policy). ``difference``: the
-    log-probability under the other policy minus that under the sampling policy."""
+    """An estimate of KL(sampling policy || other policy): ``estimator`` is "k1", "abs", "k2" or "k3" (Schulman 2020).
+    ``difference``: log-probabilities under the other policy minus those under the sampling policy."""
     if estimator == "k1":
         return -difference
     if estimator == "abs":

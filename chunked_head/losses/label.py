@@ -1,4 +1,5 @@
-"""Losses that read the logits and at most the target: cross-entropy, focal, z-loss, entropy."""
+"""Losses of the softmax at the target, or of the logits alone: cross-entropy, focal, poly1, unlikelihood, z-loss,
+entropy."""
 
 from typing import Any
 
@@ -6,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ..core.checks import check_shape, check_weights, flag, number
-from .base import Losses, make, once
+from .base import Losses, make, sharing_results
 from .batch import Batch, Stats
 
 
-@once
+@sharing_results
 def cross_entropy(
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
@@ -18,32 +19,36 @@ def cross_entropy(
     entropy_scaling: float | None = None,
     **summand: Any,
 ) -> Losses:
-    """``-logprob``; with label smoothing e and class weights c, as ``torch.nn.functional.cross_entropy`` has them:
+    """``-logprob``; with label smoothing e and class weights c, as in ``torch.nn.functional.cross_entropy``:
     ``-(1 - e) * c[y] * logprob - e / V * (c * p.log()).sum(-1)``.
 
     ``class_weights`` [V], floating point. With them the default denominator is, as in PyTorch, the sum of the targets'
-    weights over the tokens that count. They do not change a ``normalizer`` or the z-loss.
-    ``token_scaling`` multiplies a token's value by the detached probability of its target (DFT). ``entropy_scaling`` a
-    multiplies it by ``H^a``, H the detached entropy in nats (EAFT). Neither changes the denominator. ``summand``:
+    weights over the tokens that count. They do not change a ``normalizer`` or the z-loss. ``token_scaling`` multiplies
+    a token's value by the detached probability of its target (DFT). ``entropy_scaling`` a multiplies a token's value by
+    ``H^a``, with H the detached entropy in nats (EAFT). Neither changes the denominator. ``summand``:
     ``SummandOptions``.
     """
-    where = "losses.cross_entropy"
-    smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
-    options = {"label_smoothing": smoothing or None, "token_scaling": flag(f"token_scaling of {where}", token_scaling)}
-    traits: dict[str, Any] = {"needs": set()}
+    loss_name = "losses.cross_entropy"
+    checked_smoothing = number(loss_name, "label_smoothing", label_smoothing, 0.0, 1.0)
+    options = {
+        "label_smoothing": checked_smoothing or None,
+        "token_scaling": flag(f"token_scaling of {loss_name}", token_scaling),
+    }
+    summand_fields: dict[str, Any] = {"needs": set()}
     if entropy_scaling is not None:
-        options["entropy_scaling"] = number(where, "entropy_scaling", entropy_scaling, 0.0)
-        traits["needs"].add("entropy")
-    if smoothing:
-        traits["needs"].add("mean_logit" if class_weights is None else "weighted_sum")
+        options["entropy_scaling"] = number(loss_name, "entropy_scaling", entropy_scaling, 0.0)
+        summand_fields["needs"].add("entropy")
+    if checked_smoothing:
+        summand_fields["needs"].add("mean_logit" if class_weights is None else "weighted_sum")
     if class_weights is not None:
-        check_weights(f"class_weights of {where}", class_weights)
-        check_shape(f"class_weights of {where}", class_weights, class_weights.dim() == 1, "[vocab]")
-        traits |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight}
-    return make("cross_entropy", _cross_entropy, summand, options, **traits)
+        check_weights(f"class_weights of {loss_name}", class_weights)
+        check_shape(f"class_weights of {loss_name}", class_weights, class_weights.dim() == 1, "[vocab]")
+        summand_fields |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight}
+    return make("cross_entropy", _cross_entropy, summand, options, **summand_fields)
 
 
 def _target_weight(batch: Batch, class_weights: Tensor) -> Tensor:
+    """[n] the class weight of each token's target."""
     return class_weights[batch.target]
 
 
@@ -61,16 +66,16 @@ def _cross_entropy(
         values = class_weights[batch.target] * values
     if label_smoothing is not None:
         if class_weights is None:
-            uniform = stats.lse - stats.mean_logit
+            uniform_values = stats.lse - stats.mean_logit
         else:
-            uniform = (class_weights.sum() * stats.lse - stats.weighted_sum) / batch.vocab
-        values = (1 - label_smoothing) * values + label_smoothing * uniform
+            uniform_values = (class_weights.sum() * stats.lse - stats.weighted_sum) / batch.vocab
+        values = (1 - label_smoothing) * values + label_smoothing * uniform_values
     if token_scaling:
         values = values * stats.logprob.detach().exp()
     return values if entropy_scaling is None else values * stats.entropy.detach().clamp(min=0.0) ** entropy_scaling
 
 
-@once
+@sharing_results
 def focal(gamma: float = 2.0, **summand: Any) -> Losses:
     """``-(1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
 
@@ -84,14 +89,14 @@ def _focal(stats: Stats, batch: Batch, gamma: float | None) -> Tensor:
         return -stats.logprob
     wrong_probability = -torch.expm1(stats.logprob)
     # for gamma below 1 the power has an infinite slope at 0, where the loss's slope is 0
-    certain = wrong_probability <= 0
-    return torch.where(certain, 0.0, torch.where(certain, 1.0, wrong_probability) ** gamma) * -stats.logprob
+    is_certain = wrong_probability <= 0
+    return torch.where(is_certain, 0.0, torch.where(is_certain, 1.0, wrong_probability) ** gamma) * -stats.logprob
 
 
-@once
+@sharing_results
 def poly1(epsilon: float = 1.0, **summand: Any) -> Losses:
-    """``-logprob + epsilon * (1 - logprob.exp())``: in the series of cross-entropy in powers of 1 - p, the first power
-    has weight 1 + epsilon (Leng et al., arXiv 2204.12511).
+    """``-logprob + epsilon * (1 - logprob.exp())``: cross-entropy as a series in powers of 1 - p, with the coefficient
+    1 + epsilon of the first power (Leng et al., arXiv 2204.12511).
 
     ``epsilon`` is at least -1. ``summand``: ``SummandOptions``.
     """
@@ -102,24 +107,23 @@ def _poly1(stats: Stats, batch: Batch, epsilon: float) -> Tensor:
     return -stats.logprob - epsilon * torch.expm1(stats.logprob)
 
 
-@once
+@sharing_results
 def unlikelihood(**summand: Any) -> Losses:
-    """``-torch.log(1 - logprob.exp())``: takes probability from tokens that should not have been said
-    (Welleck, arXiv 1908.04319).
+    """``-torch.log(1 - logprob.exp())``: lowers the probability of unwanted tokens (Welleck et al., arXiv 1908.04319).
 
-    ``token_weights`` select these tokens. The probability is clamped to at most 1 - 1e-6, without gradient above.
-    ``summand``: ``SummandOptions``.
+    ``token_weights`` select the unwanted tokens. The probability is clamped to at most 1 - 1e-6, without gradient
+    above. ``summand``: ``SummandOptions``.
     """
     return make("unlikelihood", _unlikelihood, summand)
 
 
 def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
     logprob = stats.logprob.clamp(max=-1e-6)
-    small = torch.log1p(-logprob.clamp(max=-0.5).exp())  # exact for small p; the other branch is for p near 1
-    return -torch.where(logprob < -0.5, small, torch.log(-torch.expm1(logprob)))
+    log_complement = torch.log1p(-logprob.clamp(max=-0.5).exp())  # exact for small p; the other branch is for p near 1
+    return -torch.where(logprob < -0.5, log_complement, torch.log(-torch.expm1(logprob)))
 
 
-@once
+@sharing_results
 def z_loss(**summand: Any) -> Losses:
     """``lse ** 2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 
@@ -133,7 +137,7 @@ def _z_loss(stats: Stats, batch: Batch) -> Tensor:
     return stats.lse.square()
 
 
-@once
+@sharing_results
 def entropy(**summand: Any) -> Losses:
     """``-(p * p.log()).sum(-1)`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a
     penalty.

@@ -1,8 +1,8 @@
-"""Losses of policy gradients: functions of the target's log-probability, advantages and older log-probabilities.
+"""Policy-gradient losses per token: functions of the target's log-probability, advantages and older log-probabilities.
 
 In all docstrings ``r = exp(logprob - old_logprobs)``, and ``A`` are the advantages. Losses are to be minimised. Entropy
 bonus and KL to a reference are summands of their own. Normalisers (GRPO, Dr. GRPO, DAPO ...): ``chunked_head.weights``.
-This file has losses per token, and functions that losses per segment (``policy_segments``) use as well.
+Losses per segment (``policy_segments``) use functions of this file too.
 """
 
 from typing import Any, NamedTuple
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from ..core.checks import bound, choice, flag, number, refuse_unknown
-from .base import Losses, SummandOptions, make, once
+from .base import Losses, SummandOptions, make, sharing_results
 from .batch import Batch, Stats, clamped, gate, kl_estimate
 
 
 class PolicyOptions(SummandOptions, total=False):
-    """Options that every policy loss but ``kl_to_reference`` takes.
+    """Options of every policy loss but ``kl_to_reference``.
 
     ``rollout``: weights against the mismatch of rollout engine and trainer. The detached factor
-    ``v = exp(old_logprobs - rollout_logprobs)`` multiplies this loss's values (and no other summand's); without
-    ``old_logprobs``, the detached ``logprob`` stands in their place. "truncate" clamps v to [rollout_min, rollout_max];
-    "mask" sets v outside of it to 0, and the token still counts in every denominator. A token of weight 0 has value 0
-    whatever its ratio is. None, the default: no weights.
-    ``rollout_level``: "token" (default); or "segment", one v per segment from the sum of its log-ratios, and v = 1 for
+    ``v = exp(old_logprobs - rollout_logprobs)`` multiplies the values of this loss, and of no other summand. Without
+    ``old_logprobs``, v is made of the detached ``logprob`` instead. "truncate" clamps v to [rollout_min, rollout_max].
+    "mask" sets v outside of that interval to 0; such a token still counts in every denominator. A token of weight 0 has
+    value 0, whatever its ratio is. None, the default: no weights.
+    ``rollout_level``: "token" (default), or "segment": v of a segment is from the sum of its log-ratios, and v = 1 for
     tokens of segment -1. Losses per segment at level "token" take the mean of the segment's weights.
-    ``rollout_max``: by default 2 for "truncate" and 3 for "mask". ``rollout_min``: by default 0 (None).
+    ``rollout_max``: 2 by default for "truncate", 3 for "mask". ``rollout_min``: 0 by default.
     """
 
     rollout: str | None
@@ -35,17 +35,17 @@ class PolicyOptions(SummandOptions, total=False):
 
 
 class Rollout(NamedTuple):
-    """Checked options of the rollout weights."""
+    """Options of the rollout weights, after their check."""
 
-    mode: str
-    level: str
-    most: float
-    least: float
+    mode: str  # "truncate" or "mask"
+    level: str  # "token" or "segment"
+    max_weight: float
+    min_weight: float
 
 
-@once
+@sharing_results
 def reinforce(**policy: Any) -> Losses:
-    """``-A * logprob``: REINFORCE. On policy (r = 1), every clipped loss has its gradient.
+    """``-A * logprob``: REINFORCE. On policy (r = 1), the gradient of every clipped loss is that of REINFORCE.
 
     Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs. ``policy``:
     ``PolicyOptions``.
@@ -54,12 +54,12 @@ def reinforce(**policy: Any) -> Losses:
 
 
 def _reinforce(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    advantages = weighted(batch["advantages"], stats, batch, rollout)
+    advantages = weighted_advantages(batch["advantages"], stats, batch, rollout)
     # an advantage of 0 gives 0, even where the log-probability is -inf
     return -advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
-@once
+@sharing_results
 def grpo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -72,28 +72,31 @@ def grpo(
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1 with the gradient of the ratio).
     A ratio exactly at a bound keeps its gradient. ``clip_low`` is at most 1; 1 clips nothing.
-    ``delta``: two-sided clip: r becomes ``min(r, delta)`` in the unclipped branch.
-    ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A``. It equals ``delta = c`` for c >= 1 + clip_high; only
-    one of the two can be given.
-    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient outside; None: no clamp. GRPO,
-    Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``. ``policy``: ``PolicyOptions``.
+    ``delta``: two-sided clip: r is ``min(r, delta)`` in the unclipped branch.
+    ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A``. For c >= 1 + clip_high this is ``delta = c``. Only one
+    of ``delta`` and ``dual_clip`` can be passed.
+    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient where the clamp acts; None: no
+    clamp. GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``. ``policy``:
+    ``PolicyOptions``.
     """
-    clip = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
+    clip_options = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
     if delta is not None and dual_clip is not None:
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both; leave one out")
     if dual_clip is not None:
-        clip["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, open_=True)
-    options = {**clip, "ratio_clamp": ratio_clamp}
+        clip_options["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, open_=True)
+    options = {**clip_options, "ratio_clamp": ratio_clamp}
     return make_policy("grpo", _grpo, options, policy)
 
 
-def _grpo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip: Any) -> Tensor:
-    advantages = weighted(batch["advantages"], stats, batch, rollout)
+def _grpo(
+    stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip_options: Any
+) -> Tensor:
+    advantages = weighted_advantages(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    return -advantages * clipped_ratio(log_ratio, advantages, **clip)
+    return -advantages * clipped_ratio(log_ratio, advantages, **clip_options)
 
 
-@once
+@sharing_results
 def cispo(
     clip_high: float = 4.0, clip_low: float | None = None, ratio_clamp: float | None = 20.0, **policy: Any
 ) -> Losses:
@@ -112,15 +115,15 @@ def cispo(
 def _cispo(
     stats: Stats, batch: Batch, low: float | None, high: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
-    advantages = weighted(batch["advantages"], stats, batch, rollout)
+    advantages = weighted_advantages(batch["advantages"], stats, batch, rollout)
     ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp).exp().clamp(min=low, max=high)
     return -ratio * advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
-@once
+@sharing_results
 def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
     """``-A * 4 / tau * torch.sigmoid(tau * (r - 1))`` with ``tau = torch.where(A > 0, tau_pos, tau_neg)``: a soft gate
-    in place of the clip (arXiv 2511.20347). On policy its gradient is REINFORCE's.
+    in place of the clip (arXiv 2511.20347). On policy its gradient is that of REINFORCE.
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``ratio_clamp``: see ``grpo``. ``policy``:
     ``PolicyOptions``.
@@ -136,38 +139,41 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
 def _sapo(
     stats: Stats, batch: Batch, tau_pos: float, tau_neg: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
-    advantages = weighted(batch["advantages"], stats, batch, rollout)
+    advantages = weighted_advantages(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
     # for tau above 1e-30 the gate is flat long before r = exp(80); its gradient would overflow with a larger r
     ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80.0).exp()
-    positive, negative = (gate(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
-    return -advantages * torch.where(advantages > 0, positive, negative)
+    positive_gate, negative_gate = (gate(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
+    return -advantages * torch.where(advantages > 0, positive_gate, negative_gate)
 
 
 # ---- functions that policy losses share
 
 
-def checked_clip(where: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
-    """Options of ``clipped_ratio``: the bounds 1 - clip_low and 1 + clip_high, and the ceiling ``delta`` of the ratio
-    where A < 0."""
-    low, high = 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
+def checked_clip(loss_name: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
+    """Options of ``clipped_ratio``: ``low`` is 1 - clip_low, ``high`` 1 + clip_high; ``delta`` lowers ``high`` or
+    becomes the ``ceiling`` of the ratio where A < 0. TypeError or ValueError for wrong numbers; ``loss_name``: for
+    errors."""
+    low, high = 1.0 - number(loss_name, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(loss_name, "clip_high", clip_high)
     if delta is None:
         return {"low": low, "high": high, "ceiling": None}
     # of the two ceilings, delta and the clip's, the surrogate's min takes the lower for A > 0, the higher for A < 0
-    delta = bound(where, "delta", delta, open_=True)
+    delta = bound(loss_name, "delta", delta, open_=True)
     return {"low": low, "high": min(delta, high), "ceiling": max(delta, high)}
 
 
-def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
-    return None if value is None else bound(where, argument, value, open_=True)
+def checked_clamp(loss_name: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
+    """The bound of a clamp, or None. TypeError or ValueError unless ``value`` is None or a positive number."""
+    return None if value is None else bound(loss_name, argument, value, open_=True)
 
 
 def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:
-    """log r of each token [n]. Without old log-probabilities, on policy, its value is 0 and its gradient 1."""
+    """log r of each token [n]. Without the field ``old_logprobs`` its value is 0 and its gradient by ``logprob`` 1."""
     return stats.logprob - old_logprobs(stats, batch)
 
 
 def old_logprobs(stats: Stats, batch: Batch) -> Tensor:
+    """The field ``old_logprobs`` [n]; without it the detached log-probabilities."""
     return batch["old_logprobs"] if "old_logprobs" in batch else stats.logprob.detach()
 
 
@@ -175,32 +181,33 @@ def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float
     """The ratio r [n] for which ``-A r`` is the clipped surrogate: at most ``high`` where A > 0; at least ``low`` and
     at most ``ceiling`` where A < 0; 1 where A = 0. A nan stays nan, except where A = 0.
 
-    The logarithm is clamped, not the ratio: the gradient of the latter's clamp would multiply 0 by an infinite ratio.
+    The logarithm is clamped rather than the ratio: the gradient of a clamped ratio would multiply 0 by an infinite
+    ratio.
     """
     ratio = log_ratio.detach().exp()
-    above = (advantages > 0) & (ratio > high)
-    below = (advantages < 0) & (ratio < low)
-    fixed = above | below | (advantages == 0)
+    is_above = (advantages > 0) & (ratio > high)
+    is_below = (advantages < 0) & (ratio < low)
+    is_fixed = is_above | is_below | (advantages == 0)
     if ceiling is not None:
-        beyond = (advantages < 0) & (ratio > ceiling)
-        fixed = fixed | beyond
-    ratio = torch.where(fixed, 0.0, log_ratio).exp()
-    ratio = torch.where(above, high, torch.where(below, low, ratio))
-    return ratio if ceiling is None else torch.where(beyond, ceiling, ratio)
+        is_beyond_ceiling = (advantages < 0) & (ratio > ceiling)
+        is_fixed = is_fixed | is_beyond_ceiling
+    ratio = torch.where(is_fixed, 0.0, log_ratio).exp()
+    ratio = torch.where(is_above, high, torch.where(is_below, low, ratio))
+    return ratio if ceiling is None else torch.where(is_beyond_ceiling, ceiling, ratio)
 
 
 def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
-    """Weights [n] of tokens against the mismatch of rollout engine and trainer (``PolicyOptions``), detached."""
+    """Rollout weights [n] of tokens, detached, as ``PolicyOptions`` defines them."""
     log_ratio = old_logprobs(stats, batch) - batch["rollout_logprobs"]
     if rollout.level == "segment":
         log_ratio = batch.per_token(batch.segment_sum(log_ratio))
     weights = log_ratio.exp()
     if rollout.mode == "truncate":
-        return weights.clamp(rollout.least, rollout.most)
-    return torch.where((weights < rollout.least) | (weights > rollout.most), 0.0, weights)
+        return weights.clamp(rollout.min_weight, rollout.max_weight)
+    return torch.where((weights < rollout.min_weight) | (weights > rollout.max_weight), 0.0, weights)
 
 
-def weighted(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
+def weighted_advantages(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
     """Advantages [n] times rollout weights; 0 where either is 0, even if the other is infinite or nan."""
     return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
 
@@ -210,41 +217,44 @@ def make_policy(
     function: Any,
     options: dict[str, Any],
     policy: dict[str, Any],
-    unit: str | None = None,  # None: a loss of tokens that knows no segments
+    unit: str | None = None,  # None: a loss per token that reads no segments
 ) -> Losses:
-    """A policy loss. ``policy``: the user's ``PolicyOptions``, of which those about rollout weights become one option,
-    ``rollout``."""
-    where, summand, rollout = f"losses.{kind}", dict(policy), None
+    """A policy loss. ``policy``: the user's ``PolicyOptions``; those of rollout weights become the option ``rollout``
+    of ``function``. TypeError or ValueError for wrong options."""
+    loss_name, summand_options, rollout = f"losses.{kind}", dict(policy), None
     refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
-    mode, level = summand.pop("rollout", None), summand.pop("rollout_level", "token")
-    most, least = summand.pop("rollout_max", None), summand.pop("rollout_min", None)
-    choice(where, "rollout", mode, (None, "truncate", "mask"))
-    choice(where, "rollout_level", level, ("token", "segment"))
+    mode, level = summand_options.pop("rollout", None), summand_options.pop("rollout_level", "token")
+    max_weight, min_weight = summand_options.pop("rollout_max", None), summand_options.pop("rollout_min", None)
+    choice(loss_name, "rollout", mode, (None, "truncate", "mask"))
+    choice(loss_name, "rollout_level", level, ("token", "segment"))
     if mode is not None:
-        least = number(where, "rollout_min", 0.0 if least is None else least, 0.0)
-        default = 2.0 if mode == "truncate" else 3.0
-        most = number(where, "rollout_max", default if most is None else most, least, 1e30)
-        rollout = Rollout(mode, level, most, least)
-    elif most is not None or least is not None or level != "token":
+        min_weight = number(loss_name, "rollout_min", 0.0 if min_weight is None else min_weight, 0.0)
+        default_max_weight = 2.0 if mode == "truncate" else 3.0
+        max_weight = number(
+            loss_name, "rollout_max", default_max_weight if max_weight is None else max_weight, min_weight, 1e30
+        )
+        rollout = Rollout(mode, level, max_weight, min_weight)
+    elif max_weight is not None or min_weight is not None or level != "token":
         raise ValueError(
-            f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate" or "mask"; pass it too'
+            f"rollout_level, rollout_max and rollout_min of {loss_name} go with rollout="
+            '"truncate" or "mask"; pass it too'
         )
     if "ratio_clamp" in options:
-        options["ratio_clamp"] = checked_clamp(where, options["ratio_clamp"])
-    segments = unit is not None or (rollout is not None and rollout.level == "segment")
-    fields = ("advantages", *["segments"] * segments, *["rollout_logprobs"] * (rollout is not None))
+        options["ratio_clamp"] = checked_clamp(loss_name, options["ratio_clamp"])
+    reads_segments = unit is not None or (rollout is not None and rollout.level == "segment")
+    fields = ("advantages", *["segments"] * reads_segments, *["rollout_logprobs"] * (rollout is not None))
     # REINFORCE has no ratio and reads old log-probabilities for its rollout weights only
-    optional = () if kind == "reinforce" and rollout is None else ("old_logprobs",)
+    optional_fields = () if kind == "reinforce" and rollout is None else ("old_logprobs",)
     return make(
-        kind, function, summand, {**options, "rollout": rollout}, fields=fields, optional_fields=optional,
-        scope="segment" if segments else "token", unit=unit or "token",
+        kind, function, summand_options, {**options, "rollout": rollout}, fields=fields,
+        optional_fields=optional_fields, scope="segment" if reads_segments else "token", unit=unit or "token",
     )  # fmt: skip
 
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
 
-@once
+@sharing_results
 def kl_to_reference(
     estimator: str = "k3",
     bias_correction: bool = False,
@@ -256,42 +266,45 @@ def kl_to_reference(
 ) -> Losses:
     """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: an estimate of KL(policy || reference) from the target.
 
-    ``estimator``: "k3" is this, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``.
+    ``estimator``: "k3" is the formula above, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``.
 
     Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens].
-    On samples of the policy, only k2 has the KL's gradient: k1's is 0 on average, and k3's is that of another
-    divergence. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and the gradient of k2.
-    ``bias_correction`` multiplies by r = exp(logprob - old_logprobs), which takes a gradient (DeepSeek-V3.2); without
-    old_logprobs r is 1 and has that gradient too. With ``level="segment"`` r is exp of the mean log-ratio over the
-    token's segment.
+    On samples of the policy, only k2 has the gradient of the KL: that of k1 is 0 on average, and that of k3 is another
+    divergence's. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and the gradient of k2.
+    ``bias_correction`` multiplies the value by r = exp(logprob - old_logprobs), which takes a gradient (DeepSeek-V3.2).
+    Without ``old_logprobs`` r is 1, with the gradient of r. With ``level="segment"`` r is exp of the mean log-ratio
+    over the token's segment.
     ``log_ratio_clamp`` c clamps d to [-c, c]. ``kl_clamp`` c clamps the value to [-c, c] before ``bias_correction``.
-    There is no gradient where a clamp acts, except that ``kl_clamp`` leaves the gradient of a "+". ``ratio_clamp``
-    clamps log r, see ``grpo``. ``summand``: ``SummandOptions``; rollout weights do not multiply this loss.
+    There is no gradient where a clamp acts, except that ``kl_clamp`` does not change the gradient of a "+".
+    ``ratio_clamp`` clamps log r, see ``grpo``. ``summand``: ``SummandOptions``; rollout weights do not multiply this
+    loss.
     """
-    where = "losses.kl_to_reference"
-    choice(where, "estimator", estimator, ESTIMATORS)
-    choice(where, "level", level, ("token", "segment"))
+    loss_name = "losses.kl_to_reference"
+    choice(loss_name, "estimator", estimator, ESTIMATORS)
+    choice(loss_name, "level", level, ("token", "segment"))
     if level == "segment" and not bias_correction:
         raise ValueError(
-            f'level="segment" of {where} is of its bias_correction, which is False; pass True, or no level'
+            f'level="segment" of {loss_name} is of its bias_correction, which is False; pass True, or no level'
         )
-    if flag(f"bias_correction of {where}", bias_correction) and estimator.endswith("+"):
+    if flag(f"bias_correction of {loss_name}", bias_correction) and estimator.endswith("+"):
         raise ValueError(
-            f"bias_correction of {where} corrects the gradient that estimator {estimator!r} replaces; use "
+            f"bias_correction of {loss_name} corrects the gradient that estimator {estimator!r} replaces; use "
             f"{estimator[:-1]!r} with it"
         )
     options = {
         "estimator": estimator,
         "bias_correction": bias_correction,
-        "log_ratio_clamp": checked_clamp(where, log_ratio_clamp, "log_ratio_clamp"),
-        "kl_clamp": checked_clamp(where, kl_clamp, "kl_clamp"),
-        "ratio_clamp": checked_clamp(where, ratio_clamp),
+        "log_ratio_clamp": checked_clamp(loss_name, log_ratio_clamp, "log_ratio_clamp"),
+        "kl_clamp": checked_clamp(loss_name, kl_clamp, "kl_clamp"),
+        "ratio_clamp": checked_clamp(loss_name, ratio_clamp),
         "level": level,
     }
-    optional = ("old_logprobs",) if bias_correction else ()
+    optional_fields = ("old_logprobs",) if bias_correction else ()
     fields = ("ref_logprobs", "segments") if level == "segment" else ("ref_logprobs",)
     scope: Any = level
-    return make("kl_to_reference", estimated_kl, summand, options, fields=fields, optional_fields=optional, scope=scope)
+    return make(
+        "kl_to_reference", estimated_kl, summand, options, fields=fields, optional_fields=optional_fields, scope=scope
+    )
 
 
 def estimated_kl(
@@ -304,20 +317,22 @@ def estimated_kl(
     ratio_clamp: float | None,
     level: str = "token",
 ) -> Tensor:
-    d = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
-    replaced, estimator = estimator.endswith("+"), estimator.removesuffix("+")
+    log_ratio_to_policy = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
+    replaces_gradient, estimator = estimator.endswith("+"), estimator.removesuffix("+")
     if kl_clamp is None:
-        values = kl_estimate(d, estimator)
+        values = kl_estimate(log_ratio_to_policy, estimator)
     else:
-        # found without gradient: outside of the clamp the estimate's slope may be infinite
-        value = kl_estimate(d.detach(), estimator)
-        outside = ~(value.abs() <= kl_clamp) & ~d.isnan()
-        value = torch.where(value.isnan(), kl_clamp, value)  # nan is the difference of two infinities
-        unclipped = kl_estimate(torch.where(outside, 0.0, d), estimator)
-        values = torch.where(outside, clamped(value, kl_clamp), unclipped)
-    if replaced:
-        k2 = kl_estimate(d, "k2")
-        return values.detach() + (k2 - k2.detach())
+        # without gradient: where the clamp acts, the estimate's slope may be infinite
+        detached_value = kl_estimate(log_ratio_to_policy.detach(), estimator)
+        is_outside = ~(detached_value.abs() <= kl_clamp) & ~log_ratio_to_policy.isnan()
+        detached_value = torch.where(
+            detached_value.isnan(), kl_clamp, detached_value
+        )  # nan is the difference of two infinities
+        unclipped_values = kl_estimate(torch.where(is_outside, 0.0, log_ratio_to_policy), estimator)
+        values = torch.where(is_outside, clamped(detached_value, kl_clamp), unclipped_values)
+    if replaces_gradient:
+        k2_estimate = kl_estimate(log_ratio_to_policy, "k2")
+        return values.detach() + (k2_estimate - k2_estimate.detach())
     if bias_correction:
         log_ratio = token_log_ratio(stats, batch)
         log_ratio = batch.per_token(batch.segment_mean(log_ratio)) if level == "segment" else log_ratio

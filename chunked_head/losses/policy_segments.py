@@ -1,4 +1,4 @@
-"""Losses of policy gradients whose ratio is a segment's: ``gspo``, ``gmpo``, ``rloo`` and ``vespo``."""
+"""Policy-gradient losses with a ratio per segment: ``gspo``, ``gmpo``, ``rloo`` and ``vespo``."""
 
 import math
 from typing import Any
@@ -7,12 +7,20 @@ import torch
 from torch import Tensor
 
 from ..core.checks import bound, choice, number
-from .base import Losses, once
+from .base import Losses, sharing_results
 from .batch import Batch, Stats, clamped
-from .policy import Rollout, checked_clip, clipped_ratio, make_policy, rollout_weights, token_log_ratio, weighted
+from .policy import (
+    Rollout,
+    checked_clip,
+    clipped_ratio,
+    make_policy,
+    rollout_weights,
+    token_log_ratio,
+    weighted_advantages,
+)
 
 
-@once
+@sharing_results
 def gspo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -25,14 +33,14 @@ def gspo(
     """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
     ``R = segment_mean(logprob - old_logprobs).exp()`` and ``A_s = segment_mean(A)`` (arXiv 2507.18071).
 
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``weighting``: "segment" has one value per segment, and the mean is over segments with a token that counts; "token"
-    has the segment's value at each of its tokens, and the mean is over tokens. Tokens of segment -1 have value 0, and
-    with "token" they count in the mean.
-    ``level``: "segment"; or "token", GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` (sg: without gradient) with
-    each token's own advantage, and for ``weighting="segment"`` the mean of these values over the segment.
-    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside.
-    The paper clips at 3e-4 and 4e-4. ``policy``: ``PolicyOptions``.
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with the gradient of
+    R). ``weighting``: "segment": one value per segment, and the mean is over segments with a token that counts.
+    "token": the segment's value at each of its tokens, and the mean is over tokens. Tokens of segment -1 have value 0,
+    and count in the mean over tokens.
+    ``level``: "segment", or "token" for GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` (sg: without gradient)
+    with each token's advantage; for ``weighting="segment"`` the value is the mean of these over the segment.
+    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient where
+    the clamp acts. The paper clips at 3e-4 and 4e-4. ``policy``: ``PolicyOptions``.
     """
     options = {
         **checked_clip("losses.gspo", clip_low, clip_high, delta),
@@ -50,24 +58,27 @@ def _gspo(
     level: str,
     ratio_clamp: float | None,
     rollout: Rollout | None,
-    **clip: Any,
+    **clip_options: Any,
 ) -> Tensor:
     log_ratio = batch.segment_mean(token_log_ratio(stats, batch))
     if level == "token":
-        advantages = torch.where(batch["segments"] >= 0, weighted(batch["advantages"], stats, batch, rollout), 0.0)
-        # the value of log R, and each token's own gradient
+        advantages = weighted_advantages(batch["advantages"], stats, batch, rollout)
+        advantages = torch.where(batch["segments"] >= 0, advantages, 0.0)
+        # the value of log R, with the gradient of each token's log-probability
         log_ratio = batch.per_token(log_ratio).detach() + (stats.logprob - stats.logprob.detach())
-        values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip)
+        values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip_options)
         return values if weighting == "token" else batch.segment_mean(values)
     if weighting == "segment":
-        advantages = _weighted_means(stats, batch, rollout)
+        advantages = _weighted_segment_means(stats, batch, rollout)
     else:
-        advantages = weighted(batch.per_token(batch.segment_mean(batch["advantages"])), stats, batch, rollout)
+        advantages = weighted_advantages(
+            batch.per_token(batch.segment_mean(batch["advantages"])), stats, batch, rollout
+        )
         log_ratio = batch.per_token(log_ratio)
-    return -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip)
+    return -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip_options)
 
 
-@once
+@sharing_results
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
     """``-A_s * segment_mean(clipped).exp()`` per segment, with ``A_s = segment_mean(A)`` and ``clipped =
     torch.where(per_token(A_s) > 0, r.log().clamp(max=clip_high), r.log().clamp(min=-clip_low))``: the geometric mean of
@@ -87,18 +98,18 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | Non
 def _gmpo(
     stats: Stats, batch: Batch, clip_low: float, clip_high: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
-    advantages = _weighted_means(stats, batch, rollout)
-    direction = batch.per_token(advantages)
+    advantages = _weighted_segment_means(stats, batch, rollout)
+    token_advantages = batch.per_token(advantages)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
     # a ratio exactly at its bound keeps its gradient; torch.clamp's is 1 at a bound before torch 2.14, and 0 from it on
-    upper = torch.where(log_ratio > clip_high, clip_high, log_ratio)
-    lower = torch.where(log_ratio < -clip_low, -clip_low, log_ratio)
+    upper_clipped = torch.where(log_ratio > clip_high, clip_high, log_ratio)
+    lower_clipped = torch.where(log_ratio < -clip_low, -clip_low, log_ratio)
     # for an advantage of 0 the value is 0 without gradient
-    log_ratio = torch.where(direction > 0, upper, torch.where(direction < 0, lower, 0.0))
+    log_ratio = torch.where(token_advantages > 0, upper_clipped, torch.where(token_advantages < 0, lower_clipped, 0.0))
     return -advantages * batch.segment_mean(log_ratio).exp()
 
 
-@once
+@sharing_results
 def rloo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -111,25 +122,27 @@ def rloo(
     (arXiv 2402.14740, as TRL's trainer).
 
     ``advantages`` are leave-one-out advantages, which the caller computes.
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. ``policy``:
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with the gradient of
+    R). ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. ``policy``:
     ``PolicyOptions``.
     """
-    clip = checked_clip("losses.rloo", clip_low, clip_high, delta)
-    options = {**clip, "ratio_clamp": ratio_clamp}
+    clip_options = checked_clip("losses.rloo", clip_low, clip_high, delta)
+    options = {**clip_options, "ratio_clamp": ratio_clamp}
     return make_policy("rloo", _rloo, options, policy, unit="segment")
 
 
-def _rloo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip: Any) -> Tensor:
-    advantages = _weighted_means(stats, batch, rollout)
+def _rloo(
+    stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip_options: Any
+) -> Tensor:
+    advantages = _weighted_segment_means(stats, batch, rollout)
     log_ratio = clamped(batch.segment_sum(token_log_ratio(stats, batch)), ratio_clamp)
-    return -advantages * clipped_ratio(log_ratio, advantages, **clip)
+    return -advantages * clipped_ratio(log_ratio, advantages, **clip_options)
 
 
-LEAST_WEIGHT = 1e-8  # least ratio w of a segment in VESPO, as in TRL
+MIN_SEGMENT_RATIO = 1e-8  # lower bound of the ratio w of a segment in VESPO, as in TRL
 
 
-@once
+@sharing_results
 def vespo(
     k_pos: float = 2.0,
     lambda_pos: float = 3.0,
@@ -143,10 +156,10 @@ def vespo(
     old_logprobs).exp())`` is the ratio of the token's segment: a soft bound in place of the clip (VESPO, arXiv
     2602.10693, as TRL).
 
-    One value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. ``ratio_clamp`` c: a token's
-    log-ratio is clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights (``rollout_level="token"`` only) do not
-    multiply the value: their logarithms are added to log w, with the same clamps. Fields: segments [tokens] int,
-    advantages [tokens], old_logprobs [tokens] (without them w = 1). ``policy``: ``PolicyOptions``.
+    There is one value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. ``ratio_clamp`` c: a
+    token's log-ratio is clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights (``rollout_level="token"``
+    only) do not multiply the value: their logarithms are added to log w, with the same clamps. Fields: segments
+    [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). ``policy``: ``PolicyOptions``.
     """
     if policy.get("rollout_level", "token") != "token":
         raise ValueError('rollout_level of losses.vespo must be "token": a segment\'s weight is a sum over its tokens')
@@ -170,12 +183,12 @@ def _vespo(
     ratio_clamp: float,
     rollout: Rollout | None,
 ) -> Tensor:
-    advantages, least = batch["advantages"], math.log(LEAST_WEIGHT)
+    advantages, min_log_weight = batch["advantages"], math.log(MIN_SEGMENT_RATIO)
     log_ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp)
     if rollout is not None:
-        log_ratio = log_ratio + rollout_weights(stats, batch, rollout).log().clamp(least, ratio_clamp)
+        log_ratio = log_ratio + rollout_weights(stats, batch, rollout).log().clamp(min_log_weight, ratio_clamp)
     # a ratio beyond e^80 has a weight of 0 and may be infinite
-    log_w = batch.per_token(batch.segment_sum(log_ratio).clamp(least, min(ratio_clamp, 80.0)))
+    log_w = batch.per_token(batch.segment_sum(log_ratio).clamp(min_log_weight, min(ratio_clamp, 80.0)))
     log_phi = torch.where(
         advantages >= 0,
         k_pos * log_w - lambda_pos * log_w.expm1(),
@@ -183,11 +196,14 @@ def _vespo(
     )
     is_weighted = (batch["segments"] >= 0) & (advantages != 0)
     # phi alone may overflow fp32 where its product with the advantage does not
-    root = (0.5 * log_phi).exp()
-    return -torch.where(is_weighted, root * advantages * root, 0.0) * torch.where(is_weighted, stats.logprob, 0.0)
+    root_of_phi = (0.5 * log_phi).exp()
+    return -torch.where(is_weighted, root_of_phi * advantages * root_of_phi, 0.0) * torch.where(
+        is_weighted, stats.logprob, 0.0
+    )
 
 
-def _weighted_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """[num_segments] the mean advantage of each segment, times the mean of its tokens' rollout weights."""
+def _weighted_segment_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
+    """[num_segments] the mean advantage of each segment, times the mean rollout weight of its tokens if there are
+    rollout weights."""
     advantages = batch.segment_mean(batch["advantages"])
     return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))

@@ -1,4 +1,5 @@
-"""Sums over the vocabulary of a user's function of the student's log-probabilities, and of a dense teacher's.
+"""Losses that are sums over the vocabulary of a user's function of log-probabilities: the student's, and optionally a
+dense teacher's.
 
 The function and its slope (by autograd) are traced once into a graph of elementwise operations, and written as Triton
 source. Plain numbers that the function closes over are constants of the graph, which holds no tensor.
@@ -25,73 +26,80 @@ from .base import Losses, make
 from .batch import Batch, Stats
 from .distillation import dense
 
-# f(log_p), f(log_p, log_q), f(log_p, options) or f(log_p, log_q, options)
-Elementwise = Callable[..., Tensor]
-FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # by ``key_of`` the function
-PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
-LENGTHS = (5, 7)  # sizes of the vocabulary at which a function is traced; both graphs must be equal
-DEEPEST = 6
+# a user's function f(log_p), f(log_p, log_q), f(log_p, options) or f(log_p, log_q, options)
+ElementwiseFunction = Callable[..., Tensor]
+SUM_FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # traced, by a key of the user's function
+CONSTANT_TYPES = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
+TRACED_LENGTHS = (5, 7)  # two sizes of the vocabulary at which a function is traced; its graphs must be equal
+MAX_DEPTH = 6  # levels of nested functions and tuples that a key has
 
 
-def sum_of(where: str, function: Elementwise, options: Mapping[str, Any] | None, is_paired: bool | None = None) -> Sum:
-    """The sum over the vocabulary of a user's function at its options. ``is_paired``: the function takes log_q as well;
-    None: the number of its parameters decides. TypeError or ValueError for a function that cannot be traced."""
+def sum_of(
+    owner: str, function: ElementwiseFunction, options: Mapping[str, Any] | None, is_paired: bool | None = None
+) -> Sum:
+    """The sum over the vocabulary of a user's function with ``options``. ``is_paired``: the function takes log_q too;
+    None: the number of its parameters decides. ``owner``: name of the public function, for errors. TypeError or
+    ValueError for a function that cannot be traced."""
     if not callable(function):
-        raise TypeError(f"{where} takes a function of log-probabilities, got {function!r}")
+        raise TypeError(f"{owner} takes a function of log-probabilities, got {function!r}")
     if options is not None and not isinstance(options, Mapping):
-        raise TypeError(f"options of {where} must be a mapping of names to numbers, got {options!r}")
-    numbers = tuple([number(where, f"option {name!r}", value) for name, value in (options or {}).items()])
-    names = tuple(options or ())
+        raise TypeError(f"options of {owner} must be a mapping of names to numbers, got {options!r}")
+    numbers = tuple([number(owner, f"option {name!r}", value) for name, value in (options or {}).items()])
+    option_names = tuple(options or ())
     if is_paired is None:
-        is_paired = parameters_of(where, function) - bool(names) == 2
-    key = key_of(function), names, is_paired
-    return Sum(FUNCTIONS.get_or_make(key, lambda: trace(where, function, names, is_paired)), numbers)
+        is_paired = number_of_parameters(owner, function) - bool(option_names) == 2
+    function_key = key_of(function), option_names, is_paired
+    return Sum(
+        SUM_FUNCTIONS.get_or_make(function_key, lambda: trace(owner, function, option_names, is_paired)), numbers
+    )
 
 
-def parameters_of(where: str, function: Elementwise) -> int:
+def number_of_parameters(owner: str, function: ElementwiseFunction) -> int:
+    """The number of a function's positional parameters without defaults. TypeError for a function without a
+    signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{where} takes a function whose parameters can be read; wrap it in a lambda") from error
+        raise TypeError(f"{owner} takes a function whose parameters can be read; wrap it in a lambda") from error
     return sum(parameter.default is parameter.empty and parameter.kind in (0, 1) for parameter in parameters)
 
 
 def key_of(value: Any, depth: int = 0) -> Hashable:
-    """A key of a function: equal for the same code that reads equal plain values and functions. The key of a function
-    that reads anything else equals no other key, since such a value may change unnoticed."""
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if kind is float:
-        return kind, value.hex()
-    if isinstance(value, ModuleType | FunctionType | BuiltinFunctionType | type) and is_torchs(value):
+    """A key of a function, equal for functions of one code that read equal plain values and functions. If a function
+    reads anything else, its key equals no other key, since such a value may change unnoticed."""
+    value_type = type(value)
+    if value_type in CONSTANT_TYPES:
+        return value_type, value
+    if value_type is float:
+        return value_type, value.hex()
+    if isinstance(value, ModuleType | FunctionType | BuiltinFunctionType | type) and is_constant(value):
         return value
-    if kind is tuple and depth < DEEPEST:
-        return kind, *[key_of(item, depth + 1) for item in value]
-    if kind is not FunctionType or depth >= DEEPEST:
+    if value_type is tuple and depth < MAX_DEPTH:
+        return value_type, *[key_of(item, depth + 1) for item in value]
+    if value_type is not FunctionType or depth >= MAX_DEPTH:
         return object()
-    codes, names = [value.__code__], dict[str, None]()
-    for code in codes:  # the loop appends to ``codes``
-        codes += [item for item in code.co_consts if isinstance(item, CodeType)]
+    code_objects, names = [value.__code__], dict[str, None]()
+    for code in code_objects:  # the loop appends to ``code_objects``
+        code_objects += [item for item in code.co_consts if isinstance(item, CodeType)]
         names |= dict.fromkeys(code.co_names)
-    cells = [object() if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
-    used = [(name, key_of(value.__globals__[name], depth + 1)) for name in names if name in value.__globals__]
+    cell_contents = [object() if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
+    global_keys = [(name, key_of(value.__globals__[name], depth + 1)) for name in names if name in value.__globals__]
     defaults = value.__defaults__, *(value.__kwdefaults__ or {}).items()
-    values = *cells, *(defaults[0] or ()), *defaults[1:]
-    contents = [None if item is value else key_of(item, depth + 1) for item in values]
-    return value.__code__, *contents, *used
+    closure_and_defaults = *cell_contents, *(defaults[0] or ()), *defaults[1:]
+    content_keys = [None if item is value else key_of(item, depth + 1) for item in closure_and_defaults]
+    return value.__code__, *content_keys, *global_keys
 
 
-def is_torchs(value: Any) -> bool:
+def is_constant(value: Any) -> bool:
     """True for modules, functions and types of torch, math and Python itself, which are constant."""
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | type):
         return False  # a method of some object
-    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    return str(name).partition(".")[0] in ("torch", "math", "builtins", "None")
+    module_name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return str(module_name).partition(".")[0] in ("torch", "math", "builtins", "None")
 
 
 class SumWriter(Writer):
-    """The Triton source of a trace: a function that returns a column's term and the term's slope."""
+    """A writer of a trace as Triton source: a function that returns a column's term and the term's slope."""
 
     shape = "log_p.shape"
     # operations by exp2 and log2: as exact as p itself, in two thirds of the registers
@@ -106,101 +114,117 @@ class SumWriter(Writer):
         self.terms = [self.cast(node, torch.float32) for node in self.outputs]
 
     def read(self, node: fx.Node) -> str:
+        """The name of the argument that is an input of the trace."""
         return self.arguments[self.inputs[node]]
 
     def source(self, name: str) -> str:
+        """The source of the function ``<name>_terms``."""
         arguments = "".join(f", {argument}" for argument in self.arguments if argument.startswith("n"))
         header = f"@triton.jit\ndef {name}_terms(log_p, log_q, p, q, tie{arguments}):"
         return "\n    ".join([header, *self.lines, f"return {', '.join(self.terms)}"])
 
 
-def trace(where: str, function: Elementwise, names: tuple[str, ...], is_paired: bool) -> SumFunction:
-    """The traced function, in PyTorch and as Triton source. ValueError, with the reason, for a function that cannot be
-    traced."""
+def trace(owner: str, function: ElementwiseFunction, option_names: tuple[str, ...], is_paired: bool) -> SumFunction:
+    """The traced function, in PyTorch and as Triton source. ``option_names``: names of the numbers in its options.
+    ValueError, with the reason, for a function that cannot be traced."""
 
-    def terms(inputs: list[Tensor]) -> list[Tensor]:
+    def terms_and_slopes(inputs: list[Tensor]) -> list[Tensor]:
+        """Terms [ids] and their slopes by log_p [ids], of log_p, log_q if paired, and the options' numbers []."""
         log_p = inputs[0].detach().requires_grad_()
-        logs, numbers = (log_p, *inputs[1 : 1 + is_paired]), inputs[1 + is_paired :]
+        log_arguments, numbers = (log_p, *inputs[1 : 1 + is_paired]), inputs[1 + is_paired :]
         with torch.enable_grad():
-            values = function(*logs, *[dict(zip(names, numbers, strict=True))][: bool(names)])
-            if not isinstance(values, Tensor) or values.shape != log_p.shape or not values.is_floating_point():
-                description = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
-                raise ValueError(f"it must return a floating-point number for each id, got {description}")
-            if not values.requires_grad:
-                return [values, torch.zeros_like(log_p)]
-            (slopes,) = torch.autograd.grad(values, log_p, torch.ones_like(values), materialize_grads=True)
-        return [values.detach(), slopes]
+            term_values = function(
+                *log_arguments, *[dict(zip(option_names, numbers, strict=True))][: bool(option_names)]
+            )
+            if (
+                not isinstance(term_values, Tensor)
+                or term_values.shape != log_p.shape
+                or not term_values.is_floating_point()
+            ):
+                result_in_words = (
+                    f"{term_values.dtype} {list(term_values.shape)}"
+                    if isinstance(term_values, Tensor)
+                    else repr(term_values)
+                )
+                raise ValueError(f"it must return a floating-point number for each id, got {result_in_words}")
+            if not term_values.requires_grad:
+                return [term_values, torch.zeros_like(log_p)]
+            (slopes,) = torch.autograd.grad(term_values, log_p, torch.ones_like(term_values), materialize_grads=True)
+        return [term_values.detach(), slopes]
 
     def graph_of(length: int) -> fx.GraphModule:
-        samples = [torch.zeros([length], dtype=torch.float32, device="cpu") for _ in range(1 + is_paired)]
-        return traced(terms, [*samples, *[torch.ones([], dtype=torch.float32, device="cpu") for _ in names]])
+        sample_logs = [torch.zeros([length], dtype=torch.float32, device="cpu") for _ in range(1 + is_paired)]
+        return traced(
+            terms_and_slopes, [*sample_logs, *[torch.ones([], dtype=torch.float32, device="cpu") for _ in option_names]]
+        )
 
     try:
         # a thread of its own: modes and hooks around the call do not reach the trace
-        graphs = [in_own_thread(functools.partial(graph_of, length)) for length in LENGTHS]
-        sources = [SumWriter(graph, is_paired, len(names)).source("f") for graph in graphs]
+        graphs = [in_own_thread(functools.partial(graph_of, length)) for length in TRACED_LENGTHS]
+        sources = [SumWriter(graph, is_paired, len(option_names)).source("f") for graph in graphs]
         if sources[0] != sources[1]:
             raise ValueError("it depends on the number of ids")
     except Exception as error:  # a user's function may raise any error on made-up tensors
         reason = str(error).partition("\n")[0].rstrip(".")
         reason = f"there is no kernel of {reason}" if isinstance(error, NoKernelError) else reason
         raise ValueError(
-            f"the function of {where} cannot be computed column by column: {reason}. It must be made of elementwise "
+            f"the function of {owner} cannot be computed column by column: {reason}. It must be made of elementwise "
             "operations of torch on log-probabilities and options, without other tensors and branches on their values"
         ) from error
     name = f"user_{hashlib.sha256(sources[0].encode()).hexdigest()[:16]}"
     graph = graphs[0].graph
     graph.eliminate_dead_code()
-    source = SumWriter(graphs[0], is_paired, len(names)).source(name)
-    sum_function = SumFunction(name, InBlocks(graph), "slopes", None, len(names), is_paired, source)
+    source = SumWriter(graphs[0], is_paired, len(option_names)).source(name)
+    sum_function = SumFunction(name, TracedFunction(graph), "slopes", None, len(option_names), is_paired, source)
     return TRACED.get_or_make(name, lambda: sum_function)
 
 
-class InBlocks:
-    """Runs a traced function in PyTorch, on blocks of any shape and dtype. Logarithms are clamped to at least -1e4, so
-    that ``p * log_p`` is 0 for p = 0. A slope that is nan at p = 0 is replaced by 0."""
+class TracedFunction:
+    """A traced function to call in PyTorch, on log-probabilities of any shape and dtype. Returns terms and slopes in
+    that shape. Log-probabilities are clamped to at least -1e4, so that ``p * log_p`` is 0 for p = 0. A slope that is
+    nan at p = 0 is replaced by 0."""
 
     def __init__(self, graph: fx.Graph):
-        self.graph, read = graph, set[fx.Node]()
-        # for each node the nodes whose last reader it is: their memory is freed after it
+        self.graph, read_nodes = graph, set[fx.Node]()
+        # by node, the nodes that it is the last to read: their values are freed after it
         self.last_uses: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(graph.nodes):
-            self.last_uses[node] = [unused for unused in node.all_input_nodes if unused not in read]
-            read.update(node.all_input_nodes)
+            self.last_uses[node] = [last_read for last_read in node.all_input_nodes if last_read not in read_nodes]
+            read_nodes.update(node.all_input_nodes)
 
     def __call__(self, log_p: Tensor, log_q: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
-        log_p, log_q = (log.clamp(min=LOG_FLOOR) for log in (log_p, log_q))
-        places = self.graph.find_nodes(op="placeholder")
-        logs = (log_p, log_q)[: len(places) - len(numbers)]
-        values = dict[fx.Node, Any](
-            zip(places, [*logs, *[log_p.new_full((), number) for number in numbers]], strict=True)
+        log_p, log_q = (logarithm.clamp(min=LOG_FLOOR) for logarithm in (log_p, log_q))
+        placeholders = self.graph.find_nodes(op="placeholder")
+        log_arguments = (log_p, log_q)[: len(placeholders) - len(numbers)]
+        values_by_node = dict[fx.Node, Any](
+            zip(placeholders, [*log_arguments, *[log_p.new_full((), number) for number in numbers]], strict=True)
         )
         for node in self.graph.nodes:
             if node.op == "call_function":
-                values[node] = self.result_of(node, values, log_p)
-                for unused in self.last_uses[node]:
-                    del values[unused]
-        (end,) = self.graph.find_nodes(op="output")
-        terms, slopes = (values[node].expand_as(log_p) for node in end.args[0])
+                values_by_node[node] = self.result_of(node, values_by_node, log_p)
+                for last_read in self.last_uses[node]:
+                    del values_by_node[last_read]
+        (output_node,) = self.graph.find_nodes(op="output")
+        terms, slopes = (values_by_node[node].expand_as(log_p) for node in output_node.args[0])
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
 
-    def result_of(self, node: fx.Node, values: dict[fx.Node, Any], template: Tensor) -> Any:
-        operation, target = name_of(node), node.target
-        arguments: Any = fx.node.map_arg(node.args, lambda argument: values[argument])
+    def result_of(self, node: fx.Node, values_by_node: dict[fx.Node, Any], like: Tensor) -> Any:
+        operation_name, torch_function = name_of(node), node.target
+        arguments: Any = fx.node.map_arg(node.args, lambda argument: values_by_node[argument])
         dtype = node.meta["val"].dtype
-        dtype = template.dtype if dtype.is_floating_point else dtype
-        if operation in SAME:
+        dtype = like.dtype if dtype.is_floating_point else dtype
+        if operation_name in SAME:
             return arguments[0].to(dtype)
-        if operation in FILLED or operation in FILLED_BY:
-            value = FILLED[operation] if operation in FILLED else arguments[FILLED_BY[operation]]
-            return torch.full_like(template, value, dtype=dtype) if not isinstance(value, Tensor) else value
-        assert callable(target)
-        return target(*arguments, **node.kwargs)
+        if operation_name in FILLED or operation_name in FILLED_BY:
+            value = FILLED[operation_name] if operation_name in FILLED else arguments[FILLED_BY[operation_name]]
+            return torch.full_like(like, value, dtype=dtype) if not isinstance(value, Tensor) else value
+        assert callable(torch_function)
+        return torch_function(*arguments, **node.kwargs)
 
 
 @breaks_graph
-def divergence(function: Elementwise, options: Mapping[str, float] | None = None, **teacher: Any) -> Losses:
-    """``f(p.log(), q.log()).sum(-1)`` with ``function`` f: any divergence to a dense teacher.
+def divergence(function: ElementwiseFunction, options: Mapping[str, float] | None = None, **teacher: Any) -> Losses:
+    """``f(p.log(), q.log()).sum(-1)`` with ``function`` f: any divergence between student p and a dense teacher q.
 
         def alpha_divergence(log_p, log_q, options):
             a = options["alpha"]
@@ -210,48 +234,48 @@ def divergence(function: Elementwise, options: Mapping[str, float] | None = None
 
     ``function(log_p, log_q)``, or with options ``function(log_p, log_q, options)``, returns a number for each id by
     elementwise operations of torch. The function and its slope (by autograd) are traced once into a kernel. ``options``
-    are arguments of the kernel, so that new values compile nothing; plain numbers that the function closes over are
-    constants of the kernel. ValueError for a function that cannot be traced: one that sums over ids, reads other
+    are arguments of the kernel, so that new values compile nothing. Plain numbers that the function closes over are
+    constants of the kernel. ValueError for a function that cannot be traced, since it sums over ids, reads other
     tensors or branches on values.
 
-    Logarithms are clamped to at least -1e4, so that a probability of 0 times its logarithm is 0, and values are finite
-    where student or teacher excludes an id. ``teacher``: ``TeacherOptions``; fields as ``forward_kl``.
+    Log-probabilities are clamped to at least -1e4, so that a probability of 0 times its logarithm is 0, and values are
+    finite where student or teacher excludes an id. ``teacher``: ``TeacherOptions``. Fields are those of ``forward_kl``.
     """
     vocab_sum = sum_of("losses.divergence", function, options, True)
     return dense("divergence", ("divergence",), teacher, sums={"divergence": vocab_sum})
 
 
 @breaks_graph
-def vocabulary_sum(function: Elementwise, options: Mapping[str, float] | None = None, **summand: Any) -> Losses:
+def vocabulary_sum(function: ElementwiseFunction, options: Mapping[str, float] | None = None, **summand: Any) -> Losses:
     """``f(p.log()).sum(-1)`` with ``function`` f: any function of the student's distribution that adds up over ids.
 
         loss = losses.vocabulary_sum(lambda log_p: (2 * log_p).exp())  # sum of p squared, 1 less Tsallis' entropy
 
     ``function(log_p)``, or ``function(log_p, options)``, and ``options`` are as in ``divergence``. The target may be
-    None; only its ``ignore_index`` is read. For a function of such sums, as Renyi's entropy is, see
+    None; of a target only ``ignore_index`` is read. For a function of such sums, as Renyi's entropy is, see
     ``losses.custom(..., sums=...)``. ``summand``: ``SummandOptions``.
     """
     vocab_sum = sum_of("losses.vocabulary_sum", function, options, False)
-    needs, sums = ("vocabulary_sum",), {"vocabulary_sum": vocab_sum}
-    return make("vocabulary_sum", _vocabulary_sum, summand, needs=needs, sums=sums, reads_target=False)
+    statistics, sums_by_name = ("vocabulary_sum",), {"vocabulary_sum": vocab_sum}
+    return make("vocabulary_sum", _vocabulary_sum, summand, needs=statistics, sums=sums_by_name, reads_target=False)
 
 
 def _vocabulary_sum(stats: Stats, batch: Batch) -> Tensor:
     return stats.vocabulary_sum
 
 
-def named_sums(where: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, Sum]:
-    """Sums over the vocabulary by the names of their statistics. ``sums``: for each name a function, or a pair
-    ``(function, options)``. TypeError or ValueError for others."""
+def named_sums(owner: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, Sum]:
+    """Sums over the vocabulary by the names of their statistics. ``sums``: by name, a function or a pair ``(function,
+    options)``. ``statistics``: names that are taken. TypeError or ValueError for wrong names and functions."""
     if sums is not None and not isinstance(sums, Mapping):
-        raise TypeError(f"sums of {where} must be a mapping of names to functions, got {sums!r}")
+        raise TypeError(f"sums of {owner} must be a mapping of names to functions, got {sums!r}")
     sums_by_name = {}
     for name, function_or_pair in (sums or {}).items():
         if not isinstance(name, str) or not name.isidentifier() or name in statistics:
             raise ValueError(
-                f"sums of {where} has {name!r}, which must be a new name of a statistic; take another name"
+                f"sums of {owner} has {name!r}, which must be a new name of a statistic; take another name"
             )
         is_pair = isinstance(function_or_pair, tuple) and len(function_or_pair) == 2
         function, options = function_or_pair if is_pair else (function_or_pair, None)
-        sums_by_name[name] = sum_of(f"sum {name!r} of {where}", function, options)
+        sums_by_name[name] = sum_of(f"sum {name!r} of {owner}", function, options)
     return sums_by_name

@@ -1,4 +1,4 @@
-"""A loss of the user's own."""
+"""``custom``: a loss of a function that the user writes."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,11 +7,24 @@ from torch import Tensor
 
 from ..core.checks import choice
 from ..core.private import breaks_graph
-from .base import DENSE, FIELDS, STATISTICS, TAKERS, TEACHER_FIELDS, Field, Losses, Scope, Summand, Teacher, Unit, make
+from .base import (
+    DENSE_STATISTICS,
+    FIELDS,
+    FUNCTION_LOSS_MAKERS,
+    STATISTICS,
+    TEACHER_FIELDS,
+    Field,
+    Losses,
+    Scope,
+    Summand,
+    Teacher,
+    Unit,
+    make,
+)
 from .sums import named_sums
-from .user_checks import Function, checked
+from .user_checks import Function, reads_of
 
-ALWAYS = ("logprob", "lse")
+BASE_STATISTICS = ("logprob", "lse")
 
 
 @breaks_graph
@@ -30,7 +43,7 @@ def custom(
     sums: Mapping[str, Any] | None = None,
     **summand: Any,
 ) -> Losses:
-    """A loss from ``function(stats, batch) -> values``, which returns one unreduced value per ``unit``.
+    """A loss of ``function(stats, batch) -> values``, which returns one unreduced value per ``unit``.
 
         def unlikelihood(stats, batch):
             return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
@@ -41,61 +54,70 @@ def custom(
     differentiates the values by the statistics. The library applies mask, weights, denominator and coefficient to the
     values. docs/losses.md says what the function may read, keep and change.
 
-    ``scope``: ``"token"`` if a token's value depends on its own statistics and fields only, so that values of any slice
-    of the tokens can be computed alone; ``"segment"`` if it depends on other tokens (``batch.segment_sum`` and others).
-    Then the statistics of all tokens are made first, and logits are computed twice.
+    ``scope``: ``"token"`` if a token's value depends on its own statistics and fields only, so that the values of a
+    slice of the tokens can be computed from that slice; ``"segment"`` if it depends on other tokens
+    (``batch.segment_sum`` and others). Then the statistics of all tokens are made first, and logits are computed twice.
 
-    The function runs once when the loss is made, on made-up tokens with every field. This shows which statistics
-    (``needs``) and ``fields`` it reads, and a field without which it runs as well is optional. With ``scope="token"``
-    it is checked that two unequal pieces of the tokens have the same values and gradients as all at once.
-    ``fields={"my_weights": "token"}`` declares fields of your own and a dense teacher's tensors; the value is a
-    ``losses.Field`` where the field is not floating or has further dimensions. ``needs`` adds statistics that the
-    function reads in some calls only. With ``check=False`` the function does not run here: ``needs`` and ``fields``
-    are complete as given, and the call must have a target.
+    When the loss is made, the function runs on made-up tokens with every field. This shows which statistics (``needs``)
+    and which ``fields`` the function reads. A field is optional if the function also runs without it. With
+    ``scope="token"``, ValueError unless two unequal pieces of the tokens have the values and gradients of all tokens at
+    once. ``fields={"my_weights": "token"}`` declares fields that the library does not have, and a dense teacher's
+    tensors; the value is a ``losses.Field`` if the field is not floating or has further dimensions. ``needs`` adds
+    statistics that the function reads in some calls only. With ``check=False`` the function does not run on made-up
+    tokens: then ``needs`` and ``fields`` have to name all that it reads, and the call must have a target.
 
-    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics: sums over the vocabulary of a function that
-    ``losses.vocabulary_sum`` or, of ``log_p`` and ``log_q``, ``losses.divergence`` would take. A value may be a pair
-    ``(function, options)``.
+    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics: sums over the vocabulary of a function of
+    ``log_p``, as ``losses.vocabulary_sum`` takes it, or of ``log_p`` and ``log_q``, as ``losses.divergence`` takes it.
+    A value may be a pair ``(function, options)``.
 
-    ``options`` and ``tensors`` are keyword arguments of the function. ``teacher``: how a dense teacher's logits become
-    its distribution. ``summand``: ``SummandOptions``.
+    ``options`` and ``tensors`` are keyword arguments of the function. ``teacher``: the options by which a dense
+    teacher's logits become its distribution. ``summand``: ``SummandOptions``. TypeError or ValueError for wrong
+    arguments.
     """
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
     function_name = getattr(function, "__name__", "custom")
     name = name or ("custom" if function_name == "<lambda>" else function_name)
-    where = f"losses.custom({name!r})"
-    choice(where, "scope", scope, ("token", "segment"))
-    choice(where, "unit", unit, ("token", "segment", "pair"))
+    loss_name = f"losses.custom({name!r})"
+    choice(loss_name, "scope", scope, ("token", "segment"))
+    choice(loss_name, "unit", unit, ("token", "segment", "pair"))
     if unit != "token" and scope == "token":
-        raise ValueError(f'{where} has values per {unit}, which need all tokens: scope="segment"')
-    declared, extra = declared_fields(where, fields)
-    statistics, required, optional, reads_target = set(needs or ()), set(declared), set[str](), True
-    if unknown := sorted(statistics - {*ALWAYS, *STATISTICS, *DENSE}):
+        raise ValueError(f'{loss_name} has values per {unit}, which need all tokens: scope="segment"')
+    declared_names, extra_fields = declared_fields(loss_name, fields)
+    needed_statistics, required_fields, optional_fields, reads_target = (
+        set(needs or ()),
+        set(declared_names),
+        set[str](),
+        True,
+    )
+    if unknown_names := sorted(needed_statistics - {*BASE_STATISTICS, *STATISTICS, *DENSE_STATISTICS}):
         raise ValueError(
-            f"needs of {where}: there is no statistic {unknown[0]!r}; there are {', '.join((*STATISTICS, *DENSE))}"
+            f"needs of {loss_name}: there is no statistic {unknown_names[0]!r}; there are "
+            f"{', '.join((*STATISTICS, *DENSE_STATISTICS))}"
         )
     options, tensors = dict(options or {}), dict(tensors or {})
-    sums_by_name = named_sums(where, sums, (*ALWAYS, *STATISTICS, *DENSE))
+    sums_by_name = named_sums(loss_name, sums, (*BASE_STATISTICS, *STATISTICS, *DENSE_STATISTICS))
     if check:
-        question = Summand(
+        candidate = Summand(
             "custom", function, options, sums=sums_by_name, unit=unit, scope=scope, name=name, tensors=tensors
         )
-        read, required, optional = checked(where, question, extra)
+        read_statistics, required_fields, optional_fields = reads_of(loss_name, candidate, extra_fields)
         # with an optional field the function may take another branch, which reads the target
-        reads_target = "logprob" in read or "target" in required or bool(optional)
-        statistics |= read
-        required, optional = required - {"target"}, optional | set(declared)
-    if "topk_logprobs" in statistics:
-        required.add("teacher_ids")
-    if "weighted_sum" in statistics and "class_weights" not in tensors:
-        raise ValueError(f'{where} reads stats.weighted_sum: pass the weights, tensors={{"class_weights": ...}}')
-    if statistics & set(DENSE) or any(vocab_sum.function.is_paired for vocab_sum in sums_by_name.values()):
-        optional |= set(TEACHER_FIELDS)  # each call has either the logits or the others
+        reads_target = "logprob" in read_statistics or "target" in required_fields or bool(optional_fields)
+        needed_statistics |= read_statistics
+        required_fields, optional_fields = required_fields - {"target"}, optional_fields | set(declared_names)
+    if "topk_logprobs" in needed_statistics:
+        required_fields.add("teacher_ids")
+    if "weighted_sum" in needed_statistics and "class_weights" not in tensors:
+        raise ValueError(f'{loss_name} reads stats.weighted_sum: pass the weights, tensors={{"class_weights": ...}}')
+    if needed_statistics & set(DENSE_STATISTICS) or any(
+        vocab_sum.function.is_paired for vocab_sum in sums_by_name.values()
+    ):
+        optional_fields |= set(TEACHER_FIELDS)  # each call has either the logits or the others
         teacher = teacher or Teacher()
-        if "jsd" in statistics and teacher.beta is None:
+        if "jsd" in needed_statistics and teacher.beta is None:
             raise ValueError(
-                f"{where} reads stats.jsd: pass teacher=Teacher(beta=...), the teacher's part of the mixture"
+                f"{loss_name} reads stats.jsd: pass teacher=Teacher(beta=...), the teacher's part of the mixture"
             )
     return make(
         "custom",
@@ -104,11 +126,11 @@ def custom(
         options,
         tensors=tensors,
         teacher=teacher,
-        needs=statistics - set(ALWAYS),
+        needs=needed_statistics - set(BASE_STATISTICS),
         sums=sums_by_name,
-        fields=tuple(sorted(required)),
-        optional_fields=tuple(sorted(optional - required)),
-        extra_fields=extra,
+        fields=tuple(sorted(required_fields)),
+        optional_fields=tuple(sorted(optional_fields - required_fields)),
+        extra_fields=extra_fields,
         scope=scope,
         separable=scope == "token",
         unit=unit,
@@ -116,30 +138,32 @@ def custom(
     )
 
 
-TAKERS.append(lambda function: custom(function, scope="token"))
+FUNCTION_LOSS_MAKERS.append(lambda function: custom(function, scope="token"))
 
 
 def declared_fields(
-    where: str, fields: Mapping[str, Field | str] | Iterable[str] | None
+    loss_name: str, fields: Mapping[str, Field | str] | Iterable[str] | None
 ) -> tuple[tuple[str, ...], dict[str, Field]]:
-    """Returns the names of the declared fields, and the ``Field`` of each one that ``FIELDS`` lacks."""
+    """Returns the names of the declared fields, and a ``Field`` by name for those that ``FIELDS`` lacks. TypeError or
+    ValueError for wrong declarations."""
     if isinstance(fields, str):
-        raise TypeError(f"fields of {where} must be a mapping or several names, got {fields!r}")
+        raise TypeError(f"fields of {loss_name} must be a mapping or several names, got {fields!r}")
     if not isinstance(fields, Mapping):
         fields = {name: FIELDS.get(name, "") for name in fields or ()}
-        if unknown := [name for name, kind in fields.items() if not kind]:
+        if unknown_names := [name for name, field_type in fields.items() if not field_type]:
             raise ValueError(
-                f"fields of {where} has {unknown[0]!r}, which is not the library's; give its kind too: "
-                f"fields={{{unknown[0]!r}: 'token'}}"
+                f"fields of {loss_name} has {unknown_names[0]!r}, which is not the library's; give its kind too: "
+                f"fields={{{unknown_names[0]!r}: 'token'}}"
             )
-    extra: dict[str, Field] = {}
-    for name, declared in fields.items():
-        kind = declared if isinstance(declared, Field) else Field(declared)  # type: ignore[arg-type]
-        choice(where, f"field {name!r}", kind.kind, ("token", "row", "segment", "pair", "constant"))
+    extra_fields: dict[str, Field] = {}
+    for name, declaration in fields.items():
+        field_type = declaration if isinstance(declaration, Field) else Field(declaration)  # type: ignore[arg-type]
+        choice(loss_name, f"field {name!r}", field_type.kind, ("token", "row", "segment", "pair", "constant"))
         if name not in FIELDS:
-            extra[name] = kind
-        elif kind.kind != FIELDS[name].kind or (isinstance(declared, Field) and declared != FIELDS[name]):
+            extra_fields[name] = field_type
+        elif field_type.kind != FIELDS[name].kind or (isinstance(declaration, Field) and declaration != FIELDS[name]):
             raise ValueError(
-                f"field {name!r} of {where} is a known one, {FIELDS[name]}, and cannot be another; take another name"
+                f"field {name!r} of {loss_name} is a known one, {FIELDS[name]}, and cannot be another; take another "
+                "name"
             )
-    return tuple(fields), extra
+    return tuple(fields), extra_fields

@@ -1,5 +1,5 @@
-"""Checks of a user's function on made-up tokens: they show which statistics and fields it reads, and raise if its
-values do not fit its scope and unit."""
+"""Checks of a user's function on made-up tokens. They find the statistics and fields that the function reads, and raise
+if its values do not fit its scope and unit."""
 
 import functools
 import itertools
@@ -15,48 +15,51 @@ from torch import Tensor
 from ..core.memory import Cache
 from ..core.private import anomalies_at, breaks_graph
 from ..core.statistics import WITHOUT_SLOPE
-from .base import DENSE, FIELDS, STATISTICS, Field, Measure, Summand
+from .base import DENSE_STATISTICS, FIELDS, STATISTICS, Field, Measure, Summand
 from .batch import Batch, Stats
 
 Function = Callable[..., Tensor]
-Result = TypeVar("Result")
-Reads = tuple[set[str], set[str], set[str]]  # of statistics, required fields, optional ones
+CheckResult = TypeVar("CheckResult")
+ReadNames = tuple[set[str], set[str], set[str]]  # names of statistics, of required fields, of optional fields
 
-PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, CodeType)
-MOST_CONTENTS, DEEPEST = 64, 6  # number of closure values and defaults that ``contents`` reads, and levels of nesting
-MOST_ITEMS = 8  # items of a list or dict that ``contents`` reads; a longer one may grow at every call
-RESULTS: Cache[Hashable, Any] = Cache(256)  # results of checks, by ``contents`` of the function and the check's key
+CONSTANT_TYPES = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, CodeType)
+MAX_CONTENTS = 64  # closure values and defaults of a function that ``content_key`` reads
+MAX_DEPTH = 6  # levels of nesting that ``content_key`` reads
+MAX_ITEMS = 8  # items of a list or dict that ``content_key`` reads; a longer one may grow at every call
+CHECK_RESULTS: Cache[Hashable, Any] = Cache(
+    256
+)  # results of checks, by ``content_key`` of the function and the check's key
 
 
-def contents(value: Any, depth: int = 0) -> Hashable:
-    """A key of a value, or of a function with its closure and defaults. Keys are equal for the same code, types and
-    plain values. Of a float the key has sign and finiteness; of a tensor dtype, device and number of dimensions; of
-    another object the object itself."""
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if kind is float:
-        return kind, math.isfinite(value), (value > 0) - (value < 0)
+def content_key(value: Any, depth: int = 0) -> Hashable:
+    """A key of a value, or of a function with its closure and defaults. Keys are equal for equal code, types and plain
+    values. The key of a float has its sign and whether it is finite; that of a tensor has dtype, device and number of
+    dimensions; that of any other object is the object."""
+    value_type = type(value)
+    if value_type in CONSTANT_TYPES:
+        return value_type, value
+    if value_type is float:
+        return value_type, math.isfinite(value), (value > 0) - (value < 0)
     if isinstance(value, Tensor):
         return "tensor", value.dtype, value.device, value.dim()
     items: tuple[Any, ...] | None = None
-    if kind is FunctionType:
-        cells = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
+    if value_type is FunctionType:
+        cell_contents = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
         globals_read = [value.__globals__.get(name) for name in value.__code__.co_names]
-        tensors = [x for x in globals_read if isinstance(x, Tensor)]
-        items = value.__code__, *cells, value.__defaults__, value.__kwdefaults__, *tensors
-    elif kind is MethodType:
+        global_tensors = [item for item in globals_read if isinstance(item, Tensor)]
+        items = value.__code__, *cell_contents, value.__defaults__, value.__kwdefaults__, *global_tensors
+    elif value_type is MethodType:
         items = value.__func__, value.__self__
-    elif kind is functools.partial:
+    elif value_type is functools.partial:
         items = value.func, value.args, value.keywords
     elif isinstance(value, tuple):
         items = (*value,)
-    elif kind is list:
-        items = (*value[:MOST_ITEMS],)
-    elif kind is dict:
-        items = tuple(itertools.chain(*itertools.islice(value.items(), MOST_ITEMS)))
-    if items is not None and len(items) <= MOST_CONTENTS and depth < DEEPEST:
-        return weakref.ref(kind), *[contents(item, depth + 1) for item in items]
+    elif value_type is list:
+        items = (*value[:MAX_ITEMS],)
+    elif value_type is dict:
+        items = tuple(itertools.chain(*itertools.islice(value.items(), MAX_ITEMS)))
+    if items is not None and len(items) <= MAX_CONTENTS and depth < MAX_DEPTH:
+        return weakref.ref(value_type), *[content_key(item, depth + 1) for item in items]
     try:
         reference = weakref.ref(value)
         hash(reference)
@@ -66,64 +69,82 @@ def contents(value: Any, depth: int = 0) -> Hashable:
 
 
 def device_of(key: Hashable) -> torch.device:
-    """The device of the tensors in a key of ``contents``. Without tensors: the GPU if CUDA is initialised, else the
+    """The device of the tensors in a key of ``content_key``. Without tensors: the GPU if CUDA is initialised, else the
     CPU."""
-    entries = [key]
-    for entry in entries:  # the loop appends to ``entries``
-        entries += entry if isinstance(entry, tuple) else ()
-    devices = [entry for entry in entries if isinstance(entry, torch.device)]
-    elsewhere = [device for device in devices if device.type not in ("cpu", "meta")]
-    return elsewhere[0] if elsewhere else torch.device("cuda" if not devices and torch.cuda.is_initialized() else "cpu")
+    key_entries = [key]
+    for key_entry in key_entries:  # the loop appends to ``entries``
+        key_entries += key_entry if isinstance(key_entry, tuple) else ()
+    key_devices = [key_entry for key_entry in key_entries if isinstance(key_entry, torch.device)]
+    other_devices = [device for device in key_devices if device.type not in ("cpu", "meta")]
+    return (
+        other_devices[0]
+        if other_devices
+        else torch.device("cuda" if not key_devices and torch.cuda.is_initialized() else "cpu")
+    )
 
 
-TOKENS, SEGMENTS, PAIRS, VOCAB, TRAILING = 24, 5, 3, 13, 4  # all different, so that a wrong shape raises
+# sizes of the made-up tokens' tensors: all different, so that a wrong shape raises
+NUM_TOKENS, NUM_SEGMENTS, NUM_PAIRS, VOCAB_SIZE, TRAILING_SIZE = 24, 5, 3, 13, 4
 # segments of 7, 1, 4, 8 and 0 tokens; four tokens of no segment; segments 0 and 2 are interleaved
 SEGMENT_IDS = (0, 0, 2, 0, -1, 2, 0, 0, 2, 0, 0, 2, 1, -1, 3, 3, 3, 3, 3, -1, 3, 3, 3, -1)
-MASKED = (4, 13, 19)
-SHAPES = {"token": (TOKENS,), "row": (TOKENS,), "segment": (SEGMENTS,), "pair": (PAIRS,), "constant": ()}
+MASKED_TOKENS = (4, 13, 19)  # positions of tokens that do not count
+SHAPES_BY_KIND = {
+    "token": (NUM_TOKENS,),
+    "row": (NUM_TOKENS,),
+    "segment": (NUM_SEGMENTS,),
+    "pair": (NUM_PAIRS,),
+    "constant": (),
+}
 LOSS_FIELD, METRIC_FIELD = "fields={'name': 'token'}", "extra_fields={'name': Field('token')}"
-WITHOUT_GRADIENT = (*WITHOUT_SLOPE, "teacher_entropy")
-WHOLE = slice(0, TOKENS)
-PIECES = (slice(0, 1), slice(1, TOKENS))
-OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # tokens of two made-up ranks; segments 0 and 2 have tokens on both
+STATISTICS_WITHOUT_GRADIENT = (*WITHOUT_SLOPE, "teacher_entropy")
+ALL_TOKENS = slice(0, NUM_TOKENS)
+TOKEN_PIECES = (slice(0, 1), slice(1, NUM_TOKENS))
+RANK_PIECES = (slice(0, 9), slice(9, NUM_TOKENS))  # tokens of two made-up ranks; segments 0 and 2 have tokens on both
 
 
-class Synthetic:
-    """Made-up statistics and fields of TOKENS tokens. As in a call they are 0 (ids -1) where a token does not count.
+class MadeUpTokens:
+    """Made-up statistics and fields of NUM_TOKENS tokens. As in a call they are 0 (ids -1) where a token does not
+    count.
 
-    ``tensors``: copies of the loss's tensors. The first one's length is the size of the made-up vocabulary."""
+    ``tensors``: copies of the loss's tensors. The length of the first tensor is the size of the made-up vocabulary."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field], sums: Iterable[str], device: torch.device
+        self,
+        tensors: Mapping[str, Tensor],
+        extra_fields: Mapping[str, Field],
+        sums: Iterable[str],
+        device: torch.device,
     ):
-        first = next(iter(tensors.values()), None)
+        first_tensor = next(iter(tensors.values()), None)
         self.tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self.vocab = len(first) if first is not None and first.dim() else VOCAB
+        self.vocab = len(first_tensor) if first_tensor is not None and first_tensor.dim() else VOCAB_SIZE
         draw_options = {"generator": torch.Generator("cpu").manual_seed(7), "dtype": torch.float32}
         rand, randn = functools.partial(torch.rand, **draw_options), functools.partial(torch.randn, **draw_options)
         with torch.device("cpu"):
-            mask = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, torch.tensor(MASKED), False)
-            target, argmax = (rand(2, TOKENS) * self.vocab).long()
-            logprob = -0.1 - 3 * rand(TOKENS)
-            stats = {name: 0.1 + 2 * rand(TOKENS) for name in (*STATISTICS, *DENSE, *sums)} | {
+            mask = torch.ones(NUM_TOKENS, dtype=torch.bool).index_fill(0, torch.tensor(MASKED_TOKENS), False)
+            target, argmax = (rand(2, NUM_TOKENS) * self.vocab).long()
+            logprob = -0.1 - 3 * rand(NUM_TOKENS)
+            stats = {name: 0.1 + 2 * rand(NUM_TOKENS) for name in (*STATISTICS, *DENSE_STATISTICS, *sums)} | {
                 "logprob": logprob,
-                "lse": 4 * randn(TOKENS),
-                "mean_logit": randn(TOKENS),
+                "lse": 4 * randn(NUM_TOKENS),
+                "mean_logit": randn(NUM_TOKENS),
                 "argmax": argmax,
                 **{name: logprob * 0.5 for name in STATISTICS if name.endswith("_logprob")},
-                "topk_logprobs": rand(TOKENS, TRAILING).softmax(-1).log() - 0.2,
+                "topk_logprobs": rand(NUM_TOKENS, TRAILING_SIZE).softmax(-1).log() - 0.2,
             }
             fields, self.per_token = {}, set[str]()
-            for name, kind in (FIELDS | dict(extra)).items():
-                if kind.kind == "kept":
+            for name, field_type in (FIELDS | dict(extra_fields)).items():
+                if field_type.kind == "kept":
                     continue
-                drawn = randn((*SHAPES[kind.kind], *[TRAILING] * kind.trailing))
+                field_values = randn((*SHAPES_BY_KIND[field_type.kind], *[TRAILING_SIZE] * field_type.trailing))
                 if name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):  # ratios are near 1
-                    drawn = logprob + 0.3 * drawn
-                if kind.kind in ("token", "row"):
+                    field_values = logprob + 0.3 * field_values
+                if field_type.kind in ("token", "row"):
                     self.per_token.add(name)
-                    drawn[~mask] = 0
-                fields[name] = {"float": drawn, "bool": drawn > 0, "int": (drawn > 0).long()}[kind.type]
+                    field_values[~mask] = 0
+                fields[name] = {"float": field_values, "bool": field_values > 0, "int": (field_values > 0).long()}[
+                    field_type.type
+                ]
             fields["segments"] = fields["documents"] = torch.tensor(SEGMENT_IDS)
             fields["pairs"] = torch.tensor([[0, 1], [2, 3], [3, 0]])
             for value in stats.values():
@@ -131,141 +152,164 @@ class Synthetic:
         self.stats = {name: value.to(device) for name, value in stats.items()}
         self.fields = {name: value.to(device) for name, value in fields.items()}
         self.mask, self.target = mask.to(device), torch.where(mask, target, -1).to(device)
-        self.upstream = (rand(TOKENS, device="cpu") + 0.5).to(device)
+        self.upstream = (rand(NUM_TOKENS, device="cpu") + 0.5).to(device)
 
     def fields_of(self, piece: slice) -> dict[str, Tensor]:
+        """Fields of the tokens ``piece``."""
         return {name: value[piece] if name in self.per_token else value for name, value in self.fields.items()}
 
 
-def result_once(
-    measure: Measure, about: Hashable, extra: Mapping[str, Field], find: Callable[[Synthetic], Result]
-) -> Result:
-    """The result of ``find`` on made-up tokens, cached by ``about`` and ``contents`` of the function and its options.
+def shared_result(
+    measure: Measure, question: Hashable, extra_fields: Mapping[str, Field], find: Callable[[MadeUpTokens], CheckResult]
+) -> CheckResult:
+    """The result of ``find`` on made-up tokens, cached by ``question`` and by the ``content_key`` of the measure's
+    function, options and tensors.
 
-    Modes around the call (inference mode, no_grad, a default device) do not reach ``find``, and the global random
-    states stay as they are."""
+    Modes around the call (inference mode, no_grad, a default device) have no effect in ``find``, and the global random
+    states do not change."""
     tensors = measure.tensors if isinstance(measure, Summand) else {}
-    key = contents((measure.function, measure.options, tensors))
+    values_key = content_key((measure.function, measure.options, tensors))
 
-    def find_apart() -> Result:
-        device = device_of(key)
-        devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
-        forked = torch.random.fork_rng(devices, device_type=kind)
-        with torch.inference_mode(False), torch.enable_grad(), forked, device:
-            return find(Synthetic(tensors, extra, measure.sums, device))
+    def find_undisturbed() -> CheckResult:
+        device = device_of(values_key)
+        forked_devices, device_type = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+        forked_random_states = torch.random.fork_rng(forked_devices, device_type=device_type)
+        with torch.inference_mode(False), torch.enable_grad(), forked_random_states, device:
+            return find(MadeUpTokens(tensors, extra_fields, measure.sums, device))
 
-    result: Result = RESULTS.get_or_make((key, about, tuple(measure.sums), tuple(sorted(extra.items()))), find_apart)
+    key = values_key, question, tuple(measure.sums), tuple(sorted(extra_fields.items()))
+    result: CheckResult = CHECK_RESULTS.get_or_make(key, find_undisturbed)
     return result
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """True for tensors that are equal up to rounding. One of TOKENS tokens changes a mean by far more."""
-    finite = a[a.isfinite()].abs()
-    atol = 1e-4 * float(finite.max()) if len(finite) else 0.0
+def are_close(a: Tensor, b: Tensor) -> bool:
+    """True for tensors that are equal up to rounding. If one of NUM_TOKENS tokens is left out, a mean changes by far
+    more than the tolerance."""
+    finite_magnitudes = a[a.isfinite()].abs()
+    atol = 1e-4 * float(finite_magnitudes.max()) if len(finite_magnitudes) else 0.0
     return torch.allclose(a, b, rtol=1e-4, atol=atol, equal_nan=True)
 
 
 # ---- checks when a loss or a metric is made
 
 
-def check_pieces(where: str, measure: Measure, sample: Synthetic) -> tuple[set[str], set[str]]:
-    """Returns the names of the statistics and of the fields that a function reads. ValueError if it does not return one
-    value per unit; or if, with scope "token", values or gradients of two pieces differ from those of all tokens at
-    once."""
-    at_once, statistics, read = values_on_sample(where, measure, sample, WHOLE)
-    pieces = [values_on_sample(where, measure, sample, piece)[0] for piece in PIECES if measure.scope == "token"]
-    for quantity, values in at_once.items():
-        if pieces and not same(values[sample.mask], torch.cat([piece[quantity] for piece in pieces])[sample.mask]):
+def check_pieces(owner: str, measure: Measure, sample: MadeUpTokens) -> tuple[set[str], set[str]]:
+    """Returns the names of the statistics that a function reads, and those of the fields. ValueError if it does not
+    return one value per unit; or if, with scope "token", values or gradients of two pieces differ from those of all
+    tokens at once."""
+    results_at_once, statistics, read_fields = values_on_sample(owner, measure, sample, ALL_TOKENS)
+    pieces = [values_on_sample(owner, measure, sample, piece)[0] for piece in TOKEN_PIECES if measure.scope == "token"]
+    for quantity, values in results_at_once.items():
+        if pieces and not are_close(values[sample.mask], torch.cat([piece[quantity] for piece in pieces])[sample.mask]):
             raise ValueError(
-                f'{where} has scope="token", but its {quantity} on {TOKENS} made-up tokens at once and in pieces '
+                f'{owner} has scope="token", but its {quantity} on {NUM_TOKENS} made-up tokens at once and in pieces '
                 "differ: a token's value depends on other tokens, and would depend on the chunk size, or the "
                 'function draws random numbers or writes into what it reads. Pass scope="segment" if it needs '
                 "other tokens, or compute what is common to the batch before the call and pass it as a field"
             )
-    return statistics, read
+    return statistics, read_fields
 
 
 @breaks_graph
 def check_metric(metric: Measure) -> None:
     """Raises ValueError if a user's metric fails ``check_pieces``."""
-    where, question = f"metrics.Metric({metric.label!r})", ("metric", metric.scope, metric.unit)
-    result_once(metric, question, metric.extra_fields, lambda sample: check_pieces(where, metric, sample))
+    owner, question = f"metrics.Metric({metric.label!r})", ("metric", metric.scope, metric.unit)
+    shared_result(metric, question, metric.extra_fields, lambda sample: check_pieces(owner, metric, sample))
 
 
-def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
-    """Names of the statistics, required fields and optional fields that a loss's function reads on made-up tokens.
-    A field is optional if the function also runs without it. Errors are those of ``check_pieces``."""
+def reads_of(owner: str, summand: Summand, extra_fields: Mapping[str, Field]) -> ReadNames:
+    """Names of the statistics, required fields and optional fields that a loss's function reads on made-up tokens. A
+    field is optional if the function also runs without it. ValueError as in ``check_pieces``."""
 
-    def find(sample: Synthetic) -> Reads:
-        statistics, read = check_pieces(where, summand, sample)
-        required = set[str]()
-        for name in (*read, "target"):
+    def find(sample: MadeUpTokens) -> ReadNames:
+        statistics, read_fields = check_pieces(owner, summand, sample)
+        required_fields = set[str]()
+        for name in (*read_fields, "target"):
             try:
-                values_on_sample(where, summand, sample, WHOLE, without=name)
+                values_on_sample(owner, summand, sample, ALL_TOKENS, left_out_field=name)
             except ValueError:
-                required.add(name)
-        return statistics, required, read - required
+                required_fields.add(name)
+        return statistics, required_fields, read_fields - required_fields
 
-    return result_once(summand, (summand.scope, summand.unit), extra, find)
+    return shared_result(summand, (summand.scope, summand.unit), extra_fields, find)
 
 
 def values_on_sample(
-    where: str, measure: Measure, sample: Synthetic, piece: slice, without: str = ""
+    owner: str, measure: Measure, sample: MadeUpTokens, piece: slice, left_out_field: str = ""
 ) -> tuple[dict[str, Tensor], set[str], set[str]]:
-    """Runs a function on the tokens ``piece`` of a sample. Returns its values, and for a loss the gradients of their
-    weighted sum, by name; then the names of the statistics and of the fields that it has read.
-    ``without``: the name of a field to leave out, or "target"."""
+    """Runs a function on the tokens ``piece`` of a sample.
+
+    Returns three results: by name, its values, and for a loss the gradients of their weighted sum; the names of the
+    statistics that it has read; those of the fields. ``left_out_field``: name of a field to leave out, or "target".
+    ValueError if the function raises or returns wrong values.
+    """
     is_loss = isinstance(measure, Summand)
     leaves = {name: value[piece].detach().clone() for name, value in sample.stats.items()}
-    sloped = {name: leaf for name, leaf in leaves.items() if is_loss and name not in WITHOUT_GRADIENT}
-    for leaf in sloped.values():
+    differentiable_leaves = {
+        name: leaf for name, leaf in leaves.items() if is_loss and name not in STATISTICS_WITHOUT_GRADIENT
+    }
+    for leaf in differentiable_leaves.values():
         leaf.requires_grad_()
-    stats, tokens, unit = Stats(leaves), piece.stop - piece.start, measure.unit
-    fields = {name: value for name, value in sample.fields_of(piece).items() if name != without}
-    batch = Batch(fields, sample.target[piece], SEGMENTS, sample.vocab)
-    if without == "target":
+    stats, num_tokens, unit = Stats(leaves), piece.stop - piece.start, measure.unit
+    fields = {name: value for name, value in sample.fields_of(piece).items() if name != left_out_field}
+    batch = Batch(fields, sample.target[piece], NUM_SEGMENTS, sample.vocab)
+    if left_out_field == "target":
         del batch.target
     try:
         values = measure.values(stats, batch, sample.tensors)
-        if unknown := batch.read - sample.fields.keys() - {"target"}:  # reads by ``get`` or ``in``, which raise nothing
-            raise KeyError(f"there is no field {min(unknown)!r}")
+        if (
+            unknown_fields := batch.read - sample.fields.keys() - {"target"}
+        ):  # reads by ``get`` or ``in``, which raise nothing
+            raise KeyError(f"there is no field {min(unknown_fields)!r}")
     except Exception as error:
-        if unknown := batch.read - sample.fields.keys() - {"target"}:
-            declaration = f"fields={{{min(unknown)!r}: 'token'}}"
+        if unknown_fields := batch.read - sample.fields.keys() - {"target"}:
+            declaration = f"fields={{{min(unknown_fields)!r}: 'token'}}"
             as_loss = f"losses.custom(function, scope={measure.scope!r}, {declaration})"
             raise ValueError(
-                f"{where} reads batch[{min(unknown)!r}], a field that is not the library's; declare it, and its kind: "
-                + (as_loss if is_loss else f"metrics.Metric(name, function, {declaration})")
+                f"{owner} reads batch[{min(unknown_fields)!r}], a field that is not the library's; declare it, and its "
+                "kind: " + (as_loss if is_loss else f"metrics.Metric(name, function, {declaration})")
             ) from error
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(
-            f"{where} raised {type(error).__name__} on {tokens} made-up tokens, where it was run to see what it reads: "
-            f"{reason}. If it cannot run on these, pass check=False with needs= and fields="
+            f"{owner} raised {type(error).__name__} on {num_tokens} made-up tokens, where it was run to see what it "
+            f"reads: {reason}. If it cannot run on these, pass check=False with needs= and fields="
         ) from error
-    numbers = "floating-point values" if sloped else "numbers"
-    if not isinstance(values, Tensor) or values.is_complex() or (sloped and not values.is_floating_point()):
-        description = getattr(values, "dtype", type(values).__name__)
-        raise ValueError(f"{where} must return a tensor of {numbers}, got {description}")
-    number, per = {"token": (tokens, "tokens"), "segment": (SEGMENTS, "num_segments"), "pair": (PAIRS, "pairs")}[unit]
-    if tuple(values.shape) != (number,):
+    expected_numbers = "floating-point values" if differentiable_leaves else "numbers"
+    if (
+        not isinstance(values, Tensor)
+        or values.is_complex()
+        or (differentiable_leaves and not values.is_floating_point())
+    ):
+        result_in_words = getattr(values, "dtype", type(values).__name__)
+        raise ValueError(f"{owner} must return a tensor of {expected_numbers}, got {result_in_words}")
+    num_values, unit_in_words = {
+        "token": (num_tokens, "tokens"),
+        "segment": (NUM_SEGMENTS, "num_segments"),
+        "pair": (NUM_PAIRS, "pairs"),
+    }[unit]
+    if tuple(values.shape) != (num_values,):
         remedy = " (values are reduced for it: leave out .sum() and .mean())" if values.dim() == 0 else ""
-        if unit == "token" and values.shape == (SEGMENTS,):
+        if unit == "token" and values.shape == (NUM_SEGMENTS,):
             remedy = '; values per segment are unit="segment"'
-        description = f"[{per}] = ({number},) here; got {tuple(values.shape)}{remedy}"
-        raise ValueError(f"{where} must return one value per {unit}, {description}")
-    if not sloped:
+        result_in_words = f"[{unit_in_words}] = ({num_values},) here; got {tuple(values.shape)}{remedy}"
+        raise ValueError(f"{owner} must return one value per {unit}, {result_in_words}")
+    if not differentiable_leaves:
         return {"values": values.float()}, stats.read, batch.read
     if not values.requires_grad:
         raise ValueError(
-            f"{where} has values without a gradient: it must depend on a statistic that is not detached. What is only "
+            f"{owner} has values without a gradient: it must depend on a statistic that is not detached. What is only "
             "to be logged is a Metric"
         )
-    total = values.sum()
+    value_sum = values.sum()
     if unit == "token":  # with equal weights, a mean over tokens would not show
-        total = torch.where(sample.mask[piece], values * sample.upstream[piece], 0.0).sum()
+        value_sum = torch.where(sample.mask[piece], values * sample.upstream[piece], 0.0).sum()
     with anomalies_at(None):  # made-up numbers may give nan where the caller's do not
-        gradients = torch.autograd.grad(total, list(sloped.values()), allow_unused=True, materialize_grads=True)
-    gradients_by_name = {f"gradients to stats.{name}": grad for name, grad in zip(sloped, gradients, strict=True)}
+        gradient_list = torch.autograd.grad(
+            value_sum, list(differentiable_leaves.values()), allow_unused=True, materialize_grads=True
+        )
+    gradients_by_name = {
+        f"gradients to stats.{name}": grad for name, grad in zip(differentiable_leaves, gradient_list, strict=True)
+    }
     return {"values": values.detach()} | gradients_by_name, stats.read, batch.read
 
 
@@ -274,25 +318,28 @@ def values_on_sample(
 
 class RankLocalSums:
     """Stand-in for ``RankSums`` on one of two made-up ranks. ``local_sums``: this rank's sums over segments, in the
-    order in which the function asks for them. ``sums``: in the same order, sums over both ranks' tokens, which it
-    returns; None: it returns this rank's."""
+    order in which the function asks for them. ``sums``: sums over both ranks' tokens in that order, which
+    ``segment_sum`` returns; behind their end it returns this rank's."""
 
     def __init__(self, sums: list[Tensor]):
         self.counts, self.sums, self.local_sums = dict[str, Tensor](), iter(sums), list[Tensor]()
 
-    def segment_sum(self, local: Tensor) -> Tensor:
-        self.local_sums.append(local)
-        return next(self.sums, local)
+    def segment_sum(self, local_sums: Tensor) -> Tensor:
+        self.local_sums.append(local_sums)
+        return next(self.sums, local_sums)
 
 
 def check_over_ranks(
     measure: Measure, kind: str, field_names: frozenset[str], field_kinds: Mapping[str, Field]
 ) -> None:
-    """Raises ValueError if the values of a user's loss or metric change when two ranks share the made-up tokens."""
+    """ValueError if the values of a user's loss or metric change when two ranks share the made-up tokens. ``kind``:
+    "loss" or "metric", for the error."""
     if measure.builtin or measure.scope != "segment":
         return
     question = "ranks", measure.unit, field_names
-    if not result_once(measure, question, field_kinds, lambda sample: adds_up(measure, sample, field_names)):
+    if not shared_result(
+        measure, question, field_kinds, lambda sample: has_rank_independent_values(measure, sample, field_names)
+    ):
         raise ValueError(
             f"{kind} {measure.label} has other values where a segment's tokens lie on two ranks: it puts tokens "
             "together by other means than batch.segment_sum, segment_mean and segment_count, and these alone are "
@@ -300,25 +347,28 @@ def check_over_ranks(
         )
 
 
-def adds_up(measure: Measure, sample: Synthetic, field_names: frozenset[str]) -> bool:
-    """True where the values on two ranks, with sums over segments added over both, are those of all tokens at once."""
+def has_rank_independent_values(measure: Measure, sample: MadeUpTokens, field_names: frozenset[str]) -> bool:
+    """True if the values on two ranks, whose sums over segments are added, are those of all tokens at once."""
 
-    def values_of(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        fields, of_rank = sample.fields_of(piece), RankLocalSums(sums)
+    def values_of(piece: slice, segment_sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        fields, rank_sums = sample.fields_of(piece), RankLocalSums(segment_sums)
         fields = {name: fields[name] for name in fields.keys() & field_names}
-        batch = Batch(fields, sample.target[piece], SEGMENTS, sample.vocab, of_rank)
+        batch = Batch(fields, sample.target[piece], NUM_SEGMENTS, sample.vocab, rank_sums)
         stats = Stats({name: value[piece] for name, value in sample.stats.items()})
-        values = measure.values(stats, batch, sample.tensors)
-        return values.detach(), of_rank.local_sums
+        values_by_rank = measure.values(stats, batch, sample.tensors)
+        return values_by_rank.detach(), rank_sums.local_sums
 
     try:
-        at_once, sums = values_of(WHOLE, [])
+        values_at_once, segment_sums = values_of(ALL_TOKENS, [])
     except Exception:  # with ``check=False`` a function need not run on made-up tokens
         return True
-    values, local_sums = zip(*(values_of(piece, sums) for piece in OF_RANKS), strict=True)
-    if not all(len(values_of_rank) == len(sums) for values_of_rank in local_sums):
+    values_by_rank, local_sums = zip(*(values_of(piece, segment_sums) for piece in RANK_PIECES), strict=True)
+    if not all(len(values_of_rank) == len(segment_sums) for values_of_rank in local_sums):
         return False
     if measure.unit == "token":
-        at_once, values = at_once[sample.mask], (torch.cat(values)[sample.mask],)
-    right = all(same(total, first + second) for total, first, second in zip(sums, *local_sums, strict=True))
-    return right and all(same(at_once, values_of_rank) for values_of_rank in values)
+        values_at_once, values_by_rank = values_at_once[sample.mask], (torch.cat(values_by_rank)[sample.mask],)
+    has_equal_sums = all(
+        are_close(sum_of_all, first_sums + second_sums)
+        for sum_of_all, first_sums, second_sums in zip(segment_sums, *local_sums, strict=True)
+    )
+    return has_equal_sums and all(are_close(values_at_once, values_of_rank) for values_of_rank in values_by_rank)

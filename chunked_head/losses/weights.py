@@ -1,9 +1,9 @@
 """Normalisers and token weights as arguments of a loss: ``losses.grpo(**weights.sequence_mean(mask))``.
 
-A loss is ``sum(m w l) / D``, m 1 where a token counts. Each function returns the options ``normalizer`` D and, unless
-it is 1, ``token_weights`` w of the target's shape. Totals are arguments: pass those over all micro-batches and ranks of
-a step (one all-reduce of counts), so that the losses of all micro-batches and ranks add up to the step's. The host
-never waits for the device.
+A loss is ``sum(m w l) / D``, where m is 1 if a token counts, else 0. Each function returns the options ``normalizer`` D
+and, unless all w are 1, ``token_weights`` w in the target's shape. Counts are arguments: pass those over all
+micro-batches and ranks of a step (one all-reduce), so that the losses of all micro-batches and ranks add up to the
+loss of the step. The host never waits for the device.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from ..core.private import is_traced
 
 def token_mean(total: float | Tensor) -> dict[str, Any]:
     """``m / total``, where ``total`` is the number of tokens that count in the whole step: DAPO."""
-    return {"normalizer": _count("token_mean", "total", total)}
+    return {"normalizer": _checked_count("token_mean", "total", total)}
 
 
 def bnpo() -> dict[str, Any]:
-    """``m / sum(m)`` over the tokens of this call, a sum of at least 1: BNPO, and the default of a loss. The result
-    depends on how a step is divided into micro-batches."""
+    """``m / max(sum(m), 1)`` over the tokens of this call: BNPO, and the default of a loss. The sum over micro-batches
+    depends on how a step is divided into them."""
     return {}
 
 
@@ -36,64 +36,72 @@ def sequence_mean(
 ) -> dict[str, Any]:
     """``m / (N_s D)``, where ``N_s`` is the number of tokens that count in the token's sequence: GRPO.
 
-    ``mask`` bool, of target's shape: true where a token counts, that is, where it has a target, ``batch["mask"]`` is
-    true and, with ``shift=k``, it is none of the first k of a row, which no hidden state predicts. ``segments`` int, of
-    the same shape: the token's sequence, an id below ``num_segments``, or -1 for none (weight 0). Without ``segments``
-    each row of the last dimension is a sequence. ``D`` is ``num_sequences``, the number of sequences of the whole step;
-    None: of this call. Of these, ``empty="excluded"`` leaves out sequences without a token that counts.
+    ``mask`` bool, in target's shape: true where a token counts. A token counts if it has a target, if ``batch["mask"]``
+    is true and if, with ``shift=k``, it is not among the first k of a row, which no hidden state predicts. ``segments``
+    int, in the shape of ``mask``: ids of sequences below ``num_segments``, or -1 for tokens of no sequence, whose
+    weight is 0. Without ``segments`` each row of the last dimension is a sequence. ``D`` is ``num_sequences``, the
+    number of sequences of the whole step; None: the number of those of this call, which with ``empty="excluded"``
+    leaves out sequences without a token that counts. TypeError or ValueError for wrong arguments.
     """
-    where = "weights.sequence_mean"
-    choice(where, "empty", empty, ("counted", "excluded"))
-    check_tensor(f"mask of {where}", mask, optional=False)
+    function_name = "weights.sequence_mean"
+    choice(function_name, "empty", empty, ("counted", "excluded"))
+    check_tensor(f"mask of {function_name}", mask, optional=False)
     if mask.dtype != torch.bool or not mask.dim():
-        description = f"{mask.dim()}-d {mask.dtype}"
-        raise TypeError(f"mask of {where} must be bool [..., tokens], got {description}; use mask.bool()")
-    wide = _wide(mask)  # exact for counts, in calls of any dtype
+        mask_in_words = f"{mask.dim()}-d {mask.dtype}"
+        raise TypeError(f"mask of {function_name} must be bool [..., tokens], got {mask_in_words}; use mask.bool()")
+    sum_dtype = _sum_dtype(mask)  # exact for counts, in calls of any dtype
     if segments is None:
         if num_segments is not None:
-            raise ValueError(f"num_segments of {where} goes with segments; without, rows are sequences: leave it out")
-        counts = mask.sum(-1, dtype=wide)
-        per_token = counts.unsqueeze(-1)
+            raise ValueError(
+                f"num_segments of {function_name} goes with segments; without, rows are sequences: leave it out"
+            )
+        token_counts = mask.sum(-1, dtype=sum_dtype)
+        per_token = token_counts.unsqueeze(-1)
     else:
-        check_tensor(f"segments of {where}", segments, optional=False)
+        check_tensor(f"segments of {function_name}", segments, optional=False)
         if segments.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"segments of {where} must be ids of int64 or int32, got {segments.dtype}")
+            raise TypeError(f"segments of {function_name} must be ids of int64 or int32, got {segments.dtype}")
         check_shape(
-            f"segments of {where}", segments, segments.shape == mask.shape, f"{tuple(mask.shape)}, that of mask"
+            f"segments of {function_name}", segments, segments.shape == mask.shape, f"{tuple(mask.shape)}, that of mask"
         )
         if type(num_segments) is not int or num_segments < 1:
-            raise ValueError(f"segments of {where} need num_segments, an int of at least 1, got {num_segments!r}")
+            raise ValueError(
+                f"segments of {function_name} need num_segments, an int of at least 1, got {num_segments!r}"
+            )
         mask = mask & (segments >= 0)
-        (counts,) = _segment_sums(mask, segments, num_segments, mask)
-        per_token = counts[torch.where(mask, segments, 0).long()]
+        (token_counts,) = _segment_sums(mask, segments, num_segments, mask)
+        per_token = token_counts[torch.where(mask, segments, 0).long()]
     token_weights = torch.where(mask, 1.0 / per_token.clamp(min=1.0), 0.0)
     if num_sequences is not None:
-        normalizer = _count("sequence_mean", "num_sequences", num_sequences)
+        normalizer = _checked_count("sequence_mean", "num_sequences", num_sequences)
     else:
-        normalizer = float(counts.numel()) if empty == "counted" else (counts > 0).sum(dtype=wide)
+        normalizer = float(token_counts.numel()) if empty == "counted" else (token_counts > 0).sum(dtype=sum_dtype)
     return {"token_weights": token_weights, "normalizer": normalizer}
 
 
 def sequence_sum(num_sequences: float | Tensor) -> dict[str, Any]:
-    """``m / num_sequences``: all tokens have equal weights, and a long sequence counts more."""
-    return {"normalizer": _count("sequence_sum", "num_sequences", num_sequences)}
+    """``m / num_sequences``: all tokens have equal weights, so that a long sequence weighs more than a short one."""
+    return {"normalizer": _checked_count("sequence_sum", "num_sequences", num_sequences)}
 
 
 def dr_grpo(num_sequences: float | Tensor, max_completion_length: int) -> dict[str, Any]:
-    """``m / (num_sequences * max_completion_length)``, where empty sequences count too: Dr. GRPO (arXiv 2503.20783)."""
-    _count("dr_grpo", "max_completion_length", max_completion_length)
-    return {"normalizer": _count("dr_grpo", "num_sequences", num_sequences) * max_completion_length}
+    """``m / (num_sequences * max_completion_length)``: Dr. GRPO (arXiv 2503.20783). ``num_sequences`` includes
+    sequences without a token that counts."""
+    _checked_count("dr_grpo", "max_completion_length", max_completion_length)
+    return {"normalizer": _checked_count("dr_grpo", "num_sequences", num_sequences) * max_completion_length}
 
 
 def wpo(
     logprobs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor, segments: Tensor, num_segments: int, pairs: Tensor
 ) -> Tensor:
-    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827): the product of both segments' weights, each ``exp`` of
-    the segment's mean of ``logprob - log sum_j p_j^2``; 0 for pairs with an id below 0.
+    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827). The weight of a segment is ``exp`` of the mean of
+    ``logprob - log sum_j p_j^2`` over its tokens; that of a pair is the product of those of its segments, or 0 if it
+    has an id below 0.
 
-    ``logprobs`` and ``log_sum_sq_probs`` are those of ``linear_logprobs(..., log_sum_sq_probs=True)`` under
-    ``torch.no_grad()``. They have target's shape, as have ``mask`` bool, true where a token counts, and ``segments``
-    int, ids below ``num_segments`` or -1 for none. ``pairs`` [P, 2].
+    ``logprobs`` and ``log_sum_sq_probs`` are results of ``linear_logprobs(..., log_sum_sq_probs=True)`` under
+    ``torch.no_grad()``, in target's shape. In that shape too: ``mask`` bool, true where a token counts, and
+    ``segments`` int, ids below ``num_segments``, or -1 for tokens of no segment. ``pairs`` [P, 2]. ValueError for wrong
+    arguments.
     """
     for name, value in (("logprobs", logprobs), ("log_sum_sq_probs", log_sum_sq_probs)):
         if value.shape != mask.shape or not value.is_floating_point():
@@ -104,28 +112,31 @@ def wpo(
     counts_in_segment = mask & (segments >= 0)
     if counts_in_segment.device.type == "cpu" and not is_traced():
         check_logprobs("logprobs of weights.wpo", logprobs[counts_in_segment])
-    aligned = torch.where(counts_in_segment, logprobs - log_sum_sq_probs, 0.0)
-    sums, counts = _segment_sums(counts_in_segment, segments, num_segments, aligned, counts_in_segment)
-    of_segments = (sums / counts.clamp(min=1.0)).exp().to(logprobs.dtype)
-    return torch.where((pairs >= 0).all(1), of_segments[pairs.clamp(min=0)].prod(1), 0.0)
+    alignment = torch.where(counts_in_segment, logprobs - log_sum_sq_probs, 0.0)
+    aligned_sums, token_counts = _segment_sums(counts_in_segment, segments, num_segments, alignment, counts_in_segment)
+    segment_weights = (aligned_sums / token_counts.clamp(min=1.0)).exp().to(logprobs.dtype)
+    return torch.where((pairs >= 0).all(1), segment_weights[pairs.clamp(min=0)].prod(1), 0.0)
 
 
 def _segment_sums(is_counted: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
-    """Sums [num_segments] of each of ``values`` over the tokens ``is_counted``. They add up in float64, so that the
-    order in which a GPU adds does not change float32 results."""
-    # tokens of no segment go into an extra last one, which is dropped
-    ids = torch.where(is_counted, segments, num_segments).flatten().long()
-    zeros = torch.zeros(num_segments + 1, dtype=_wide(is_counted), device=is_counted.device)
-    return [zeros.index_add(0, ids, x.flatten().to(zeros.dtype))[:-1] for x in values]
+    """Sums [num_segments] of each of ``values`` over the tokens where ``is_counted``, in float64, so that the order in
+    which a GPU adds does not change float32 results."""
+    # tokens of no segment go into an extra segment at the end, which is dropped
+    segment_ids = torch.where(is_counted, segments, num_segments).flatten().long()
+    zeros = torch.zeros(num_segments + 1, dtype=_sum_dtype(is_counted), device=is_counted.device)
+    return [zeros.index_add(0, segment_ids, x.flatten().to(zeros.dtype))[:-1] for x in values]
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype of sums on a tensor's device: float64, or float32 on mps, which has no float64."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def _count(where: str, argument: str, value: Any) -> float | Tensor:
+def _checked_count(function_name: str, argument: str, value: Any) -> float | Tensor:
+    """``value``, an argument of a function of ``weights``. TypeError or ValueError unless it is a number of at least 0,
+    or a 0-d tensor."""
     if isinstance(value, Tensor):
-        check_factor(f"{argument} of weights.{where}", value)
+        check_factor(f"{argument} of weights.{function_name}", value)
     else:
-        number(f"weights.{where}", argument, value, 0.0)
+        number(f"weights.{function_name}", argument, value, 0.0)
     return value

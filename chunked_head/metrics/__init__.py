@@ -1,4 +1,5 @@
-"""Metrics. They read the statistics that losses read: no further softmax pass, and nothing read from the device."""
+"""Metrics: functions of the statistics that losses read. They need no softmax of their own, and read nothing from the
+device."""
 
 from ..core.checks import answer_names
 from .functions import (

@@ -1,4 +1,4 @@
-"""The head over many GPUs: its weight split over the vocabulary, its tokens over sequences and data."""
+"""Layouts of a call over many GPUs: ranks that hold different rows of the head, or different tokens."""
 
 from .groups import TokenParallel, VocabParallel, shift_targets
 

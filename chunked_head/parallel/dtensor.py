@@ -1,4 +1,4 @@
-"""DTensor operands of a call: this rank's tensors, and the layout of ranks that their placements describe."""
+"""DTensor operands of a call as this rank's tensors, with the layout of ranks that their placements describe."""
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -10,11 +10,11 @@ from .groups import TokenParallel, VocabParallel, part_sizes
 
 Parallel = VocabParallel | TokenParallel | None
 Target = TypeVar("Target", Tensor, Tensor | None)
-PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # types of operands for which nothing is done here
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # types of operands that need no conversion
 
 
 class LocalOperands(NamedTuple, Generic[Target]):
-    """Operands of a call as plain tensors, with the ``vocab_size`` and ``parallel`` that DTensors' placements mean."""
+    """Operands of a call as plain tensors, and the ``vocab_size`` and ``parallel`` that follow from placements."""
 
     hidden: Tensor
     weight: Tensor
@@ -32,19 +32,20 @@ def local_operands(
     vocab_size: int | None,
     parallel: Parallel,
 ) -> LocalOperands[Target]:
-    """The operands as plain tensors, differentiable. ValueError for placements other than these:
+    """The operands as plain tensors, through which gradients flow.
 
-    A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is complete.
-    Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
+    A weight with ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary; a weight with ``Replicate()`` is
+    complete. Hidden states have ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
+    ValueError for other placements.
     """
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
         mesh = vocabulary_mesh(weight)
         if mesh is not None:
-            hidden, target, sharded = local_tokens(hidden, target, mesh)
-            rows = part_sizes(weight.shape[0], mesh.size())
-            parallel = VocabParallel(mesh, rows, sequence_sharded=sharded, tokens=parallel)
+            hidden, target, is_sequence_sharded = local_tokens(hidden, target, mesh)
+            rows_by_rank = part_sizes(weight.shape[0], mesh.size())
+            parallel = VocabParallel(mesh, rows_by_rank, sequence_sharded=is_sequence_sharded, tokens=parallel)
             vocab_size = weight.shape[0] if vocab_size is None else vocab_size
         if bias is not None and getattr(bias, "placements", None) != weight.placements:
             raise ValueError(f"bias must be split as weight is, by placements {list(weight.placements)}")
@@ -57,8 +58,8 @@ def local_operands(
     return LocalOperands(hidden, weight, target, bias, vocab_size, parallel)
 
 
-class Arrived(torch.autograd.Function):
-    """Waits for an asynchronous collective and returns its result as a plain tensor, whose memory kernels read."""
+class WaitForCollective(torch.autograd.Function):
+    """Waits for an asynchronous collective. Returns its result as a plain tensor, which kernels can read."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -70,13 +71,13 @@ class Arrived(torch.autograd.Function):
 
 
 def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor; a plain tensor unchanged. Waits for an asynchronous collective that makes it, such
-    as ``redistribute(async_op=True)``."""
+    """This rank's part of a DTensor; any other value unchanged. If an asynchronous collective makes it, such as
+    ``redistribute(async_op=True)``, the device waits for that."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():
         return tensor
-    return Arrived.apply(tensor)
+    return WaitForCollective.apply(tensor)
 
 
 WEIGHT_REMEDY = (
@@ -86,12 +87,13 @@ WEIGHT_REMEDY = (
 
 
 def vocabulary_mesh(weight: Any) -> Any:
-    """The one-dimensional mesh that splits a weight's rows; None if all ranks have all rows."""
-    split = [(i, placement) for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    if not split:
+    """The one-dimensional mesh over which a weight's rows are split; None if all ranks have all rows. ValueError for
+    other placements."""
+    sharded_dims = [(i, placement) for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if not sharded_dims:
         return None
-    (mesh_dim, first), *further = split
-    if further or not first.is_shard(0) or type(first).__name__ != "Shard":
+    (mesh_dim, placement), *further_dims = sharded_dims
+    if further_dims or not placement.is_shard(0) or type(placement).__name__ != "Shard":
         raise ValueError(f"weight has the placements {list(weight.placements)}; {WEIGHT_REMEDY}")
     mesh = weight.device_mesh
     if mesh.ndim == 1:
@@ -102,22 +104,24 @@ def vocabulary_mesh(weight: Any) -> Any:
 
 
 def local_tokens(hidden: Any, target: Any, mesh: Any) -> tuple[Tensor, Any, bool]:
-    """Hidden states and targets of this rank, and whether they are its part of the tokens (True) or all tokens
-    (False)."""
+    """Returns this rank's hidden states and targets as plain tensors, and whether they are of this rank's part of the
+    tokens (True) or of all tokens (False). ValueError for other placements."""
     if not is_dtensor(hidden):
         return hidden, target, False
-    split = [placement for placement in hidden.placements if not placement.is_replicate()]
-    if not split:
+    sharded_placements = [placement for placement in hidden.placements if not placement.is_replicate()]
+    if not sharded_placements:
         # every rank gets the complete gradient
         return hidden.to_local(grad_placements=hidden.placements), target, False
-    if len(split) > 1 or type(split[0]).__name__ != "Shard" or split[0].dim % hidden.dim() == hidden.dim() - 1:
+    placement, hidden_dim = sharded_placements[0], hidden.dim() - 1
+    is_shard = len(sharded_placements) == 1 and type(placement).__name__ == "Shard"
+    if not is_shard or placement.dim % hidden.dim() == hidden_dim:
         raise ValueError(
             f"hidden has the placements {list(hidden.placements)}; a head takes Replicate() or a Shard along a "
             "dimension of tokens: redistribute it (a Partial needs its sum first)"
         )
     if hidden.device_mesh != mesh:
         raise ValueError(f"hidden is split over {hidden.device_mesh}, weight over {mesh}; redistribute hidden")
-    dim = split[0].dim % hidden.dim()
+    dim = placement.dim % hidden.dim()
     if hidden.shape[dim] % mesh.size():
         raise ValueError(
             f"hidden has {hidden.shape[dim]} rows along dimension {dim}, which {mesh.size()} ranks cannot share "

@@ -17,12 +17,14 @@ from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Sums of each of ``values`` over ranks, in its dtype. One message carries all in float64, which is exact for
-    counts."""
-    packed = torch.cat([value.reshape(-1).double() for value in values])
-    all_reduce(packed, group)
-    pieces = packed.split([value.numel() for value in values])
-    return [piece.view(value.shape).to(value.dtype) for piece, value in zip(pieces, values, strict=True)]
+    """Each of ``values`` summed over ranks, in its shape and dtype. One message has all values, in float64, which is
+    exact for counts."""
+    message = torch.cat([value.reshape(-1).double() for value in values])
+    all_reduce(message, group)
+    sums_of_values = message.split([value.numel() for value in values])
+    return [
+        value_sum.view(value.shape).to(value.dtype) for value_sum, value in zip(sums_of_values, values, strict=True)
+    ]
 
 
 class AddOverRanks(torch.autograd.Function):
@@ -30,9 +32,9 @@ class AddOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group, total = group, values.clone()
-        all_reduce(total, group)
-        return total
+        ctx.group, value_sum = group, values.clone()
+        all_reduce(value_sum, group)
+        return value_sum
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -41,26 +43,28 @@ class AddOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RankSums:
-    """Counts and denominators over the tokens of all ranks, made before the logits; and ``segment_sum`` over ranks."""
+    """Counts and denominators over the tokens of all ranks, made before the logits, and sums over segments of all
+    ranks' tokens."""
 
     parallel: TokenParallel
-    counts: Mapping[str, Tensor]  # by field of ids: [num_segments] fp32 number of tokens that count in each segment
-    totals: Mapping[Summand, Tensor]  # denominators of the losses with ``counted``, whose tokens do not count 1 each
+    counts: Mapping[str, Tensor]  # [num_segments] fp32, by field of segment ids: number of tokens that count
+    totals: Mapping[Summand, Tensor]  # denominators of losses that have a ``counted`` function
 
-    def segment_sum(self, local: Tensor) -> Tensor:
+    def segment_sum(self, local_sums: Tensor) -> Tensor:
         """The sum over ranks of ``local`` [num_segments], this rank's sums over segments."""
-        return AddOverRanks.apply(local, self.parallel.group)
+        return AddOverRanks.apply(local_sums, self.parallel.group)
 
-    def own_share(self, number: int, device: torch.device) -> Tensor:
-        """[number] bool: true for the segments or pairs whose values this rank adds to its loss. All ranks have all
-        values, and each adds every ``ranks``-th of them."""
-        return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
+    def own_share(self, num_values: int, device: torch.device) -> Tensor:
+        """[num_values] bool: true for the segments or pairs whose values are in this rank's share of the loss: those
+        whose index modulo the number of ranks is the rank."""
+        return torch.arange(num_values, device=device) % self.parallel.ranks == self.parallel.rank
 
 
 def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
-    """Metrics over the tokens of all ranks, equal on each rank; one message."""
-    metrics_by_name = over_ranks(metrics, parallel.group, counts=False, gather=all_gather)
+    """Metrics over the tokens of all ranks, equal on all ranks, by one message. Counts are those of all ranks
+    already."""
+    reduced_metrics = over_ranks(metrics, parallel.group, sums_counts=False, gather=all_gather)
     return {
         name: replace(value, whole_of=Group.from_process_group(parallel.group))
-        for name, value in metrics_by_name.items()
+        for name, value in reduced_metrics.items()
     }

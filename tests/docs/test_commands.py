@@ -153,7 +153,7 @@ def test_doctor_of_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (["plam"], "plam"),
     (["plan"], "--tokens"),
     ([*SIZES, "--tokens", "many"], "many"),
-    ([*SIZES, "--tokens", "k"], "argument --tokens: invalid count value: 'k'"),
+    ([*SIZES, "--tokens", "k"], "argument --tokens: invalid token_count value: 'k'"),
     ([*SIZES, "--device", "H1000"], "a card's name, such as 'H100'"),
     ([*SIZES, "--tokens", "-1"], "tokens must be at least 0"),
     ([*SIZES, "--loss", "l2"], "l2"),

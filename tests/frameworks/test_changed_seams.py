@@ -21,10 +21,10 @@ pytest.importorskip("transformers", reason="ms-swift's callback is one of its")
 import transformers
 
 from chunked_head.integrations import llamafactory, megatron, ms_swift, trl, verl
-from chunked_head.integrations.frameworks import REPLACED, Framework, Place, looked_up
+from chunked_head.integrations.frameworks import REPLACEMENTS, Framework, ObjectPath, object_at
 
 HERE, VERSION = "chunked_head.integrations", "99.1"
-Uses = Mapping[Place, str]
+Uses = Mapping[ObjectPath, str]
 
 
 def stand_ins(uses: Uses) -> dict[str, ModuleType]:
@@ -78,7 +78,7 @@ class Seam(NamedTuple):
     """An integration's framework, and what switches ours on and says in which places it then is."""
 
     framework: Framework
-    ours: Callable[[], set[Place]]
+    ours: Callable[[], set[ObjectPath]]
     one_by_one: bool = False  # names that are as they were are taken without the others
 
 
@@ -91,14 +91,14 @@ def framework_in(name: str, package: str) -> Framework:
 def replaced(framework: Framework, switch_on: Callable[[], Any]) -> Seam:
     """Ours stand in the framework's modules, a name at a time."""
 
-    def ours() -> set[Place]:
-        assert not REPLACED.keys() & framework.uses.keys()
-        before = {place: looked_up(place) for place in framework.uses}
+    def ours() -> set[ObjectPath]:
+        assert not REPLACEMENTS.keys() & framework.parameters_by_path.keys()
+        before = {place: object_at(place) for place in framework.parameters_by_path}
         switch_on()
-        found = {place for place, theirs in before.items() if looked_up(place) is not theirs}
-        assert found == REPLACED.keys() & framework.uses.keys()
-        framework.give_back()
-        assert all(looked_up(place) is theirs for place, theirs in before.items())
+        found = {place for place, theirs in before.items() if object_at(place) is not theirs}
+        assert found == REPLACEMENTS.keys() & framework.parameters_by_path.keys()
+        framework.restore()
+        assert all(object_at(place) is theirs for place, theirs in before.items())
         return found
 
     return Seam(framework, ours, one_by_one=True)
@@ -108,12 +108,12 @@ def of_class(name: str, package: str, cls: str, make: Callable[[Any], Any]) -> S
     """Ours is a class that is made where all names are there."""
     framework = framework_in(name, package)
 
-    def ours() -> set[Place]:
+    def ours() -> set[ObjectPath]:
         module = imported(name)
         found = getattr(module, cls)
-        if module.FITS:
+        if module.IS_SUPPORTED:
             make(found)
-            return set(framework.uses)
+            return set(framework.parameters_by_path)
         with pytest.raises(RuntimeError, match=rf"{cls} is not there for .*own loss, or install one of the versions"):
             make(found)
         return set()
@@ -121,40 +121,40 @@ def of_class(name: str, package: str, cls: str, make: Callable[[Any], Any]) -> S
     return Seam(framework, ours)
 
 
-def of_axolotl() -> set[Place]:
+def of_axolotl() -> set[ObjectPath]:
     """Axolotl's class is the plugin's base, and its methods are what Axolotl calls."""
     module = imported("axolotl")
     plugin = module.ChunkedHeadPlugin()
-    base = looked_up((module.BASE, "BasePlugin")) or type(None)
+    base = object_at((module.BASE, "BasePlugin")) or type(None)
     ours = {"get_input_args", "post_model_load"} & vars(type(plugin)).keys()
     assert len(ours) in (0, 2) and (not ours or isinstance(plugin, base))
-    return set(module.AXOLOTL.uses) if ours else set()
+    return set(module.AXOLOTL.parameters_by_path) if ours else set()
 
 
-def of_megatron() -> set[Place]:
+def of_megatron() -> set[ObjectPath]:
     """The hook on a model, where Megatron's own class takes it."""
     model = SimpleNamespace(forward=lambda labels=None, output_processor=None: output_processor, hooks=[])
     model.register_forward_pre_hook = lambda hook, with_kwargs: model.hooks.append(hook)
     assert megatron.attach_head(model) is model
-    return set(megatron.MEGATRON.uses) if model.hooks else set()
+    return set(megatron.MEGATRON.parameters_by_path) if model.hooks else set()
 
 
-def of_swift() -> set[Place]:
+def of_swift() -> set[ObjectPath]:
     """ms-swift makes a callback by its name, for a trainer with a model; ours is one that patches it."""
     ms_swift.register()
-    made = (looked_up(next(iter(ms_swift.SWIFT.uses))) or {}).get("chunked_head", lambda *given: None)
+    made = (object_at(next(iter(ms_swift.SWIFT.parameters_by_path))) or {}).get("chunked_head", lambda *given: None)
     callback, args = made(None, SimpleNamespace(model=None)), SimpleNamespace(use_liger_kernel=True)
     if callback is None or type(callback) is transformers.TrainerCallback:
         return set()
     with pytest.raises(ValueError, match="use_liger_kernel brings Liger's head"):
         callback.on_init_end(args, None, None)
-    return set(ms_swift.SWIFT.uses)
+    return set(ms_swift.SWIFT.parameters_by_path)
 
 
 LLAMAFACTORY = llamafactory.LLAMAFACTORY
 SEAMS = [
     replaced(trl.TRL, trl.patch_trl),
-    replaced(trl.SFT, lambda: trl.SFT.replace(trl.with_step)),
+    replaced(trl.SFT, lambda: trl.SFT.replace(trl.with_sft_step)),
     replaced(verl.VERL, verl.patch_verl),
     replaced(LLAMAFACTORY, lambda: LLAMAFACTORY.replace(lambda place, theirs: object())),
     of_class("torchtitan", "torchtitan", "ChunkedHeadLoss", lambda cls: cls.Config()),
@@ -165,7 +165,7 @@ SEAMS = [
 ]
 
 
-def switched_on(seam: Seam, modules: Mapping[str, ModuleType]) -> tuple[set[Place], list[str]]:
+def switched_on(seam: Seam, modules: Mapping[str, ModuleType]) -> tuple[set[ObjectPath], list[str]]:
     """The places that ours is in, and what was said of it."""
     with installed(seam.framework.package, modules), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -174,20 +174,23 @@ def switched_on(seam: Seam, modules: Mapping[str, ModuleType]) -> tuple[set[Plac
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.framework.package)
 def test_another_version_of_the_same_names(seam: Seam) -> None:
-    assert switched_on(seam, stand_ins(seam.framework.uses)) == (set(seam.framework.uses), [])
+    assert switched_on(seam, stand_ins(seam.framework.parameters_by_path)) == (
+        set(seam.framework.parameters_by_path),
+        [],
+    )
 
 
 CHANGES = [
     pytest.param(seam, place, how, id=f"{seam.framework.package}-{'.'.join(place)}-{how}")
     for seam in SEAMS
-    for place, wanted in seam.framework.uses.items()
+    for place, wanted in seam.framework.parameters_by_path.items()
     for how in ("renamed", "moved", "other parameters")[: 2 if wanted == "*" else 3]
 ]
 
 
 @pytest.mark.parametrize(("seam", "place", "how"), CHANGES)
-def test_a_name_that_changed(seam: Seam, place: Place, how: str) -> None:
-    uses, gone, (path, name) = dict(seam.framework.uses), {place}, place
+def test_a_name_that_changed(seam: Seam, place: ObjectPath, how: str) -> None:
+    uses, gone, (path, name) = dict(seam.framework.parameters_by_path), {place}, place
     if how == "other parameters":
         uses[place] = f"another, {uses[place]}"
     modules = stand_ins(uses)

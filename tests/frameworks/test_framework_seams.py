@@ -78,14 +78,14 @@ def test_who_sums_the_gradient_of_verls_hidden_states() -> None:
     hidden, _, _ = operands()
     gathered = _GatherFromSequenceParallelRegion.apply(hidden)
     with mock.patch.object(dist, "get_world_size", lambda group: 2):
-        assert verl.reduces(gathered, None, None) is False
-        assert verl.reduces(gathered, None, True) is True and verl.reduces(hidden, None, False) is False
+        assert verl.reduces_here(gathered, None, None) is False
+        assert verl.reduces_here(gathered, None, True) is True and verl.reduces_here(hidden, None, False) is False
         for other in (hidden, gathered * 1):
             with pytest.raises(ValueError, match=r"does not come from Megatron's gather.*reduce_dhidden=True"):
-                verl.reduces(other, None, None)
-        assert verl.reduces(hidden.detach(), None, None) is True  # nothing to sum
+                verl.reduces_here(other, None, None)
+        assert verl.reduces_here(hidden.detach(), None, None) is True  # nothing to sum
     with mock.patch.object(dist, "get_world_size", lambda group: 1):
-        assert verl.reduces(hidden, None, None) is True
+        assert verl.reduces_here(hidden, None, None) is True
 
 
 def test_verl_flattens() -> None:
@@ -125,7 +125,7 @@ def hook(processor: Any, hidden: Tensor, layer: Any, labels: Tensor | None, **gi
     arguments |= {"hidden_states": hidden, "output_layer": layer, "labels": labels}
     arguments["config"] = SimpleNamespace(use_mup=False, defer_embedding_wgrad_compute=False)
     with (
-        mock.patch.object(megatron, "PLAIN", (__name__,)),
+        mock.patch.object(megatron, "PRODUCT_MODULES", (__name__,)),
         mock.patch.dict("sys.modules", {"megatron.core": SimpleNamespace(__version__="0.19.2")}),
     ):
         return processor(**{**arguments, **given})
@@ -248,9 +248,9 @@ def test_versions() -> None:
     """A checkout's own number counts; what is not there says what to install."""
     theirs = frameworks.Framework("theirs-package", ("1.9", "1.10"), {}, "theirs")
     with mock.patch.dict("sys.modules", theirs=SimpleNamespace(__version__="1.10.0rc1")):
-        assert theirs.version() == "1.10.0rc1" and theirs.fits()
+        assert theirs.version() == "1.10.0rc1" and theirs.has_tested_parameters()
     with pytest.raises(ImportError, match=r"theirs-package is not installed: pip install 'theirs-package==1\.10'"):
-        theirs.fits()
+        theirs.has_tested_parameters()
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_parameters(wanted: str, fits: bool) -> None:
         def forward(self, a: int, b: int, *c: int) -> None: ...
 
     for theirs in (function, Function, Function.apply, Module):
-        assert (frameworks.differs(theirs, wanted) == "") == fits
-    assert "is 3" in frameworks.differs(3, "a")
+        assert (frameworks.parameters_difference(theirs, wanted) == "") == fits
+    assert "is 3" in frameworks.parameters_difference(3, "a")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(autouse=True)
 def untouched() -> Iterator[None]:
     yield
-    assert pytorch.Override.current is None
+    assert pytorch.Override.current_override is None
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_switched_on_and_off(served: list[Any]) -> None:
     second = chunked_head.override_torch()  # in the first's place
     first.undo()
     step(leaves, target, options=Options())
-    assert len(served) == 2 and pytorch.Override.current is second
+    assert len(served) == 2 and pytorch.Override.current_override is second
     step(leaves, target)  # without options: PyTorch's reference
     second.undo()
     second.undo()
@@ -297,7 +297,7 @@ def test_another_operator(other: str, served: list[Any], monkeypatch: pytest.Mon
     if other == "schema":
         monkeypatch.setattr(pytorch, "SCHEMA", pytorch.SCHEMA.replace("bool allow_retain_graph, ", ""))
     elif other == "gone":
-        monkeypatch.setattr(pytorch, "NAME", "_linear_cross_entropy_of_another_name")
+        monkeypatch.setattr(pytorch, "OPERATOR_NAME", "_linear_cross_entropy_of_another_name")
     else:
         monkeypatch.delattr(torch.library, "get_kernel")
     with pytest.warns(UserWarning, match=r"nothing is changed, and PyTorch computes its loss itself") as said:

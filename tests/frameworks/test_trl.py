@@ -108,11 +108,11 @@ def passes(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) ->
     """The losses that were foreseen; the trainers' gradients were theirs."""
     found: list[Any] = []
 
-    def counted(*args: Any, real: Any = integration.one_pass, **options: Any) -> Any:
+    def counted(*args: Any, real: Any = integration.loss_and_statistics, **options: Any) -> Any:
         found.append(args[3])
         return real(*args, **options)
 
-    monkeypatch.setattr(integration, "one_pass", counted)
+    monkeypatch.setattr(integration, "loss_and_statistics", counted)
     yield found
     assert not [one for one in recwarn if "another gradient" in str(one.message)]
 

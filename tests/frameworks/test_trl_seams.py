@@ -25,13 +25,13 @@ except ImportError:  # before TRL 1.15
     utils.ChunkedDivergenceFunction = None
 
 from chunked_head.integrations.trl import (
-    OUTPUTS,
-    STEP,
+    OUTPUT_NAMES,
+    SFT_STEP,
     DivergenceSeam,
     LogProbSeam,
     patch_trl,
     patched_trl,
-    seams,
+    replacement_functions,
     unpatch_trl,
 )
 
@@ -44,7 +44,7 @@ needs_fused = pytest.mark.skipif(not FUSED, reason="TRL 1.14 has no fused head")
 
 def log_probs(**options: Any) -> LogProbSeam:
     """Ours, as ``patch_trl`` makes it for the version that is here."""
-    return seams(options)[0][1](("trl.trainer.utils", "_ChunkedLogProbFunction"), THEIRS[0])
+    return replacement_functions(options)[0][1](("trl.trainer.utils", "_ChunkedLogProbFunction"), THEIRS[0])
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def assert_same(ours: tuple, theirs: tuple, rtol: float = 2e-5, atol: float = 5e
     "head", [(1.0, 32), (0.7, 32, 3.0, 1.4), (1.9, 64, None, -0.6)], ids=["plain", "capped", "negative"]
 )
 @pytest.mark.parametrize(
-    "outputs", [OUTPUTS, ("log_probs",), ("log_probs", "entropy", "is_top1"), OUTPUTS[2:4]], ids=len
+    "outputs", [OUTPUT_NAMES, ("log_probs",), ("log_probs", "entropy", "is_top1"), OUTPUT_NAMES[2:4]], ids=len
 )
 def test_log_probs(head: tuple, outputs: tuple[str, ...]) -> None:
     more = (*head, *(None, 1.0)[len(head) - 2 :], *([outputs] if FUSED else []))
@@ -111,7 +111,7 @@ def test_the_function_of_trl_1_14() -> None:
         @staticmethod
         def forward(ctx: Any, last_hidden: Any, weight: Any, bias: Any, targets: Any, temperature: Any) -> None: ...
 
-    older = seams({})[0][1](("trl.trainer.utils", "_ChunkedLogProbFunction"), Older)
+    older = replacement_functions({})[0][1](("trl.trainer.utils", "_ChunkedLogProbFunction"), Older)
     more = TARGETS, 0.7, 32, 3.0, 1.4
     found, grads = outcome(older, operands(), *more)
     theirs, expected = outcome(LogProbSeam({}), operands(), *more, ("log_probs", "entropy"))
@@ -167,16 +167,16 @@ def test_foreseen_log_probs(kind: str, every: bool, autocast: bool) -> None:
     leaves, upstream = operands(), torch.linspace(-1, 1, TOKENS)
 
     def grads(seam: Any, weigh: Any) -> tuple[Any, ...]:
-        before = STEP.set((trainer, {"labels": F.pad(labels, (1, 0))[None]}))
+        before = SFT_STEP.set((trainer, {"labels": F.pad(labels, (1, 0))[None]}))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found = seam.apply(*leaves, TARGETS, 0.7, 32, None, 1.3, ("log_probs", "entropy", "is_top1"))
-        STEP.reset(before)
+        SFT_STEP.reset(before)
         return found, torch.autograd.grad(weigh(found), leaves)
 
     def mean(found: Any) -> Tensor:
         return 0.3 * (found[0] * (found[0].exp().detach() if kind == "dft" else 1.0)).mean()
 
-    both = LogProbSeam({}, foresees=True), LogProbSeam({})
+    both = LogProbSeam({}, foresees_loss=True), LogProbSeam({})
     ours, theirs = (grads(seam, mean) for seam in both)
     assert_same(ours, theirs, *((0.02, 0.02) if autocast else ()))
     others: list[Any] = [lambda found: (found[0] * upstream).sum(), lambda found: mean(found) + found[1].mean()]
@@ -194,9 +194,9 @@ def test_a_retained_graph(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", lambda *parameters: contextlib.nullcontext())
         leaves[1].ds_id = 1
     foreseen = {"labels": torch.zeros(1, TOKENS + 1, dtype=torch.int64)}
-    before = STEP.set((SimpleNamespace(args=SimpleNamespace(loss_type="nll")), foreseen))
-    found = LogProbSeam({}, foresees=way != "zero3").apply(*leaves, TARGETS, 0.7, 32, None, 1.3, ("log_probs",))[0]
-    STEP.reset(before)
+    before = SFT_STEP.set((SimpleNamespace(args=SimpleNamespace(loss_type="nll")), foreseen))
+    found = LogProbSeam({}, foresees_loss=way != "zero3").apply(*leaves, TARGETS, 0.7, 32, None, 1.3, ("log_probs",))[0]
+    SFT_STEP.reset(before)
     loss = found.mean() if way == "as foreseen" else (found * torch.linspace(-1, 1, TOKENS)).sum()
     with warnings.catch_warnings(action="ignore"):
         once = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -225,7 +225,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         ]
         assert_same(*((values[:4], grads) for values, grads in found), *tolerance)
 
-    both(log_probs(), THEIRS[0], targets, 0.9, 32, 6.0, 1.2, OUTPUTS)
+    both(log_probs(), THEIRS[0], targets, 0.9, 32, 6.0, 1.2, OUTPUT_NAMES)
     for beta in (0.0, 0.3, 1.0):
         both(DivergenceSeam({}), THEIRS[1], *teacher, beta, 0.9)
 

@@ -178,9 +178,9 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     """By name, those behind ``**`` too."""
     named = inspect.signature(function).parameters.values()
     behind: dict[str, list[str]] = {
-        "summand": list(losses.base.SUMMAND), "policy": list(PolicyOptions.__annotations__),
+        "summand": list(losses.base.SUMMAND_OPTION_NAMES), "policy": list(PolicyOptions.__annotations__),
         "teacher": list(TeacherOptions.__annotations__),
-        "common": list(MetricOptions.__annotations__),
+        "metric_options": list(MetricOptions.__annotations__),
         "options": [p.name for p in inspect.signature(linear_cross_entropy).parameters.values()
                     if p.kind is p.KEYWORD_ONLY and p.name != "bias"],
     }  # fmt: skip

@@ -296,8 +296,8 @@ OF_CHECKS = {"Summand.kind": "in words of errors", "Metric.kind": "in words of e
 def test_what_is_found_out_about_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, lacking = Reads(), set[tuple[str, str]]()
     asked = Asked(reads)
-    monkeypatch.setattr(user_checks, "RESULTS", asked)
-    plain = user_checks.checked
+    monkeypatch.setattr(user_checks, "CHECK_RESULTS", asked)
+    plain = user_checks.reads_of
 
     def watched(where: str, summand: Summand, extra: Any) -> Any:
         with reads.of(Summand):
@@ -307,7 +307,7 @@ def test_what_is_found_out_about_functions(monkeypatch: pytest.MonkeyPatch) -> N
 
     from chunked_head.losses import user
 
-    monkeypatch.setattr(user, "checked", watched)
+    monkeypatch.setattr(user, "reads_of", watched)
     for scope in ("token", "segment"):
         losses.custom(lambda stats, batch, by: by * stats.lse, scope=scope, options={"by": 2.0})
     assert len(set(asked.keys)) == 2 and not lacking, sorted(lacking)
@@ -315,11 +315,11 @@ def test_what_is_found_out_about_functions(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_losses_by_their_numbers() -> None:
     """Equal options give one object, and every option another."""
-    made = [base.FACTORY_RESULTS, cross_entropy.LOSSES]
+    made = [base.FACTORY_RESULTS, cross_entropy.LOSS_CACHE]
     for cache in made:
         cache.clear()
-    assert cross_entropy.plain_loss(0.1, 0.0) is cross_entropy.plain_loss(0.1, 0.0)
-    several = [cross_entropy.plain_loss(*numbers) for numbers in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (0.1, 0.1))]
+    assert cross_entropy.unweighted_loss(0.1, 0.0) is cross_entropy.unweighted_loss(0.1, 0.0)
+    several = [cross_entropy.unweighted_loss(*numbers) for numbers in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (0.1, 0.1))]
     several += [losses.grpo(0.1), losses.grpo(clip_low=0.1), losses.grpo(clip_low=0.2), losses.grpo(dual_clip=2.0)]
     assert len({id(each) for each in several}) == len(several)
     assert all(len(cache) for cache in made)

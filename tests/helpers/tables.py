@@ -14,16 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # caches and results of functions, each where it is made, without the package's name
 EMPTIED = (
     "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.switched_off", "core.divergences.TRACED",
-    "core.private.answering", "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSSES",
+    "core.private.answering", "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSS_CACHE",
     "core.statistics.statistics_at", "core.stats.vectors_at",
     "core.gpus.SPLITS", "core.gpus.gpu_of", "core.gpus.multiprocessors_of",
     "kernels.common.operands.KEPT", "kernels.common.sums.KERNELS", "losses.base.FACTORY_RESULTS",
-    "losses.sums.FUNCTIONS", "losses.user_checks.RESULTS", "parallel.agreement.RANKS", "plan.planner.PLANS",
+    "losses.sums.SUM_FUNCTIONS", "losses.user_checks.CHECK_RESULTS", "parallel.agreement.RANKS", "plan.planner.PLANS",
 )  # fmt: skip
 # what is no result of an earlier call
 STAYING = {
     "call.planning.NOTES": "a note is given once in a process",
-    "metrics.values.NUMBERS": "a group keeps its number as long as it lives",
+    "metrics.values.GROUP_NUMBERS": "a group keeps its number as long as it lives",
     "stores.quantised.watch_optimizers": "it has an effect, once: optimizers' steps outdate copies",
     "stores.quantised.CURRENT": "copies of weights, which are alive as long as the caller holds them",
 }

@@ -32,8 +32,10 @@ def test_it_says_what_patch_model_does(make: Any) -> None:
     assert said.patched and not said.reason and said.model == type(model).__name__
     assert said.tail is not None and str(said.tail) == str(does.tail)
     assert len(said.losses) == does.fused and not does.materialised and not said.warnings and said.reads_weight
-    (rows, columns), trained = does.head.weight.shape, getattr(does.head, "bias", None) is not None
-    assert said.head == f"{does.name} [{rows}, {columns}]" + (", tied" if does.tied else "")
+    head: Any = patched._chunked_head_patch.head
+    (rows, columns), trained = head.weight.shape, getattr(head, "bias", None) is not None
+    is_tied = head.weight is patched.get_input_embeddings().weight
+    assert said.head == f"{does.head_name} [{rows}, {columns}]" + (", tied" if is_tied else "")
     assert said.plan == plan(500, columns, rows, torch.float32, softcap=said.tail.softcap, bias=trained, device="cpu")
     assert said.full_bytes == 2 * 500 * rows * 4  # logits and their gradient: a float32 model copies nothing
     assert said.extra_bytes == said.plan.extra_bytes
@@ -120,7 +122,7 @@ def test_a_patched_model_stays_patched() -> None:
     model = patch_model(llama())
     agreed: Any = model.chunked_head
     assert explain_model(model, tokens=64).losses
-    assert model.chunked_head is agreed and agreed.rehearsed is None
+    assert model.chunked_head is agreed and model._chunked_head_patch.rehearsed is None
     step(model, tokens())
     assert agreed.fused == 1
 

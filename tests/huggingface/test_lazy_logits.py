@@ -227,7 +227,7 @@ def test_what_is_only_read_is_computed_by_itself() -> None:
     part = logits[:, 1:3]
     with pytest.warns(UserWarning, match="computed after all, for softmax"):
         part.softmax(-1)
-    assert part.float() is part and logits._real is None and part._real is not None
+    assert part.float() is part and logits._computed is None and part._computed is not None
 
 
 @pytest.mark.filterwarnings("ignore:chunked_head")

@@ -184,7 +184,7 @@ def test_ways_into_a_heads_call(entry: str) -> None:
         named = {name.replace("_orig_mod.", ""): grad for name, grad in ours.grads.items()}
         assert_same(ours._replace(grads=named), theirs)
         report = model.__dict__.get("chunked_head")
-        assert report.fused == number and report.head.reads_weight
+        assert report.fused == number and model._chunked_head_patch.head.reads_weight
     assert torch.equal(ours.output.logits.argmax(-1), theirs.output.logits.argmax(-1))
     unpatch_model(model)
     logits = model(input_ids=IDS).logits

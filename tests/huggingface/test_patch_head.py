@@ -227,7 +227,7 @@ def test_a_forward_whose_rows_are_not_by_themselves_is_left_alone(kind: Any) -> 
         assert [str(one.message) for one in said if "chunked_head" in str(one.message)] == [] or number == 0
     for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert model.chunked_head.fused == 0 and re.search(reason, str(model.chunked_head.warned))
+    assert model.chunked_head.fused == 0 and re.search(reason, str(model.chunked_head.warnings_by_occasion))
     assert re.search(reason, str(explain_model(plain).warnings))
 
 

@@ -92,7 +92,7 @@ def test_a_quantised_head() -> None:
 
 
 def test_adapted_heads_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chunked_head.integrations.huggingface.fused.BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
+    monkeypatch.setattr("chunked_head.integrations.huggingface.fused.CHUNK_BYTES", 97 * 4 * 4 * 3)  # of three rows
     for reduced in ({}, {"num_items_in_batch": torch.tensor(9)}):
         plain, patched = (adapted(tiny_models.llama(), "on the head") for _ in range(2))
         patch_model(patched)

@@ -119,7 +119,7 @@ def test_threads(kind: str) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert model.chunked_head.head is head and model.lm_head is head
+    assert model._chunked_head_patch.head is head and model.lm_head is head
     assert_same(step(model), step(plain))
     assert type(model(input_ids=IDS).logits) is torch.Tensor
 

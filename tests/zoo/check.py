@@ -258,7 +258,7 @@ def compared(entry: Entry, model: nn.Module, given: dict[str, Any], true: Measur
         found = measure(patched, given, len(true.runs) > 1)
         outcome.loss_error, outcome.gradient_error, outcome.reason = compare(found, true)
         outcome.fused, outcome.materialised = report.fused, report.materialised
-        outcome.head, outcome.tail = str(report.name), "" if report.tail is None else str(report.tail)
+        outcome.head, outcome.tail = str(report.head_name), "" if report.tail is None else str(report.tail)
         unpatch_model(patched)
         _, _, afterwards = compare(measure(patched, given, len(true.runs) > 1), true)
         if afterwards or type(patched) is not type(model):

@@ -19,100 +19,107 @@ from ...functions.logprobs import linear_logprobs
 from ...functions.loss import linear_loss, logits_loss
 from ...losses.base import Losses
 from ...metrics import Metric
-from .source import Source, changed, running, version
-from .virtual import Rehearsed, Tail, Virtual, replay, tail_of
+from .source import Source, change_in_words, patch_in_forward, version
+from .virtual import RehearsedLoss, Tail, VirtualLogits, replay, tail_of
 
-BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
-COPIES_OF_LOGITS = 4  # of a chunk in fp32: its cast, log-probabilities, gradient
+CHUNK_BYTES = 256 << 20  # memory of a chunk's logits and their copies, where a head's own forward computes them
+COPIES_OF_LOGITS = 4  # fp32 tensors of a chunk: its logits, their cast, log-probabilities, gradient
 LOG_SOFTMAX = "log_softmax"
-NONE = -(1 << 62)  # every id counts: an id out of range is an error, as gather has it
+IGNORE_NO_ID = -(1 << 62)  # every id counts: an id out of range is an error, as gather has it
 
 
-def rows_at_once(columns: int) -> int:
-    """The number of rows in a chunk of real logits."""
-    return max(1, BYTES_AT_ONCE // (columns * torch.float32.itemsize * COPIES_OF_LOGITS))
+def chunk_rows_of(columns: int) -> int:
+    """The number of rows in a chunk of logits that a head's own forward computes."""
+    return max(1, CHUNK_BYTES // (columns * torch.float32.itemsize * COPIES_OF_LOGITS))
 
 
 @dataclass(frozen=True, eq=False)
 class LazyLoss:
-    """A cross-entropy of lazy logits, with its options."""
+    """A loss of lazy logits: the model's cross-entropy, or the ``loss`` of ``patch_model`` in its place."""
 
     source: Source
     tail: Tail
-    steps: tuple[tuple[str, Any], ...]
-    target: Tensor
+    steps: tuple[tuple[str, Any], ...]  # the model's operations on logits, as ``tail``
+    targets: Tensor  # int64, one per row of logits
     ignore_index: int
     reduction: str
-    class_weights: Tensor | None  # of the cross-entropy
+    class_weights: Tensor | None  # [vocab], of the model's cross-entropy
     loss: Losses
-    measured: Sequence[Metric]
+    metrics: Sequence[Metric]
 
-    def from_weight(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss from the head's weight; called inside of the head's call."""
+    def loss_from_weight(self, module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss by the head's weight; to run inside of the head's call."""
         if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
-            return self.by_chunks(hidden, forward)
-        head = head_of(self.source, self.tail, module)
-        if self.source.agreement.rehearsed is not None:
-            return self.rehearse(hidden, head["weight"], head["bias"])
-        head |= {"target": self.target.to(hidden.device), "ignore_index": self.ignore_index}
-        output = linear_loss(hidden, loss=self.loss, metrics=self.measured, reduction=self.reduction, **head)
-        self.source.agreement.add_metrics(output)
+            return self.loss_by_chunks(hidden, head_forward)
+        options = library_options(self.source, self.tail, module)
+        if self.source.patch.rehearsed is not None:
+            return self.rehearse_loss(hidden, options["weight"], options["bias"])
+        options |= {"target": self.targets.to(hidden.device), "ignore_index": self.ignore_index}
+        output = linear_loss(hidden, loss=self.loss, metrics=self.metrics, reduction=self.reduction, **options)
+        self.source.patch.add_metrics(output)
         return output.loss
 
-    def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """A loss without a number, of hidden states without numbers."""
+    def rehearse_loss(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Notes the loss of hidden states without numbers; returns a loss without a number. ``weight``: None if the
+        loss would call the head's own forward for each chunk."""
         source = self.source
-        casts = [argument for name, argument in self.steps if name == "cast"]
-        read = torch.float32 if source.autocast is not None else (source.output.dtype, *casts)[-1]
-        call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, self.loss, self.reduction)
-        source.agreement.note_rehearsed(call)
-        shape = self.target.shape if self.reduction == "none" else ()
-        return hidden.new_empty(shape, dtype=wide(hidden.dtype), requires_grad=True)
+        cast_dtypes = [argument for name, argument in self.steps if name == "cast"]
+        logits_dtype = torch.float32 if source.autocast_dtype is not None else (source.layout.dtype, *cast_dtypes)[-1]
+        loss = RehearsedLoss(
+            self.tail, hidden, weight, bias, source.autocast_dtype, logits_dtype, self.loss, self.reduction
+        )
+        source.patch.note_rehearsed(loss)
+        shape = self.targets.shape if self.reduction == "none" else ()
+        return hidden.new_empty(shape, dtype=fp32_or_wider(hidden.dtype), requires_grad=True)
 
-    def by_chunks(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
-        are more than a matrix (adapters, quantised weights, shards)."""
-        agreement = self.source.agreement
+    def loss_by_chunks(self, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss by ``head_forward``, which computes logits of some rows at a time, and again in backward: for heads
+        that are more than a matrix (adapters, quantised weights, shards)."""
+        patch = self.source.patch
         if any(summand.normalizer is not None or summand.reduction is not None for _, summand in self.loss.terms):
-            name = f"{agreement.name}, a {type(agreement.head).__name__}"
-            raise ValueError(f"loss= with a normalizer or reduction of its own does not go with {name}")
-        if agreement.rehearsed is not None:
-            return self.rehearse(hidden, None, None)
-        rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
-        chunk_rows = rows_at_once(self.source.output.columns)
-        chunks = zip(rows.split(chunk_rows), target.split(chunk_rows), strict=True)
-        values = [checkpoint(self.chunk_loss, head, *chunk, [], use_reentrant=False) for chunk in chunks]
+            head_in_words = f"{patch.report.head_name}, a {type(patch.head).__name__}"
+            raise ValueError(f"loss= with a normalizer or reduction of its own does not go with {head_in_words}")
+        if patch.rehearsed is not None:
+            return self.rehearse_loss(hidden, None, None)
+        hidden_rows, targets = hidden.reshape(-1, hidden.shape[-1]), self.targets.reshape(-1)
+        chunk_rows = chunk_rows_of(self.source.layout.columns)
+        chunks = zip(hidden_rows.split(chunk_rows), targets.split(chunk_rows), strict=True)
+        chunk_losses = [checkpoint(self.chunk_loss, head_forward, *chunk, [], use_reentrant=False) for chunk in chunks]
         if self.reduction == "none":
-            return torch.cat(values).reshape(self.target.shape)
-        total = torch.stack(values).sum()
-        return total if self.reduction == "sum" else total / counted(self)
+            return torch.cat(chunk_losses).reshape(self.targets.shape)
+        loss_sum = torch.stack(chunk_losses).sum()
+        return loss_sum if self.reduction == "sum" else loss_sum / mean_denominator(self)
 
     def chunk_loss(
-        self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, first_versions: list[Any]
+        self, head_forward: Callable[[Tensor], Tensor], hidden_rows: Tensor, ids: Tensor, first_versions: list[Any]
     ) -> Tensor:
-        """The sum of the loss over some rows. ``first_versions``: empty in the forward pass, which fills it; in
-        backward the checkpoint calls again, and the same versions show that no operand was written to."""
-        is_repeated, agreement = bool(first_versions), self.source.agreement
+        """The loss of some rows: their sum, or [rows] where ``reduction`` is ``"none"``.
+
+        ``first_versions``: a list that is empty in the forward pass, which puts the operands' versions into it. In
+        backward the checkpoint calls again. RuntimeError if an operand's version differs then."""
+        is_repeated, patch = bool(first_versions), self.source.patch
         if not torch.compiler.is_compiling():  # a graph's tensors are values, which nothing writes to
-            versions = [version(tensor) for tensor in (rows, ids, self.class_weights) if tensor is not None]
-            if is_repeated and (first_versions != versions or changed(self.source.head, self.source.parameters)):
+            versions = [version(tensor) for tensor in (hidden_rows, ids, self.class_weights) if tensor is not None]
+            if is_repeated and (
+                first_versions != versions or change_in_words(self.source.head, self.source.parameter_versions)
+            ):
                 raise RuntimeError(
-                    f"{agreement.model}'s loss is computed again in backward, and hidden states, targets, class "
+                    f"{patch.model}'s loss is computed again in backward, and hidden states, targets, class "
                     "weights or the head's parameters have been modified by an inplace operation "
                     "since; call backward before"
                 )
             first_versions[:] = versions
-        logits = replay(self.source.output.checked(head(rows)), self.steps)
+        logits = replay(self.source.layout.checked(head_forward(hidden_rows)), self.steps)
         reduction = "none" if self.reduction == "none" else "sum"
-        options: Any = {"metrics": self.measured, "ignore_index": self.ignore_index, "reduction": reduction}
+        options: Any = {"metrics": self.metrics, "ignore_index": self.ignore_index, "reduction": reduction}
         output = logits_loss(logits, ids, self.loss, **options)
         if not is_repeated:
-            agreement.add_metrics(output)
+            patch.add_metrics(output)
         return output.loss
 
 
 def cross_entropy(
-    logits: Virtual,
+    logits: VirtualLogits,
     target: Any,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -121,200 +128,230 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` of lazy logits and class ids; NotImplemented for other targets and shapes."""
+    """``F.cross_entropy`` of lazy logits and class ids. NotImplemented for other targets and shapes, and for a head or
+    operations on logits that this library has no function for."""
     tail, source = tail_of(logits), logits.source
-    rows = tuple(logits.shape[:-1])
-    is_plain = size_average is None and reduce is None and isinstance(target, Tensor)
+    row_shape = tuple(logits.shape[:-1])
+    if size_average is not None or reduce is not None or not isinstance(target, Tensor):
+        return NotImplemented
     # PyTorch's classes are the second dimension: the last of one or two
-    if not is_plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+    if len(row_shape) > 1 or tuple(target.shape) != row_shape or target.is_floating_point():
         return NotImplemented
-    if tail is None or not source.fuses:
+    if tail is None or not source.has_lazy_head:
         return NotImplemented
-    rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
-    target = target.to(logits.hidden.device, torch.int64)
-    smoothing, agreement, measured = float(label_smoothing), source.agreement, ()
-    loss, by_model = losses.cross_entropy(smoothing, weight), running(source.head) is agreement
-    if by_model and agreement.loss_argument:  # loss= and metrics= have no part in a loss outside of the forward
+    has_logits_dtype = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
+    targets = target.to(logits.hidden.device, torch.int64)
+    smoothing, patch, metrics = float(label_smoothing), source.patch, ()
+    loss, is_by_model = losses.cross_entropy(smoothing, weight), patch_in_forward(source.head) is patch
+    if is_by_model and patch.loss_argument:  # loss= and metrics= have no part in a loss outside of the forward
         if reduction == "none":
             raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
-        if agreement.loss is not None and (weight is not None or smoothing):
+        if patch.loss is not None and (weight is not None or smoothing):
             raise ValueError(
-                f"{agreement.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; "
+                f"{patch.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; "
                 "give them to losses.cross_entropy in loss="
             )
-        loss, measured = agreement.loss or loss, agreement.measured
-    request = LazyLoss(source, tail, logits.steps, target, ignore_index, reduction, weight, loss, measured)
+        loss, metrics = patch.loss or loss, patch.metrics
+    lazy_loss = LazyLoss(source, tail, logits.steps, targets, ignore_index, reduction, weight, loss, metrics)
     if source.head.reads_weight:
-        value = source.in_call(logits.hidden, request.from_weight)
+        with source.loss_state():
+            loss_value = source.head.run_inside(lazy_loss.loss_from_weight, logits.hidden, source.has_run_hooks)
     else:
         with source.loss_state():
-            value = request.by_chunks(logits.hidden, source.call)
-    agreement.count_loss(tail, by_model)
-    return value.to(logits.dtype if rounded else wide(logits.dtype))
+            loss_value = lazy_loss.loss_by_chunks(logits.hidden, source.call)
+    patch.count_loss(tail, is_by_model)
+    return loss_value.to(logits.dtype if has_logits_dtype else fp32_or_wider(logits.dtype))
 
 
-def head_of(source: Source, tail: Tail, head: Any) -> dict[str, Any]:
-    """Options of this library's functions: the head's operands, the tail, and the options of ``patch_model``."""
-    weight = head.weight  # once: a parametrised one is computed each time
+def library_options(source: Source, tail: Tail, module: Any) -> dict[str, Any]:
+    """Arguments of this library's functions by name: the weight and bias of ``module``, the tail, and the options of
+    ``patch_model``. RuntimeError for a weight that is sharded now."""
+    weight = module.weight  # once: a parametrised one is computed each time
     if is_dtensor(weight):
         raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
-    if weight.shape[0] != source.output.columns:
+    if weight.shape[0] != source.layout.columns:
         raise RuntimeError(
-            f"the head's weight has {weight.shape[0]} rows where {source.output.columns} were expected; if a sharding "
+            f"the head's weight has {weight.shape[0]} rows where {source.layout.columns} were expected; if a sharding "
             "framework holds a part of it, its hooks have to run around the head's call"
         )
-    cropped = weight if tail.vocab is None else weight[: tail.vocab]
-    options = {"weight": cropped, "bias": tail.bias(head.bias, weight), "softcap": tail.softcap}
-    return options | {"logit_scale": tail.logit_scale, **source.agreement.options}
+    cropped_weight = weight if tail.vocab is None else weight[: tail.vocab]
+    options = {"weight": cropped_weight, "bias": tail.bias(module.bias, weight), "softcap": tail.softcap}
+    return options | {"logit_scale": tail.logit_scale, **source.patch.head_options}
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def counted(loss: LazyLoss) -> Tensor:
-    """The denominator of a mean over tokens; 1 if no token counts."""
-    counts = loss.target != loss.ignore_index
-    if loss.class_weights is None:
-        return counts.sum().clamp(min=1)
-    weights = loss.class_weights[loss.target.where(counts, 0)].where(counts, 0).sum()
-    return weights.where(weights != 0, 1)
+def mean_denominator(lazy_loss: LazyLoss) -> Tensor:
+    """The denominator of a mean over tokens, a scalar on the device: the number of tokens that count, or their sum of
+    class weights; 1 if no token counts."""
+    is_counted = lazy_loss.targets != lazy_loss.ignore_index
+    if lazy_loss.class_weights is None:
+        return is_counted.sum().clamp(min=1)
+    weight_sum = lazy_loss.class_weights[lazy_loss.targets.where(is_counted, 0)].where(is_counted, 0).sum()
+    return weight_sum.where(weight_sum != 0, 1)
 
 
-class Rows(NamedTuple):
-    """Statistics of each row [...], for ids [...]."""
+class RowStatistics(NamedTuple):
+    """Statistics of rows of logits [...] for ids, and the state in which they were computed."""
 
-    logprobs: Tensor
-    lse: Tensor
-    mean_logit: Tensor
+    logprobs: Tensor  # [...] of the ids
+    lse: Tensor  # [...]
+    mean_logit: Tensor  # [...] over the vocabulary
+    ids: Tensor | None  # [..., 1]; None where ``logprobs`` are of no use
+    ids_version: int | None
+    has_grad: bool  # gradients were enabled
 
 
-class Read(NamedTuple):
-    """Lazy logits, or their log-probabilities times a factor."""
+class StatisticsOperand(NamedTuple):
+    """What statistics of rows are computed of: lazy logits, or their log-probabilities times a factor."""
 
-    logits: Virtual
+    logits: VirtualLogits
     tail: Tail
     factor: float | None  # None: of the logits themselves
 
 
-# statistics of rows for ids [..., 1], or for any ids where that is None; those computed last where they serve
-Cached = Callable[[Read, Tensor | None], Rows]
+# returns statistics of an operand's rows for ids [..., 1], or for any ids if the second argument is None
+StatisticsFunction = Callable[[StatisticsOperand, Tensor | None], RowStatistics]
 
 
-def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
-    if not isinstance(dim, int) or dim not in (-1, len(v.shape) - 1) or reading(v) is None:
+def log_softmax(logits: VirtualLogits, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(dim, int) or dim not in (-1, len(logits.shape) - 1) or statistics_operand(logits) is None:
         return NotImplemented
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    if dtype is None and torch.is_autocast_enabled(v.source.device_type):
-        dtype = torch.empty(1, dtype=v.dtype, device=v.hidden.device).log_softmax(-1).dtype  # fp32 on a GPU
-    return v.with_step(LOG_SOFTMAX, dtype).with_fields(dtype=dtype or v.dtype)
+    if dtype is None and torch.is_autocast_enabled(logits.source.device_type):
+        dtype = torch.empty(1, dtype=logits.dtype, device=logits.hidden.device).log_softmax(-1).dtype  # fp32 on a GPU
+    return logits.with_step(LOG_SOFTMAX, dtype).with_fields(dtype=dtype or logits.dtype)
 
 
-def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
-    """``F.nll_loss`` of lazy log-probabilities, as ProphetNet calls it: the cross-entropy of their logits."""
-    if not v.steps or v.steps[-1][0] != LOG_SOFTMAX:
+def nll_loss(logprobs: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
+    """``F.nll_loss`` of lazy log-probabilities, which is the cross-entropy of their logits. ProphetNet calls it."""
+    if not logprobs.steps or logprobs.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
-    logits = v.with_fields(steps=v.steps[:-1])
-    return cross_entropy(logits.with_step("cast", v.dtype), *args, **kwargs)
+    logits = logprobs.with_fields(steps=logprobs.steps[:-1])
+    return cross_entropy(logits.with_step("cast", logprobs.dtype), *args, **kwargs)
 
 
-def reading(v: Virtual) -> Read | None:
-    """The lazy logits or log-probabilities that ``v`` is, for statistics of rows; None if its steps are of another
-    kind."""
-    names = [name for name, _ in v.steps]
-    position = names.index(LOG_SOFTMAX) if LOG_SOFTMAX in names else None
+def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
+    """The operand of row statistics that ``v`` is: logits, or log-probabilities times a factor. None if its steps make
+    something else, or if its head is no plain matrix."""
+    step_names = [name for name, _ in v.steps]
+    softmax_index = step_names.index(LOG_SOFTMAX) if LOG_SOFTMAX in step_names else None
     factor = None
-    if position is not None:
+    if softmax_index is not None:
         factor = 1.0
-        for name, argument in v.steps[position + 1 :]:
+        for name, argument in v.steps[softmax_index + 1 :]:
             if name not in ("mul", "div", "cast"):
                 return None
             if name != "cast":
                 factor = factor * argument if name == "mul" else factor / argument
-    logits = v if position is None else v.with_fields(steps=v.steps[:position])
+    logits = v if softmax_index is None else v.with_fields(steps=v.steps[:softmax_index])
     tail = tail_of(logits)
-    if tail is None or not v.source.fuses or not v.source.head.reads_weight:
+    if tail is None or not v.source.has_lazy_head or not v.source.head.reads_weight:
         return None
-    return Read(logits, tail, factor)
+    return StatisticsOperand(logits, tail, factor)
 
 
-def outputs_of(read: Read, ids: Tensor, **results: bool) -> tuple[Tensor, ...]:
-    """Results of ``linear_logprobs`` for ids [...], computed inside of the head's call. ``results``: its flags of
-    further results, such as ``lse=True``."""
-    source = read.logits.source
+def logprobs_outputs(operand: StatisticsOperand, ids: Tensor, **result_flags: bool) -> tuple[Tensor, ...]:
+    """Results of ``linear_logprobs`` for ids [...], computed inside of the head's call. ``result_flags``: the
+    function's arguments that ask for further results, such as ``lse=True``."""
+    source = operand.logits.source
 
-    def compute(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        options = head_of(source, read.tail, head)
-        if source.agreement.rehearsed is not None:
-            call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
-            source.agreement.note_rehearsed(call)
-            return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in (ids, *results))
-        options |= {"target": ids.to(hidden.device), "ignore_index": NONE, **results}
+    def logprobs_inside(module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        options = library_options(source, operand.tail, module)
+        if source.patch.rehearsed is not None:
+            weight, bias = options["weight"], options["bias"]
+            loss = RehearsedLoss(operand.tail, hidden, weight, bias, source.autocast_dtype, operand.logits.dtype)
+            source.patch.note_rehearsed(loss)
+            return tuple(
+                hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in (ids, *result_flags)
+            )
+        options |= {"target": ids.to(hidden.device), "ignore_index": IGNORE_NO_ID, **result_flags}
         return tuple(linear_logprobs(hidden, **options))
 
-    outputs: tuple[Tensor, ...] = source.in_call(read.logits.hidden, compute)
+    with source.loss_state():
+        outputs: tuple[Tensor, ...] = source.head.run_inside(
+            logprobs_inside, operand.logits.hidden, source.has_run_hooks
+        )
     return outputs
 
 
 def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Mean logits of a head without a cap [...], fp32 or wider: products with the mean row of the weight, which take
-    less than a pass over the logits."""
-    dtype = wide(hidden.dtype)
+    """Means of each row of logits over the vocabulary [...], fp32 or wider, for a head without a softcap. They are
+    products with the mean row of the weight, which cost less than a pass over the logits."""
+    dtype = fp32_or_wider(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
         return mean if bias is None else mean + bias.mean(dtype=dtype)
 
 
-def gather(v: Virtual, cached: Cached, dim: Any, index: Any) -> Any:
-    """``gather(-1, ids)``, ids of one column."""
-    read = reading(v)
-    right = isinstance(index, Tensor) and isinstance(dim, int) and dim in (-1, len(v.shape) - 1)
-    if read is None or not right or tuple(index.shape) != (*v.shape[:-1], 1):
+def gather(v: VirtualLogits, statistics_for: StatisticsFunction, dim: Any, index: Any) -> Any:
+    """``gather(-1, ids)`` of lazy logits or log-probabilities, for ids [..., 1]; NotImplemented for other arguments."""
+    operand = statistics_operand(v)
+    has_ids_per_row = isinstance(index, Tensor) and isinstance(dim, int) and dim in (-1, len(v.shape) - 1)
+    if operand is None or not has_ids_per_row or tuple(index.shape) != (*v.shape[:-1], 1):
         return NotImplemented
-    rows = cached(read, index)
-    value = rows.logprobs + rows.lse if read.factor is None else rows.logprobs * read.factor
-    return value[..., None].to(v.dtype)
+    statistics = statistics_for(operand, index)
+    selected_values = (
+        statistics.logprobs + statistics.lse if operand.factor is None else statistics.logprobs * operand.factor
+    )
+    return selected_values[..., None].to(v.dtype)
 
 
-def reduction(statistic: Callable[[Read, Cached], Tensor], logprobs: bool = False, everything: bool = False) -> Any:
-    """A tensor's method that reduces lazy logits, with ``logprobs`` log-probabilities, over the vocabulary to
-    ``statistic``. ``everything``: without a dimension, the method also takes the mean over all rows."""
+def reduction_method(
+    statistic: Callable[[StatisticsOperand, StatisticsFunction], Tensor],
+    is_of_logprobs: bool = False,
+    reduces_rows: bool = False,
+) -> Any:
+    """A tensor's method that reduces lazy logits over the vocabulary to ``statistic``. ``is_of_logprobs``: it reduces
+    log-probabilities instead. ``reduces_rows``: called without a dimension, it returns the mean over all rows."""
 
-    def reduced(
-        v: Virtual, cached: Cached, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    def reduced_logits(
+        v: VirtualLogits,
+        statistics_for: StatisticsFunction,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Any:
-        read, is_per_row = reading(v), dim in (-1, len(v.shape) - 1)
-        if read is None or logprobs != (read.factor is not None):
+        operand, is_per_row = statistics_operand(v), dim in (-1, len(v.shape) - 1)
+        if operand is None or is_of_logprobs != (operand.factor is not None):
             return NotImplemented
-        if not is_per_row and not (everything and dim is None and not keepdim):
+        if not is_per_row and not (reduces_rows and dim is None and not keepdim):
             return NotImplemented
-        value = statistic(read, cached) if is_per_row else statistic(read, cached).mean()
+        value = statistic(operand, statistics_for) if is_per_row else statistic(operand, statistics_for).mean()
         return (value[..., None] if keepdim else value).to(dtype or v.dtype)
 
-    return reduced
+    return reduced_logits
 
 
-def sum_of_logprobs(read: Read, cached: Cached) -> Tensor:
-    rows = cached(read, None)
-    assert read.factor is not None
-    return (rows.mean_logit - rows.lse) * (read.factor * read.logits.vocab)
+def sum_of_logprobs(operand: StatisticsOperand, statistics_for: StatisticsFunction) -> Tensor:
+    """Sums of each row's log-probabilities over the vocabulary [...], times the operand's factor."""
+    statistics = statistics_for(operand, None)
+    assert operand.factor is not None
+    return (statistics.mean_logit - statistics.lse) * (operand.factor * operand.logits.vocab)
 
 
-def mean(read: Read, cached: Cached) -> Tensor:
-    if read.tail.softcap:
-        return cached(read, None).mean_logit
-    source = read.logits.source
+def mean(operand: StatisticsOperand, statistics_for: StatisticsFunction) -> Tensor:
+    """Means of each row's logits over the vocabulary [...]."""
+    if operand.tail.softcap:
+        return statistics_for(operand, None).mean_logit
+    source = operand.logits.source
 
-    def compute(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        options = head_of(source, read.tail, head)
-        return mean_logits(hidden, options["weight"], options["bias"]) * read.tail.logit_scale
+    def mean_inside(module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
+        options = library_options(source, operand.tail, module)
+        return mean_logits(hidden, options["weight"], options["bias"]) * operand.tail.logit_scale
 
-    return source.in_call(read.logits.hidden, compute)
+    with source.loss_state():
+        means: Tensor = source.head.run_inside(mean_inside, operand.logits.hidden, source.has_run_hooks)
+    return means
 
 
-# by the name of the tensor's method
+# methods of lazy logits that return statistics, by the name of the tensor's method
 STATISTICS: dict[str, Callable[..., Any]] = {
-    "gather": gather, "logsumexp": reduction(lambda read, cached: cached(read, None).lse),
-    "sum": reduction(sum_of_logprobs, logprobs=True), "mean": reduction(mean, everything=True),
+    "gather": gather, "logsumexp": reduction_method(lambda operand, statistics_for: statistics_for(operand, None).lse),
+    "sum": reduction_method(sum_of_logprobs, is_of_logprobs=True), "mean": reduction_method(mean, reduces_rows=True),
 }  # fmt: skip

@@ -1,100 +1,118 @@
-"""Functions that find the head of a model, and the hooks and forwards that other code has set on a module."""
+"""Functions that find the head of a model, and the hooks and forwards that other code has set on a module.
+
+An instance's forward is a function that other code has set as ``module.forward``. It runs instead of the class's.
+"""
 
 import inspect
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as of_all_modules
+from torch.nn.modules import module as global_hooks
 
 from ...core.checks import is_dtensor
 
 FSDP1 = "FullyShardedDataParallel"
 # modules around a head, and the attribute that is the head: FSDP1 gathers its parameters while its forward runs
 WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
-# packages whose hooks gather and free parameters, or count, and do not read the output
-BLIND = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "deepspeed.", "accelerate.")
-SHOWN = "_chunked_head_shown"  # attribute of our forward: the function that code finds which takes its wrapper off
-OLD_FORWARD = "_old_forward"  # attribute in which accelerate's hooks keep the forward that they call
+# prefixes of packages whose hooks gather and free parameters, or count, and do not read the head's output
+NONREADING_PACKAGES = (
+    "torch.distributed.fsdp.",
+    "torch.distributed._composable.",
+    "torch.utils.",
+    "deepspeed.",
+    "accelerate.",
+)
+SIGNATURE_FORWARD = (
+    "_chunked_head_shown"  # attribute of our forward: a function of the class's signature, for inspection
+)
+OLD_FORWARD = "_old_forward"  # attribute in which accelerate's hooks store the forward that they call
 
 
-class NotUnderstood(Exception):
-    """Raised with the reason why a model cannot be patched."""
+class UnknownHead(Exception):
+    """The reason why a model cannot be patched."""
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model inside of PEFT's."""
-    get = getattr(model, "get_base_model", None)
-    return get() if callable(get) else model
+    """The model inside of PEFT's wrapper; ``model`` itself without a wrapper."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else model
 
 
 def find_head(model: nn.Module) -> nn.Module:
-    """The module that computes a model's logits. It is looked up in every forward, since users and PEFT replace it."""
-    get = getattr(model, "get_output_embeddings", None)
-    if not callable(get):
-        raise NotUnderstood(f"{type(model).__name__} has no get_output_embeddings()")
+    """The module that computes a model's logits. UnknownHead if there is no such module. Every forward calls this,
+    since users and PEFT replace heads."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    if not callable(get_head):
+        raise UnknownHead(f"{type(model).__name__} has no get_output_embeddings()")
     try:
-        head = get()
+        head = get_head()
     except (AttributeError, NotImplementedError) as error:
-        raise NotUnderstood(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
+        raise UnknownHead(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
     if head is None:
-        head = unnamed(model)
+        head = head_by_size(model)
     if isinstance(head, nn.ModuleList):
-        raise NotUnderstood(f"its output embeddings are {len(head)} modules, as of several codebooks, and not one head")
-    return active(head, model)
+        raise UnknownHead(f"its output embeddings are {len(head)} modules, as of several codebooks, and not one head")
+    return checked_head(head, model)
 
 
-def unnamed(model: nn.Module) -> nn.Module | None:
-    """The head of a model without ``get_output_embeddings()``: its only matrix with a row per id (ClvpForCausalLM), or
-    the head of the only model inside of it that has one (BlipForConditionalGeneration). None if there is neither."""
-    vocab = getattr(getattr(model, "config", None), "vocab_size", None)
-    matrices = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
+def head_by_size(model: nn.Module) -> nn.Module | None:
+    """The head of a model whose ``get_output_embeddings()`` returns None: its only matrix with ``vocab_size`` rows
+    (ClvpForCausalLM), or the only head of the models inside of it (BlipForConditionalGeneration). None if there is
+    neither, or more than one."""
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    matrices = [
+        module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab_size
+    ]
     if matrices:
         return matrices[0] if len(matrices) == 1 else None
     heads = {embeddings(module, "output") for module in model.modules() if module is not model} - {None}
     return heads.pop() if len(heads) == 1 else None
 
 
-def active(head: Any, model: nn.Module) -> nn.Module:
-    """The module that computes: the active copy inside of PEFT's ``modules_to_save`` wrapper, else the head itself."""
-    saved = getattr(head, "modules_to_save", None)
-    if isinstance(saved, nn.ModuleDict):
-        names = [name for name in head.active_adapters if name in saved]
-        if len(names) > 1:
-            raise NotUnderstood(f"its head has {len(names)} active copies of PEFT's modules_to_save")
-        return head.original_module if head.disable_adapters or not names else saved[names[0]]
+def checked_head(head: Any, model: nn.Module) -> nn.Module:
+    """The module that computes: the active copy inside of PEFT's ``modules_to_save`` wrapper, else the head itself.
+    UnknownHead if it is no module that maps hidden states to logits."""
+    saved_modules = getattr(head, "modules_to_save", None)
+    if isinstance(saved_modules, nn.ModuleDict):
+        active_names = [name for name in head.active_adapters if name in saved_modules]
+        if len(active_names) > 1:
+            raise UnknownHead(f"its head has {len(active_names)} active copies of PEFT's modules_to_save")
+        return head.original_module if head.disable_adapters or not active_names else saved_modules[active_names[0]]
     if head is None:
-        raise NotUnderstood("its get_output_embeddings() is None, and no one matrix inside of it is its head")
+        raise UnknownHead("its get_output_embeddings() is None, and no one matrix inside of it is its head")
     if not isinstance(head, nn.Module):
-        raise NotUnderstood(f"its output embeddings are {type(head).__name__}, not a module")
+        raise UnknownHead(f"its output embeddings are {type(head).__name__}, not a module")
     if isinstance(head, nn.Embedding) or head is embeddings(model, "input"):
-        raise NotUnderstood("its output embeddings are its input embeddings' module, which also embeds")
+        raise UnknownHead("its output embeddings are its input embeddings' module, which also embeds")
     if sizes_of(head) is None:
-        raise NotUnderstood(f"its head, {type(head).__name__}, has no in_features and out_features as a matrix has")
+        raise UnknownHead(f"its head, {type(head).__name__}, has no in_features and out_features as a matrix has")
     return head
 
 
 def embeddings(module: nn.Module, kind: str) -> Any:
-    """The ``"input"`` or ``"output"`` embeddings of a module, by its ``get_...`` method; None without one."""
-    get = getattr(module, f"get_{kind}_embeddings", None)
+    """The ``"input"`` or ``"output"`` embeddings of a module, by its ``get_..._embeddings`` method; None if it has no
+    such method."""
+    get_embeddings = getattr(module, f"get_{kind}_embeddings", None)
     try:  # contextlib.suppress is more than the compiler of torch 2.9 follows
-        return get() if callable(get) else None
+        return get_embeddings() if callable(get_embeddings) else None
     except (AttributeError, NotImplementedError):
         return None
 
 
 def name_of(head: nn.Module, model: nn.Module) -> str:
+    """The name that a head has in a model, such as ``lm_head``."""
     return next((name for name, module in model.named_modules() if module is head), type(head).__name__)
 
 
 def unwrapped(head: Any) -> Any:
-    """The module inside of a wrapper, else the module itself."""
-    names = [WRAPPERS[kind.__name__] for kind in type(head).__mro__ if kind.__name__ in WRAPPERS]
-    return getattr(head, names[0]) if names else head
+    """The module inside of a wrapper of ``WRAPPERS``; ``head`` itself without a wrapper."""
+    attributes = [WRAPPERS[kind.__name__] for kind in type(head).__mro__ if kind.__name__ in WRAPPERS]
+    return getattr(head, attributes[0]) if attributes else head
 
 
 def sizes_of(head: Any) -> tuple[int, int] | None:
-    """Rows and columns of a head's matrix, or of the one inside of PEFT's or FSDP's wrapper around it."""
+    """Rows and columns of a head's matrix, also inside of PEFT's or FSDP's wrapper. None if the head has no matrix."""
     for module in (unwrapped(head), getattr(head, "original_module", None)):
         rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
         if isinstance(rows, int) and isinstance(columns, int):
@@ -105,34 +123,37 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
     return None
 
 
-def watcher(head: Any) -> str | None:
-    """The name of a hook because of which logits cannot be lazy, since it reads the head's output, its gradient, or an
-    input of a module inside of the head. None if there is no such hook."""
+def reading_hook(head: Any) -> str | None:
+    """Kind and name of a hook that reads the head's output, its gradient, or an input of a module inside of the head,
+    so that logits cannot be lazy. None if there is no such hook."""
     has_hooks_or_modules = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
-    if not has_hooks_or_modules and not of_all_modules._global_forward_hooks:
+    if not has_hooks_or_modules and not global_hooks._global_forward_hooks:
         return None  # the usual head, without a loop
     for module in head.modules():
-        forward = (module._forward_hooks, of_all_modules._global_forward_hooks)
-        kinds = {"forward": forward, "backward": (module._backward_hooks, module._backward_pre_hooks)}
+        forward_hooks = (module._forward_hooks, global_hooks._global_forward_hooks)
+        hook_tables_by_kind = {
+            "forward": forward_hooks,
+            "backward": (module._backward_hooks, module._backward_pre_hooks),
+        }
         if module is not head:
-            kinds["forward pre-"] = (module._forward_pre_hooks, of_all_modules._global_forward_pre_hooks)
-        for kind, hook_tables in kinds.items():
+            hook_tables_by_kind["forward pre-"] = (module._forward_pre_hooks, global_hooks._global_forward_pre_hooks)
+        for kind, hook_tables in hook_tables_by_kind.items():
             for hook in (hook for hooks in hook_tables for hook in hooks.values()):
-                if not module_of(hook).startswith(BLIND):
+                if not module_of(hook).startswith(NONREADING_PACKAGES):
                     return f"a {kind} hook, {name_of_hook(hook)}"
     return None
 
 
-def pre_hook(head: Any) -> tuple[str | None, bool]:
-    """Returns the name of a user's hook on the head's input, or None; and True if the head has hooks of frameworks
+def input_hook(head: Any) -> tuple[str | None, bool]:
+    """Returns the name of a user's hook on the head's input, or None; and whether the head has hooks of frameworks
     too."""
-    if not head._forward_pre_hooks and not of_all_modules._global_forward_pre_hooks:
+    if not head._forward_pre_hooks and not global_hooks._global_forward_pre_hooks:
         return None, False
-    own_hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    blind = [module_of(hook).startswith(BLIND) for hook in own_hooks]
-    hooks = [*own_hooks, *of_all_modules._global_forward_pre_hooks.values()]
-    names = [name_of_hook(hook) for hook in hooks if not module_of(hook).startswith(BLIND)]
-    return names[0] if names else None, any(blind)
+    module_hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    is_of_framework = [module_of(hook).startswith(NONREADING_PACKAGES) for hook in module_hooks]
+    hooks = [*module_hooks, *global_hooks._global_forward_pre_hooks.values()]
+    names = [name_of_hook(hook) for hook in hooks if not module_of(hook).startswith(NONREADING_PACKAGES)]
+    return names[0] if names else None, any(is_of_framework)
 
 
 def name_of_hook(hook: Any) -> str:
@@ -140,13 +161,14 @@ def name_of_hook(hook: Any) -> str:
 
 
 def module_of(hook: Any) -> str:
+    """Name of the Python module that defines a function, such as a hook; "" if it is unknown."""
     while hasattr(hook, "func"):  # functools.partial
         hook = hook.func
     return getattr(hook, "__module__", None) or ""
 
 
-class LateForward:
-    """A forward to set on a module: it calls the forward of the class that the module has at the time of the call."""
+class ClassForward:
+    """An instance's forward that calls the forward of the class that the module has at the time of the call."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -159,33 +181,40 @@ class LateForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def loosen(module: Any) -> None:
-    """Replaces a forward that is set on a module and is its class's by a ``LateForward``, since the class will
-    change."""
+def loosen_forward(module: Any) -> None:
+    """Replaces a forward that is set on a module and is bound to its class's by a ``ClassForward``, since the module's
+    class will change."""
     for name in ("forward", OLD_FORWARD):
         if is_of_class(module.__dict__.get(name), module):
-            module.__dict__[name] = LateForward(module)
+            module.__dict__[name] = ClassForward(module)
 
 
-def hides(module: Any) -> bool:
-    """True where a forward that is set on a module runs instead of its class's."""
-    hung = module.__dict__.get("forward")
-    innermost = module.__dict__.get(OLD_FORWARD, hung)
-    return hung is not None and not isinstance(innermost, LateForward) and not is_of_class(innermost, module)
+def has_instance_forward(module: Any) -> bool:
+    """True where a forward that is set on a module runs, and is not the class's own."""
+    instance_forward = module.__dict__.get("forward")
+    innermost_forward = module.__dict__.get(OLD_FORWARD, instance_forward)
+    return (
+        instance_forward is not None
+        and not isinstance(innermost_forward, ClassForward)
+        and not is_of_class(innermost_forward, module)
+    )
 
 
-def is_of_class(hung: Any, module: Any) -> bool:
+def is_of_class(instance_forward: Any, module: Any) -> bool:
     """True where a forward that is set on a module is the bound method of its class."""
-    function, class_forward = getattr(hung, "__func__", None), type(module).forward
-    return function in (class_forward, getattr(class_forward, SHOWN, class_forward)) and hung.__self__ is module
+    function, class_forward = getattr(instance_forward, "__func__", None), type(module).forward
+    return (
+        function in (class_forward, getattr(class_forward, SIGNATURE_FORWARD, class_forward))
+        and instance_forward.__self__ is module
+    )
 
 
-def hung_by(module: Any) -> str:
-    """A text that names the function that is set on a module as its forward, and its place in the code."""
-    hung = module.__dict__.get("forward")
-    while (inner := getattr(hung, "__func__", getattr(hung, "func", None))) is not None:
-        hung = inner
-    code = getattr(hung, "__code__", None)
-    if code is None:
-        return f"{type(hung).__module__}.{type(hung).__qualname__}"
-    return f"{code.co_name} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+def instance_forward_in_words(module: Any) -> str:
+    """A text that names the function that is set on a module as its forward, with file and line."""
+    function = module.__dict__.get("forward")
+    while (inner_function := getattr(function, "__func__", getattr(function, "func", None))) is not None:
+        function = inner_function
+    code_object = getattr(function, "__code__", None)
+    if code_object is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    return f"{code_object.co_name} at {Path(code_object.co_filename).name}:{code_object.co_firstlineno}"

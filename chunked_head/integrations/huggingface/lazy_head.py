@@ -1,125 +1,154 @@
-"""``LazyHead``: the head of a patched model, whose call returns lazy logits."""
+"""``LazyHead``: the head of a patched model, whose call returns lazy logits. A loss of them is computed inside of the
+head's call (``run_inside``), so that all hooks of the head run."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...core.checks import is_dtensor
-from .head import hides, pre_hook, unwrapped, watcher
+from .head import has_instance_forward, input_hook, reading_hook, unwrapped
 from .lazy_logits import LazyLogits
-from .source import AGREEMENT, Source, running
+from .source import PATCH, Source, patch_in_forward
 from .traced_logits import TracedLogits
-from .virtual import Virtual
+from .virtual import VirtualLogits
 
-LINEAR = nn.Linear.forward
-HOLLOW = "hidden states without numbers"
+LINEAR_FORWARD = nn.Linear.forward
+HOLLOW_REASON = "hidden states without numbers"
 
 
-class Passed:
-    """Stands for a loss in the head's call, and stores the hidden states that the head's pre-hooks return; None if the
-    pre-hooks return more arguments than hidden states."""
+class HookedHidden:
+    """A function to run inside of the head's call: it stores the hidden states that the head's pre-hooks return."""
 
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # None also if the pre-hooks return more arguments than hidden states
 
     def __call__(self, head: Any, hidden: Tensor, forward: Any) -> Tensor:
         self.hidden = hidden
         return hidden
 
 
-def is_hollow(hidden: Any) -> bool:
-    """True on the meta device, and for fake tensors of tools that run a model for its sizes."""
-    fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
-    return hidden.is_meta or fake
+def has_no_numbers(hidden: Any) -> bool:
+    """True for hidden states on the meta device, and for fake tensors of tools that run a model for its sizes."""
+    is_fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
+    return hidden.is_meta or is_fake
 
 
 class LazyHead:
-    """A base class that is put before a head's own class; its call returns lazy logits.
+    """A base class that is put before the class of a head. Its call returns lazy logits.
 
-    ``__call__`` returns them and not ``forward``: so no hook runs before anything is computed, and a ``forward`` that a
-    framework sets on the instance does not hide it.
+    ``__call__`` makes lazy logits, rather than ``forward``: so no hook runs before anything is computed, and a
+    ``forward`` that a framework sets on the instance does not replace it.
     """
 
     weight: Tensor
     _parameters: dict[str, Any]
     _compiled_call_impl: Any
-    class_before: Any
+    class_before: Any  # the head's class without the patch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
             return type(self).__call__(self, *args, **kwargs)
-        agreement = running(self)
-        if agreement is None or len(args) != 1 or kwargs:
-            return self.real(*args, **kwargs)
+        patch = patch_in_forward(self)
+        if patch is None or len(args) != 1 or kwargs:
+            return self.module_call(*args, **kwargs)
         hidden = args[0]
-        reason = HOLLOW if agreement.rehearsed is None and is_hollow(hidden) else watcher(self)
-        hook, is_among_others = pre_hook(self)
-        if reason is None and hook is not None and is_among_others:
-            reason = f"a forward pre-hook, {hook}, beside hooks of a framework"
+        reason = HOLLOW_REASON if patch.rehearsed is None and has_no_numbers(hidden) else reading_hook(self)
+        hook_name, is_among_others = input_hook(self)
+        if reason is None and hook_name is not None and is_among_others:
+            reason = f"a forward pre-hook, {hook_name}, beside hooks of a framework"
         if reason is not None:
-            agreement.count_logits(reason)
-            return self.real(hidden)
-        if hook is not None:  # it runs now, and once, on the model's hidden states
-            passed = Passed()
-            computed = self.real(hidden, chunked_head_loss=passed)
-            if passed.hidden is None:
-                agreement.count_logits(f"a forward pre-hook, {hook}, that gives the head more than hidden states")
-                return computed
-            hidden = passed.hidden
-        source = Source.of_call(self, agreement, hidden, hook is not None)
-        if source.output.reason:
-            agreement.count_logits(source.output.reason)
+            patch.count_logits(reason)
+            return self.module_call(hidden)
+        if hook_name is not None:  # it runs now, and once, on the model's hidden states
+            hooked_hidden = HookedHidden()
+            logits = self.module_call(hidden, chunked_head_function=hooked_hidden)
+            if hooked_hidden.hidden is None:
+                patch.count_logits(f"a forward pre-hook, {hook_name}, that gives the head more than hidden states")
+                return logits
+            hidden = hooked_hidden.hidden
+        source = Source.of_call(self, patch, hidden, hook_name is not None)
+        if source.layout.reason:
+            patch.count_logits(source.layout.reason)
             return source.call(hidden)
-        virtual = Virtual(hidden, (), source.output.columns, source.output.dtype, source)
-        return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.wrap(virtual)
+        virtual_logits = VirtualLogits(hidden, (), source.layout.columns, source.layout.dtype, source)
+        return TracedLogits(virtual_logits) if torch.compiler.is_compiling() else LazyLogits.wrap(virtual_logits)
 
-    def real(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own call with all its hooks. A compiled module runs uncompiled where a loss is made in it."""
-        compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
-        if not compiled or "chunked_head_loss" not in kwargs or torch.compiler.is_compiling():
+    def module_call(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the head's class before the patch, with all its hooks. A compiled module runs uncompiled where a
+        function runs inside of the call."""
+        is_compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
+        if not is_compiled or "chunked_head_function" not in kwargs or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         with torch.compiler.set_stance("force_eager"):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def forward(self, *args: Any, chunked_head_loss: Any = None, **kwargs: Any) -> Any:
+    def run_inside(self, function: Callable[..., Any], hidden: Tensor, has_run_hooks: bool) -> Any:
+        """The result of ``function(head, hidden, head_forward)``, run in the place of the head's forward: the head's
+        hooks have made its parameters ready there. ``has_run_hooks``: the pre-hooks have run on ``hidden`` before."""
+        call = self.forward if has_run_hooks else self.module_call
+        if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
+            return call(hidden, chunked_head_function=function)
+        results: list[Any] = []
+
+        def store_result(head: Any, hidden: Tensor, head_forward: Any) -> Any:
+            results.append(function(head, hidden, head_forward))
+            return results[0]
+
+        return unrounded(call(hidden, chunked_head_function=store_result), results[0])
+
+    def forward(self, *args: Any, chunked_head_function: Any = None, **kwargs: Any) -> Any:
         if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
         forward = super().forward  # type: ignore[misc]
-        passes = isinstance(chunked_head_loss, Passed) and (len(args) != 1 or kwargs)
-        if chunked_head_loss is None or passes:
+        has_other_arguments = isinstance(chunked_head_function, HookedHidden) and (len(args) != 1 or kwargs)
+        if chunked_head_function is None or has_other_arguments:
             return forward(*args, **kwargs)
         if unwrapped(self) is not self:
-            return forward(*args, chunked_head_loss=chunked_head_loss)
-        return chunked_head_loss(self, args[0], forward)
+            return forward(*args, chunked_head_function=chunked_head_function)
+        return chunked_head_function(self, args[0], forward)
 
     @property
-    def plain(self) -> bool:
-        """True while the class's forward is nn.Linear's."""
+    def has_linear_forward(self) -> bool:
+        """True if the class before the patch has nn.Linear's forward."""
         forward = self.class_before.forward
-        return forward is LINEAR and forward.__module__ == nn.Linear.__module__
+        return forward is LINEAR_FORWARD and forward.__module__ == nn.Linear.__module__
 
     @property
     def reads_weight(self) -> bool:
-        """True where logits are the product with weight and bias alone; else chunks go through the head's call."""
+        """True where logits are the product with weight and bias alone. Else a loss calls the head for each chunk."""
         if unwrapped(self) is not self:
             return unwrapped(self).reads_weight
         # a quantised weight is a tensor of a class of its own
-        numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
-        return self.plain and not hides(self) and (numbers or is_dtensor(self.weight))
+        has_plain_weight = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
+        if not self.has_linear_forward or has_instance_forward(self):
+            return False
+        return has_plain_weight or is_dtensor(self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles of a lazy head have its class from before the patch. If the copy's model is patched, its
-        forward makes the head lazy again."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        if reduced[0] is type(self):  # as of what torch.compile makes
-            return self.class_before, *reduced[1:]
-        state = self.__getstate__().items()  # type: ignore[attr-defined]
-        return object.__new__, (self.class_before,), {key: value for key, value in state if key != AGREEMENT}
+        """Copies and pickles of a lazy head have its class from before the patch. If the copy's model is patched, the
+        model's forward makes the copied head lazy."""
+        reduction: Any = super().__reduce_ex__(protocol)
+        if reduction[0] is type(self):  # as of what torch.compile makes
+            return self.class_before, *reduction[1:]
+        attributes = self.__getstate__().items()  # type: ignore[attr-defined]
+        return object.__new__, (self.class_before,), {key: value for key, value in attributes if key != PATCH}
+
+
+def unrounded(rounded_result: Any, exact_result: Any) -> Any:
+    """The values of ``exact_result`` with the gradient of ``rounded_result``: two tensors of one shape, or two tuples
+    of such tensors. ``exact_result`` is that of a function inside of a head's call, ``rounded_result`` that of the
+    call, whose hooks may cast it to the logits' 16-bit dtype."""
+    if isinstance(exact_result, tuple):
+        return tuple(unrounded(*pair) for pair in zip(rounded_result, exact_result, strict=True))
+    if rounded_result.dtype.itemsize >= exact_result.dtype.itemsize:
+        return rounded_result
+    return exact_result.detach() + (rounded_result - rounded_result.detach()).to(exact_result.dtype)
 
 
 @functools.cache
-def lazy_class(base: type) -> type:
-    """The class of lazy heads whose own class is ``base``."""
+def lazy_class_of(base: type) -> type:
+    """The class of lazy heads whose class before the patch is ``base``."""
     names = {"class_before": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (LazyHead, base), names)

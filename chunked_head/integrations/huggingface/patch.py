@@ -15,28 +15,28 @@ from torch import nn
 from ...losses.base import Losses
 from ...losses.user_checks import Function
 from ...metrics import Metric, all_reduce
-from .agreement import Agreement
 from .head import (
-    SHOWN,
-    NotUnderstood,
+    SIGNATURE_FORWARD,
+    UnknownHead,
     base_model,
     embeddings,
     find_head,
-    hides,
-    hung_by,
-    loosen,
+    has_instance_forward,
+    instance_forward_in_words,
+    loosen_forward,
     name_of,
     unwrapped,
 )
-from .lazy_head import LazyHead, lazy_class
+from .layout import HEADS_BY_ID, mark_layouts_constant
+from .lazy_head import LazyHead, lazy_class_of
 from .lazy_logits import LazyLogits
-from .output import ASKED, mark_constant
-from .source import AGREEMENT, HEADS, running, watch_optimizers
+from .model_patch import ModelPatch
+from .source import LAZY_HEADS, PATCH, patch_in_forward, watch_optimizers
 from .traced_logits import TracedLogits
 
-REPORT = "chunked_head"  # the attribute of a patched model
-LABELS = ("labels", "shift_labels")
-CACHES = ("past_key_values", "cache")  # the latter since transformers 5.24
+REPORT = "chunked_head"  # attribute of a model: the Report of its patch
+LABEL_NAMES = ("labels", "shift_labels")
+CACHE_NAMES = ("past_key_values", "cache")  # "cache" since transformers 5.24
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -64,70 +64,70 @@ def patch_model(
         model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
         loss: what to compute instead of the cross-entropy inside of the forward: a sum of ``chunked_head.losses`` that
             need only labels, reduced as the model reduces its own, or a function as in ``linear_loss``.
-        metrics: of ``chunked_head.metrics`` that need only labels: summed on the device over forwards until
-            ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. ``loss`` and ``metrics`` raise in
-            a training step whose forward is given no labels.
-        when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
-            gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
-            ``"always"``: in every forward that is given no ``past_key_values``, for log-probabilities without gradient
-            too (a reference model, scoring).
-        logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
-            error after it) and have no gradient of the loss. None: the output has none where labels were given in
-            training; in evaluation they are lazy, for ``compute_metrics``.
-        strict: raises where lazy logits would be computed, instead of a warning.
+        metrics: functions of ``chunked_head.metrics`` that need only labels. Their values are summed on the device over
+            forwards until ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. A training step
+            whose forward is given no labels raises if ``loss`` or ``metrics`` were given.
+        when: the forwards whose logits are lazy. ``"labels"``: those that are given labels. ``"training"``: also those
+            of a model in training mode with gradients enabled, for losses that are computed outside of the forward
+            (``compute_loss_func``); not under FSDP. ``"always"``: also every forward that is given no
+            ``past_key_values``, for log-probabilities without gradient (a reference model, scoring).
+        logits: ``"lazy"``: ``output.logits`` are computed when they are read. They can be read until the optimizer's
+            step, and raise after it; they have no gradient of the loss. None: the output has no logits where labels
+            were given in training; in evaluation its logits are lazy, for ``compute_metrics``.
+        strict: raise where lazy logits would be computed, instead of a warning.
         head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
             ``skip_ignored``, ``deterministic``, ``precision``, ``backend`` of ``linear_cross_entropy``.
 
     Returns:
-        ``model`` itself. ``model.chunked_head`` (on the model inside of PEFT's) reports. To patch again changes the
-        options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
-        warning that says why (an error where it was given a loss or metrics).
+        ``model`` itself. ``model.chunked_head`` is the report; with PEFT, it is on the model inside of PEFT's. A second
+        call changes the options; ``unpatch_model`` undoes the patch. A model whose head is not understood stays as it
+        is, with a warning that says why (an error if ``loss`` or ``metrics`` were given).
 
     Where every label is -100 the loss is 0 with zero gradients rather than nan.
 
     Raises:
-        TypeError, ValueError: for options that are none or wrong; ``loss`` or ``metrics`` that need more than labels; a
-            wrapper that torch.compile or DataParallel made. RuntimeError: while training, where ``loss`` or ``metrics``
-            would have no effect.
+        TypeError, ValueError: an option is unknown or wrong; ``loss`` or ``metrics`` need more than labels; ``model``
+            is a wrapper that torch.compile or DataParallel made. A forward raises RuntimeError in a training step where
+            ``loss`` or ``metrics`` would have no effect.
     """
-    inner = the_model(model, "patch_model")
-    agreement = Agreement(loss, metrics, when, logits, strict, head_options, type(inner).__name__)
+    inner_model = model_without_peft(model, "patch_model")
+    patch = ModelPatch(loss, metrics, when, logits, strict, head_options, type(inner_model).__name__)
     unpatch_model(model)
     try:
-        loosen(inner)
-        if hides(inner):
-            raise NotUnderstood(
-                f"its forward is hung on the instance by {hung_by(inner)} and runs instead of its class's; patch_model "
-                "comes before that"
+        loosen_forward(inner_model)
+        if has_instance_forward(inner_model):
+            raise UnknownHead(
+                f"its forward is hung on the instance by {instance_forward_in_words(inner_model)} and runs instead of "
+                "its class's; patch_model comes before that"
             )
-        settle(agreement, inner, find_head(inner))
-    except NotUnderstood as reason:
-        agreement.refuse(str(reason))
-        setattr(inner, REPORT, agreement)
-        return model
-    inner.__class__ = patched_class(type(inner))  # type: ignore[arg-type]
-    setattr(inner, REPORT, agreement)
+        adopt_head(patch, inner_model, find_head(inner_model))
+        inner_model.__class__ = patched_class(type(inner_model))  # type: ignore[arg-type]
+    except UnknownHead as reason:
+        patch.refuse(str(reason))
+    setattr(inner_model, PATCH, patch)
+    setattr(inner_model, REPORT, patch.report)
     return model
 
 
 def unpatch_model(model: Model) -> Model:
-    """Takes ``patch_model`` back; returns ``model``. Nothing happens to a model that is not patched.
+    """Undoes ``patch_model``; returns ``model``. Nothing happens to a model that is not patched.
 
     Raises:
         TypeError: ``model`` is no model, or a wrapper around one.
     """
-    inner = the_model(model, "unpatch_model")
-    agreement = inner.__dict__.pop(REPORT, None)
-    if isinstance(agreement, Agreement):
-        make_plain(agreement)
-    if isinstance(inner, Patched) and type(inner) is patched_class(inner.class_before):
-        loosen(inner)
-        inner.__class__ = inner.class_before
+    inner_model = model_without_peft(model, "unpatch_model")
+    patch = inner_model.__dict__.pop(PATCH, None)
+    if isinstance(patch, ModelPatch):
+        inner_model.__dict__.pop(REPORT, None)
+        make_head_plain(patch)
+    if isinstance(inner_model, Patched) and type(inner_model) is patched_class(inner_model.class_before):
+        loosen_forward(inner_model)
+        inner_model.__class__ = inner_model.class_before
     return model
 
 
-# wrappers of a model: the function that makes each, and the attribute that is the model
-WRAPPERS = {
+# by the class of a wrapper of a model: the function that makes the wrapper, and its attribute that is the model
+MODEL_WRAPPERS = {
     "OptimizedModule": ("torch.compile", "_orig_mod"),
     "DataParallel": ("torch.nn.DataParallel", "module"),
     "DistributedDataParallel": ("torch.nn.parallel.DistributedDataParallel", "module"),
@@ -135,191 +135,199 @@ WRAPPERS = {
 }
 
 
-def the_model(model: Any, function: str) -> nn.Module:
-    """The model without PEFT's wrapper; TypeError for other wrappers. ``function``: its caller's name, for errors."""
+def model_without_peft(model: Any, function: str) -> nn.Module:
+    """The model without PEFT's wrapper. TypeError for other wrappers and for what is no module. ``function``: name of
+    the public function, for errors."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of {function} must be a torch.nn.Module, got {type(model).__name__}")
-    for kind in type(model).__mro__:
-        if kind.__name__ in WRAPPERS:
-            maker, attribute = WRAPPERS[kind.__name__]
+    for base in type(model).__mro__:
+        if base.__name__ in MODEL_WRAPPERS:
+            wrapping_function, attribute = MODEL_WRAPPERS[base.__name__]
             raise TypeError(
-                f"model of {function} must be the model itself, got the {kind.__name__} that {maker} made of one; "
-                f"{function} the model first and give {maker} the result, or pass model.{attribute}"
+                f"model of {function} must be the model itself, got the {base.__name__} that {wrapping_function} made "
+                f"of one; {function} the model first and give {wrapping_function} the result, or pass "
+                f"model.{attribute}"
             )
     return base_model(model)
 
 
 class Patched:
-    """A base class that is put before a model's own class; its ``forward`` makes the head lazy."""
+    """A base class that is put before the class of a model. While its forward runs, the head's logits are lazy."""
 
-    class_before: type
+    class_before: type  # the model's class without the patch
     training: bool
-    argument_at: dict[str, int]  # places of forward's arguments, where they are given without a name
+    argument_positions: dict[str, int]  # positions of forward's parameters, by name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return unpickled, (self.class_before,), self.__dict__.copy()
+        return empty_patched_model, (self.class_before,), self.__dict__.copy()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).__call__(self, *args, **kwargs)
-        agreement: Any = self.__dict__.get(REPORT)
-        hung = agreement is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
-        if not hung or not self.training or not hides(self):
+        patch: Any = self.__dict__.get(PATCH)
+        has_forward_attribute = patch is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
+        if not has_forward_attribute or not self.training or not has_instance_forward(self):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         # the name is read first: TRL takes its forward off as it runs
-        name, count = hung_by(self), max(agreement.forwards, 0)
-        agreement.forwards = count
+        forward_in_words, num_forwards = instance_forward_in_words(self), max(patch.num_forwards, 0)
+        patch.num_forwards = num_forwards
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if agreement.forwards == count:
-            agreement.report_hidden_forward(name)
+        if patch.num_forwards == num_forwards:
+            patch.report_hidden_forward(forward_in_words)
         return output
 
-    def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
-        """True where forward has an argument of one of these names that is not None."""
+    def has_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
+        """True where forward is given an argument, by name or by position, that has one of ``names`` and is not
+        None."""
         for name in names:
-            position = self.argument_at.get(name, -1)
+            position = self.argument_positions.get(name, -1)
             if kwargs.get(name) is not None or (0 <= position < len(args) and args[position] is not None):
                 return True
         return False
 
 
-def unpickled(base: type) -> Any:
-    """An empty patched model of class ``base``, for pickle."""
-    return object.__new__(patched_class(base))
+def empty_patched_model(model_class: type) -> Any:
+    """A patched model of class ``model_class`` without attributes, for pickle to fill."""
+    return object.__new__(patched_class(model_class))
 
 
 @functools.cache
-def patched_class(base: type) -> type:
-    """The class of patched models whose own class is ``base``; it has the same name."""
-    class_forward = base.forward  # type: ignore[attr-defined]
+def patched_class(model_class: type) -> type:
+    """The class of patched models whose class before the patch is ``model_class``. Both have the same name."""
+    class_forward = model_class.forward  # type: ignore[attr-defined]
     signature = inspect.signature(class_forward)
     names = [name for name in signature.parameters if name != "self"]
-    places = {name: position for position, name in enumerate(names)}
+    positions = {name: position for position, name in enumerate(names)}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
-        agreement: Any = self.__dict__.get(REPORT)
-        if agreement is not None:
-            agreement.count_forward()
-        has_labels = agreement is not None and self.was_given(args, kwargs, *LABELS)
-        has_cache = self.was_given(args, kwargs, *CACHES)
-        lazy = agreement is not None and agreement.makes_lazy(self, has_labels, has_cache)
-        head = find_again(agreement, self) if lazy else None
-        if head is None or running(head) is agreement:
-            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        agreement.training = self.training
-        with agreement.lazy_head(head, has_labels):
-            output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        return without_logits(output) if agreement.logits is None and has_labels and self.training else output
+        patch: Any = self.__dict__.get(PATCH)
+        if patch is not None:
+            patch.count_forward()
+        has_labels = patch is not None and self.has_argument(args, kwargs, *LABEL_NAMES)
+        has_cache = self.has_argument(args, kwargs, *CACHE_NAMES)
+        if patch is not None and not has_labels:
+            patch.check_unlabelled(self, has_cache)
+        is_lazy = patch is not None and patch.has_lazy_logits(self, has_labels, has_cache)
+        head = current_head(patch, self) if is_lazy else None
+        if head is None or patch_in_forward(head) is patch:
+            return model_class.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        patch.is_training = self.training
+        with patch.forward_with(head, has_labels):
+            output = model_class.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return without_logits(output) if patch.logits is None and has_labels and self.training else output
 
-    def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def signature_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
-    # code that takes wrappers off, as accelerate does, ends at a function of ours with the class's signature
-    functools.update_wrapper(shown, class_forward).__dict__.pop("__wrapped__")
-    functools.update_wrapper(forward, shown).__dict__[SHOWN] = shown
-    shown.__dict__["__signature__"] = signature
-    members = {
-        "forward": forward, "class_before": base, "argument_at": places, "__module__": base.__module__,
-        "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+    # code that unwraps functions, as accelerate does, ends at a function of ours with the class's signature
+    functools.update_wrapper(signature_forward, class_forward).__dict__.pop("__wrapped__")
+    functools.update_wrapper(forward, signature_forward).__dict__[SIGNATURE_FORWARD] = signature_forward
+    signature_forward.__dict__["__signature__"] = signature
+    class_members = {
+        "forward": forward, "class_before": model_class, "argument_positions": positions,
+        "__module__": model_class.__module__, "__qualname__": model_class.__qualname__, "__doc__": model_class.__doc__,
     }  # fmt: skip
-    return type(base.__name__, (Patched, base), members)
+    return type(model_class.__name__, (Patched, model_class), class_members)
 
 
 def without_logits(output: Any) -> Any:
     """A model's output without lazy logits."""
-    lazy = (LazyLogits, TracedLogits)
+    lazy_classes = (LazyLogits, TracedLogits)
     if isinstance(output, dict):  # transformers' ModelOutput is one
-        return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
-    return tuple(value for value in output if not isinstance(value, lazy)) if type(output) is tuple else output
+        return type(output)(
+            **{key: None if isinstance(value, lazy_classes) else value for key, value in output.items()}
+        )
+    return tuple(value for value in output if not isinstance(value, lazy_classes)) if type(output) is tuple else output
 
 
-def settle(agreement: Agreement, model: nn.Module, head: Any) -> None:
-    """Makes a model's head lazy."""
-    agreement.head, agreement.mechanism, agreement.name = head, "lazy logits", name_of(head, model)
+def adopt_head(patch: ModelPatch, model: nn.Module, head: Any) -> None:
+    """Makes ``head`` the head of the patch, and lazy."""
     weight = getattr(embeddings(model, "input"), "weight", None)
-    agreement.tied = any(weight is parameter for parameter in head.parameters())
-    make_lazy(head, agreement)
+    is_tied = any(weight is parameter for parameter in head.parameters())
+    patch.set_head(head, name_of(head, model), is_tied)
+    make_head_lazy(head, patch)
 
 
-def find_again(agreement: Agreement, model: Any) -> Any:
-    """Looks up the model's head, which users resize, replace and adapt, makes it lazy and returns it. None if it is
-    not understood."""
+def current_head(patch: ModelPatch, model: Any) -> Any:
+    """Returns the model's head as it is now, since users resize, replace and adapt heads; adopts a new head. None if it
+    is not understood."""
     try:
         head = find_head(model)
-    except NotUnderstood as reason:
-        make_plain(agreement)
-        agreement.refuse(str(reason))
+    except UnknownHead as reason:
+        make_head_plain(patch)
+        patch.refuse(str(reason))
         return None
     if getattr(model, "_is_replica", False):
         return head  # a copy by nn.DataParallel, for this forward
-    if head is not agreement.head:
-        make_plain(agreement)
-        settle(agreement, model, head)
-    if head.__dict__.get(AGREEMENT) is not agreement:
-        make_lazy(head, agreement)
+    if head is not patch.head:
+        make_head_plain(patch)
+        adopt_head(patch, model, head)
+    if head.__dict__.get(PATCH) is not patch:
+        make_head_lazy(head, patch)
     return head
 
 
-def make_lazy(head: nn.Module, agreement: Any) -> None:
-    """Gives a head, and the module inside of its wrapper, a lazy class."""
+def make_head_lazy(head: nn.Module, patch: Any) -> None:
+    """Gives a lazy class to a head, and to the module inside of its wrapper."""
     for module in {unwrapped(head), head}:
         if not isinstance(module, LazyHead):
-            loosen(module)
-            module.__class__ = lazy_class(type(module))  # type: ignore[arg-type]
-    head.__dict__[AGREEMENT] = agreement
-    HEADS.add(head)
-    ASKED[id(head)] = head
-    mark_constant()
+            loosen_forward(module)
+            module.__class__ = lazy_class_of(type(module))  # type: ignore[arg-type]
+    head.__dict__[PATCH] = patch
+    LAZY_HEADS.add(head)
+    HEADS_BY_ID[id(head)] = head
+    mark_layouts_constant()
     watch_optimizers()
 
 
-def make_plain(agreement: Agreement) -> None:
-    """Gives a head its own class back. If another framework has subclassed our class, it stays and does nothing. A
-    head that another patched model shares stays lazy."""
-    head, agreement.head = agreement.head, None
-    if head is None or head.__dict__.get(AGREEMENT) is not agreement:
+def make_head_plain(patch: ModelPatch) -> None:
+    """Gives the head of a patch its class before the patch. If another framework has subclassed our class, that
+    subclass stays and does nothing. A head that another patched model shares stays lazy."""
+    head = patch.remove_head()
+    if head is None or head.__dict__.get(PATCH) is not patch:
         return
-    del head.__dict__[AGREEMENT]
-    HEADS.discard(head)
+    del head.__dict__[PATCH]
+    LAZY_HEADS.discard(head)
     for module in {unwrapped(head), head}:
-        if isinstance(module, LazyHead) and type(module) is lazy_class(module.class_before):
-            loosen(module)
+        if isinstance(module, LazyHead) and type(module) is lazy_class_of(module.class_before):
+            loosen_forward(module)
             module.__class__ = module.class_before
 
 
 def log_metrics(trainer: Any) -> Any:
-    """Adds what ``patch_model(model, metrics=[...])`` measures to what a Trainer logs; returns the trainer.
+    """Makes a Trainer log the metrics of ``patch_model(model, metrics=[...])``; returns the trainer.
 
         model = patch_model(model, metrics=[metrics.entropy(), metrics.accuracy()])
         log_metrics(Trainer(model, ...)).train()      # {"loss": ..., "entropy": ..., "accuracy": ...}
 
-    Each logged value is that of all tokens since the last log, over all ranks: those of training with ``loss``, those
-    of an evaluation with ``eval_loss`` as ``eval_entropy``. Values are read from the device when they are logged.
+    Each logged value is that of all tokens since the last log, over all ranks. Metrics of training are logged beside
+    ``loss``, those of an evaluation beside ``eval_loss``, as ``eval_entropy``. Values are read from the device when
+    they are logged.
 
     Raises:
-        ValueError: the trainer's model is not patched, or measures nothing.
+        ValueError: the trainer's model is not patched, or was patched without metrics.
     """
-    agreement = getattr(base_model(trainer.model), "chunked_head", None)
-    if not isinstance(agreement, Agreement) or not agreement.measured:
+    patch = getattr(base_model(trainer.model), PATCH, None)
+    if not isinstance(patch, ModelPatch) or not patch.metrics:
         raise ValueError(
             "log_metrics needs a trainer whose model measures: patch_model(model, metrics=[metrics.entropy(), ...])"
         )
     if getattr(trainer.log, "logs_metrics", False):
         return trainer
-    log = trainer.log
+    log_before = trainer.log
 
-    @functools.wraps(log)
-    def with_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(log_before)
+    def log_with_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         # "eval_" with eval_loss; None for logs of training
-        losses = (key for key in logs if key.endswith("_loss") and key != "train_loss")
-        prefix = next((key.removesuffix("loss") for key in losses), None)
-        if prefix is not None or "loss" in logs:
-            totals = all_reduce(agreement.take_metrics(training=prefix is None))
-            logs |= {f"{prefix or ''}{name}": value.value.item() for name, value in totals.items()}
-        return log(logs, *args, **kwargs)
+        loss_keys = (key for key in logs if key.endswith("_loss") and key != "train_loss")
+        metric_prefix = next((key.removesuffix("loss") for key in loss_keys), None)
+        if metric_prefix is not None or "loss" in logs:
+            reduced_metrics = all_reduce(patch.report.take_metrics(training=metric_prefix is None))
+            logs |= {f"{metric_prefix or ''}{name}": metric.value.item() for name, metric in reduced_metrics.items()}
+        return log_before(logs, *args, **kwargs)
 
-    with_metrics.logs_metrics = True  # type: ignore[attr-defined]
-    trainer.log = with_metrics
+    log_with_metrics.logs_metrics = True  # type: ignore[attr-defined]
+    trainer.log = log_with_metrics
     return trainer

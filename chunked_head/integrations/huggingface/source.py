@@ -1,11 +1,11 @@
-"""``Source``, the origin of lazy logits: a head and the state in which it was called; ``Forward``, the forwards that
-run."""
+"""``Source``, the origin of lazy logits: a head and the state in which it was called. ``Forward``, a forward of a
+patched model that runs."""
 
 import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,23 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .output import Output, output_of
-from .virtual import Virtual, replay
+from .layout import Layout, layout_of
+from .virtual import VirtualLogits, replay
 
-ROWS_AT_ONCE = 1024  # of computed logits, for a result of one number per row
-AGREEMENT = "_chunked_head_patch"  # a lazy head's agreement, in its __dict__
-HEADS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # lazy ones
-# the innermost forward by thread and id of the head: models may share a head, and threads a model
-FORWARDS: dict[tuple[int, int], "Forward"] = {}
-Versions = tuple[tuple[str, Tensor, int | None], ...]  # of a head's parameters, by name
+ARGMAX_ROWS = 1024  # rows of logits that argmax computes at a time
+PATCH = "_chunked_head_patch"  # attribute of a patched model and of its lazy head: the ModelPatch
+LAZY_HEADS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # heads that are lazy now
+# the innermost forward that runs, by (thread, id of the head): models may share a head, and threads a model
+INNERMOST_FORWARDS: dict[tuple[int, int], "Forward"] = {}
+ParameterVersions = tuple[
+    tuple[str, Tensor, int | None], ...
+]  # name, parameter and version of each parameter of a head
 
 
 @dataclass(eq=False)
 class Forward:
-    """A patched model's forward that runs in a thread, and whether its logits or a loss were computed. Graphs have
-    ``GraphState`` instead."""
+    """A patched model's forward that runs in a thread, and whether its logits or its loss were computed. A forward in a
+    graph of ``torch.compile`` is described by attributes of its ``ModelPatch`` instead."""
 
-    agreement: Any
+    patch: Any  # the ModelPatch of its model
     outer: "Forward | None" = None  # the forward of another model with the same head, which has called this one
     is_covered: bool = False  # the lazy logits belong to the forward of a model inside of this one
     has_loss: bool = False  # the model made its loss
@@ -39,39 +41,39 @@ class Forward:
 def enter(forward: Forward, head: Any) -> None:
     """Registers ``forward`` as the innermost forward of this thread that has the head."""
     key = threading.get_ident(), id(head)
-    forward.outer = FORWARDS.get(key)
-    FORWARDS[key] = forward
+    forward.outer = INNERMOST_FORWARDS.get(key)
+    INNERMOST_FORWARDS[key] = forward
 
 
 def leave(forward: Forward, head: Any) -> None:
     """Removes ``forward``; its outer forward becomes the innermost again."""
     key = threading.get_ident(), id(head)
-    del FORWARDS[key]
+    del INNERMOST_FORWARDS[key]
     if forward.outer is not None:
-        FORWARDS[key] = forward.outer
+        INNERMOST_FORWARDS[key] = forward.outer
         forward.outer.is_covered = True
 
 
-def forward_of(agreement: Any) -> Forward | None:
-    """The forward of an agreement's model that runs in this thread; None outside of one."""
-    for (thread, _), innermost in list(FORWARDS.items()):
-        forward: Forward | None = innermost if thread == threading.get_ident() else None
-        while forward is not None and forward.agreement is not agreement:
+def running_forward(patch: Any) -> Forward | None:
+    """The forward of the patched model that runs in this thread; None while its forward does not run."""
+    for (thread, _), innermost_forward in list(INNERMOST_FORWARDS.items()):
+        forward: Forward | None = innermost_forward if thread == threading.get_ident() else None
+        while forward is not None and forward.patch is not patch:
             forward = forward.outer
         if forward is not None:
             return forward
     return None
 
 
-def running(head: Any) -> Any:
-    """The agreement of the forward that calls a head; None outside of one."""
-    agreement = head.__dict__.get(AGREEMENT)
+def patch_in_forward(head: Any) -> Any:
+    """The ``ModelPatch`` of the innermost forward that runs and has the head; None while no such forward runs."""
+    patch = head.__dict__.get(PATCH)
     if torch.compiler.is_compiling():  # a graph knows no threads
-        return agreement if agreement is not None and agreement.graph.has_lazy_head else None
-    forward = FORWARDS.get((threading.get_ident(), id(head)))
+        return patch if patch is not None and patch.is_running else None
+    forward = INNERMOST_FORWARDS.get((threading.get_ident(), id(head)))
     if forward is None:
-        return agreement if agreement is not None and agreement.graph.is_tracing else None
-    return forward.agreement
+        return patch if patch is not None and patch.is_tracing else None
+    return forward.patch
 
 
 def version(tensor: Tensor) -> int | None:
@@ -79,135 +81,131 @@ def version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def versions(head: nn.Module) -> Versions:
-    """Parameters of a head with their versions; none under FSDP1, which exchanges parameters as it gathers and
-    frees."""
+def versions(head: nn.Module) -> ParameterVersions:
+    """Names, parameters and versions of a head's parameters. Empty under FSDP1, which exchanges parameters as it
+    gathers and frees."""
     if hasattr(head, "_is_fsdp_managed_module"):
         return ()
     return tuple((name, parameter, version(parameter)) for name, parameter in head.named_parameters())
 
 
-def changed(head: nn.Module, versions: Versions) -> str | None:
-    """In words, the first parameter of a head that was written to or replaced since ``versions``; None without one."""
+def change_in_words(head: nn.Module, versions: ParameterVersions) -> str | None:
+    """A text that names the first parameter of a head that was written to or replaced since ``versions``; None if there
+    is no such parameter."""
     current_parameters = dict(head.named_parameters())
-    for name, parameter, count in versions:
-        current = current_parameters.get(name)
-        if current is parameter and version(parameter) != count:
+    for name, parameter, old_version in versions:
+        current_parameter = current_parameters.get(name)
+        if current_parameter is parameter and version(parameter) != old_version:
             return f"the head's {name} has been written to"
-        if current is not parameter and current is not None and stays(current) and stays(parameter):
+        if (
+            current_parameter is not parameter
+            and current_parameter is not None
+            and is_plain_parameter(current_parameter)
+            and is_plain_parameter(parameter)
+        ):
             return f"the head's {name} is another tensor"
     return None
 
 
-def stays(parameter: Any) -> bool:
-    """True for a parameter that no framework exchanges."""
+def is_plain_parameter(parameter: Any) -> bool:
+    """True for a parameter of PyTorch's own type with numbers: frameworks exchange others as they shard."""
     return type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Makes every optimizer's step count as a write to the lazy heads' parameters: a fused one counts none."""
+    """Makes every optimizer's step raise the versions of the lazy heads' parameters. A fused step does not raise them
+    by itself."""
     register_optimizer_step_post_hook(count_writes)
 
 
 def count_writes(optimizer: Any, *_: Any) -> None:
-    head_parameters = {id(parameter) for head in HEADS for parameter in head.parameters()}
-    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    """Raises the versions of those parameters of lazy heads that an optimizer steps. A hook after each step."""
+    head_parameters = {id(parameter) for head in LAZY_HEADS for parameter in head.parameters()}
+    stepped_parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     torch.autograd.graph.increment_version(
-        [parameter for parameter in stepped if id(parameter) in head_parameters and not parameter.is_inference()]
+        [
+            parameter
+            for parameter in stepped_parameters
+            if id(parameter) in head_parameters and not parameter.is_inference()
+        ]
     )
-
-
-def unrounded(rounded: Any, exact: Any) -> Any:
-    """The values of ``exact`` with the gradient of ``rounded``. ``exact`` are statistics before a head's hooks,
-    ``rounded`` after them: hooks cast statistics to the logits' 16-bit dtype."""
-    if isinstance(exact, tuple):
-        return tuple(unrounded(*pair) for pair in zip(rounded, exact, strict=True))
-    if rounded.dtype.itemsize >= exact.dtype.itemsize:
-        return rounded
-    return exact.detach() + (rounded - rounded.detach()).to(exact.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """A deferred call of a head, and the state in which it was called."""
 
-    head: Any  # the module, whose call computes
-    agreement: Any  # of its model
-    grad: bool  # gradients were enabled
-    autocast: torch.dtype | None  # autocast's dtype where it was on
-    device_type: str
-    output: Output
-    has_run_hooks: bool  # the head's pre-hooks have run
-    parameters: Versions = ()  # the head's
+    head: Any  # the lazy module, whose call computes logits
+    patch: Any  # the ModelPatch of its model
+    has_grad: bool  # gradients were enabled
+    autocast_dtype: torch.dtype | None  # None: autocast was off
+    device_type: str  # of autocast
+    layout: Layout  # of the head's logits
+    has_run_hooks: bool  # the head's pre-hooks have run on the hidden states
+    parameter_versions: ParameterVersions = ()  # at the call
 
     @classmethod
-    def of_call(cls, head: Any, agreement: Any, hidden: Tensor, has_run_hooks: bool) -> "Source":
-        kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no device without numbers
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        parameters = () if torch.compiler.is_compiling() else versions(head)
-        output = output_of(head, hidden, autocast, has_run_hooks, agreement.outputs)
-        return cls(head, agreement, torch.is_grad_enabled(), autocast, kind, output, has_run_hooks, parameters)
+    def of_call(cls, head: Any, patch: Any, hidden: Tensor, has_run_hooks: bool) -> "Source":
+        device_type = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no device without numbers
+        autocast_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        parameter_versions = () if torch.compiler.is_compiling() else versions(head)
+        layout = layout_of(head, hidden, autocast_dtype, has_run_hooks, patch.layouts)
+        return cls(
+            head, patch, torch.is_grad_enabled(), autocast_dtype, device_type, layout, has_run_hooks, parameter_versions
+        )
 
-    def call(self, hidden: Tensor, **options: Any) -> Any:
-        """The head's own call, without the hooks that have run."""
+    def call(self, hidden: Tensor) -> Any:
+        """Logits of hidden states: the result of the head's call, without the pre-hooks that have run."""
         if self.has_run_hooks:
-            return self.head.forward(hidden, **options)
-        return (self.head.real if self.fuses else self.head)(hidden, **options)
+            return self.head.forward(hidden)
+        return (self.head.module_call if self.has_lazy_head else self.head)(hidden)
 
     @property
-    def fuses(self) -> bool:
-        """True while the head takes losses: until its model is unpatched or has another head."""
-        return hasattr(type(self.head), "real")
+    def has_lazy_head(self) -> bool:
+        """True while the head is lazy: until its model is unpatched or has another head."""
+        return hasattr(type(self.head), "module_call")
 
     def without_grad(self) -> "Source":
-        return replace(self, grad=False)
+        return replace(self, has_grad=False)
 
     @contextlib.contextmanager
-    def state(self, grad: bool | None = None, autocast: bool = True) -> Iterator[None]:
-        """A context with the state in which the head was called, for what is computed later. ``grad``, if not None,
-        replaces the call's own; ``autocast=False`` leaves its autocast out."""
+    def state(self, has_grad: bool | None = None, has_autocast: bool = True) -> Iterator[None]:
+        """A context with the state in which the head was called: inference mode, gradients, autocast. ``has_grad``, if
+        not None, says whether gradients are enabled instead. ``has_autocast=False`` switches autocast off."""
         inference_mode: Any = contextlib.nullcontext()
-        if self.grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        if self.has_grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             inference_mode = torch.inference_mode(False)  # tensors of inference mode could have no gradient later
-        grad, autocast = self.grad if grad is None else grad, autocast and self.autocast is not None
-        with inference_mode, torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, autocast):
+        has_grad, has_autocast = (
+            self.has_grad if has_grad is None else has_grad,
+            has_autocast and self.autocast_dtype is not None,
+        )
+        autocast = torch.autocast(self.device_type, self.autocast_dtype, has_autocast)
+        with inference_mode, torch.set_grad_enabled(has_grad), autocast:
             yield
 
     def loss_state(self) -> Any:
-        """``state`` for a loss: with gradients where they were enabled at the head's call and are enabled now."""
-        return self.state(self.grad and torch.is_grad_enabled())
+        """A context like ``state``, for a loss: gradients are enabled if they were at the head's call and are now."""
+        return self.state(self.has_grad and torch.is_grad_enabled())
 
-    def in_call(self, hidden: Tensor, function: Callable[..., Any]) -> Any:
-        """The result of ``function(head, hidden, forward)``, run in the place of the head's forward: its hooks have
-        made its parameters ready there. ``forward`` is the head's own."""
-        if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
-            with self.loss_state():
-                return self.call(hidden, chunked_head_loss=function)
-        exact: list[Any] = []
-
-        def compute(head: Any, hidden: Tensor, forward: Any) -> Any:
-            exact.append(function(head, hidden, forward))
-            return exact[0]
-
-        with self.loss_state():
-            return unrounded(self.call(hidden, chunked_head_loss=compute), exact[0])
-
-    def real(self, logits: Virtual) -> Tensor:
-        """The logits [..., vocab], computed by the head itself with all its hooks."""
+    def computed_logits(self, logits: VirtualLogits) -> Tensor:
+        """The numbers of ``logits`` [..., vocab]: the head's call with all its hooks, then the model's operations."""
         with self.state():
-            computed = self.output.checked(self.call(logits.hidden))
+            head_output = self.layout.checked(self.call(logits.hidden))
         # the model's operations ran under the autocast of their place, which the steps' dtypes show
-        with self.state(autocast=False):
-            return replay(computed, logits.steps)
+        with self.state(has_autocast=False):
+            return replay(head_output, logits.steps)
 
-    def argmax(self, logits: Virtual, keepdim: bool) -> Tensor:
-        """Ids of the largest real logits, some rows at a time."""
-        rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    def argmax(self, logits: VirtualLogits, keepdim: bool) -> Tensor:
+        """Ids of the largest logits, int64 [...], or [..., 1] with ``keepdim``. Holds ``ARGMAX_ROWS`` rows at a
+        time."""
+        hidden_rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        source = self.without_grad()
         with torch.no_grad():
-            without_grad = logits.with_fields(source=self.without_grad())
+            logits_without_grad = logits.with_fields(source=source)
             ids_of_chunks = [
-                self.without_grad().real(without_grad.rows(chunk)).argmax(-1) for chunk in rows.split(ROWS_AT_ONCE)
+                source.computed_logits(logits_without_grad.with_hidden(hidden_chunk)).argmax(-1)
+                for hidden_chunk in hidden_rows.split(ARGMAX_ROWS)
             ]
         ids = torch.cat(ids_of_chunks).reshape(logits.shape[:-1])
         return ids.unsqueeze(-1) if keepdim else ids

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused import cross_entropy
-from .lazy_logits import WRITING, View, computed, through, writes
-from .virtual import COPIES, OPERATORS, VIEWS, Virtual, picks
+from .lazy_logits import WRITING_METHODS, View, apply_view, with_computed, writes_to_tensor
+from .virtual import COPIES, OPERATORS, VIEWS, VirtualLogits, gathers
 
-PURE = {
+NONVIEW_METHODS = {
     "softmax",
     "log_softmax",
     "logsumexp",
@@ -35,12 +35,12 @@ PURE = {
 
 
 class TracedLogits:
-    """Lazy logits as a plain object with a tensor's methods, which a compiler can trace. Any other use of it computes
-    the logits in the graph."""
+    """Lazy logits as a plain object with methods of tensors, which a compiler can trace. Methods that need numbers
+    compute the logits in the graph."""
 
-    def __init__(self, virtual: Virtual, base: Any = None, view: View | None = None):
-        self._virtual, self._origin, self._view = virtual, base, view
-        self._real: Tensor | None = None  # once something may be written to them or to what they are views of
+    def __init__(self, virtual: VirtualLogits, base: Any = None, view: View | None = None):
+        self._virtual, self._view_base, self._view = virtual, base, view  # view makes these of base
+        self._computed: Tensor | None = None  # set where these logits or their base may be written to
 
     @property
     def shape(self) -> torch.Size:
@@ -68,76 +68,78 @@ class TracedLogits:
     @property
     def requires_grad(self) -> bool:
         source = self._virtual.source
-        return source.grad and (
+        return source.has_grad and (
             self._virtual.hidden.requires_grad or any(p.requires_grad for p in source.head.parameters())
         )
 
     def materialise(self) -> Tensor:
-        return self.in_memory() if self.is_shared() else self._virtual.source.real(self._virtual)
+        return self.in_memory() if self.is_shared() else self._virtual.source.computed_logits(self._virtual)
 
     def is_shared(self) -> bool:
-        """True where these logits, or those that they are a view of, are computed because something may write to
-        them."""
-        return self._real is not None or (self._origin is not None and self._origin.is_shared())
+        """True where these logits, or their base, have been computed because something may write to them."""
+        return self._computed is not None or (self._view_base is not None and self._view_base.is_shared())
 
     def in_memory(self) -> Tensor:
-        """These logits, computed as a view of those of ``_origin``."""
-        if self._real is None:
-            computes = self._origin is None
-            self._real = (
-                self._virtual.source.real(self._virtual) if computes else through(self._origin.in_memory(), self._view)
-            )
-        return self._real
+        """Computes these logits as a view of the computed ``_view_base``, if they have one; returns them."""
+        if self._computed is None:
+            if self._view_base is None:
+                self._computed = self._virtual.source.computed_logits(self._virtual)
+            else:
+                self._computed = apply_view(self._view_base.in_memory(), self._view)
+        return self._computed
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_virtual", "_origin", "_way", "_real"):
+        if name.startswith("__") or name in ("_virtual", "_view_base", "_view", "_computed"):
             raise AttributeError(name)
-        return getattr(self.computed(name), name)
+        return getattr(self.compute_for(name), name)
 
-    def computed(self, purpose: str) -> Tensor:
-        """The logits, for a method that reads them; RuntimeError for one that writes, which would reach a copy."""
-        if writes(purpose):
+    def compute_for(self, purpose: str) -> Tensor:
+        """The logits, for the method ``purpose`` that reads them. RuntimeError for a method that writes, which would
+        reach a copy."""
+        if writes_to_tensor(purpose):
             raise RuntimeError(f"{purpose} on lazy logits inside of torch.compile is not supported; unpatch the model")
-        self._virtual.source.agreement.count_logits(purpose)
-        return self.materialise() if purpose in PURE else self.in_memory()
+        self._virtual.source.patch.count_logits(purpose)
+        return self.materialise() if purpose in NONVIEW_METHODS else self.in_memory()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        first = args[0] if args else kwargs.pop("input", None)
-        if isinstance(first, TracedLogits) and not first.is_shared():
+        first_argument = args[0] if args else kwargs.pop("input", None)
+        if isinstance(first_argument, TracedLogits) and not first_argument.is_shared():
             if function is F.cross_entropy:
-                loss = cross_entropy(first._virtual, *args[1:], **kwargs)
+                loss = cross_entropy(first_argument._virtual, *args[1:], **kwargs)
                 if loss is not NotImplemented:
                     return loss
             elif function is torch.tanh:
-                return first.tanh()
-        args = (first, *args[1:])
+                return first_argument.tanh()
+        args = (first_argument, *args[1:])
         name = function.__name__
-        return function(*computed(args, name), **computed(kwargs, name))
+        return function(*with_computed(args, name), **with_computed(kwargs, name))
 
 
 def method_result(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of the tensor's method ``name`` of lazy logits."""
+    """The result of the method ``name`` of lazy logits: lazy logits where that needs no numbers, else a tensor."""
     operation = (COPIES | VIEWS).get(name)
     result = NotImplemented if operation is None or logits.is_shared() else operation(logits._virtual, *args, **kwargs)
     if result is NotImplemented:
-        return getattr(logits.computed(name), name)(*args, **kwargs)
-    copied = name not in VIEWS or (name == "__getitem__" and picks(args[0]))
-    base = None if copied else logits
-    if isinstance(result, Virtual):
+        return getattr(logits.compute_for(name), name)(*args, **kwargs)
+    is_copy = name not in VIEWS or (name == "__getitem__" and gathers(args[0]))
+    base = None if is_copy else logits
+    if isinstance(result, VirtualLogits):
         return TracedLogits(result, base, View(getattr(Tensor, name), args, kwargs))
-    views = [View(getattr(Tensor, name), args, kwargs, i) for i in range(len(result))]
-    return tuple([TracedLogits(virtual, base, view) for virtual, view in zip(result, views, strict=True)])
+    piece_views = [View(getattr(Tensor, name), args, kwargs, i) for i in range(len(result))]
+    return tuple([TracedLogits(virtual, base, view) for virtual, view in zip(result, piece_views, strict=True)])
 
 
 def method(name: str) -> Callable[..., Any]:
-    def called(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+    """The method ``name`` of ``TracedLogits``."""
+
+    def method_of_logits(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
         return method_result(self, name, args, kwargs)
 
-    return called
+    return method_of_logits
 
 
-for _name in (*COPIES, *VIEWS, *OPERATORS, *WRITING):
+for _name in (*COPIES, *VIEWS, *OPERATORS, *WRITING_METHODS):
     if _name != "__iter__":
         setattr(TracedLogits, _name, method(OPERATORS.get(_name, _name)))

@@ -1,10 +1,10 @@
-"""Logits that are not computed (``Virtual``), and the options of this library's functions that stand for them
-(``Tail``).
+"""Logits that are not computed (``VirtualLogits``), and the options of this library's functions that do what a model
+does to them (``Tail``).
 
-A ``Virtual`` has the hidden states, and the operations on the logits since the head's call. Every function here stands
-for the tensor's method of the same name on logits [..., vocab]. An operation on rows is applied to the hidden states at
-once; an operation on each logit becomes a step, with a copy of its operand; for any other the result is
-``NotImplemented``.
+``VirtualLogits`` hold the hidden states, and the operations on the logits since the head's call. Every function here
+that has a parameter ``v`` stands for the tensor's method of its name on logits [..., vocab]. A method that moves rows
+is applied to the hidden states at once. A method that changes each logit becomes a step, with a copy of its operand.
+For any other method and operand the result is ``NotImplemented``.
 """
 
 import operator
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ...losses.base import Losses
 
-NUMBERS = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
-MASKS = (torch.bool, torch.uint8)
-DIMENSIONS = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  # parameters of a tensor's methods
+NUMBER_TYPES = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
+MASK_DTYPES = (torch.bool, torch.uint8)
+DIMENSION_NAMES = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  # parameters
 
 
 @dataclass(frozen=True, eq=False)
-class Virtual:
+class VirtualLogits:
     """Logits [..., vocab] that are not computed: the head's output for ``hidden`` [..., hidden], after ``steps``.
 
     A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
@@ -32,9 +32,9 @@ class Virtual:
 
     hidden: Tensor
     steps: tuple[tuple[str, Any], ...]
-    vocab: int
-    dtype: torch.dtype
-    source: Any
+    vocab: int  # number of columns of the logits
+    dtype: torch.dtype  # of the logits
+    source: Any  # a ``Source``
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,22 +42,23 @@ class Virtual:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.source.output.device
+        device: torch.device = self.source.layout.device
         return device
 
-    def with_step(self, name: str, argument: Any = None) -> "Virtual":
+    def with_step(self, name: str, argument: Any = None) -> "VirtualLogits":
         return self.with_fields(steps=(*self.steps, (name, argument)))
 
-    def rows(self, hidden: Tensor) -> "Virtual":
+    def with_hidden(self, hidden: Tensor) -> "VirtualLogits":
         return self.with_fields(hidden=hidden)
 
-    def with_fields(self, **changed: Any) -> "Virtual":
-        """A copy with other fields, in terms that torch.compile of torch 2.9 follows."""
+    def with_fields(self, **new_fields: Any) -> "VirtualLogits":
+        """A copy with ``new_fields`` in place of fields of these names. torch.compile of torch 2.9 cannot follow
+        ``dataclasses.replace``."""
         fields = {
             "hidden": self.hidden, "steps": self.steps, "vocab": self.vocab, "dtype": self.dtype,
             "source": self.source,
         }  # fmt: skip
-        return Virtual(**(fields | changed))
+        return VirtualLogits(**(fields | new_fields))
 
 
 def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
@@ -67,6 +68,7 @@ def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
     return logits
 
 
+# functions of (logits, argument), by the name of the step
 STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "cast": lambda logits, dtype: logits.to(dtype), "mul": operator.mul, "div": operator.truediv, "add": operator.add,
     "tanh": lambda logits, _: logits.tanh(), "crop": lambda logits, count: logits[..., :count],
@@ -74,7 +76,7 @@ STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }  # fmt: skip
 
 
-def cast(v: Virtual, dtype: torch.dtype) -> Any:
+def cast(v: VirtualLogits, dtype: torch.dtype) -> Any:
     if dtype == v.dtype:
         return v
     if not dtype.is_floating_point:
@@ -82,11 +84,11 @@ def cast(v: Virtual, dtype: torch.dtype) -> Any:
     return v.with_step("cast", dtype).with_fields(dtype=dtype)
 
 
-def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
+def to(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
     """Casts only: logits of another device are computed first."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    if kwargs.get("copy") or [flag for flag in args if isinstance(flag, bool)][1:] == [True]:
-        v = v.with_fields()  # a copy: writes to it do not reach the original
+    if kwargs.get("copy") or [boolean for boolean in args if isinstance(boolean, bool)][1:] == [True]:
+        v = v.with_fields()  # a copy: writes to the result do not reach the original
     for argument in args:
         if isinstance(argument, torch.dtype):
             dtype = argument
@@ -99,48 +101,56 @@ def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
     return v if dtype is None else cast(v, dtype)
 
 
-def factor(name: str) -> Callable[[Virtual, Any], Any]:
-    def scaled(v: Virtual, other: Any, **kwargs: Any) -> Any:
+def factor_method(name: str) -> Callable[[VirtualLogits, Any], Any]:
+    """The method that multiplies or divides logits by a number; ``name``: ``"mul"`` or ``"div"``."""
+
+    def scaled_logits(v: VirtualLogits, other: Any, **kwargs: Any) -> Any:
         if kwargs:
             return NotImplemented
         if isinstance(other, Tensor) and other.dim() == 0 and other.device.type == "cpu" and not other.requires_grad:
             other = other.item()
-        if not isinstance(other, NUMBERS) or isinstance(other, bool):
+        if not isinstance(other, NUMBER_TYPES) or isinstance(other, bool):
             return NotImplemented
         return v.with_step(name, float(other))
 
-    return scaled
+    return scaled_logits
 
 
-def add(v: Virtual, other: Any, **kwargs: Any) -> Any:
-    """Adds a vector over the vocabulary, of any number of leading dimensions of 1."""
-    fits = isinstance(other, Tensor) and other.dim() > 0 and not kwargs
-    if not fits or other.shape[-1] != v.vocab or other.numel() != v.vocab or other.dim() > len(v.shape):
+def add(v: VirtualLogits, other: Any, **kwargs: Any) -> Any:
+    """Adds a vector over the vocabulary: ``other`` [..., vocab], whose leading dimensions are 1."""
+    if not isinstance(other, Tensor) or other.dim() == 0 or kwargs:
+        return NotImplemented
+    if other.shape[-1] != v.vocab or other.numel() != v.vocab or other.dim() > len(v.shape):
         return NotImplemented
     if other.dtype != v.dtype:
         return NotImplemented  # the sum would be of another dtype
     return v.with_step("add", other.reshape(-1).clone())
 
 
-def getitem(v: Virtual, index: Any) -> Any:
-    split = split_index(v, index)
-    if split is None:
+def getitem(v: VirtualLogits, index: Any) -> Any:
+    split_indices = split_index(v, index)
+    if split_indices is None:
         return NotImplemented
-    row_index, column_index = split
-    cropped = crop(v, column_index)
-    return NotImplemented if cropped is NotImplemented else cropped.rows(v.hidden[(*row_index, slice(None))])
+    row_index, column_index = split_indices
+    cropped_logits = crop(v, column_index)
+    return (
+        NotImplemented
+        if cropped_logits is NotImplemented
+        else cropped_logits.with_hidden(v.hidden[(*row_index, slice(None))])
+    )
 
 
-def picks(index: Any) -> bool:
-    """True where an index gathers into new memory rather than views."""
+def gathers(index: Any) -> bool:
+    """True where indexing with ``index`` copies logits into new memory, rather than making a view."""
     indices = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(item, Tensor) and (item.dim() > 0 or item.dtype in MASKS) for item in indices)
+    return any(isinstance(item, Tensor) and (item.dim() > 0 or item.dtype in MASK_DTYPES) for item in indices)
 
 
-def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
-    """The parts of an index for the rows and for the vocabulary; None where these cannot be separated."""
+def split_index(v: VirtualLogits, index: Any) -> tuple[tuple[Any, ...], Any] | None:
+    """Splits an index of logits into that of the rows, a tuple, and that of the vocabulary. None if it cannot be
+    split."""
     indices = index if isinstance(index, tuple) else (index,)
-    indexed = 0
+    num_indexed = 0
     for item in indices:
         if item is Ellipsis or item is None:
             continue
@@ -149,24 +159,27 @@ def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
                 return None
         elif not isinstance(item, (int, slice, Tensor)) or isinstance(item, bool):
             return None
-        indexed += item.dim() if isinstance(item, Tensor) and item.dtype in MASKS else 1
-    missing = (slice(None),) * (len(v.shape) - indexed)
-    ellipsis = next((i for i, item in enumerate(indices) if item is Ellipsis), None)
-    indices = (*indices, *missing) if ellipsis is None else (*indices[:ellipsis], *missing, *indices[ellipsis + 1 :])
+        num_indexed += item.dim() if isinstance(item, Tensor) and item.dtype in MASK_DTYPES else 1
+    missing_indices = (slice(None),) * (len(v.shape) - num_indexed)
+    ellipsis_position = next((i for i, item in enumerate(indices) if item is Ellipsis), None)
+    if ellipsis_position is None:
+        indices = (*indices, *missing_indices)
+    else:
+        indices = (*indices[:ellipsis_position], *missing_indices, *indices[ellipsis_position + 1 :])
     column_index = indices[-1]
     if column_index is None or (
-        isinstance(column_index, Tensor) and column_index.dtype in MASKS and column_index.dim() > 1
+        isinstance(column_index, Tensor) and column_index.dtype in MASK_DTYPES and column_index.dim() > 1
     ):
         return None
     return indices[:-1], column_index
 
 
-def crop(v: Virtual, column_index: Any) -> Any:
+def crop(v: VirtualLogits, column_index: Any) -> Any:
     if not isinstance(column_index, slice):
         return NotImplemented
-    bounds = column_index.start, column_index.stop, column_index.step
+    slice_bounds = column_index.start, column_index.stop, column_index.step
     # not slice.indices, which torch 2.9 cannot trace
-    start, stop, step = [None if bound is None else operator.index(bound) for bound in bounds]
+    start, stop, step = [None if bound is None else operator.index(bound) for bound in slice_bounds]
     start = start or 0
     if step not in (None, 1) or not (start == 0 or start <= -v.vocab):
         return NotImplemented
@@ -176,114 +189,115 @@ def crop(v: Virtual, column_index: Any) -> Any:
     return v if stop == v.vocab else v.with_step("crop", stop).with_fields(vocab=stop)
 
 
-def numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """A shape or dimensions, given one by one or as one sequence."""
+def as_sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes or dimensions as a tuple, from arguments that are the numbers, or one sequence of them."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
 
 
-def reshape(v: Virtual, *shape: Any) -> Any:
-    sizes = numbers(shape)
+def reshape(v: VirtualLogits, *shape: Any) -> Any:
+    sizes = as_sizes(shape)
     if not sizes or not all(isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) for size in sizes):
         return NotImplemented
     if sizes[-1] == -1:
-        rows = 1
+        num_new_rows = 1
         for size in sizes[:-1]:
-            rows = rows * size
-        total = 1
+            num_new_rows = num_new_rows * size
+        num_rows = 1
         for size in v.shape[:-1]:
-            total = total * size
-        if rows != total:
+            num_rows = num_rows * size
+        if num_new_rows != num_rows:
             return NotImplemented
     elif sizes[-1] != v.vocab:
         return NotImplemented
-    return v.rows(v.hidden.reshape(*sizes[:-1], v.hidden.shape[-1]))
+    return v.with_hidden(v.hidden.reshape(*sizes[:-1], v.hidden.shape[-1]))
 
 
-def expand(v: Virtual, *sizes: Any) -> Any:
-    shape = numbers(sizes)
+def expand(v: VirtualLogits, *sizes: Any) -> Any:
+    shape = as_sizes(sizes)
     if not shape or shape[-1] not in (-1, v.vocab):
         return NotImplemented
-    return v.rows(v.hidden.expand(*shape[:-1], -1))
+    return v.with_hidden(v.hidden.expand(*shape[:-1], -1))
 
 
-def positive(v: Virtual, dim: int) -> int:
+def nonnegative_dim(v: VirtualLogits, dim: int) -> int:
     return dim + len(v.shape) if dim < 0 else dim
 
 
-def unsqueeze(v: Virtual, dim: int) -> Any:
+def unsqueeze(v: VirtualLogits, dim: int) -> Any:
     position = dim + len(v.shape) + 1 if dim < 0 else dim
-    return NotImplemented if position >= len(v.shape) else v.rows(v.hidden.unsqueeze(position))
+    return NotImplemented if position >= len(v.shape) else v.with_hidden(v.hidden.unsqueeze(position))
 
 
-def permute(v: Virtual, *dims: Any) -> Any:
-    order = [positive(v, dim) for dim in numbers(dims)]
-    if not order or order[-1] != len(v.shape) - 1:
+def permute(v: VirtualLogits, *dims: Any) -> Any:
+    dim_order = [nonnegative_dim(v, dim) for dim in as_sizes(dims)]
+    if not dim_order or dim_order[-1] != len(v.shape) - 1:
         return NotImplemented
-    return v.rows(v.hidden.permute(order))
+    return v.with_hidden(v.hidden.permute(dim_order))
 
 
-def by_rows(name: str, *names: str, **defaults: int) -> Callable[..., Any]:
-    """A function that applies the tensor's method ``name`` to the hidden states; NotImplemented along the vocabulary.
-    ``names``: the method's parameters; ``defaults``: their default values."""
+def row_method(name: str, *parameter_names: str, **defaults: int) -> Callable[..., Any]:
+    """A method of logits that applies the tensor's method ``name`` to the hidden states; NotImplemented along the
+    vocabulary. ``parameter_names``: of the tensor's method; ``defaults``: default values of parameters."""
 
-    def method(v: Virtual, *args: Any, **kwargs: Any) -> Any:
-        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
-        for key in names:
-            if key in DIMENSIONS:
-                along = arguments.get(key)
-                if not isinstance(along, int) or positive(v, along) >= len(v.shape) - 1:
+    def method(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
+        arguments = defaults | dict(zip(parameter_names, args, strict=False)) | kwargs
+        for key in parameter_names:
+            if key in DIMENSION_NAMES:
+                dim = arguments.get(key)
+                if not isinstance(dim, int) or nonnegative_dim(v, dim) >= len(v.shape) - 1:
                     return NotImplemented
-                arguments[key] = positive(v, along)
+                arguments[key] = nonnegative_dim(v, dim)
         result = getattr(v.hidden, name)(**arguments)
-        return v.rows(result) if isinstance(result, Tensor) else tuple(v.rows(piece) for piece in result)
+        return v.with_hidden(result) if isinstance(result, Tensor) else tuple(v.with_hidden(piece) for piece in result)
 
     return method
 
 
-def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:
-    """The same logits: a tensor that is not computed has one layout."""
+def same_logits(v: VirtualLogits, *args: Any, **kwargs: Any) -> VirtualLogits:
+    """Returns ``v``: strides do not matter before logits are computed."""
     return v
 
 
-def detach(v: Virtual) -> Virtual:
+def detach(v: VirtualLogits) -> VirtualLogits:
     return v.with_fields(hidden=v.hidden.detach(), source=v.source.without_grad())
 
 
-def step(name: str, argument: Any = None) -> Callable[..., Any]:
+def step_method(name: str, argument: Any = None) -> Callable[..., Any]:
     return lambda v: v.with_step(name, argument)
 
 
-def casting(dtype: torch.dtype) -> Callable[..., Any]:
+def cast_method(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda v, **kwargs: cast(v, dtype)
 
 
-# methods that leave logits uncomputed, by name: those that return new memory, and those that return views
+# methods that leave logits uncomputed, by name: COPIES return new memory, VIEWS return views
 COPIES: dict[str, Callable[..., Any]] = {
-    "float": casting(torch.float32), "half": casting(torch.float16), "bfloat16": casting(torch.bfloat16),
-    "double": casting(torch.float64), "to": to, "mul": factor("mul"), "multiply": factor("mul"), "div": factor("div"),
-    "true_divide": factor("div"), "divide": factor("div"), "tanh": step("tanh"), "add": add, "clone": same,
-    "index_select": by_rows("index_select", "dim", "index"), "neg": step("mul", -1.0), "negative": step("mul", -1.0),
+    "float": cast_method(torch.float32), "half": cast_method(torch.float16), "bfloat16": cast_method(torch.bfloat16),
+    "double": cast_method(torch.float64), "to": to, "mul": factor_method("mul"), "multiply": factor_method("mul"),
+    "div": factor_method("div"), "true_divide": factor_method("div"), "divide": factor_method("div"),
+    "tanh": step_method("tanh"), "add": add, "clone": same_logits, "neg": step_method("mul", -1.0),
+    "negative": step_method("mul", -1.0), "index_select": row_method("index_select", "dim", "index"),
 }  # fmt: skip
 VIEWS: dict[str, Callable[..., Any]] = {
     "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "unsqueeze": unsqueeze,
-    "permute": permute, "contiguous": same, "detach": detach, "squeeze": by_rows("squeeze", "dim"),
-    "narrow": by_rows("narrow", "dim", "start", "length"),
-    "flatten": by_rows("flatten", "start_dim", "end_dim", start_dim=0, end_dim=-1),
-    "transpose": by_rows("transpose", "dim0", "dim1"), "swapaxes": by_rows("swapaxes", "axis0", "axis1"),
-    "split": by_rows("split", "split_size", "dim", dim=0), "chunk": by_rows("chunk", "chunks", "dim", dim=0),
-    "unbind": by_rows("unbind", "dim", dim=0), "__iter__": by_rows("unbind", "dim", dim=0),
-    "select": by_rows("select", "dim", "index"),
+    "permute": permute, "contiguous": same_logits, "detach": detach, "squeeze": row_method("squeeze", "dim"),
+    "narrow": row_method("narrow", "dim", "start", "length"),
+    "flatten": row_method("flatten", "start_dim", "end_dim", start_dim=0, end_dim=-1),
+    "transpose": row_method("transpose", "dim0", "dim1"), "swapaxes": row_method("swapaxes", "axis0", "axis1"),
+    "split": row_method("split", "split_size", "dim", dim=0), "chunk": row_method("chunk", "chunks", "dim", dim=0),
+    "unbind": row_method("unbind", "dim", dim=0), "__iter__": row_method("unbind", "dim", dim=0),
+    "select": row_method("select", "dim", "index"),
 }  # fmt: skip
 OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The operations between head and loss: ``x = softcap * tanh(logit_scale * (hidden @ weight[:vocab].T + bias) /
-    softcap)``; None for those that the model lacks.
+    """The operations between head and loss, which reads ``softcap * tanh(logit_scale * (hidden @ weight[:vocab].T +
+    bias) / softcap)``. ``softcap`` and ``vocab`` are None for operations that the model lacks.
 
-    ``biases``: vectors over the vocabulary, each with the factor that the logits had when it was added; the bias of the
-    head is the vector divided by the factor.
+    ``biases``: vectors over the vocabulary, each with the factor that the logits had when the vector was added. The
+    bias of the head is the vector divided by the factor.
     """
 
     logit_scale: float = 1.0
@@ -292,59 +306,63 @@ class Tail:
     biases: tuple[tuple[Tensor, float], ...] = ()
 
     def bias(self, module_bias: Tensor | None, weight: Tensor) -> Tensor | None:
-        """The bias of the cropped head [vocab], differentiable. ``module_bias``: the module's own, before the crop."""
-        count = weight.shape[0] if self.vocab is None else self.vocab
-        total = None if module_bias is None else module_bias[:count]
-        for vector, scale in self.biases:
-            addend = vector[:count] if scale == 1 else vector[:count] / scale
-            total = addend if total is None else total + addend
-        return total
+        """The bias of the cropped head [vocab], differentiable; None if it has no bias. ``module_bias``: the bias of
+        the head's module, before the crop."""
+        num_columns = weight.shape[0] if self.vocab is None else self.vocab
+        bias_sum = None if module_bias is None else module_bias[:num_columns]
+        for vector, factor in self.biases:
+            addend = vector[:num_columns] if factor == 1 else vector[:num_columns] / factor
+            bias_sum = addend if bias_sum is None else bias_sum + addend
+        return bias_sum
 
     def __str__(self) -> str:
-        words = [f"scale {self.logit_scale:g}", f"softcap {self.softcap:g}" if self.softcap else "no softcap"]
-        words += [f"{len(self.biases)} added vector(s)"] if self.biases else []
-        words += [f"vocabulary cropped to {self.vocab}"] if self.vocab is not None else []
-        return ", ".join(words)
+        texts = [f"scale {self.logit_scale:g}", f"softcap {self.softcap:g}" if self.softcap else "no softcap"]
+        texts += [f"{len(self.biases)} added vector(s)"] if self.biases else []
+        texts += [f"vocabulary cropped to {self.vocab}"] if self.vocab is not None else []
+        return ", ".join(texts)
 
 
-class Rehearsed(NamedTuple):
+class RehearsedLoss(NamedTuple):
     """A loss of hidden states without numbers, noted instead of computed."""
 
     tail: Tail
     hidden: Tensor
     weight: Tensor | None  # None where the head's own forward would run, some rows at a time
     bias: Tensor | None
-    autocast: torch.dtype | None
-    logits: torch.dtype  # of the logits that the loss reads
+    autocast_dtype: torch.dtype | None  # None: autocast was off
+    logits_dtype: torch.dtype  # of the logits that the loss reads
     loss: Losses | None = None  # None of log-probabilities
     reduction: str = "none"
-    made_at: str = ""  # place in the model's code, as file:line
+    location: str = ""  # place in the model's code, as file:line
 
 
-def tail_of(logits: Virtual) -> Tail | None:
-    """The tail with the same result as the steps of ``logits``; None if there is none."""
-    inner, outer, capped = 1.0, 1.0, False  # factors before and after the tanh
+def tail_of(logits: VirtualLogits) -> Tail | None:
+    """The tail that has the same result as the steps of ``logits``; None if no tail has."""
+    inner_factor, outer_factor, is_capped = 1.0, 1.0, False  # factors before and after the tanh
     vocab, biases = None, []
     for name, argument in logits.steps:
         if name in ("mul", "div"):
             if argument == 0:
                 return None
             factor = argument if name == "mul" else 1.0 / argument
-            inner, outer = (inner, outer * factor) if capped else (inner * factor, outer)
+            if is_capped:
+                outer_factor *= factor
+            else:
+                inner_factor *= factor
         elif name == "tanh":
-            if capped:
+            if is_capped:
                 return None
-            capped = True
+            is_capped = True
         elif name == "crop":
             vocab = argument
-        elif name == "log_softmax" or (name == "add" and capped):
+        elif name == "log_softmax" or (name == "add" and is_capped):
             return None
         elif name == "add":
-            if argument.dtype != logits.hidden.dtype and logits.source.autocast is None:
+            if argument.dtype != logits.hidden.dtype and logits.source.autocast_dtype is None:
                 return None  # a head's bias is of its weight's dtype
-            biases.append((argument, inner))
-    if not capped:
-        return Tail(inner, None, vocab, tuple(biases))
-    if outer <= 0:
+            biases.append((argument, inner_factor))
+    if not is_capped:
+        return Tail(inner_factor, None, vocab, tuple(biases))
+    if outer_factor <= 0:
         return None
-    return Tail(inner * outer, outer, vocab, tuple(biases))
+    return Tail(inner_factor * outer_factor, outer_factor, vocab, tuple(biases))

@@ -4,10 +4,9 @@
     ...
     handle.undo()  # or: with chunked_head.override_torch(): ...
 
-PyTorch computes its chunked ``"mean"`` and ``"sum"`` by one operator, which has a kernel for each device. Ours stands
-in front of it for ``CPU`` and ``CUDA``; any call that ``is_served`` leaves
-out goes on to PyTorch's. What comes before and after the operator stays PyTorch's: its checks, autograd, graphs of
-``torch.compile``.
+PyTorch computes its chunked ``"mean"`` and ``"sum"`` by one operator, which has a kernel for each device. This module
+registers other kernels for ``CPU`` and ``CUDA``. They pass calls for which ``is_served`` is False on to PyTorch's
+kernel. What comes before and after the operator is PyTorch's code: its checks, autograd, graphs of ``torch.compile``.
 """
 
 import warnings
@@ -21,17 +20,17 @@ from ...call.options import Execution
 from ...compile.operators import outside_of_graphs
 from ...core.private import private
 from ...functions.cross_entropy import linear_cross_entropy
-from ..frameworks import check_named, looked_up
+from ..frameworks import check_named, object_at
 
-OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "skip_ignored", "deterministic", "backend")
-NAME = "_linear_cross_entropy_batch_chunked"
+OPTION_NAMES = ("memory_budget", "chunk_tokens", "accumulate_dtype", "skip_ignored", "deterministic", "backend")
+OPERATOR_NAME = "_linear_cross_entropy_batch_chunked"
 SCHEMA = (  # of the tested version, 2.15
-    f"torch_nn::{NAME}(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
-    "str reduction, SymInt ignore_index, float label_smoothing, SymInt batch_chunk_size, str acc_policy, "
-    "ScalarType acc_dtype, bool allow_retain_graph, bool compute_input_grad, bool compute_linear_weight_grad, "
-    "bool compute_linear_bias_grad) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"torch_nn::{OPERATOR_NAME}(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
+    "Tensor? weight, str reduction, SymInt ignore_index, float label_smoothing, SymInt batch_chunk_size, "
+    "str acc_policy, ScalarType acc_dtype, bool allow_retain_graph, bool compute_input_grad, "
+    "bool compute_linear_weight_grad, bool compute_linear_bias_grad) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SERVED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 # the operator's arguments by name: input [N, H], linear_weight [C, H], target [N], linear_bias and weight [C] or None
@@ -39,7 +38,7 @@ OpCall = namedtuple("OpCall", [name.split()[-1] for name in SCHEMA[: SCHEMA.inde
 
 
 def operands_with_flags(call: Any) -> list[tuple[Tensor | None, bool]]:
-    """Input, weight and bias, each with a flag: whether the call computes its gradient."""
+    """Pairs for input, weight and bias: the operand, and whether the call computes its gradient."""
     return [
         (call.input, call.compute_input_grad), (call.linear_weight, call.compute_linear_weight_grad),
         (call.linear_bias, call.compute_linear_bias_grad),
@@ -47,10 +46,10 @@ def operands_with_flags(call: Any) -> list[tuple[Tensor | None, bool]]:
 
 
 def is_served(call: Any) -> bool:
-    """True for a call that is computed here; PyTorch computes any other itself."""
+    """True for a call that this library computes; PyTorch's kernel computes the others."""
     tensors = [operand for operand, _ in operands_with_flags(call) if operand is not None]
     dtype, has_ids = call.input.dtype, call.target.dtype == torch.int64 and call.target.dim() == 1
-    sums = (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,)
+    accumulation_dtypes = (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,)
     # a graph may have been traced without a gradient that autograd asks for now
     lacks_gradient = torch.is_grad_enabled() and any(
         operand is not None and operand.requires_grad > needs_grad for operand, needs_grad in operands_with_flags(call)
@@ -60,10 +59,10 @@ def is_served(call: Any) -> bool:
         and len(call.input) > 0
         and call.reduction in ("mean", "sum")
         and not call.label_smoothing
-        and dtype in DTYPES
+        and dtype in SERVED_DTYPES
         and all(tensor.dtype == dtype for tensor in tensors)
         and call.acc_policy in ("accurate", "compact")
-        and call.acc_dtype in sums
+        and call.acc_dtype in accumulation_dtypes
         and not torch.is_autocast_enabled(call.input.device.type)
         and all(type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter) for tensor in (*tensors, call.target))
         and not lacks_gradient
@@ -72,13 +71,13 @@ def is_served(call: Any) -> bool:
 
 @outside_of_graphs
 def loss_and_gradients(call: Any, options: Execution) -> list[Tensor]:
-    """The loss and the gradients of input, weight and bias, as PyTorch's operator returns them: in input's dtype; a
+    """The loss and the gradients of input, weight and bias, in input's dtype, as PyTorch's operator returns them. A
     gradient that the call does not compute has no elements. A mean over no target, or over weights of sum 0, is nan."""
-    leaves = [
+    leaf_operands = [
         None if operand is None else operand.detach().requires_grad_(needs_grad)
         for operand, needs_grad in operands_with_flags(call)
     ]
-    hidden, weight, bias = leaves
+    hidden, weight, bias = leaf_operands
     assert hidden is not None and weight is not None
     with torch.enable_grad():
         loss = linear_cross_entropy(
@@ -87,53 +86,56 @@ def loss_and_gradients(call: Any, options: Execution) -> list[Tensor]:
         )  # fmt: skip
     one_or_nan = torch.ones_like(loss)
     if call.reduction == "mean":
-        counts = call.target != call.ignore_index
+        is_counted = call.target != call.ignore_index
         if call.weight is None:
-            counted = counts.any()
+            has_counted = is_counted.any()
         else:
             ids = call.target.clamp(0, weight.shape[0] - 1)
-            counted = torch.where(counts, call.weight.detach()[ids], 0.0).sum() != 0
-        one_or_nan = torch.where(counted, one_or_nan, torch.nan)
-    inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    remaining = iter(torch.autograd.grad(loss, inputs, one_or_nan) if inputs else ())
-    empty = [call.input.new_empty(size) for size in ((0, 0), (0, 0), (0,))]
+            has_counted = torch.where(is_counted, call.weight.detach()[ids], 0.0).sum() != 0
+        one_or_nan = torch.where(has_counted, one_or_nan, torch.nan)
+    differentiable_leaves = [leaf for leaf in leaf_operands if leaf is not None and leaf.requires_grad]
+    grads_left = iter(torch.autograd.grad(loss, differentiable_leaves, one_or_nan) if differentiable_leaves else ())
+    empty_grads = [call.input.new_empty(size) for size in ((0, 0), (0, 0), (0,))]
     grads = [
-        next(remaining).to(call.input.dtype) if leaf is not None and leaf.requires_grad else placeholder
-        for leaf, placeholder in zip(leaves, empty, strict=True)
+        next(grads_left).to(call.input.dtype) if leaf is not None and leaf.requires_grad else placeholder
+        for leaf, placeholder in zip(leaf_operands, empty_grads, strict=True)
     ]
     return [(loss.detach() * one_or_nan).to(call.input.dtype), *grads]
 
 
 class Override:
-    """A registration of our kernels until ``undo`` or the end of a ``with`` block; empty where the operator is None."""
+    """A registration of our kernels, until ``undo`` or the end of a ``with`` block. Nothing is registered for an
+    ``operator`` of None."""
 
-    current: "Override | None" = None
+    current_override: "Override | None" = None  # the registration in effect
 
     def __init__(self, operator: Any, options: Execution):
         self.library: Any = None
         if operator is None:
             return
-        if Override.current is not None:
-            Override.current.undo()
+        if Override.current_override is not None:
+            Override.current_override.undo()
         self.library = torch.library.Library("torch_nn", "IMPL")
         for device in ("CPU", "CUDA"):
-            theirs = torch.library.get_kernel(operator, device)
+            pytorch_kernel = torch.library.get_kernel(operator, device)
 
-            def kernel(keys: Any, *arguments: Any, theirs: Any = theirs) -> Any:
+            def served_kernel(dispatch_keys: Any, *arguments: Any, pytorch_kernel: Any = pytorch_kernel) -> Any:
                 call = OpCall(*arguments)
                 return (
-                    tuple(loss_and_gradients(call, options)) if is_served(call) else theirs.call_boxed(keys, *arguments)
+                    tuple(loss_and_gradients(call, options))
+                    if is_served(call)
+                    else pytorch_kernel.call_boxed(dispatch_keys, *arguments)
                 )
 
             # torch.compile traces what runs between its graphs, unless an option of its own says otherwise
-            (untraced,) = private("_disable_dynamo") or (torch.compiler.disable,)
-            self.library.impl(NAME, untraced(kernel), device, with_keyset=True)
-        Override.current = self
+            (disable_compile,) = private("_disable_dynamo") or (torch.compiler.disable,)
+            self.library.impl(OPERATOR_NAME, disable_compile(served_kernel), device, with_keyset=True)
+        Override.current_override = self
 
     def undo(self) -> None:
-        """Gives the operator back to PyTorch; a second time nothing happens."""
-        self.library = None  # the registration lives as long as this
-        Override.current = None if Override.current is self else Override.current
+        """Removes our kernels, so that PyTorch's run again. A second call has no effect."""
+        self.library = None  # the library's end is the registration's
+        Override.current_override = None if Override.current_override is self else Override.current_override
 
     def __enter__(self) -> "Override":
         return self
@@ -143,27 +145,29 @@ class Override:
 
 
 def override_torch(**options: Unpack[Execution]) -> Override:
-    """Serves ``torch.nn.functional.linear_cross_entropy(options=...)`` by this library, in this process.
+    """Makes this library compute ``torch.nn.functional.linear_cross_entropy(options=...)``, in this process.
 
     Values are PyTorch's, but for rounding: statistics are of fp32 logits. ``docs/frameworks/pytorch.md`` says which
-    calls are left to PyTorch. What PyTorch's options say about memory is not read.
+    calls PyTorch computes. The chunk sizes in PyTorch's options have no effect.
 
     Args:
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``skip_ignored``, ``deterministic``,
-            ``backend`` of every call, as in ``linear_cross_entropy``. A second ``override_torch`` puts its options in
-            their place.
+            ``backend`` of every call, as in ``linear_cross_entropy``. The options of a later ``override_torch`` replace
+            those of an earlier one.
 
     Returns:
-        A handle with ``undo()``, which is a context manager too. Where this PyTorch has no such operator, or one with
-        other arguments than in 2.15, a warning says so, and nothing is changed.
+        A handle with ``undo()``, which is also a context manager. If this PyTorch has no such operator, or one with
+        other arguments than in 2.15, a warning says so, and nothing changes.
 
     Raises:
-        TypeError, ValueError: for an option that is wrong by itself.
+        TypeError, ValueError: an option is wrong for every call.
     """
-    check_named(options, OPTIONS)
+    check_named(options, OPTION_NAMES)
     operator: Any = None
-    if looked_up(("torch.nn.modules.linear_cross_entropy", NAME)) and looked_up(("torch.library", "get_kernel")):
-        operator = getattr(torch.ops.torch_nn, NAME).default
+    if object_at(("torch.nn.modules.linear_cross_entropy", OPERATOR_NAME)) and object_at(
+        ("torch.library", "get_kernel")
+    ):
+        operator = getattr(torch.ops.torch_nn, OPERATOR_NAME).default
     schema = str(getattr(operator, "_schema", "no such operator"))
     if schema != SCHEMA:
         warnings.warn(

@@ -1,9 +1,9 @@
-"""verl's fused log-probabilities and entropies by its names and signatures, computed by this library's head.
+"""Functions with the names and signatures of verl's fused log-probabilities, computed by this library's head.
 
     from chunked_head.integrations.verl import patch_verl
     patch_verl(memory_budget="1GiB")
 
-before a worker builds its model, with ``actor_rollout_ref.model.use_fused_kernels=True``. In verl's configuration
+has to run before a worker builds its model, with ``actor_rollout_ref.model.use_fused_kernels=True``. The setting
 ``actor_rollout_ref.model.external_lib=chunked_head.integrations.verl.register`` makes the call in every worker.
 """
 
@@ -26,11 +26,12 @@ VERL = Framework(
         ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"):
             "hidden_states, vocab_weights, input_ids, temperature",
     },
-    module="verl", bound=("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
+    module="verl",
+    importing_modules=("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
 )  # fmt: skip
 # the backward of Megatron's gather_from_sequence_parallel_region, which sums gradients over the ranks
-GATHER = "_GatherFromSequenceParallelRegionBackward"
-LOGPROBS = LogprobsOfTrainer()
+GATHER_BACKWARD = "_GatherFromSequenceParallelRegionBackward"
+TRAINER_LOGPROBS = LogprobsOfTrainer()
 
 
 def linear_cross_entropy(
@@ -45,46 +46,46 @@ def linear_cross_entropy(
     reduce_dhidden: bool | None = None,
     **options: Unpack[Execution],
 ) -> tuple[Tensor, Tensor]:
-    """verl's function of this name: log-probabilities of ``labels`` and entropies, both fp32 and differentiable.
+    """Log-probabilities of ``labels`` and entropies, both fp32 and differentiable, with verl's signature.
 
     Args:
-        hidden, labels: of one order of tokens. Their leading dimensions may differ by dimensions of 1 or by flattening,
-            as Megatron's [sequence, 1, hidden] does from [1, sequence].
-        temperature: divides the logits: a number, a 0-d tensor, or a tensor of labels' shape, one for each token.
-        reduction: of the log-probabilities; entropies are per token always.
-        dist_process_group: ranks that hold the rows of the head in turn, as many each.
-        mask: labels' shape, bool: tokens that count, such as those of responses. Any other, and one whose label is
-            -100, has value 0 and no gradient; with ``skip_ignored=True`` they cost no matmul either.
-        reduce_dhidden: whether the gradient of ``hidden`` is summed over ``dist_process_group``. verl's kernels leave
-            each rank its share, because ``hidden`` comes from Megatron's gather of sequences, whose backward sums.
-            None: the same where ``hidden`` comes from there; otherwise ValueError, since a gradient would be wrong.
+        hidden, labels: their tokens are in the same order. Their leading dimensions may differ by dimensions of 1 or by
+            flattening, as Megatron's [sequence, 1, hidden] and [1, sequence] do.
+        temperature: divides the logits: a number, a 0-d tensor, or a tensor of labels' shape, with one for each token.
+        reduction: of the log-probabilities: ``"none"``, ``"sum"`` or ``"mean"``. Entropies are always per token.
+        dist_process_group: ranks that hold consecutive rows of the weight, the same number each.
+        mask: bool, in the shape of labels: tokens that count, such as those of responses. Other tokens, and tokens
+            whose label is -100, have value 0 and no gradient; with ``skip_ignored=True`` they cost no matmul.
+        reduce_dhidden: whether the gradient of ``hidden`` is summed over ``dist_process_group`` here. verl's kernels do
+            not sum it, since ``hidden`` comes from Megatron's gather of sequences, whose backward sums. None: False if
+            ``hidden`` comes from that gather; otherwise ValueError, since the gradient could be wrong.
         options: as in ``chunked_head.Execution``.
 
     Returns:
-        ``(logprobs, entropy)`` of labels' shape where hidden's leading dimensions are the same, else flat [tokens].
+        ``(logprobs, entropy)``, in the shape of labels if that is hidden's leading shape, else flat [tokens].
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f'reduction must be "none", "sum" or "mean", got {reduction!r}')
     if dist_process_group is not None:
         if "parallel" in options:
             raise ValueError("parallel is what dist_process_group says already; leave one of them out")
-        reduce = reduces(hidden, dist_process_group, reduce_dhidden)
-        options["parallel"] = VocabParallel(dist_process_group, reduce_dhidden=reduce)
-    leading = tuple(hidden.shape[:-1])
+        reduces_dhidden = reduces_here(hidden, dist_process_group, reduce_dhidden)
+        options["parallel"] = VocabParallel(dist_process_group, reduce_dhidden=reduces_dhidden)
+    leading_shape = tuple(hidden.shape[:-1])
     if isinstance(temperature, Tensor) and temperature.dim() == 0:
         temperature = temperature.expand(labels.shape)
-    if leading != tuple(labels.shape):
-        sizes, label_sizes = ([size for size in shape if size != 1] for shape in (leading, labels.shape))
-        count = torch.Size(leading).numel()
-        if count != labels.numel() or (len(sizes) > 1 and len(label_sizes) > 1 and sizes != label_sizes):
+    if leading_shape != tuple(labels.shape):
+        sizes, label_sizes = ([size for size in shape if size != 1] for shape in (leading_shape, labels.shape))
+        num_tokens = torch.Size(leading_shape).numel()
+        if num_tokens != labels.numel() or (len(sizes) > 1 and len(label_sizes) > 1 and sizes != label_sizes):
             raise ValueError(
-                f"hidden has the leading shape {leading} and labels {tuple(labels.shape)}: flattened, their tokens do "
-                "not correspond; transpose one of them"
+                f"hidden has the leading shape {leading_shape} and labels {tuple(labels.shape)}: flattened, their "
+                "tokens do not correspond; transpose one of them"
             )
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        mask, temperature = flat("mask", mask, labels), flat("temperature", temperature, labels)
+        mask, temperature = flat_tokens("mask", mask, labels), flat_tokens("temperature", temperature, labels)
         labels = labels.reshape(-1)
-    logprobs, entropy = LOGPROBS(
+    logprobs, entropy = TRAINER_LOGPROBS(
         hidden, weight, labels.long(), entropy=True, temperature=temperature, mask=mask, **options
     )
     if reduction == "sum":
@@ -93,10 +94,10 @@ def linear_cross_entropy(
 
 
 class FusedLinearForPPO(nn.Module):
-    """verl's module of this name. ``chunk_size`` tokens at most are in a chunk where it is given; the plan decides
-    otherwise, and ``impl_backend`` chooses among verl's own."""
+    """A module with the arguments of verl's. ``chunk_size``: number of tokens in a chunk; None: the plan decides.
+    ``impl_backend``, which chooses among verl's kernels, is checked and has no effect."""
 
-    options: ClassVar[Execution] = {}  # of every call, as patch_verl was given them
+    options: ClassVar[Execution] = {}  # of every call; set by patch_verl
 
     def __init__(self, chunk_size: int | None = None, impl_backend: str = "torch"):
         super().__init__()
@@ -107,18 +108,19 @@ class FusedLinearForPPO(nn.Module):
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of ``input_ids`` [...], as ``linear_cross_entropy`` returns them."""
+        """Log-probabilities of ``input_ids`` [...], and entropies, as ``linear_cross_entropy`` returns them."""
         options = self.options if self.chunk_size is None else {**self.options, "chunk_tokens": self.chunk_size}
         return linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature, **options)
 
 
-def reduces(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
-    """True where the gradient of ``hidden`` is summed over ``group`` here, rather than by the graph that made it."""
+def reduces_here(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
+    """True if the gradient of ``hidden`` is to be summed over ``group`` by this library, rather than by the graph that
+    made ``hidden``. ValueError if that is not known."""
     if reduce_dhidden is not None:
         return reduce_dhidden
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
         return True
-    if type(hidden.grad_fn).__name__ == GATHER:
+    if type(hidden.grad_fn).__name__ == GATHER_BACKWARD:
         return False
     raise ValueError(
         "hidden does not come from Megatron's gather of a sequence-parallel region, whose backward would sum its "
@@ -127,8 +129,9 @@ def reduces(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
     )
 
 
-def flat(name: str, value: Any, labels: Tensor) -> Any:
-    """A tensor of labels' shape as [tokens]; any other value as it is."""
+def flat_tokens(name: str, value: Any, labels: Tensor) -> Any:
+    """A tensor in the shape of labels, as [tokens]; ``value`` itself if it is no tensor. ValueError for other shapes.
+    ``name``: of the argument, for errors."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != labels.shape:
@@ -137,24 +140,24 @@ def flat(name: str, value: Any, labels: Tensor) -> Any:
 
 
 def patch_verl(*, reduce_dhidden: bool | None = None, **options: Unpack[Execution]) -> None:
-    """Puts this library's head behind ``use_fused_kernels``, whichever ``impl_backend``, in this process.
+    """Makes ``use_fused_kernels`` use this library's head in this process, for every ``impl_backend``.
 
     Args:
-        reduce_dhidden: as in ``linear_cross_entropy``: True for Megatron's tensor parallelism without sequence
+        reduce_dhidden: as in ``linear_cross_entropy``. True for Megatron's tensor parallelism without sequence
             parallelism.
-        options: of every call, as in ``chunked_head.Execution`` without ``parallel``.
+        options: options of every call, as in ``chunked_head.Execution`` without ``parallel``.
 
     Raises:
-        TypeError, ValueError: for an option that is wrong by itself. ImportError: verl is not installed.
+        TypeError, ValueError: an option is wrong for every call. ImportError: verl is not installed.
 
-    A function that is not as in verl 0.9 stays verl's own, and a warning says what differs.
+    A function whose parameters differ from those of verl 0.9 is not replaced, and a warning says how they differ.
     """
     check_named(options, Execution.__annotations__.keys() - {"parallel"})
     function = functools.partial(linear_cross_entropy, reduce_dhidden=reduce_dhidden, **options)
     module = type("FusedLinearForPPO", (FusedLinearForPPO,), {"options": dict(options)})
-    VERL.replace(lambda place, _: module if place[1] == module.__name__ else function)
+    VERL.replace(lambda object_path, _: module if object_path[1] == module.__name__ else function)
 
 
 def unpatch_verl() -> None:
-    """Gives verl its functions back; without ``patch_verl`` before it, nothing happens."""
-    VERL.give_back()
+    """Undoes ``patch_verl``. Nothing happens if verl is not patched."""
+    VERL.restore()

@@ -1,5 +1,5 @@
-"""Importing this module calls ``patch_verl()``: for ``actor_rollout_ref.model.external_lib``, which verl imports in
-each of its workers. For options, name a module of your own there that calls ``patch_verl`` with them."""
+"""A module whose import calls ``patch_verl()``, for ``actor_rollout_ref.model.external_lib``: verl imports the module
+of that setting in each worker. To pass options, write such a module that calls ``patch_verl`` with them."""
 
 from . import patch_verl
 

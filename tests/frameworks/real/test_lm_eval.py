@@ -41,8 +41,8 @@ def scored(make: Any, model: Any, batch_size: Any, **options: Any) -> tuple[list
 def test_log_likelihoods(
     batch_size: Any, logits_cache: bool, in_batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(integration, "IN_BATCHES", integration.IN_BATCHES and in_batches)
-    assert in_batches == integration.IN_BATCHES
+    monkeypatch.setattr(integration, "IS_SUPPORTED", integration.IS_SUPPORTED and in_batches)
+    assert in_batches == integration.IS_SUPPORTED
     theirs = scored(HFLM, llama(), batch_size, logits_cache=logits_cache)
     model = llama()
     ours = scored(ChunkedHeadLM, model, batch_size, logits_cache=logits_cache, memory_budget="8MiB")

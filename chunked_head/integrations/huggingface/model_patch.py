@@ -1,0 +1,353 @@
+"""``ModelPatch``, the options and the state of one patched model; ``Report``, which is ``model.chunked_head``: what its
+losses and logits did."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import losses
+from ...arithmetic.demand import structure_of
+from ...call.run import in_backward
+from ...core.checks import choice, flag
+from ...functions.loss import LossOutput
+from ...losses.base import Losses, Summand, as_losses
+from ...losses.user_checks import Function
+from ...metrics import Metric, MetricValue, combine
+from ...metrics.values import as_metrics
+from ..frameworks import REPLACEMENTS, check_named
+from .head import FSDP1, sizes_of
+from .source import Forward, enter, leave, patch_in_forward, running_forward
+from .virtual import RehearsedLoss, Tail
+
+# the options of ``linear_cross_entropy`` that ``patch_model`` takes; the model decides the others
+OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
+           "deterministic", "precision", "backend")  # fmt: skip
+LIBRARY_PATHS = ("chunked_head/integrations", "/torch/", "contextlib.py")
+WRAPPER_PATHS = ("/accelerate/", "/peft/", "/deepspeed/")  # of frames between a model and its caller
+TRL_REMEDY = "patch_trl() for TRL's SFT, DPO, KTO, GRPO, RLOO and distillation trainers"
+
+
+class Report:
+    """Report of a patched model's losses and logits: ``print(model.chunked_head)`` shows it.
+
+    ``fused``: number of losses that this library has computed. ``materialised``: number of times that logits were
+    computed instead. ``reasons``: texts, each with the purpose and the place for which logits were computed. Losses and
+    logits in graphs of ``torch.compile`` are not counted.
+    """
+
+    def __init__(self, model: str):
+        self.model = model  # name of its class
+        self.mechanism = "none"  # "lazy logits", or "none: " and the reason why the model is not patched
+        self.head_name, self.head_in_words = "", ""  # the name that the head has in the model; with its sizes
+        self.tail: Tail | None = None  # of the last loss
+        self.fused, self.materialised, self.reasons = 0, 0, list[str]()
+        self.warnings_by_occasion: dict[str, str] = {}  # messages
+        self.graph_loss_in_words, self.graph_logits_in_words = "", ""  # what graphs have made
+        self.metric_sums: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # by: of training, of evaluation
+
+    def __str__(self) -> str:
+        if not self.head_in_words:
+            return f"{self.model}: {self.mechanism}"
+        counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
+        reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        tail = str(self.tail) if self.tail else "no loss so far"
+        graphs = ", ".join(filter(None, (self.graph_loss_in_words, self.graph_logits_in_words)))
+        graphs = f"; in graphs of torch.compile, whose runs do not count: {graphs}" if graphs else ""
+        return f"{self.model}: {self.head_in_words}; {self.mechanism}; {tail}; {counts}{reasons}{graphs}"
+
+    __repr__ = __str__
+
+    def warn(self, message: str, occasion: str | None = None) -> None:
+        """Warns, once for each ``occasion``, or for each message if that is None."""
+        if (occasion or message) not in self.warnings_by_occasion:
+            self.warnings_by_occasion[occasion or message] = message
+            warnings.warn(message, stacklevel=2)
+
+    def add_metrics(self, metrics: Mapping[str, MetricValue], is_training: bool) -> None:
+        self.metric_sums[is_training] = combine([self.metric_sums[is_training], metrics])
+
+    def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
+        """Returns the metrics by name since the last call, of training or of evaluation, and empties them. Each has
+        ``.sum``, ``.count`` and ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
+        metrics, self.metric_sums[training] = self.metric_sums[training], {}
+        return metrics
+
+
+class ModelPatch:
+    """The patch of one model: the options of ``patch_model``, the lazy head, the state of the forward that runs, and
+    the report."""
+
+    def __init__(
+        self,
+        loss: Losses | Function | None,
+        metrics: Sequence[Metric],
+        when: str,
+        logits: str | None,
+        strict: bool,
+        head_options: dict[str, Any],
+        model: str,
+    ):
+        check_options(head_options)
+        loss = None if loss is None else as_losses(loss)
+        metrics = as_metrics(metrics)
+        check_loss(loss, metrics)
+        choice("patch_model", "when", when, ("labels", "training", "always"))
+        choice("patch_model", "logits", logits, ("lazy", None))
+        flag("strict", strict)
+        self.loss, self.metrics = loss, metrics
+        self.when, self.logits, self.strict = when, logits, strict
+        self.head_options, self.model = head_options, model  # the name of the model's class
+        self.head: Any = None  # the lazy module; None where the model is not patched
+        self.layouts: dict[Any, Any] = {}  # of the heads' logits by the heads' states, as layout_of finds them
+        self.report = Report(model)
+        # the forward that runs, and those before it
+        self.is_training = True  # mode of the model
+        self.num_forwards = 0  # runs of the class's forward; -1 after one in a graph
+        self.has_trained = False  # the model made a loss in training
+        # state of the forward that runs, for graphs of torch.compile: a graph reads only what it has written itself, so
+        # that it is not compiled again for other values
+        self.is_running = False  # a forward of the patched model runs, in a graph or not
+        self.is_tracing = False  # a forward runs in a graph; code between its graphs runs outside of them
+        self.graph_has_loss = False  # a graph made the loss of the forward
+        self.graph_has_logits = False  # a graph computed logits of the forward
+        # losses of a model without numbers (explain.py), noted instead of made; None: losses are made
+        self.rehearsed: list[RehearsedLoss] | None = None
+
+    def set_head(self, head: Any, name: str, is_tied: bool) -> None:
+        """Sets the lazy head. ``name``: that of the head in the model. ``is_tied``: its weight is the input
+        embeddings'."""
+        report = self.report
+        self.head, report.head_name, report.mechanism = head, name, "lazy logits"
+        report.head_in_words = f"{name} {list(sizes_of(head) or ())}" + (", tied" if is_tied else "")
+
+    def remove_head(self) -> Any:
+        """Returns the lazy head, or None without one, and forgets it."""
+        head, self.head = self.head, None
+        self.report.head_in_words = ""
+        return head
+
+    @property
+    def loss_argument(self) -> str:
+        """``"loss="`` or ``"metrics="``, whichever ``patch_model`` was given, else ``""``: for errors. Neither has an
+        effect on a loss that is made outside of the model's forward."""
+        return "loss=" if self.loss is not None else "metrics=" if self.metrics else ""
+
+    def refuse(self, reason: str) -> None:
+        """Notes that the model stays unpatched for ``reason``, and warns. ValueError if ``loss`` or ``metrics`` were
+        given, which would have no effect."""
+        if self.loss_argument:
+            raise ValueError(f"{self.loss_argument} of patch_model has no effect on this {self.model}: {reason}")
+        self.report.mechanism = f"none: {reason}"
+        self.report.warn(f"chunked_head leaves {self.model} as it is: {reason}")
+
+    def has_lazy_logits(self, model: nn.Module, has_labels: bool, has_cache: bool = False) -> bool:
+        """True where the logits of a forward are lazy. ``has_labels``: the forward has labels. ``has_cache``: it has
+        ``past_key_values``, as in generation, which reads the logits of one token."""
+        if self.head is None or is_exporting():
+            return False
+        return has_labels or (self.wants_unlabelled(model, has_cache) and not self.is_sharded(model))
+
+    def wants_unlabelled(self, model: nn.Module, has_cache: bool) -> bool:
+        """True where the option ``when`` asks for lazy logits of a forward without labels."""
+        return (self.when == "training" and is_training(model)) or (self.when == "always" and not has_cache)
+
+    def is_sharded(self, model: nn.Module) -> bool:
+        """True where FSDP shards the model or its head."""
+        return is_fully_sharded(model) or is_fully_sharded(self.head)
+
+    def check_unlabelled(self, model: nn.Module, has_cache: bool) -> None:
+        """Reports a forward without labels whose loss this library will not compute. RuntimeError in a training step if
+        ``loss`` or ``metrics`` were given, else a warning; a warning under FSDP."""
+        if self.head is None or is_exporting():
+            return
+        is_compiling = torch.compiler.is_compiling()
+        is_ignored = self.when == "labels" and not is_compiling and patch_in_forward(self.head) is None
+        if is_training(model) and (self.loss_argument or is_ignored) and (is_compiling or not self.has_trained):
+            caller = "" if is_compiling else f" that {caller_location(WRAPPER_PATHS)} called"
+            self.check_outside_loss(f"the forward{caller} was given no labels")
+        if self.wants_unlabelled(model, has_cache) and self.is_sharded(model):
+            self.report.warn(
+                f"chunked_head: {self.model} is sharded by FSDP, which takes its weights away when the forward ends: "
+                "only losses inside of it are fused; give the forward labels"
+            )
+
+    @contextlib.contextmanager
+    def forward_with(self, head: Any, has_labels: bool) -> Iterator[None]:
+        """A context of the model's forward, in which a call of the head returns lazy logits. If nested forwards share a
+        head, its logits belong to the innermost forward with labels."""
+        is_compiling = torch.compiler.is_compiling()
+        forward, count = Forward(self), 0
+        if not is_compiling:  # a graph must not depend on counts
+            count = self.report.fused + self.report.materialised
+            enter(forward, head)
+        self.is_running, self.is_tracing = True, is_compiling
+        self.graph_has_loss = self.graph_has_logits = False
+        try:
+            yield
+        finally:
+            self.is_running = self.is_tracing = False
+            if not is_compiling:
+                leave(forward, head)
+        if not has_labels or forward.has_loss or self.graph_has_loss:
+            return
+        if self.loss_argument:
+            raise RuntimeError(
+                f"{self.loss_argument} of patch_model had no effect: {self.model} was given labels and made no loss of "
+                f"{self.report.head_name}'s logits that it could stand for{forward.logits_in_words}; leave "
+                f"{self.loss_argument} out"
+            )
+        if is_compiling or forward.is_covered or self.graph_has_logits:
+            return
+        if self.report.fused + self.report.materialised == count:
+            name = self.report.head_name
+            self.report.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {name}")
+
+    def count_loss(self, tail: Tail, by_model: bool = False) -> None:
+        """Counts a loss; ``by_model``: made by the model inside of its forward."""
+        if by_model and self.is_training:
+            self.has_trained = True
+        if torch.compiler.is_compiling():
+            self.report.graph_loss_in_words = "losses fused"
+            self.graph_has_loss = self.graph_has_loss or by_model
+            return
+        self.report.fused += 1
+        self.report.tail = tail
+        if by_model and (forward := running_forward(self)) is not None:
+            forward.has_loss = True
+
+    def count_forward(self) -> None:
+        """Counts a run of the class's forward."""
+        self.num_forwards = -1 if torch.compiler.is_compiling() else self.num_forwards + 1
+
+    def check_outside_loss(self, description: str) -> None:
+        """Reports a training step's loss that was made outside of the forward, so that ``loss`` and ``metrics`` have no
+        effect on it: raises if they were given, else warns once."""
+        argument = self.loss_argument
+        if argument:
+            remedy_by_labels = (
+                "train on the loss that the forward returns for its labels (label smoothing is an option of "
+                "losses.cross_entropy)"
+            )
+            condition = " as it is" if self.when == "training" else ' with when="training"'
+            remedy_by_patch = f"patch_model without {argument}, which fuses a loss outside of the forward{condition}"
+        else:
+            remedy_by_labels = "give the forward labels and train on its loss"
+            remedy_by_patch = 'patch_model(model, when="training") for losses outside of it'
+        remedies = [remedy_by_labels, remedy_by_patch, *([] if is_on_trl() else [TRL_REMEDY])]
+        self.report_outside_loss(description, remedies)
+
+    def report_hidden_forward(self, name: str) -> None:
+        """Reports that a forward which is set on the model ran instead of its class's: RuntimeError if ``loss`` or
+        ``metrics`` were given, else a warning. ``name``: of that forward, with its place in the code."""
+        if self.loss_argument or not is_on_trl():
+            remedies = ["let it call the forward that it finds on the model", *([] if is_on_trl() else [TRL_REMEDY])]
+            self.report_outside_loss(f"by {name}, which runs instead of the model's forward", remedies)
+
+    def report_outside_loss(self, description: str, remedies: Sequence[str]) -> None:
+        """Reports a loss that this library does not compute: RuntimeError if ``loss`` or ``metrics`` were given, else a
+        warning, once. ``description``: of the loss, for the text. ``remedies``: what the user can do."""
+        if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and in_backward()):
+            return  # in backward a checkpoint runs the forward again
+        advice = ", or ".join(remedies)
+        if self.loss_argument:
+            raise RuntimeError(
+                f"{self.loss_argument} of patch_model has no part in a loss made outside of {self.model}'s forward "
+                f"({description}); {advice}"
+            )
+        self.report.warn(
+            f"chunked_head: a loss made outside of {self.model}'s forward ({description}) is not fused; {advice}",
+            occasion="outside",
+        )
+
+    def count_logits(self, purpose: str) -> None:
+        """Counts logits that are about to be computed for ``purpose``, and warns; RuntimeError with ``strict``."""
+        is_compiling = torch.compiler.is_compiling()
+        location = "a place in a graph" if is_compiling else caller_location()
+        if self.strict:
+            raise RuntimeError(
+                f"{self.model}'s logits would be computed for {purpose} at {location}, which strict=True forbids; use "
+                "logits.materialise() where you want them"
+            )
+        if is_compiling:
+            self.report.graph_logits_in_words, self.graph_has_logits = f"logits computed for {purpose}", True
+            return
+        self.report.materialised += 1
+        reason = f"{purpose} at {location}"
+        if (forward := running_forward(self)) is not None:
+            forward.logits_in_words = f" (the logits were computed for {reason})"
+        if reason not in self.report.reasons:
+            self.report.reasons.append(reason)
+        warning = f"chunked_head: {self.model}'s logits are computed after all, for {reason}"
+        self.report.warn(warning, occasion=purpose)
+
+    def note_rehearsed(self, loss: RehearsedLoss) -> None:
+        """Notes a loss without numbers, with the place in the model's code that makes it."""
+        assert self.rehearsed is not None
+        self.rehearsed.append(loss._replace(location=caller_location()))
+
+    def add_metrics(self, output: LossOutput) -> None:
+        """Adds a call's metrics to the report, but for those of a forward that a checkpoint runs again in backward."""
+        if output.metrics and (torch.compiler.is_compiling() or not in_backward()):
+            self.report.add_metrics(output.metrics, self.is_training)
+
+
+def is_exporting() -> bool:
+    """True while ``torch.export`` or ``torch.jit.trace`` runs a model: an exported program holds tensors alone."""
+    # torch 2.9's is_exporting is true in torch.compile too; the variable that it reads is true in export alone
+    is_export_flag_set = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.jit.is_tracing() or (
+        torch.compiler.is_exporting() if is_export_flag_set is None else is_export_flag_set
+    )
+
+
+def is_training(model: nn.Module) -> bool:
+    """True where a forward of the model is for a training step: in its training mode, with gradients enabled."""
+    return model.training and torch.is_grad_enabled()
+
+
+def is_on_trl() -> bool:
+    """True while ``patch_trl()`` is in effect."""
+    return any(path.startswith("trl.") for path, _ in REPLACEMENTS)
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """True where FSDP2 shards a module, or FSDP1 wraps it."""
+    names = {base.__name__ for base in type(module).__mro__}
+    return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
+
+
+def caller_location(skipped_paths: tuple[str, ...] = ()) -> str:
+    """File and line of the caller's code: the innermost frame outside of this library, torch and ``skipped_paths``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(path in frame.f_code.co_filename for path in (*LIBRARY_PATHS, *skipped_paths)):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for an unknown option, and what its check raises for a value that no head and batch takes."""
+    check_named(options, OPTIONS, "; scale, softcap, bias and reduction are the model's own")
+
+
+def check_loss(loss: Losses | None, metrics: Sequence[Metric]) -> None:
+    """ValueError for losses and metrics that need more than labels."""
+    summands = [] if loss is None else [summand for _, summand in loss.terms]
+    for summand in summands:
+        if summand.token_weights is not None or summand.teacher is not None:
+            raise ValueError(f"{summand.label} has token weights or a teacher, and a model's forward has labels alone")
+    readers: list[Summand | Metric] = [*summands, *metrics]
+    for reader in readers:
+        if reader.fields or reader.scope != "token":
+            needs = ", ".join(reader.fields) or "segments"
+            raise ValueError(
+                f"{reader.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the "
+                "model's hidden states"
+            )
+    # raises for two of a name, and for too many temperatures
+    structure_of(losses.cross_entropy() if loss is None else loss, metrics, 1.0, 2)
