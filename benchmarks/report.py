@@ -327,7 +327,9 @@ def gpus() -> str:
     for name, gpu in GPUS.items():
         operands = "tensor copies" if gpu.logits.described else "pointers"
         how = f"{operands}, {gpu.logits.block_m} x {gpu.logits.block_n}; {'our own' if gpu.own_dhidden else 'BLAS'}"
-        lines.append([name, ", ".join(CARDS[name]), how, f"{gpu.shared:,} bytes", measured.get(name, "compiled only")])
+        lines.append(
+            [name, ", ".join(CARDS[name]), how, f"{gpu.shared_bytes:,} bytes", measured.get(name, "compiled only")]
+        )
     logits = "logits: operands by, tile; gradient of hidden by"
     return table(["architecture", "for example", logits, "shared memory", "measured"], lines)
 

@@ -124,7 +124,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     from chunked_head.core import gpus
 
     caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, SPECS.clear
-    monkeypatch.setattr(gpus, "HERE", request.param)
+    monkeypatch.setattr(gpus, "ARCHITECTURE_OVERRIDE", request.param)
     for forget in caches:
         forget()
     yield request.param

@@ -173,7 +173,7 @@ def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves:
         names = vectors_at(statistic, view)
         is_needed = not measure.builtin or not measure.needs.isdisjoint(statistic.words)
         if is_needed and names[0] in leaves:
-            softmax = leaves["start" + suffix], leaves["rest" + suffix], lse
+            softmax = leaves["lse_base" + suffix], leaves["neg_log_sum" + suffix], lse
             values |= statistic.values([leaves[name] for name in names], softmax, ratio, structure.vocab)
     values.update({name: leaves[vector] for name, vector in structure.sum_vectors[measure, view].items()})
     if "teacher_argmax" in leaves:

@@ -317,13 +317,13 @@ class StatsObjective(Objective):
     def statistic(self, stats: dict[str, Tensor], name: str) -> Tensor:
         for statistic in self.demand.lists:
             if name in statistic.words:
-                softmax = stats["start"], stats["rest"], stats["lse"]
+                softmax = stats["lse_base"], stats["neg_log_sum"], stats["lse"]
                 return statistic.values([stats[vector] for vector in statistic.vectors], softmax, 1.0, 0)[name]
         if name == "mean_logit":
             return stats["weighted_sum"] / self.structure.vocab
         if name == "log_sum_sq_probs":
             # a difference of two lse would lose all that is below an ulp of the logits
-            differences = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("start", "rest"))
+            differences = (stats[key + SUFFIX[1]] - 2 * stats[key] for key in ("lse_base", "neg_log_sum"))
             return torch.sub(*differences)
         value = stats[STATISTIC_OF_OUTPUT.get(name, name)]
         return value if value.is_floating_point() else value.long()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.demand import Structure
-from ..core.checks import INFINITY, MOST_ROUNDED, check_logprobs
+from ..core.checks import INFINITY, MAX_ROUNDED_LOGPROB, check_logprobs
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.batch import Batch
 from ..losses.distillation import MAX_PADDING_LOGPROB, check_teacher, counted_entries
@@ -219,7 +219,7 @@ def read_tokens(
     number_fields = [name for name in names if field_kinds[name] == Field("token") and name != TEMPERATURE]
     if number_fields:
         # one launch; on the CPU ``check_logprobs`` raises where log-probabilities are too large
-        most_sizes = [INFINITY if on_cpu or name not in LOGPROBS else MOST_ROUNDED for name in number_fields]
+        most_sizes = [INFINITY if on_cpu or name not in LOGPROBS else MAX_ROUNDED_LOGPROB for name in number_fields]
         number_values = spec.backend.read_fields(
             [batch[name] for name in number_fields], targets, shift, dtype, most_sizes
         )

@@ -1,5 +1,5 @@
-"""Errors of arguments, raised before any work. A text names the argument, what was expected, what came, and a
-remedy."""
+"""Checks of arguments, which raise before any work is done. The text of an error names the argument, what it must be,
+what it is, and a remedy."""
 
 import difflib
 import inspect
@@ -19,8 +19,8 @@ PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values com
 BACKENDS = (None, "triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
-# largest log-probability that may come of rounding: 16-bit logits below 256 minus their logsumexp
-MOST_ROUNDED = 0.5
+# largest number that a log-probability may become by rounding: of 16-bit logits below 256, less their logsumexp
+MAX_ROUNDED_LOGPROB = 0.5
 SWAPPED = "hidden and weight look swapped: hidden comes first"
 
 PACKAGE = __name__.partition(".")[0]
@@ -31,8 +31,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    """Checks shapes, dtypes and devices of hidden states and head, or of logits. Returns the dtype of the matmuls, or
-    of the logits."""
+    """Checks shapes, dtypes and devices of a head's operands, or of logits: ``rows`` are hidden states, and with a
+    weight of None logits. Returns the dtype of the matmuls, or of the logits."""
     rows_name = "logits" if weight is None else "hidden"
     tensors = {rows_name: rows, "weight": weight, "target": target, "bias": bias}
     for argument, tensor in tensors.items():
@@ -63,25 +63,25 @@ def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, b
 
 
 def weight_remedy(rows: Tensor, weight: Tensor) -> str:
-    """The remedy for a weight with another number of columns than the hidden states, for an error's text."""
+    """The remedy, for an error's text, where the weight has another number of columns than the hidden states."""
     if 0 in weight.shape or rows.shape[-1] != weight.shape[0]:
         return "if a sharding framework left an empty or partial weight, gather it first"
     remedies = [
         "the weight looks transposed: pass weight.T",
         "hidden looks like logits, which logits_loss and logits_logprobs take",
     ]
-    likely, unlikely = remedies if weight.shape[0] <= weight.shape[1] else reversed(remedies)
-    return f"{likely}; or {unlikely}"
+    likely_remedy, other_remedy = remedies if weight.shape[0] <= weight.shape[1] else reversed(remedies)
+    return f"{likely_remedy}; or {other_remedy}"
 
 
 def are_swapped(rows: Tensor, weight: Tensor, target: Tensor | None) -> bool:
-    """True where hidden states and weight are probably swapped: the weight has a row per target."""
-    alike = rows.dim() == 2 and weight.dim() > 1 and rows.shape[-1] == weight.shape[-1]
-    return alike and target is not None and math.prod(weight.shape[:-1]) == target.numel()
+    """True where hidden states and weight are probably swapped: the weight has as many rows as there are targets."""
+    have_one_width = rows.dim() == 2 and weight.dim() > 1 and rows.shape[-1] == weight.shape[-1]
+    return have_one_width and target is not None and math.prod(weight.shape[:-1]) == target.numel()
 
 
 def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
-    """The remedy for a target whose shape is not the leading shape of hidden states or logits, for an error's text."""
+    """The remedy, for an error's text, where the target's shape is not the leading shape of hidden states or logits."""
     rows_name, leading, shape = "logits" if weight is None else "hidden", tuple(rows.shape[:-1]), tuple(target.shape)
     if weight is not None and are_swapped(rows, weight, target):
         return SWAPPED
@@ -93,7 +93,10 @@ def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
 
 
 def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
-    """Autocast's dtype where it is on and there are matmuls, else the operands' common dtype."""
+    """The dtype of the matmuls: autocast's where it is on and ``operands`` have a weight, else that of all operands,
+    the first of which are hidden states or logits. Raises if dtypes differ, are none of DTYPES, or are on the meta
+    device.
+    """
     for argument, tensor in operands.items():
         check_dtype(argument, tensor.dtype)
     rows_name, rows = next(iter(operands.items()))
@@ -114,6 +117,7 @@ def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def check_ids(argument: str, target: Tensor) -> None:
+    """Raises TypeError unless ``target`` is int64."""
     if target.dtype != torch.int64:
         remedy = "use target.long()"
         if target.is_floating_point():
@@ -127,7 +131,8 @@ def check_ids(argument: str, target: Tensor) -> None:
 def check_weights(
     argument: str, weights: Any, shape: tuple[int, ...] | None = None, device: torch.device | None = None
 ) -> None:
-    """Checks class weights or token weights: their type, and their shape and device if these are given."""
+    """Checks the type of class weights or token weights, and their shape and device unless ``shape`` or ``device`` is
+    None."""
     check_tensor(argument, weights, optional=False)
     if shape is not None:
         check_shape(argument, weights, weights.shape == shape, f"{shape}", "nothing is broadcast")
@@ -140,12 +145,13 @@ def check_weights(
         check_device(argument, weights, device, "the other operands")
 
 
-def check_logprobs(argument: str, values: Tensor, most: float = MOST_ROUNDED) -> None:
-    """Raises for numbers that are no log-probabilities. It reads the values, so it is for tensors on a CPU."""
+def check_logprobs(argument: str, values: Tensor, most: float = MAX_ROUNDED_LOGPROB) -> None:
+    """Raises ValueError if a value is above ``most``, or if all values look like probabilities. For tensors on a CPU,
+    since it reads their values."""
     if not values.numel():
         return
     smallest, largest = map(float, values.aminmax())  # a nan compares as False
-    if smallest >= 0 and MOST_ROUNDED / 2 < largest <= 1:
+    if smallest >= 0 and MAX_ROUNDED_LOGPROB / 2 < largest <= 1:
         raise ValueError(
             f"{argument} must hold log-probabilities, at most 0, got numbers in [{smallest:g}, {largest:g}], "
             "which look like probabilities; pass their .log()"
@@ -171,8 +177,8 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
         )
 
 
-def check_shape(argument: str, tensor: Tensor, right: bool, expected: str, remedy: str = "") -> None:
-    if not right:
+def check_shape(argument: str, tensor: Tensor, is_right: bool, expected: str, remedy: str = "") -> None:
+    if not is_right:
         raise ValueError(
             f"{argument} must have shape {expected}, got {tuple(tensor.shape)}" + (f"; {remedy}" if remedy else "")
         )
@@ -191,7 +197,7 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, ope
 
 
 def check_temperature(temperature: float | Tensor) -> None:
-    """Checks a temperature: a number, or the type of a tensor with one per token."""
+    """Checks a temperature: the value of a number, or the type of a tensor with a number per token."""
     if not isinstance(temperature, Tensor):
         number(None, "temperature", temperature, 0.0, open_=True)
         return
@@ -218,7 +224,8 @@ def check_int(argument: str, value: int, least: int | None = None) -> None:
 
 
 def check_factor(argument: str, value: float | Tensor | None, device: torch.device | None = None) -> None:
-    """Checks a normalizer, a coefficient or an upstream gradient: a number or a 0-d tensor, on ``device`` if given."""
+    """Checks a normalizer, a coefficient or an upstream gradient: None, a number, or a 0-d tensor, which has to be on
+    ``device`` unless that is None."""
     if value is None:
         return
     if isinstance(value, Tensor):
@@ -243,52 +250,57 @@ def name(dtype: torch.dtype) -> str:
 def number(
     where: str | None, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
 ) -> float:
-    """``value`` as a float; raises unless it is a finite number in ``[least, most]``, with ``open_`` in
-    ``(least, most]``. ``where``: the function whose argument it is, for the text; None for an option of calls."""
-    real = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    if real and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
+    """Returns ``value`` as a float. Raises unless it is a finite number in ``[least, most]``, or with ``open_`` in
+    ``(least, most]``: TypeError if it is no number, else ValueError. ``where``: the name of the factory whose argument
+    it is, for the error's text; None for an option of calls."""
+    is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    if is_number and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
         return float(value)
-    label = argument if where is None else f"{argument} of {where}"
+    full_name = argument if where is None else f"{argument} of {where}"
     interval = f"{'(' if open_ or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
     remedy = "; for T = 0 train on the argmax as the target" if argument.endswith("temperature") else ""
-    raise (ValueError if real else TypeError)(f"{label} must be a number in {interval}, got {value!r}{remedy}")
+    raise (ValueError if is_number else TypeError)(f"{full_name} must be a number in {interval}, got {value!r}{remedy}")
 
 
 def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
-    """``value`` as a float; raises unless it is a number of at least ``least``, or infinity."""
+    """Returns ``value`` as a float. Raises, as ``number`` does, unless it is in ``[least, infinity]``, or with
+    ``open_`` in ``(least, infinity]``."""
     if type(value) is float and (value > least or (value == least and not open_)):
         return value
     return number(where, argument, value, least, open_=open_)
 
 
 def choice(where: str | None, argument: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    """``value``, a string or None; raises unless it is among ``allowed``. ``where`` as in ``number``."""
+    """Returns ``value``. Raises ValueError unless it is a string or None and among ``allowed``. ``where`` as in
+    ``number``."""
     if not (value is None or isinstance(value, str)) or value not in allowed:
-        label = argument if where is None else f"{argument} of {where}"
-        raise ValueError(f"{label} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        full_name = argument if where is None else f"{argument} of {where}"
+        raise ValueError(f"{full_name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
 
 
 def refuse(errors: Mapping[str, Any]) -> None:
-    """Raises ValueError with the first of the messages, the keys, whose value is true."""
-    for message, holds in errors.items():
-        if holds:
+    """Raises ValueError with the first message whose value is true. ``errors``: by message whether the error holds."""
+    for message, is_wrong in errors.items():
+        if is_wrong:
             raise ValueError(message)
 
 
 def flag(argument: str, value: Any) -> bool:
+    """Returns ``value``. Raises TypeError unless it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {value!r}")
     return value
 
 
 def nearest(name: Any, names: Iterable[str]) -> str:
-    """The end of an error's text that suggests the most similar of ``names``; "" where none is similar."""
-    matches = difflib.get_close_matches(str(name), names, 1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    """The end of an error's text that suggests the name most similar to ``name``; "" if no name is similar."""
+    similar_names = difflib.get_close_matches(str(name), names, 1)
+    return f"; did you mean {similar_names[0]!r}?" if similar_names else ""
 
 
-# by the name of another library's option: an option that a function must have for the remedy to apply, and the remedy
+# by the name of another library's option: the name of an option of ours, and the remedy for functions that have that
+# option
 INSTEAD = {
     "cu_seqlens": ("segment_lengths", "pass segment_lengths=cu_seqlens.cpu(), which may be cumulated"),
     "num_items_in_batch": ("normalizer", "pass normalizer=num_items_in_batch"),
@@ -301,8 +313,8 @@ INSTEAD = {
 
 
 def answer_names(module: str, hints: Mapping[str, str]) -> None:
-    """Makes a module's error for a missing name say what stands for it, or which name is like it. ``hints``: by what
-    stands for them names of other libraries, in small letters without ``_``."""
+    """Gives a module a ``__getattr__``, whose error for a missing name says what to use in its place, or which name is
+    similar. ``hints``: by what to use, names of other libraries in small letters without ``_``, separated by spaces."""
     package, remedies = sys.modules[module], {name: remedy for remedy, names in hints.items() for name in names.split()}
 
     def missing(name: str) -> NoReturn:
@@ -314,29 +326,31 @@ def answer_names(module: str, hints: Mapping[str, str]) -> None:
 
 
 def remedy_for(unknown: Any, options: Collection[str]) -> str:
-    """The end of an error's text with the remedy for an option that is none of ``options``."""
+    """The end of an error's text, with a remedy for the option ``unknown``, which is not among ``options``."""
     required_option, remedy = INSTEAD.get(unknown, ("", ""))
     return f"; {remedy}" if required_option in options else nearest(unknown, options)
 
 
 def refuse_unknown(module: str, kind: str, options: Iterable[str], common: Iterable[str]) -> None:
-    """Raises for options that are neither those of ``chunked_head.<module>.<kind>`` nor ``common`` to all."""
+    """Raises TypeError for an option that is neither a parameter of ``chunked_head.<module>.<kind>`` nor in ``common``,
+    the options that all kinds take."""
     unknown = sorted(set(options) - set(common))
     if unknown:
         factory = getattr(sys.modules[f"{PACKAGE}.{module}"], kind)
         parameters = inspect.signature(factory).parameters.values()
         names = dict.fromkeys([*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *common])
-        meant = remedy_for(unknown[0], names)
-        raise TypeError(f"{module}.{kind} has no option {unknown[0]!r}{meant}; its options are {', '.join(names)}")
+        hint = remedy_for(unknown[0], names)
+        raise TypeError(f"{module}.{kind} has no option {unknown[0]!r}{hint}; its options are {', '.join(names)}")
 
 
 def in_a_line(error: BaseException) -> str:
+    """The type and text of an error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def mismatch(cached: str, made_for: Any, used_for: Any) -> RuntimeError:
-    """The error for a cached object that is found by a call of another kind than it was made for: its key is
-    incomplete."""
+    """The error to raise where a call finds a cached object that was made for a call of another kind, since their keys
+    are equal and should not be."""
     return RuntimeError(
         f"{cached} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
         "mistake in chunked_head and none of yours; please report it with the losses, metrics and options of the "

@@ -1,8 +1,8 @@
 """The library's sums over the vocabulary: divergences of the student's softmax p and a dense teacher's q.
 
-Each is a function of ``log p`` and ``log q`` that returns a term f and its slope ``df / d log p``, up to a multiple of
-p. It exists in PyTorch here and in Triton in ``kernels/common/sums.py``. A probability of 0 adds 0 to a sum, whatever
-its logarithm; a probability of nan makes the sum nan.
+NAME_terms is a function of ``log p`` and ``log q`` that returns f, the term of a sum, and its slope ``df / d log p``,
+up to a multiple of p. It is in PyTorch here and in Triton in ``kernels/common/sums.py``. A probability of 0 adds 0 to a
+sum, whatever its logarithm; a probability of nan makes the sum nan.
 """
 
 import math
@@ -19,73 +19,77 @@ SOFT_TARGETS = 'losses.forward_kl("cross_entropy")'  # the loss to suggest for t
 
 
 def forward_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """``q (log q - log p)``: KL(q || p)"""
+    """Terms of KL(q || p), ``f = q (log q - log p)``."""
     q = log_q.exp()
     return weighted(q, log_q - log_p), -q
 
 
 def reverse_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """``p (log p - log q)``: KL(p || q), with log q clamped to at least -1e4"""
+    """Terms of KL(p || q), ``f = p (log p - log q)``, with log q of at least LOG_FLOOR."""
     term = weighted(log_p.exp(), log_p - log_q.clamp(min=LOG_FLOOR))
     return term, term
 
 
 def teacher_entropy_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """``-q log q``"""
+    """Terms of the teacher's entropy, ``f = -q log q``."""
     q = log_q.exp()
     return -weighted(q, log_q), q
 
 
 def jsd_terms(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """``beta q (log q - log m) + (1 - beta) p (log p - log m)`` with ``m = beta q + (1 - beta) p``"""
+    """Terms of the Jensen-Shannon divergence, ``f = beta q (log q - log m) + (1 - beta) p (log p - log m)`` with
+    ``m = beta q + (1 - beta) p``."""
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
     slope = (1.0 - beta) * weighted(log_p.exp(), log_p - log_m)
     return beta * weighted(log_q.exp(), log_q - log_m) + slope, slope
 
 
 def tvd_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """``|p - q| / 2``"""
+    """Terms of the total variation, ``f = |p - q| / 2``."""
     p, q = log_p.exp(), log_q.exp()
     return (p - q).abs() / 2, -part_below(p, q) / 2
 
 
 def tvd_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
-    """``p (sign(p - q) - sum p sign) / 2``. Where p and q hardly overlap, the sign and its mean are both nearly 1, and
-    the gradient is their small difference; hence 1 is subtracted from both before they are summed, since rounded
-    probabilities do not add up to exactly 1. For a column with p above 2/3 the sign follows from the sum, as in the
-    kernels."""
+    """The gradient of the total variation, ``p (sign(p - q) - sum_j p_j sign_j) / 2``. ``total``: the sum of slopes.
+
+    Where p and q hardly overlap, the sign and the sum are both nearly 1, and the gradient is their small difference.
+    Since rounded probabilities do not add up to exactly 1, 1 is subtracted from each sign before the sum. For a column
+    with p above 2/3 the sign follows from the sum, as in the kernels."""
     p, q, below = log_p.exp(), log_q.exp(), -2 * total
     by_sum = torch.where(below < 1 - p / 2, 0.0, torch.where(below > 1 + p / 2, 2 * p, p))
     return (p * below - torch.where(p > 0.75, by_sum, part_below(p, q))) / 2
 
 
 def overlap_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """``min(p, q)``"""
+    """Terms of the overlap, ``f = min(p, q)``."""
     p, q = log_p.exp(), log_q.exp()
     return torch.minimum(p, q), part_below(p, q) / 2
 
 
 def overlap_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
+    """The gradient of the overlap, which is 1 minus the total variation."""
     return -tvd_gradient(log_p, log_q, -total)
 
 
 def weighted(p: Tensor, values: Tensor) -> Tensor:
+    """``p * values``; 0 where p is 0, whatever the value."""
     return torch.where(p == 0, 0.0, p * values)
 
 
 def part_below(p: Tensor, q: Tensor) -> Tensor:
-    """``p (1 - sign(p - q))``, nan where either is"""
+    """``p (1 - sign(p - q))``; nan where p or q is nan."""
     return p * (1 - (p - q).sign()) + 0.0 * q  # the sign of nan is 0
 
 
 class Sum(NamedTuple):
-    """A sum over the vocabulary: its function and the values of the function's numbers."""
+    """A sum over the vocabulary that a loss or metric reads: a function, and the numbers that it is called with."""
 
     function: SumFunction
     numbers: tuple[float, ...] = ()
 
 
-# statistics that a loss or metric may need, by name
+# by name: functions of the sums that a loss or metric may read
 DIVERGENCES = {
     function.name: function
     for function in (
@@ -97,5 +101,5 @@ DIVERGENCES = {
         SumFunction("teacher_entropy", teacher_entropy_terms, None),
     )
 }
-# users' functions by name; a graph's recipe keeps the functions that it reads
+# users' functions by name; the recipe of a compiled graph holds those that it reads, so that they outlive this cache
 TRACED: Cache[str, SumFunction] = Cache(256)

@@ -18,19 +18,20 @@ RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset of 
 
 
 class Gpu(NamedTuple):
-    """The row of an architecture. Only Hopper's tiles have been measured on its GPU."""
+    """A row of the table: a GPU architecture. Only Hopper's tiles have been measured on such a GPU."""
 
     name: str
-    shared: int  # bytes of shared memory per program, a bound that tests check
-    multiprocessors: int  # number that a plan assumes where no such GPU is present
-    logits: Tile
+    shared_bytes: int  # shared memory of a program, a bound that tests check
+    multiprocessors: int  # their number, which a plan assumes where no such GPU is present
+    logits: Tile  # tile of the logits' matmul
     # tile of the gradients' products; its step over rows is at most the rows of any other tile, so that it reads no row
     # that was not written
     product: Tile
-    few: Tile | None = None  # tile of the logits of few rows, where reading the weight takes the time
+    few_rows: Tile | None = None  # tile of the logits' matmul for few rows, where reading the weight takes the time
     own_dhidden: bool = False  # our product for dhidden is faster than BLAS's
-    own_stored: tuple[int, int] = (0, -1)  # least and most rows with which our product stores dweight as fast as BLAS's
-    warp: int = 32
+    # minimum and maximum number of rows with which our product stores dweight as fast as BLAS's; (0, -1): none
+    own_dweight_rows: tuple[int, int] = (0, -1)
+    warp_size: int = 32  # threads of a warp
     fp32_products: str = "tf32x3"  # Triton's ``input_precision`` for small products of fp32 operands
     fp8: bool = False  # tensor cores multiply e4m3 (OCP's) operands
     e4m3_gradients: bool = False  # measured: the gradients' products of e4m3 operands are faster
@@ -42,43 +43,47 @@ class Gpu(NamedTuple):
         return hash(self.name)  # a plan's sizes are looked up at each call
 
     def logits_tile(self, rows: int) -> Tile:
-        """Tile of the logits' matmul for a chunk of ``rows``. All have the same strips (``strips_of``)."""
-        return self.few if self.few is not None and rows <= self.few.block_m else self.logits
+        """The tile of the logits' matmul for a chunk of ``rows`` rows. Both tiles have the same strips
+        (``strips_of``)."""
+        return self.few_rows if self.few_rows is not None and rows <= self.few_rows.block_m else self.logits
 
     def strip_width(self, relative: bool) -> int:
-        """Columns of a strip: with ``relative`` logits RELATIVE_STRIP, else a tile's columns."""
+        """The number of columns of a strip: of ``relative`` logits RELATIVE_STRIP, of exponentials a tile's columns."""
         return RELATIVE_STRIP if relative else self.logits.block_n
 
     def strips_of(self, vocab: int, relative: bool) -> int:
-        """Number of column strips in a row of ``vocab`` logits, where each tile has complete strips."""
+        """The number of strips in a row of ``vocab`` logits. The last tile has all its strips, even past the last
+        column."""
         return cdiv(vocab, self.logits.block_n) * (self.logits.block_n // self.strip_width(relative))
 
 
-def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
+def hopper(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
     """A row for Hopper: the tensor copy engine, accumulators in registers, 227 KB of shared memory."""
-    few = Tile(block_m=64, warps=4, stages=4)
+    few_rows = Tile(block_m=64, warps=4, stages=4)
     logits, product = Tile(e4m3_stages=4), Tile()
-    own: dict[str, Any] = {"own_dhidden": True, "own_stored": (512, 1024)}
-    return Gpu(name, shared, multiprocessors, logits, product, few, **own, fp8=True, e4m3_gradients=True)
+    own_products: dict[str, Any] = {"own_dhidden": True, "own_dweight_rows": (512, 1024)}
+    return Gpu(
+        name, shared_bytes, multiprocessors, logits, product, few_rows, **own_products, fp8=True, e4m3_gradients=True
+    )
 
 
-def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
+def blackwell(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
     """A row for Blackwell: the tensor copy engine, and accumulators in tensor memory, of which 256 columns at a time
     would not fit the registers. sm_120, of the same generation, has neither and runs as Ampere."""
     logits = Tile(block_n=128, warps=4, per_multiprocessor=2)
-    return Gpu(name, shared, multiprocessors, logits, product=Tile(), fp8=True)
+    return Gpu(name, shared_bytes, multiprocessors, logits, product=Tile(), fp8=True)
 
 
-def ampere(name: str, shared: int, multiprocessors: int, fp8: bool = False) -> Gpu:
+def ampere(name: str, shared_bytes: int, multiprocessors: int, fp8: bool = False) -> Gpu:
     """A row for Ampere and others without the tensor copy engine: loads through pointers. Two of three stages lie in
     shared memory, 96 KB."""
     tile = Tile(described=False)
-    return Gpu(name, shared, multiprocessors, tile, product=tile, fp8=fp8)
+    return Gpu(name, shared_bytes, multiprocessors, tile, product=tile, fp8=fp8)
 
 
-def cdna(name: str, shared: int, multiprocessors: int) -> Gpu:
+def cdna(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
     tile = Tile(block_n=128, block_k=32, stages=2, described=False)
-    return Gpu(name, shared, multiprocessors, tile, product=tile, warp=64, fp32_products="ieee")
+    return Gpu(name, shared_bytes, multiprocessors, tile, product=tile, warp_size=64, fp32_products="ieee")
 
 
 GPUS = {
@@ -96,7 +101,7 @@ GPUS = {
     )
 }
 
-# cards that people name, by architecture
+# names of cards by architecture
 CARDS = {
     "sm_80": ("A100", "A30"),
     "sm_86": ("RTX 3090", "A40", "A10"),
@@ -111,15 +116,16 @@ CARDS = {
 
 
 def gpu_named(text: str) -> Gpu | None:
-    """The row of an architecture, such as "sm_90", or of a card, such as "H100" or "rtx4090"; None without one."""
+    """The table's row for the name of an architecture, such as "sm_90", or of a card, such as "H100" or "rtx4090"; None
+    for any other name."""
     word = text.lower().replace(" ", "").replace("-", "")
     names = {card.lower().replace(" ", ""): name for name, cards in CARDS.items() for card in cards}
     return GPUS.get(word) or GPUS.get(names.get(word, ""))
 
 
 def run_as(name: str) -> Gpu:
-    """The row of an architecture. Under Triton's interpreter it has tiles for small tensors, and 4 multiprocessors, so
-    that tests run the persistent loop."""
+    """The table's row for the name of an architecture. Under Triton's interpreter the row has tiles for small tensors
+    and 4 multiprocessors, so that tests run the persistent loop."""
     gpu = GPUS[name]
     if not INTERPRETED:
         return gpu
@@ -129,21 +135,23 @@ def run_as(name: str) -> Gpu:
 
     return gpu._replace(
         name="interpreter" if gpu.name == "sm_90" else gpu.name, multiprocessors=4,
-        logits=small(gpu.logits), product=small(gpu.product, k=32), few=gpu.few and small(gpu.few, m=16),
-        own_stored=(16, 64) if gpu.own_stored[1] > 0 else gpu.own_stored,
+        logits=small(gpu.logits), product=small(gpu.product, k=32), few_rows=gpu.few_rows and small(gpu.few_rows, m=16),
+        own_dweight_rows=(16, 64) if gpu.own_dweight_rows[1] > 0 else gpu.own_dweight_rows,
     )  # fmt: skip
 
 
-HERE = os.environ.get("CHUNKED_HEAD_ARCH")  # an architecture that replaces the present GPU's, for tests; or None
-if HERE is not None and HERE not in GPUS:
-    raise ValueError(f"CHUNKED_HEAD_ARCH must be one of {', '.join(GPUS)}, got {HERE!r}")
+ARCHITECTURE_OVERRIDE = os.environ.get(
+    "CHUNKED_HEAD_ARCH"
+)  # an architecture that replaces the present GPU's, for tests; or None
+if ARCHITECTURE_OVERRIDE is not None and ARCHITECTURE_OVERRIDE not in GPUS:
+    raise ValueError(f"CHUNKED_HEAD_ARCH must be one of {', '.join(GPUS)}, got {ARCHITECTURE_OVERRIDE!r}")
 
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The row of the device's architecture; None where our matmuls do not run."""
-    if HERE is not None:
-        return run_as(HERE)
+    """The table's row for a device's architecture; None if our matmuls do not run on it."""
+    if ARCHITECTURE_OVERRIDE is not None:
+        return run_as(ARCHITECTURE_OVERRIDE)
     if INTERPRETED or (device.type == "cuda" and not torch.cuda.is_available()):
         return run_as("sm_90")  # interpreted, or a plan for a GPU on a machine without one
     if device.type != "cuda":
@@ -154,14 +162,15 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def newest(major: int, minor: int) -> Gpu | None:
-    """The newest listed architecture of the generation ``major`` that is not newer than ``major.minor``; or None."""
-    older = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
-    return next((GPUS[name] for name in older if name in GPUS), None)
+    """The row of the newest listed architecture of the generation ``major`` that is not newer than ``major.minor``;
+    None if no listed one is that old."""
+    older_names = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
+    return next((GPUS[name] for name in older_names if name in GPUS), None)
 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """Number of multiprocessors of the device; without a GPU, the number in the table's row."""
+    """The number of the device's multiprocessors; without a GPU that in the table's row, or 0 without a row."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count
     gpu = gpu_of(device)
@@ -169,46 +178,48 @@ def multiprocessors_of(device: torch.device) -> int:
 
 
 def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> int:
-    """Programs of a persistent matmul: as many as are resident at a time, and no more than it has tiles."""
+    """The number of programs of a persistent matmul with a result [rows, columns]: as many as the GPU runs at a time,
+    and no more than the result has tiles."""
     tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     return min(tile.per_multiprocessor * multiprocessors_of(device), tiles)
 
 
 class DhiddenSplit(NamedTuple):
-    """The split of dhidden's tiles in the last turn: into how many parts over the vocabulary each is cut, and for how
-    many partial sums there is room."""
+    """How dhidden's product cuts the tiles of its last turn into parts over the vocabulary."""
 
-    pieces: int = 1
-    units: int = 0
+    pieces: int = 1  # number of parts of each tile
+    units: int = 0  # number of parts of all tiles, for whose partial sums memory is needed
 
 
 UNCUT = DhiddenSplit()
-MOST_PARTS = 16
-LEAST_STEPS = 4  # least steps over the vocabulary in a part
-SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # results of ``dhidden_split``, which every chunk of every call needs
+MAX_PIECES = 16  # most parts of a tile
+MIN_STEPS = 4  # least number of steps over the vocabulary in a part
+SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # results of ``dhidden_split`` by its arguments
 
 
 def dhidden_split(
-    tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
+    tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, max_units: int | None = None
 ) -> DhiddenSplit:
-    """The split with which dhidden's product takes the least time, since all multiprocessors work nearly to its end.
+    """The split with which dhidden's product takes the least time, because all multiprocessors work nearly to its end.
+    ``max_units``: the number of parts for which there is memory; None: four for each multiprocessor.
 
-    144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles only; cut into 11 parts each, these
-    take an eleventh of a turn. A part's sums go to memory and back, which takes about 0.2 % of a turn and memory, so a
-    split has to save 0.5 %.
+    144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles only. Cut into 11 parts each, these
+    12 take an eleventh of a turn. Writing and reading a part's sums takes about 0.2 % of a turn, and memory, so that
+    each part counts as 0.5 % of a turn.
     """
-    most_units = 4 * multiprocessors if most_units is None else most_units
-    key = tile, rows, hidden, vocab, multiprocessors, most_units
+    max_units = 4 * multiprocessors if max_units is None else max_units
+    key = tile, rows, hidden, vocab, multiprocessors, max_units
     return SPLITS.get_or_make(key, lambda: fewest_turns(*key))
 
 
-def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int) -> DhiddenSplit:
-    last_turn = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
-    best, fewest = UNCUT, float("inf")
-    for pieces in range(1, MOST_PARTS + 1):
-        if pieces > 1 and (last_turn * pieces > most_units or pieces * LEAST_STEPS * tile.block_k > vocab):
+def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, max_units: int) -> DhiddenSplit:
+    """``dhidden_split``, computed anew."""
+    last_tiles = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
+    best_split, min_turns = UNCUT, float("inf")
+    for pieces in range(1, MAX_PIECES + 1):
+        if pieces > 1 and (last_tiles * pieces > max_units or pieces * MIN_STEPS * tile.block_k > vocab):
             break
-        turns = cdiv(last_turn * pieces, multiprocessors) / pieces + 0.005 * pieces
-        if turns < fewest:
-            best, fewest = DhiddenSplit(pieces, last_turn * pieces if pieces > 1 else 0), turns
-    return best
+        turns = cdiv(last_tiles * pieces, multiprocessors) / pieces + 0.005 * pieces
+        if turns < min_turns:
+            best_split, min_turns = DhiddenSplit(pieces, last_tiles * pieces if pieces > 1 else 0), turns
+    return best_split

@@ -9,20 +9,20 @@ import torch
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-# by thread, the ``recording.Recorder`` of the sweep that it runs
+# by a thread's identifier: the ``recording.Recorder`` of the sweep that the thread runs
 RECORDERS: dict[int, Any] = {}
 
 
 class Cache(Generic[Key, Value]):
-    """A table of at most ``most`` values by key; the least recently used are removed first. Nothing else in the library
-    outlives a call.
+    """A table of at most ``capacity`` values by key, of which the least recently used are removed first. Whatever the
+    library keeps from call to call is in one.
 
     Threads may share a cache. Keys compare as in a dict: where 1, 1.0 and True must differ, a key has their types too.
-    A hit takes no lock and hashes the key once.
+    Finding a value takes no lock and hashes the key once.
     """
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, capacity: int):
+        self.capacity = capacity
         self._entries: dict[Key, list[Any]] = {}  # by key: the value, and the number of the lookup that used it last
         self._clock = itertools.count()
         self._lock = threading.RLock()  # of threads that add or remove
@@ -36,38 +36,39 @@ class Cache(Generic[Key, Value]):
         return value
 
     def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key; ``make()`` if there is none. ``make`` runs without the lock, since it may take seconds
-        and may use this cache. If two threads make a value at once, both get that of the first to finish."""
+        """The value of a key; if the key has none, it gets the value ``make()``. ``make`` runs without the lock, since
+        it may take seconds and may use this cache. If two threads call ``make`` for one key at a time, both get the
+        value of the thread that finishes first."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._add(key, make(), anew=False)
+            entry = self._add(key, make(), replaces=False)
         else:
             entry[1] = next(self._clock)
         value: Value = entry[0]
         return value
 
     def __setitem__(self, key: Key, value: Value) -> None:
-        self._add(key, value, anew=True)
+        self._add(key, value, replaces=True)
 
-    def _add(self, key: Key, value: Value, anew: bool) -> list[Any]:
-        gone = []  # removed values, freed after the lock is released: a destructor may use this cache
+    def _add(self, key: Key, value: Value, replaces: bool) -> list[Any]:
+        removed = []  # removed values, freed after the lock is released: a destructor may use this cache
         with self._lock:
             entries = self._entries
             entry = entries.setdefault(key, [value, 0])
-            if anew:
-                gone.append(entry[0])
+            if replaces:
+                removed.append(entry[0])
                 entry[0] = value
             entry[1] = next(self._clock)
-            if len(entries) > self.most:
+            if len(entries) > self.capacity:
                 oldest = [key for key, _ in sorted(entries.items(), key=lambda item: item[1][1])]
                 # removes some more at a time, since finding the oldest sorts all entries
-                gone += [entries.pop(key) for key in oldest[: len(entries) - self.most + self.most // 64]]
+                removed += [entries.pop(key) for key in oldest[: len(entries) - self.capacity + self.capacity // 64]]
         return entry
 
     def clear(self) -> None:
         with self._lock:
-            gone, self._entries = self._entries, {}
-        del gone
+            removed, self._entries = self._entries, {}
+        del removed
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -88,8 +89,9 @@ def recorder() -> Any:
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty`` for tensors of stores, statistics and gradients; tells this thread's ``Recorder`` of them."""
+    """``torch.empty`` for tensors of stores, statistics and gradients. The thread's ``Recorder``, if it has one, notes
+    the tensor."""
     tensor = torch.empty(*shape, dtype=dtype, device=device)
-    if RECORDERS and (listening := recorder()) is not None:
-        listening.add_memory(tensor)
+    if RECORDERS and (active_recorder := recorder()) is not None:
+        active_recorder.add_memory(tensor)
     return tensor

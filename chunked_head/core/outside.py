@@ -1,5 +1,5 @@
-"""``outside``: runs a function outside of a graph of ``torch.compile``. Its decorator imports the compiler, so import
-this module only while a graph is traced."""
+"""``outside``, which runs a function outside of a graph of ``torch.compile``. The decorator of ``outside`` imports the
+compiler, so that this module is imported only while a graph is traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,4 +14,5 @@ REASON = (
 
 @torch.compiler.disable(reason=REASON)
 def outside(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Returns ``function(*args, **kwargs)``; a graph breaks here."""
     return function(*args, **kwargs)

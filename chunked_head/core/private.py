@@ -1,4 +1,5 @@
-"""Private names of torch, looked up at first use. Each function has a slower way for a torch without the name."""
+"""Functions that use private names of torch, looked up at first use. Without such a name a function takes a slower way,
+or leaves a check to torch."""
 
 import functools
 from collections.abc import Callable
@@ -9,13 +10,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 @functools.cache
 def private(*names: str) -> tuple[Any, ...] | None:
-    """The objects of torch with these names, such as ``"_C._current_graph_task_id"``; None if torch lacks one."""
+    """The objects of torch with these names, such as ``"_C._current_graph_task_id"``; None if torch lacks any of
+    them."""
     objects = []
     for name in names:
         value: Any = torch
@@ -27,12 +29,13 @@ def private(*names: str) -> tuple[Any, ...] | None:
 
 @functools.cache
 def answering() -> Any:
-    """The class of a mode that answers anomaly mode, which asks for each gradient, in all threads, if it has a nan. The
-    mode's ``mask`` [rows] says which rows are looked at; None: no row, as in a trace, whose tensors have no numbers."""
-    modes = private("utils._python_dispatch.TorchDispatchMode")
-    if modes is None:
+    """The class of a dispatch mode for autograd's anomaly mode, which checks each gradient, in all threads, for nan.
+    Inside of the dispatch mode it sees a nan only in rows where ``mask`` [rows] is true; with None in no row, as a
+    trace needs, whose tensors have no numbers. None if torch has no such modes."""
+    mode_classes = private("utils._python_dispatch.TorchDispatchMode")
+    if mode_classes is None:
         return None
-    base: Any = modes[0]
+    base: Any = mode_classes[0]
 
     class Answer(base):
         def __init__(self, mask: Tensor | None):
@@ -52,43 +55,45 @@ def answering() -> Any:
 
 
 def anomalies_at(mask: Tensor | None) -> AbstractContextManager[Any]:
-    """A context in which anomaly mode looks at gradients' rows where ``mask`` [rows] is true; None: at no row. Other
-    rows may be nan; they are replaced by 0 later."""
-    is_on = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    return answering()(mask) if is_on and answering() is not None else nullcontext()
+    """A context in which autograd's anomaly mode checks only those rows of gradients where ``mask`` [rows] is true;
+    None: no row. Other rows may have nan, which is replaced by 0 later."""
+    checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return answering()(mask) if checks_nan and answering() is not None else nullcontext()
 
 
 def in_own_thread(function: Callable[[], Result]) -> Result:
-    """Result of ``function`` in a new thread, which begins without torch's hooks and switched-off dispatch keys."""
+    """Returns ``function()``, called in a new thread, where torch's hooks and switched-off dispatch keys do not apply.
+    The stream, and whether gradients and inference mode are on, are as in this thread."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-    def carried() -> Result:
+    def with_modes() -> Result:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.cuda.stream(stream):
             return function()
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(carried).result()
+        return pool.submit(with_modes).result()
 
 
 def is_traced() -> bool:
-    """True while torch.compile traces, and inside of a transform of torch.func, where tensors may have no values. True
-    if this torch cannot tell."""
+    """True while torch.compile traces, and inside of a transform of torch.func: tensors may have no values there. True
+    also if this version of torch cannot tell."""
     if torch.compiler.is_compiling():
         return True
-    active = private("_C._are_functorch_transforms_active")
-    return active is None or active[0]()
+    transforms_active = private("_C._are_functorch_transforms_active")
+    return transforms_active is None or transforms_active[0]()
 
 
-def breaks_graph(function: Callable[P, Result]) -> Callable[P, Result]:
-    """``torch.compiler.disable(function)``, but the compiler is imported only when a graph is traced."""
+def breaks_graph(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Returns ``torch.compiler.disable(function)``, except that the compiler is not imported until a graph is
+    traced."""
 
     @functools.wraps(function)
-    def public(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if torch.compiler.is_compiling():
             from .outside import outside
 
             return outside(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    return public
+    return wrapper

@@ -1,8 +1,8 @@
-"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit, the two largest, and lists
-of logits: of columns that the caller names, and of the largest.
+"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit, the two largest logits, and
+two lists of logits: those of columns that the caller names, and the k largest.
 
-Each is a record of PyTorch functions, with jit functions of its name in ``kernels/statistics``. Kernels, stores,
-messages of ranks, plans and the losses' arithmetic go through lists of them.
+Each is a record, ``records.Statistic``, of PyTorch functions; jit functions of its name are in ``kernels/statistics``.
+Kernels, stores, messages of ranks, plans and the losses' arithmetic loop over statistics and name none.
 """
 
 import functools
@@ -15,17 +15,18 @@ from torch import Tensor
 from .records import RowBlock, Shares, Statistic
 from .tiles import ELSEWHERE
 
-Softmax = tuple[Tensor, Tensor, Tensor]  # start, rest and lse
+Softmax = tuple[Tensor, Tensor, Tensor]  # lse_base, neg_log_sum and lse of a softmax, [rows] each
 
 
 def entropy_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """``-sum p log p``; a probability of 0 adds 0, whatever its logarithm."""
+    """The entropy ``-sum p log p``; a probability of 0 adds 0, whatever its logarithm."""
     expected = torch.where(block.e == 0, 0.0, block.e * block.z).sum(1)
     return (block.total.log() - expected / block.total,)
 
 
 def entropy_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
-    """``sum_r p_r (entropy_r - log p_r)``, ``p_r`` the probability of piece r of the vocabulary."""
+    """The entropy of a row from those of pieces: ``sum_r p_r (entropy_r - log p_r)``, p_r the probability of piece
+    r."""
     p, log_p = shares.share / shares.share.sum(0), shares.log_share - shares.log_sum
     return (torch.where(p > 0, p * (vectors[0] - log_p), 0.0).sum(0),)
 
@@ -35,13 +36,13 @@ def entropy_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, co
 
 
 def entropy_slopes(grad: Tensor, entropy: Tensor, ratio: float) -> dict[str, Tensor]:
-    """``d entropy = -p (log p + entropy)``"""
-    g = ratio * grad
-    return {"alpha": -g * entropy, "eta": -g}
+    """Coefficients of the entropy's gradient, ``d entropy / d x_j = -ratio p_j (log p_j + entropy)``."""
+    scaled_grad = ratio * grad
+    return {"alpha": -scaled_grad * entropy, "eta": -scaled_grad}
 
 
 def weighted_sum_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """``sum_j omega_j x_j``, omega the class weights, or 1 without any."""
+    """The weighted sum ``sum_j omega_j x_j``, omega the class weights, or 1 without class weights."""
     weights = block.class_weights
     # masked_fill, so that a logit of -inf with weight 0 gives 0 and not nan
     weighted = block.x if weights is None else (block.x * weights).masked_fill_(weights == 0, 0.0)
@@ -57,12 +58,12 @@ def weighted_sum_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: floa
 
 
 def weighted_sum_slopes(grad: Tensor, weighted_sum: Tensor, ratio: float) -> dict[str, Tensor]:
-    """``d weighted_sum / dx_j = omega_j``; it does not depend on the softmax's ratio."""
+    """The coefficient of the weighted sum's gradient, ``d weighted_sum / d x_j = omega_j``, whatever the ratio."""
     return {"kappa": -grad}
 
 
 def top_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """The largest logit, and the first column that has it."""
+    """Returns the largest logit and the first column that has it."""
     if block.columns is None:
         return block.top, block.x.argmax(1)
     return block.top, torch.where(block.x == block.top[:, None], block.columns, ELSEWHERE).amin(1)
@@ -77,8 +78,8 @@ def top_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ..
 
 
 def top_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (largest, ids), (start, rest, _) = vectors, softmax
-    return {"argmax": ids.to(torch.int64), "top_logprob": ((largest * ratio - start) + rest).detach()}
+    (largest, ids), (lse_base, neg_log_sum, _) = vectors, softmax
+    return {"argmax": ids.to(torch.int64), "top_logprob": ((largest * ratio - lse_base) + neg_log_sum).detach()}
 
 
 ENTROPY = Statistic(
@@ -104,9 +105,9 @@ WEIGHTED_SUM = Statistic(
 
 
 def runner_up_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """The two largest logits; equal ones count as two."""
-    two = block.x.topk(min(2, block.x.shape[1])).values
-    return block.top, two[:, 1] if two.shape[1] > 1 else torch.full_like(block.top, -torch.inf)
+    """Returns the two largest logits, of which equal ones count as two."""
+    largest_two = block.x.topk(min(2, block.x.shape[1])).values
+    return block.top, largest_two[:, 1] if largest_two.shape[1] > 1 else torch.full_like(block.top, -torch.inf)
 
 
 def runner_up_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
@@ -114,8 +115,8 @@ def runner_up_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tens
 
 
 def runner_up_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (_, second), (start, rest, _) = vectors, softmax
-    return {"runner_up_logprob": ((second * ratio - start) + rest).detach()}
+    (_, runner_up), (lse_base, neg_log_sum, _) = vectors, softmax
+    return {"runner_up_logprob": ((runner_up * ratio - lse_base) + neg_log_sum).detach()}
 
 
 TOP = Statistic(
@@ -128,9 +129,9 @@ RUNNER_UP = Statistic(
 
 
 def column_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    x, (start, rest, lse) = (vectors[0] * ratio).t(), softmax
+    x, (lse_base, neg_log_sum, lse) = (vectors[0] * ratio).t(), softmax
     # the value without the rounding of lse, with its gradient
-    return {"topk_logprobs": ((x - start) + rest + (lse.detach() - lse)).t()}
+    return {"topk_logprobs": ((x - lse_base) + neg_log_sum + (lse.detach() - lse)).t()}
 
 
 def column_slopes(grad: Tensor, logits: Tensor, ratio: float) -> dict[str, Tensor]:
@@ -139,13 +140,13 @@ def column_slopes(grad: Tensor, logits: Tensor, ratio: float) -> dict[str, Tenso
 
 def top_k_of_pieces(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     logits, ids = (vector.transpose(0, 1).flatten(1) for vector in vectors)
-    largest, places = logits.topk(vectors[0].shape[2])
-    return largest, ids.gather(1, places)
+    largest, indices = logits.topk(vectors[0].shape[2])
+    return largest, ids.gather(1, indices)
 
 
 def top_k_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (logits, ids), (start, rest, _) = vectors, softmax
-    return {"top_k_logprobs": (logits - start[:, None]) + rest[:, None], "top_k_ids": ids}
+    (logits, ids), (lse_base, neg_log_sum, _) = vectors, softmax
+    return {"top_k_logprobs": (logits - lse_base[:, None]) + neg_log_sum[:, None], "top_k_ids": ids}
 
 
 COLUMNS = Statistic(
@@ -158,30 +159,35 @@ TOP_K = Statistic(
 )  # fmt: skip
 STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order in which ranks send them
 LISTS = COLUMNS, TOP_K
-OF_LOSSES = *STATISTICS, COLUMNS  # that losses and metrics may read
+OF_LOSSES = *STATISTICS, COLUMNS  # statistics that losses and metrics may read
+# names of the values that losses and metrics may read of them
 WORDS = tuple([word for statistic in OF_LOSSES for word in statistic.words])
+# names of values by which a loss has no derivative
 WITHOUT_SLOPE = frozenset(word for s in (*STATISTICS, *LISTS) for word in s.words if s.slopes is None)
 
 
 @functools.cache
 def statistics_at(view: int) -> tuple[Statistic, ...]:
-    """Those that losses may read of one softmax; of logits the first has them."""
+    """The statistics that losses may read at a view. Those of the logits are read at view 0 only."""
     return tuple([statistic for statistic in OF_LOSSES if statistic.of_softmax or view == 0])
 
 
 def lists_of(words: Container[str], columns: int, top_k: int) -> tuple[Statistic, ...]:
-    """Lists of so many columns, for the values that are read."""
-    widths = zip(LISTS, (columns, top_k), strict=True)
-    return tuple([replace(s, width=width) for s, width in widths if width and any(word in words for word in s.words)])
+    """The lists of which a value is among ``words``, the names of the values that are read. ``columns``, ``top_k``: the
+    widths of COLUMNS and TOP_K; 0 for no such list."""
+    lists = [replace(s, width=width) for s, width in zip(LISTS, (columns, top_k), strict=True)]
+    return tuple([s for s in lists if s.width and any(word in words for word in s.words)])
 
 
 def needed(words: Iterable[tuple[str, int]], views: int) -> tuple[tuple[Statistic, ...], ...]:
-    """The statistics of each of ``views`` softmaxes. ``words``: names of the values that are read, each with the view
-    at which it is read."""
-    pairs = {(word, view) for word, read in words for view in (read, None)}
+    """For each of ``views`` softmaxes the statistics that are needed, lists left out. ``words``: names of the values
+    that are read, each with the view at which it is read."""
+    pairs = {(word, view) for word, word_view in words for view in (word_view, None)}
 
     def is_needed(statistic: Statistic, view: int) -> bool:
         return any((word, view if statistic.of_softmax else None) in pairs for word in statistic.words)
 
-    everywhere = [[s for s in statistics_at(view) if s not in LISTS] for view in range(views)]
-    return tuple([tuple([s for s in of_view if is_needed(s, view)]) for view, of_view in enumerate(everywhere)])
+    def needed_at(view: int) -> tuple[Statistic, ...]:
+        return tuple([s for s in statistics_at(view) if s not in LISTS and is_needed(s, view)])
+
+    return tuple(map(needed_at, range(views)))

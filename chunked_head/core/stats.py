@@ -10,33 +10,33 @@ from torch import Tensor
 from .memory import RECORDERS, Cache, recorder
 from .records import Statistic, SumFunction
 
-SUFFIX = ("", "2")  # by view: the end of the names of a softmax's statistics and coefficients
+SUFFIX = ("", "2")  # for each view the end of the names of its softmax's statistics and coefficients
 HEAVY_VECTORS = ("heavy_ids", "heavy_logits")  # statistics that stores read, and no loss
 
 
 class View(NamedTuple):
-    """A softmax over the logits: ``softmax(ratio * x[:columns])``, ``columns`` None for all of them."""
+    """A softmax of a call: ``softmax(ratio * x[:columns])`` of each row of logits x."""
 
-    ratio: float = 1.0
-    columns: int | None = None
+    ratio: float = 1.0  # inverse temperature relative to the logits'
+    columns: int | None = None  # None: all columns
 
 
 class Pairing(NamedTuple):
-    """A dense teacher paired with the student's softmax."""
+    """A dense teacher, and the student's softmax that sums over the vocabulary pair it with."""
 
     view: int  # index of the student's softmax in ``Demand.views``
     columns: int  # number of columns that both vocabularies have
     statistics: tuple[Statistic, ...] = ()  # statistics of the teacher's logits
-    last: bool = False  # no gradient depends on sums over both softmaxes: these are made along with the gradient
+    last: bool = False  # sums over both softmaxes are made along with the gradient, which depends on none of them
 
 
 class VocabularySum(NamedTuple):
-    """A sum over the vocabulary at one softmax. Number i of ``Demand.sums`` has the vector ``sum<i>``."""
+    """A sum over the vocabulary at one softmax. Element i of ``Demand.sums`` is made in the vector ``sum<i>``."""
 
     function: SumFunction
-    numbers: tuple[float, ...]
-    view: int
-    is_differentiated: bool = False
+    numbers: tuple[float, ...]  # the function's
+    view: int  # index of the softmax in ``Demand.views``
+    is_differentiated: bool = False  # a gradient of the call has a term of the sum
 
     @property
     def has_total(self) -> bool:
@@ -49,93 +49,94 @@ class Demand(NamedTuple):
     ``target_logit``."""
 
     views: tuple[View, ...] = (View(),)  # the softmaxes; the first has all columns and ratio 1
-    statistics: tuple[tuple[Statistic, ...], ...] = ((),)  # for each view
-    lists: tuple[Statistic, ...] = ()  # logits of some columns of each row
-    heavy: int = 0  # most ids of a row whose exact logits replace those of e4m3 operands; 0 where none do
-    pairing: Pairing | None = None
+    statistics: tuple[tuple[Statistic, ...], ...] = ((),)  # for each view those beside its softmax
+    lists: tuple[Statistic, ...] = ()  # statistics that are logits of some columns of each row
+    heavy: int = 0  # most ids of a row whose exact logits replace those of e4m3 operands; 0: no exact logit does
+    pairing: Pairing | None = None  # None: there is no dense teacher
     sums: tuple[VocabularySum, ...] = ()  # sums over the vocabulary, made once the softmaxes are known
     rank_one: bool = True  # the gradient of a row is alpha p - beta 1[target], at the first view
-    columns_only: bool = False  # only logits of each row's own columns are needed, up to a constant per row
-    values: int = 0  # numbers per token that losses and metrics make
-    field_bytes: int = 0  # bytes per token of the fields that they read
+    columns_only: bool = False  # losses read logits of each row's own columns only, less any number per row
+    values: int = 0  # number of values per token that losses and metrics make
+    field_bytes: int = 0  # bytes per token of the fields that losses and metrics read
 
     @property
     def one_sweep(self) -> bool:
-        """True where one pass makes all statistics, so that a sweep need not store logits."""
+        """True where one pass over the logits makes all statistics, so that a forward sweep need not store logits."""
         return len(self.views) == 1 and self.pairing is None and not self.sums and not self.searches_logits
 
     @property
     def searches_logits(self) -> bool:
-        """True where the columns of a list are found in the logits."""
+        """True where a list is of columns that have to be found in the logits, such as the k largest."""
         return any(statistic.ids for statistic in self.lists)
 
     @property
     def columns(self) -> int:
-        """K: columns that each row's caller names for a list."""
+        """K, the number of columns of each row that the caller names for a list; 0 without such a list."""
         return sum(statistic.width for statistic in self.lists if not statistic.ids)
 
     def of_columns(self, columns: int | None) -> "Demand":
-        """The demand of a rank with ``columns`` columns; None: the part that is equal on ranks with different numbers
-        of columns."""
-        # a view with fewer columns than the vocabulary takes the rank's number; ranks refuse a smaller teacher
+        """The demand of a rank with ``columns`` columns of the vocabulary. None: the demand without numbers of columns,
+        which is equal on all ranks."""
+        # a view with fewer columns than the vocabulary gets the rank's number; ranks refuse a smaller teacher
         views = tuple(view if view.columns is None else view._replace(columns=columns) for view in self.views)
         pairing = None if self.pairing is None else self.pairing._replace(columns=columns or 0)
         return self._replace(views=views, pairing=pairing)
 
     @property
     def numbers_per_token(self) -> int:
-        """Number of 4-byte numbers per token that all statistics take."""
+        """Memory of all statistics per token, in units of 4 bytes."""
         forms = layout_of(self).forms.values()
         return sum((form.numbers or 1) * (2 if form.ids == torch.int64 else 1) for form in forms)
 
 
 class Form(NamedTuple):
-    """The shape and dtype of a statistic."""
+    """The shape and dtype of a statistic's vector, and whether it is sent."""
 
-    numbers: int | None = None  # K for a shape [rows, K]; None for [rows]
-    ids: torch.dtype | None = None  # the dtype of ids; None: floating-point numbers
-    sent: bool = True  # ranks that share the vocabulary send it to each other
+    numbers: int | None = None  # K for the shape [rows, K]; None for [rows]
+    ids: torch.dtype | None = None  # dtype of a vector of ids; None: the vector has floating-point numbers
+    sent: bool = True  # ranks that share the vocabulary send the vector to each other
 
 
 class Names(NamedTuple):
-    """Names of a softmax's vectors, in the fields of ``records.Outputs``; also of vectors that the call does not
-    make."""
+    """Names of a softmax's vectors, in the order of the fields of ``records.SoftmaxOutputs``. The call may not make all
+    of these vectors; "" for a vector that no call makes."""
 
     lse: str
-    start: str
-    rest: str
+    lse_base: str
+    neg_log_sum: str
     logprob: str
     target_logit: str
-    statistics: tuple[tuple[Statistic, tuple[str, ...]], ...]
+    statistics: tuple[tuple[Statistic, tuple[str, ...]], ...]  # each statistic with the names of its vectors
 
 
 class Layout(NamedTuple):
-    """The vectors of a demand's statistics."""
+    """All vectors of a demand's statistics."""
 
-    forms: dict[str, Form]  # by name, in the order of ranks' messages
-    places: dict[str, int]  # of those that ranks send, among the numbers of a message
-    softmaxes: tuple[Names, ...]  # of each view, then of a teacher
+    forms: dict[str, Form]  # by a vector's name, in the order of ranks' messages
+    places: dict[str, int]  # by the name of a vector that ranks send: index of its first number in a message
+    softmaxes: tuple[Names, ...]  # one for each view, then one for a teacher
 
 
-OF_DEMAND: Cache[Demand, Layout] = Cache(256)
+LAYOUTS: Cache[Demand, Layout] = Cache(256)
 
 
 @functools.cache
 def vectors_at(statistic: Statistic, view: int) -> tuple[str, ...]:
-    """Names of a statistic's vectors: with the view's suffix, unless the statistic is of the logits."""
+    """Names of a statistic's vectors at a view: with the view's suffix if each softmax has its own vectors."""
     return tuple([name + SUFFIX[view] for name in statistic.vectors]) if statistic.of_softmax else statistic.vectors
 
 
 def layout_of(demand: Demand) -> Layout:
-    return OF_DEMAND.get_or_make(demand, lambda: layout_anew(demand))
+    """The layout of a demand, cached."""
+    return LAYOUTS.get_or_make(demand, lambda: layout_anew(demand))
 
 
 def layout_anew(demand: Demand) -> Layout:
-    forms, places, place = forms_anew(demand), dict[str, int](), 0
+    forms, places, index = forms_anew(demand), dict[str, int](), 0
     for name, form in forms.items():
         if form.sent:
-            places[name] = place
-            place += form.numbers or 1
+            places[name] = index
+            index += form.numbers or 1
     return Layout(forms, places, softmaxes_anew(demand))
 
 
@@ -143,17 +144,21 @@ def softmaxes_anew(demand: Demand) -> tuple[Names, ...]:
     softmaxes, pairing = list[Names](), demand.pairing
     for view, statistics in enumerate(demand.statistics):
         names = [name + SUFFIX[view] for name in Names._fields[:-1]]
-        softmaxes.append(Names._make([*names, tuple([(s, vectors_at(s, view)) for s in statistics])]))
+        softmaxes.append(
+            Names._make([*names, tuple([(statistic, vectors_at(statistic, view)) for statistic in statistics])])
+        )
     if pairing is not None:
-        of_teacher = tuple([(s, tuple([f"teacher_{name}" for name in s.vectors])) for s in pairing.statistics])
-        softmaxes.append(Names("", "teacher_start", "teacher_rest", "", "", of_teacher))
+        of_teacher = tuple(
+            [(statistic, tuple([f"teacher_{name}" for name in statistic.vectors])) for statistic in pairing.statistics]
+        )
+        softmaxes.append(Names("", "teacher_lse_base", "teacher_neg_log_sum", "", "", of_teacher))
     return tuple(softmaxes)
 
 
 def forms_anew(demand: Demand) -> dict[str, Form]:
-    number, local, pairing, forms = Form(), Form(sent=False), demand.pairing, dict[str, Form]()
+    one_number, not_sent, pairing, forms = Form(), Form(sent=False), demand.pairing, dict[str, Form]()
 
-    def add_forms(names: Iterable[str], form: Form = number) -> None:
+    def add_forms(names: Iterable[str], form: Form = one_number) -> None:
         forms.update(dict.fromkeys(names, form))
 
     def add_vectors(statistic: Statistic, names: Sequence[str]) -> None:
@@ -163,8 +168,8 @@ def forms_anew(demand: Demand) -> dict[str, Form]:
 
     add_forms(["target_logit"])
     for view, statistics in enumerate(demand.statistics):
-        add_forms([name + SUFFIX[view] for name in ("start", "rest")])
-        add_forms([name + SUFFIX[view] for name in ("lse", "logprob")], local)
+        add_forms([name + SUFFIX[view] for name in ("lse_base", "neg_log_sum")])
+        add_forms([name + SUFFIX[view] for name in ("lse", "logprob")], not_sent)
         for statistic in statistics:
             add_vectors(statistic, vectors_at(statistic, view))
     for statistic in demand.lists:
@@ -173,22 +178,28 @@ def forms_anew(demand: Demand) -> dict[str, Form]:
         for name, ids in zip(HEAVY_VECTORS, (torch.int32, None), strict=True):
             add_forms([name], Form(demand.heavy, ids, sent=False))
     if pairing is not None:
-        add_forms(["teacher_start", "teacher_rest"])
+        add_forms(["teacher_lse_base", "teacher_neg_log_sum"])
         for statistic in pairing.statistics:
             add_vectors(statistic, [f"teacher_{name}" for name in statistic.vectors])
-    add_forms(names_of_sums(demand), local)
+    add_forms(names_of_sums(demand), not_sent)
     return forms
 
 
 def names_of_sums(demand: Demand) -> list[str]:
-    """Names of the vectors that add up over pieces of the vocabulary once softmaxes are known."""
-    return [name for i, s in enumerate(demand.sums) for name in (f"sum{i}", f"sum{i}_total")[: 1 + s.has_total]]
+    """Names of the vectors of ``Demand.sums``, of values and of totals. A rank makes the part over its own columns; the
+    whole is the sum over ranks."""
+    return [
+        name
+        for i, statistic in enumerate(demand.sums)
+        for name in (f"sum{i}", f"sum{i}_total")[: 1 + statistic.has_total]
+    ]
 
 
 class Vectors:
-    """Vectors of numbers per token, as attributes and by name; None for a vector that is not made."""
+    """Vectors of numbers per token, each an attribute, and an element of ``by_name``. An attribute of a vector that is
+    not made is None."""
 
-    by_name: dict[str, Tensor]  # those that there are; shared, not to be changed
+    by_name: dict[str, Tensor]  # vectors that are made; records share the dict, which nothing may change
 
     @classmethod
     def from_dict(cls, vectors: dict[str, Tensor]) -> Self:
@@ -202,19 +213,21 @@ class Vectors:
 
 
 class RowStats(Vectors):
-    """Statistics of rows of logits ``x`` (after scale, cap and the call's temperature), fp32 (fp64 for fp64), [tokens].
+    """Statistics [tokens] of rows of logits ``x``, which have scale, cap and the call's temperature; fp32, or fp64 of
+    fp64 operands.
 
-    ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
-    ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
-    ``heavy_ids`` [tokens, HEAVY] int32: columns in ascending order, -1 behind the last.
-    By name alone: vectors of ``Demand.statistics`` and, [tokens, K], of ``Demand.lists``; those of a further view's
-    softmax, with its ``SUFFIX``; those of a teacher, after ``teacher_``; and ``sum0``, ``sum0_total`` and so on, of
-    ``Demand.sums``, and the sums of their slopes.
+    ``log p = (x - lse_base) + neg_log_sum``, without the rounding error of lse, which grows with the logits.
+    ``logprob``: the target's log-probability, 0 where a row does not count. ``target_logit``: any number where a row
+    does not count. ``heavy_ids`` [tokens, HEAVY] int32: heavy columns in ascending order, then -1.
+
+    Elements of ``by_name`` without an attribute: vectors of ``Demand.statistics``, and of ``Demand.lists`` [tokens, K];
+    all vectors of a second view's softmax, whose names end with its ``SUFFIX``; those of a teacher, which begin with
+    ``teacher_``; and ``sum0``, ``sum0_total`` and so on, the values and the sums of slopes of ``Demand.sums``.
     """
 
     lse: Tensor
-    start: Tensor
-    rest: Tensor
+    lse_base: Tensor
+    neg_log_sum: Tensor
     logprob: Tensor
     target_logit: Tensor
     heavy_ids: Tensor | None = None
@@ -228,9 +241,9 @@ class RowStats(Vectors):
         for name, (numbers, ids, _) in layout.forms.items():
             shape = (tokens,) if numbers is None else (tokens, numbers)
             vectors[name] = torch.empty(shape, dtype=ids or dtype, device=device)
-        if RECORDERS and (listening := recorder()) is not None:
+        if RECORDERS and (active_recorder := recorder()) is not None:
             for vector in vectors.values():
-                listening.add_memory(vector)
+                active_recorder.add_memory(vector)
         return cls.from_dict(vectors)
 
     def narrow(self, rows: slice) -> Self:
@@ -242,17 +255,18 @@ class RowStats(Vectors):
 
 
 class Coefficients(Vectors):
-    """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
+    """Coefficients [tokens] of the terms of a logit's gradient (``kernels/gradients/identity.py``); None for a term
+    that the loss's gradient lacks, 0 where a row does not count.
 
-    0 where a row does not count. By name alone: ``alpha`` and ``eta`` of a further view, with its ``SUFFIX``; ``sum0``
-    and so on, of ``Demand.sums``.
+    Elements of ``by_name`` without an attribute: ``alpha`` and ``eta`` of a second view, with its ``SUFFIX``; and
+    ``sum0`` and so on, of ``Demand.sums``. Comments name the statistics whose derivatives a coefficient is made from.
     """
 
-    alpha: Tensor | None = None  # of p: from logprob, lse, entropy and sums over the vocabulary
-    beta: Tensor | None = None  # of 1[target], negative: from logprob
-    eta: Tensor | None = None  # of p log p: from entropy
-    kappa: Tensor | None = None  # of class weights, negative: from the weighted sum
-    columns: Tensor | None = None  # [tokens, K] at each of a row's own columns: from their logits
+    alpha: Tensor | None = None  # factor of p: from logprob, lse, entropy and sums over the vocabulary
+    beta: Tensor | None = None  # factor of -1[target]: from logprob
+    eta: Tensor | None = None  # factor of p log p: from the entropy
+    kappa: Tensor | None = None  # factor of the class weights, negated: from the weighted sum
+    columns: Tensor | None = None  # [tokens, K] gradient of the logits of a row's own columns: from their logits
 
     def __mul__(self, factor: Tensor) -> "Coefficients":
         """The coefficients times ``factor`` []."""
@@ -260,17 +274,18 @@ class Coefficients(Vectors):
 
 
 def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
-    """Values [rows, ...] of predicting rows, moved to the positions of their targets [*leading, ...]; 0 elsewhere.
-    Differentiable."""
+    """Moves values [rows, ...] of rows that predict to the positions of the targets that they predict. Returns a tensor
+    [*leading, ...], 0 at positions that no row predicts. Autograd differentiates it."""
     if len(leading) == 1 and not shift:
         return values
     values = values.reshape((*leading, *values.shape[1:]))
     if not shift:
         return values
-    dim, missing = len(leading) - 1, min(shift, leading[-1])
-    further = (0, 0) * (values.dim() - len(leading))
-    return torch.nn.functional.pad(values.narrow(dim, 0, leading[-1] - missing), (*further, missing, 0))
+    dim, padding = len(leading) - 1, min(shift, leading[-1])
+    padding_ahead = (0, 0) * (values.dim() - len(leading))
+    return torch.nn.functional.pad(values.narrow(dim, 0, leading[-1] - padding), (*padding_ahead, padding, 0))
 
 
 def all_at_targets(values: Sequence[Tensor], leading: Sequence[int], shift: int) -> tuple[Tensor, ...]:
+    """``at_targets`` of each tensor."""
     return tuple([at_targets(value, leading, shift) for value in values])

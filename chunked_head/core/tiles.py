@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-# stands for the column of a target that counts but lies on another rank
+# stands in targets for an id that counts but lies on another rank
 ELSEWHERE = 1 << 30
-BEHIND = -2  # stands for an entry after the last of the ids that tokens keep
-# least value of log p and log q in sums: for a probability of 0, KL(p || q) would be infinite
+BEHIND = -2  # stands in a list of kept ids for an entry after the last
+# lower bound of log p and log q in sums: with a probability of 0, KL(p || q) would be infinite
 LOG_FLOOR = -1e4
 
 
@@ -24,57 +24,61 @@ def power_of_2(size: int) -> int:
 
 
 STRIPS_AT_ONCE = 8  # strips of relative logits that one program turns into gradients
-E4M3_ROWS = 64 if INTERPRETED else 128  # and columns of exponentials that are rounded at a time
+E4M3_ROWS = 64 if INTERPRETED else 128  # rows, and columns, of exponentials that are rounded to e4m3 at a time
 PRODUCT_ROWS = 128  # most rows of logits' gradients that dweight's product reads at a time
 
 
 LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # largest number of e4m3; least scale, whose inverse is finite
 SAMPLED_ROWS = 4  # rows of a weight from which its scale is estimated
-# An id of a row is heavy above a probability of 2^LEAST_HEAVY_LOG2, or of twice or four times as much where more than
-# HEAVY ids, the most that a row has, may be above. Candidates are ids whose e4m3 logit is at most MARGIN_LOG2 below in
-# base 2, more than it errs by: their exact logits decide.
+# An id of a row is heavy if its probability is above 2^LEAST_HEAVY_LOG2; in a row where more than HEAVY ids may be
+# above, if it is above twice or four times as much. A row has at most HEAVY heavy ids. Logits of e4m3 operands err by
+# less than MARGIN_LOG2 in base 2: ids whose e4m3 logit is above the threshold less that margin are candidates, and
+# their exact logits decide.
 LEAST_HEAVY_LOG2, MARGIN_LOG2, HEAVY = -8.0, 0.25, 64
 
 
 class Quantised(NamedTuple):
-    """A matrix in e4m3, one byte a number, of which ``values * scale`` is what was rounded.
+    """A matrix in e4m3, one byte a number: ``values * scale`` is the matrix, rounded.
 
-    Of hidden states that is without their part along a direction [columns], which ``common`` has.
+    Of hidden states, the component of each row along one direction [columns] was subtracted before: ``common`` has it.
     """
 
     values: torch.Tensor  # [rows, columns] float8_e4m3fn, contiguous
-    scale: torch.Tensor  # [rows] fp32, or [] for all rows; nan if an element of the rows is not finite
-    common: torch.Tensor | None = None  # [rows] fp32: each row times the direction; None where there is none
+    scale: torch.Tensor  # [rows] fp32, or [] for all rows; nan if an element of the row, or of all rows, is not finite
+    common: torch.Tensor | None = None  # [rows] fp32: components along the direction; None: nothing was subtracted
 
 
 Matrix = torch.Tensor | Quantised  # an operand of the logits' products
 
 
 class Tile(NamedTuple):
-    """Tile of a persistent matmul and how it is run."""
+    """The tile of a persistent matmul [m, k] @ [k, n], and how the matmul is launched."""
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 16
+    block_m: int = 128  # rows of the result
+    block_n: int = 256  # columns of the result
+    block_k: int = 64  # step over k
+    group_m: int = 16  # rows of tiles that are made before the next column of tiles
     warps: int = 8
-    stages: int = 3
-    per_multiprocessor: int = 1
+    stages: int = 3  # of the pipeline that loads operands
+    per_multiprocessor: int = 1  # programs that a multiprocessor runs at a time
     described: bool = True  # True: the tensor copy engine loads operands (descriptors); False: loads through pointers
     e4m3_stages: int | None = None  # number of stages for e4m3 operands; None: the same number
 
     @property
     def elements(self) -> int:
+        """Number of elements of the result in a tile."""
         return self.block_m * self.block_n
 
     def for_operand(self, matrix: Matrix) -> "Tile":
-        """The tile for operands of this dtype: its step over the hidden size has equally many bytes for all dtypes."""
+        """The tile for operands like ``matrix``: of e4m3 the step over k has twice as many elements, so that it has as
+        many bytes as of 16 bits."""
         if not isinstance(matrix, Quantised):
             return self
         return self._replace(block_k=self.block_k * 2, stages=self.e4m3_stages or self.stages)
 
 
 def row_block(columns: int) -> tuple[int, int]:
-    """Returns elements per step, and the number of warps, for kernels in which a program walks over a row."""
+    """Returns the number of columns that a program reads at a time, and its warps, for kernels with a program for each
+    row."""
     block = min(power_of_2(columns), 1024 if INTERPRETED else 8192)
     return max(block, 128), 4 if block < 2048 else 16

@@ -1,7 +1,7 @@
-"""The source of a function of numbers in Triton, written from a trace of it in PyTorch.
+"""Writes a function of numbers as Triton source, from its trace in PyTorch.
 
-A trace consists of elementwise operations; the tables below list them, with the Triton expression of each. A subclass
-of ``Writer`` says how inputs are read and which shape values have.
+A trace consists of elementwise operations. The tables below have the Triton expression of each operation that may be in
+one. A subclass of ``Writer`` defines how inputs are read, and the shape of values.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .private import answering
 
-NAMES = {
+TRITON_DTYPES = {
     torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
 }  # fmt: skip
 # aten's operations in three tables: operands are cast to the result's dtype, to their common dtype, or to truth values
@@ -26,15 +26,15 @@ ARITHMETIC = {
     "sqrt": "tl.sqrt_rn({0})", "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
     "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
 }  # fmt: skip
-COMPARED = {
+COMPARISONS = {
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
     "ge": "{0} >= {1}", "isnan": "{0} != {0}", "logical_not": "{0} == 0", "bitwise_not": "{0} == 0",
 }  # fmt: skip
 LOGICAL = {"logical_and": "{0} & {1}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}"}
 # operations that return their input's numbers in another shape or dtype
-SAME = {"detach", "alias", "clone", "expand", "view", "_to_copy", "lift_fresh_copy"}
-FILLED = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
-FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # index of the filling argument
+SAME_NUMBERS = {"detach", "alias", "clone", "expand", "view", "_to_copy", "lift_fresh_copy"}
+FILL_VALUES = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
+FILL_ARGUMENTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # index of the filling argument
 POWERS = {1: "{0}", 2: "{0} * {0}"}
 
 
@@ -43,7 +43,8 @@ class NoKernelError(Exception):
 
 
 def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tensor]) -> fx.GraphModule:
-    """The trace of a function of tensors like these."""
+    """The trace of ``function``, for tensors of the shapes and dtypes of ``samples``. NoKernelError if this version of
+    torch cannot trace it."""
     try:
         from torch.fx.experimental.proxy_tensor import make_fx
     except ImportError as error:
@@ -60,61 +61,64 @@ def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tenso
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the operation that a node calls, without aten's prefix; for an input node, the input's name."""
+    """The name of the operation that a node calls, without the prefix ``aten.``; of an input node the input's name."""
     return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
 
 
 def has_one_reader(node: fx.Node) -> bool:
-    """True for a node that makes a new tensor and has one reader: the reader may write to it in place unseen."""
-    return node.op == "call_function" and len(node.users) == 1 and name_of(node) not in {*SAME, "select"}
+    """True for a node that makes a new tensor which one other node reads: that node may overwrite it."""
+    return node.op == "call_function" and len(node.users) == 1 and name_of(node) not in {*SAME_NUMBERS, "select"}
 
 
 class Writer:
-    """Writes the lines that compute the values of a trace, each value once."""
+    """Writes the lines of source that compute the values of a trace; equal expressions are computed once."""
 
     shape = "(BLOCK,)"  # expression of the shape of values
-    overrides: ClassVar[dict[str, str]] = {}  # by operation: an expression in place of the table's
+    overrides: ClassVar[dict[str, str]] = {}  # by operation of ARITHMETIC: an expression in place of the table's
 
     def __init__(self, traced: fx.GraphModule):
         self.lines: list[str] = []
         self.names: dict[str, str] = {}  # names of values by expression, so that each is computed once
         self.values: dict[fx.Node, str] = {}
         self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
-        (end,) = traced.graph.find_nodes(op="output")
-        outputs: Any = end.args[0]
+        (output_node,) = traced.graph.find_nodes(op="output")
+        outputs: Any = output_node.args[0]
         self.outputs: list[fx.Node] = list(outputs)
 
     def read(self, node: fx.Node) -> str:
-        """The name of the variable that holds an input; a subclass loads it."""
+        """The name of the variable that holds an input. A subclass writes the line that loads it."""
         raise NotImplementedError
 
     def select(self, vector: fx.Node, dim: int, i: int) -> str:
-        """The expression of element ``i`` of an input along ``dim``."""
+        """The expression of element ``i`` of an input along ``dim``. NoKernelError unless a subclass has such
+        inputs."""
         raise NoKernelError(str(vector))
 
     def assign(self, expression: str) -> str:
+        """The name of a variable with the value of ``expression``, for which a line is written if there is none."""
         if expression not in self.names:
             self.names[expression] = f"v{len(self.names)}"
             self.lines.append(f"{self.names[expression]} = {expression}")
         return self.names[expression]
 
     def value(self, node: fx.Node) -> str:
+        """The name of a variable with the value of a node. NoKernelError for an operation that no table has."""
         if node.op != "call_function":
             raise NoKernelError(node.op)
         operation, dtype = name_of(node), node.meta["val"].dtype
         if operation.endswith("_") and has_one_reader(node.args[0]):  # type: ignore[arg-type]
             operation = operation.removesuffix("_")  # older torch has such operations in the gradient of a minimum
-        if node.meta["val"].dim() > 1 or dtype not in NAMES:
+        if node.meta["val"].dim() > 1 or dtype not in TRITON_DTYPES:
             raise NoKernelError(str(node))
         tensors = [arg for arg in node.args if isinstance(arg, fx.Node)]
         if operation == "select" and node.args[0] in self.inputs:
             return self.select(*node.args)  # type: ignore[arg-type]
-        if operation in SAME:
+        if operation in SAME_NUMBERS:
             return self.cast(tensors[0], dtype)
-        if operation in FILLED:
-            return self.constant(FILLED[operation], dtype)
-        if operation in FILLED_BY:
-            return self.constant(node.args[FILLED_BY[operation]], dtype)
+        if operation in FILL_VALUES:
+            return self.constant(FILL_VALUES[operation], dtype)
+        if operation in FILL_ARGUMENTS:
+            return self.constant(node.args[FILL_ARGUMENTS[operation]], dtype)
         if operation in ("where", "masked_fill"):
             condition, *values = node.args if operation == "where" else (node.args[1], node.args[2], node.args[0])
             branches = [self.cast(value, dtype) for value in values]
@@ -122,10 +126,13 @@ class Writer:
         if operation == "clamp":
             bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
             x = self.cast(node.args[0], dtype)
-            for side, beyond in ("min", "<"), ("max", ">"):  # a nan compares false with either and stays, as in PyTorch
+            for side, comparison in (
+                ("min", "<"),
+                ("max", ">"),
+            ):  # a nan compares false with either and stays, as in PyTorch
                 if bounds.get(side) is not None:
                     bound = self.cast(bounds[side], dtype)
-                    x = self.assign(f"tl.where({x} {beyond} {bound}, {bound}, {x})")
+                    x = self.assign(f"tl.where({x} {comparison} {bound}, {bound}, {x})")
             return x
         if operation == "pow" and node.args[1] in POWERS:
             return self.computed(POWERS[node.args[1]], node.args[:1], dtype)  # type: ignore[index]
@@ -136,30 +143,32 @@ class Writer:
             return self.assign(f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))")
         if operation in ARITHMETIC:
             return self.computed((ARITHMETIC | self.overrides)[operation], node.args, dtype)
-        if operation in COMPARED:
-            floats = any(isinstance(arg, float) for arg in node.args)
-            floats = floats or any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors)
-            return self.computed(COMPARED[operation], node.args, torch.float32 if floats else torch.int64)
+        if operation in COMPARISONS:
+            has_floats = any(isinstance(arg, float) for arg in node.args)
+            has_floats = has_floats or any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors)
+            return self.computed(COMPARISONS[operation], node.args, torch.float32 if has_floats else torch.int64)
         if operation in LOGICAL:
             return self.computed(LOGICAL[operation], node.args, torch.bool)
         raise NoKernelError(str(operation))
 
     def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
+        """The name of a variable with the value of ``template``, formatted with ``args`` cast to ``dtype``."""
         return self.assign(template.format(*[self.cast(arg, dtype) for arg in args]))
 
     def constant(self, number: Any, dtype: torch.dtype) -> str:
+        """The name of a variable with a number, or with a node's value, in ``dtype``."""
         if isinstance(number, fx.Node):
             return self.cast(number, dtype)
         number = float(number) if dtype.is_floating_point else int(number)
-        text = repr(number) if math.isfinite(number) else f'float("{number}")'
-        return self.assign(f"tl.full({self.shape}, {text}, {NAMES[dtype]})")
+        literal = repr(number) if math.isfinite(number) else f'float("{number}")'
+        return self.assign(f"tl.full({self.shape}, {literal}, {TRITON_DTYPES[dtype]})")
 
     def cast(self, value: Any, dtype: torch.dtype) -> str:
-        """The expression of an operand cast to a dtype."""
+        """The name of a variable with an operand, a node or a number, cast to ``dtype``."""
         if not isinstance(value, fx.Node):
             return self.constant(value, dtype)
         source_dtype = value.meta["val"].dtype
-        if source_dtype not in NAMES or value.meta["val"].dim() > 1:
+        if source_dtype not in TRITON_DTYPES or value.meta["val"].dim() > 1:
             raise NoKernelError(str(value))
         if value in self.inputs:
             name = self.read(value)
@@ -169,4 +178,4 @@ class Writer:
             name = self.values[value]
         if source_dtype == dtype:
             return name
-        return self.assign(f"{name} != 0" if dtype == torch.bool else f"{name}.to({NAMES[dtype]})")
+        return self.assign(f"{name} != 0" if dtype == torch.bool else f"{name}.to({TRITON_DTYPES[dtype]})")

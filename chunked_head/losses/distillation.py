@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import INFINITY, MOST_ROUNDED, check_logprobs, choice, flag, number, refuse_unknown
+from ..core.checks import INFINITY, MAX_ROUNDED_LOGPROB, check_logprobs, choice, flag, number, refuse_unknown
 from ..core.divergences import Sum
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, sharing_results
 from .batch import Batch, Stats
@@ -281,9 +281,9 @@ def check_teacher(argument: str, teacher_logprobs: Tensor, is_counted: Tensor, i
     name."""
     if not is_counted.any():
         return
-    check_logprobs(argument, teacher_logprobs[is_counted], MOST_ROUNDED if is_normalized else INFINITY)
+    check_logprobs(argument, teacher_logprobs[is_counted], MAX_ROUNDED_LOGPROB if is_normalized else INFINITY)
     max_total = float(torch.where(is_counted, teacher_logprobs, -torch.inf).logsumexp(-1).max())
-    if is_normalized and max_total > MOST_ROUNDED:
+    if is_normalized and max_total > MAX_ROUNDED_LOGPROB:
         raise ValueError(
             f"{argument} must hold log-probabilities, whose exponentials add up to at most 1 for a token, got "
             f"{math.exp(max_total):g}; take them from log_softmax, or pass teacher_renormalize=True"

@@ -21,7 +21,7 @@ from ..core.memory import Cache
 from ..core.private import breaks_graph, in_own_thread
 from ..core.records import SumFunction
 from ..core.tiles import LOG_FLOOR
-from ..core.tracing import FILLED, FILLED_BY, SAME, NoKernelError, Writer, name_of, traced
+from ..core.tracing import FILL_ARGUMENTS, FILL_VALUES, SAME_NUMBERS, NoKernelError, Writer, name_of, traced
 from .base import Losses, make
 from .batch import Batch, Stats
 from .distillation import dense
@@ -120,7 +120,7 @@ class SumWriter(Writer):
     def source(self, name: str) -> str:
         """The source of the function ``<name>_terms``."""
         arguments = "".join(f", {argument}" for argument in self.arguments if argument.startswith("n"))
-        header = f"@triton.jit\ndef {name}_terms(log_p, log_q, p, q, tie{arguments}):"
+        header = f"@triton.jit\ndef {name}_terms(log_p, log_q, p, q, tie_tolerance{arguments}):"
         return "\n    ".join([header, *self.lines, f"return {', '.join(self.terms)}"])
 
 
@@ -213,10 +213,14 @@ class TracedFunction:
         arguments: Any = fx.node.map_arg(node.args, lambda argument: values_by_node[argument])
         dtype = node.meta["val"].dtype
         dtype = like.dtype if dtype.is_floating_point else dtype
-        if operation_name in SAME:
+        if operation_name in SAME_NUMBERS:
             return arguments[0].to(dtype)
-        if operation_name in FILLED or operation_name in FILLED_BY:
-            value = FILLED[operation_name] if operation_name in FILLED else arguments[FILLED_BY[operation_name]]
+        if operation_name in FILL_VALUES or operation_name in FILL_ARGUMENTS:
+            value = (
+                FILL_VALUES[operation_name]
+                if operation_name in FILL_VALUES
+                else arguments[FILL_ARGUMENTS[operation_name]]
+            )
             return torch.full_like(like, value, dtype=dtype) if not isinstance(value, Tensor) else value
         assert callable(torch_function)
         return torch_function(*arguments, **node.kwargs)

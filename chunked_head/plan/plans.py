@@ -345,7 +345,7 @@ def own_dweight(plan: Plan, is_stored: bool) -> bool:
     skip rows, which BLAS cannot; and a single product that is ``is_stored`` and not added, where they are as fast as
     BLAS and cheaper to launch."""
     sizes = plan.sizes
-    least_rows, most_rows = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
+    least_rows, most_rows = (0, -1) if sizes.gpu is None else sizes.gpu.own_dweight_rows
     is_only_product = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
     return sizes.own_matmul and (
         sizes.skips or (is_stored and is_only_product and least_rows <= sizes.tokens <= most_rows)

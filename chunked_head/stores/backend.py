@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.checks import BACKENDS, choice
 from ..core.gpus import gpu_of
-from ..core.records import Places
+from ..core.records import MessageIndices
 from ..core.stats import RowStats, layout_of
 from ..parallel.merge import GatheredStats
 from . import torch_functions as functions
@@ -96,7 +96,9 @@ class Backend:
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher
         for softmax, ratio in zip(softmaxes, ratios, strict=False):
             vectors = tuple([place_of[name] for _, names in softmax.statistics for name in names])
-            places = Places(place_of[softmax.start], place_of[softmax.rest], place_of["target_logit"], vectors)
+            places = MessageIndices(
+                place_of[softmax.lse_base], place_of[softmax.neg_log_sum], place_of["target_logit"], vectors
+            )
             outputs = outputs_of(stats, softmax)
             self.merge_softmax(outputs, message, zero_or_nan, targets, ratio, places, known_targets)
         for statistic in demand.lists:

@@ -156,8 +156,8 @@ def blas_multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
 def multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
     """``out = a @ b`` if ``is_first``, else ``out += a @ b``"""
     blas_multiply(a, b, out, is_first)
-    if RECORDERS and (listening := recorder()) is not None:
-        listening.called(multiply, a, b, out, is_first, written=(out,))
+    if RECORDERS and (active_recorder := recorder()) is not None:
+        active_recorder.record_call(multiply, a, b, out, is_first, written_tensors=(out,))
 
 
 def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
@@ -172,15 +172,15 @@ def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
         for k in tiles:
             blas_multiply(a[:, k].to(dtype), b[:, k].to(dtype).t(), out, k.start == 0)
         writes = len(tiles)
-    if RECORDERS and (listening := recorder()) is not None:
-        listening.called(multiply_e4m3, a, b, out, unit, written=(out,) * writes)
+    if RECORDERS and (active_recorder := recorder()) is not None:
+        active_recorder.record_call(multiply_e4m3, a, b, out, unit, written_tensors=(out,) * writes)
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:
     """``out = rows.sum(0)``"""
     torch.sum(rows, 0, out=out)
-    if RECORDERS and (listening := recorder()) is not None:
-        listening.called(sum_rows, rows, out, written=(out,))
+    if RECORDERS and (active_recorder := recorder()) is not None:
+        active_recorder.record_call(sum_rows, rows, out, written_tensors=(out,))
 
 
 def accumulate(out: Tensor, value: Tensor, is_first: bool, gain: Tensor | None = None) -> None:

@@ -18,7 +18,7 @@ from .store import Store, outputs_of, ratio_of, terms_of, transform
 from .torch_functions import of_rows, slope, transformed
 
 # by vector: its number for a row that has no probability anywhere
-NOWHERE = {name + suffix: value for name, value in (("start", torch.inf), ("rest", 0.0)) for suffix in SUFFIX}
+NOWHERE = {name + suffix: value for name, value in (("lse_base", torch.inf), ("neg_log_sum", 0.0)) for suffix in SUFFIX}
 
 
 class SetStore(Store):
@@ -114,7 +114,9 @@ class SetStore(Store):
                 column_sets.rows - tokens.start,
                 -1,
             )
-            self.backend.add_rows(out, self.head.weight, places.int(), self.dlogits, column_sets.columns, together=True)
+            self.backend.add_rows(
+                out, self.head.weight, places.int(), self.dlogits, column_sets.columns, is_grouped=True
+            )
         grads.hidden_done(tokens)
 
     def finish(self, grads: Gradients) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..core.records import (
     ALL_ROWS,
     PLAIN,
-    Counted,
-    Outputs,
+    CountedRows,
     Softmax,
+    SoftmaxOutputs,
     StatisticOutputs,
     Stored,
     SumOutputs,
@@ -44,11 +44,11 @@ def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
-def outputs_of(stats: Mapping[str, Tensor], names: Names) -> Outputs:
+def outputs_of(stats: Mapping[str, Tensor], names: Names) -> SoftmaxOutputs:
     """The tensors in ``stats``, by name, that a softmax's statistics are written to. ``names``: names of that
     softmax's vectors."""
     statistics = [StatisticOutputs(s, tuple([stats[name] for name in vectors])) for s, vectors in names.statistics]
-    return Outputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
+    return SoftmaxOutputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
 
 
 def ratio_of(ratio: float) -> float | None:
@@ -70,10 +70,10 @@ def terms_of(
     for (ratio, width), vector_names in zip(demand.views, SOFTMAX, strict=False):
         if width is not None:
             width = None if columns is None else min(max(width - first_column, 0), columns)
-        start, neg_log_sum, alpha, eta = vector_names
+        lse_base, neg_log_sum, alpha, eta = vector_names
         softmaxes.append(
             Softmax(
-                stats_by_name[start],
+                stats_by_name[lse_base],
                 stats_by_name[neg_log_sum],
                 coefficients_by_name.get(alpha),
                 coefficients_by_name.get(eta),
@@ -271,12 +271,12 @@ class MatmulStore(Store):
                 assert pairing is not None and self.teacher_stored is not None
                 columns = pairing.columns
                 teacher = self.teacher_softmax(self.teacher_stored, out, columns)
-            softmax = vectors[names.start], vectors[names.rest]
+            softmax = vectors[names.lse_base], vectors[names.neg_log_sum]
             self.backend.sums(sums, self.stored, softmax, ratio_of(views[view].ratio), teacher, columns, self.tie)
 
-    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxOutputs | None) -> Stored:
         """A teacher's logits of the columns ``columns``: the caller's, or made here. ``normalize``: memory for the
-        ``start`` and ``rest`` that turn logits into log-probabilities; None: they are not written."""
+        ``lse_base`` and ``neg_log_sum`` that turn logits into log-probabilities; None: they are not written."""
         teacher = rows.teacher
         assert teacher is not None
         if teacher.logits is None:
@@ -290,7 +290,7 @@ class MatmulStore(Store):
     def teacher_softmax(self, stored: Stored, stats: RowStats, columns: int) -> TeacherSoftmax:
         """A teacher's softmax over the vocabulary. ``columns``: number of columns of ``stored``, its logits."""
         names, vectors = self.softmaxes[-1], stats.by_name
-        return TeacherSoftmax(stored, vectors[names.start], vectors[names.rest], columns)
+        return TeacherSoftmax(stored, vectors[names.lse_base], vectors[names.neg_log_sum], columns)
 
     def differentiate_(
         self,
@@ -302,7 +302,7 @@ class MatmulStore(Store):
         stats: RowStats,
         coefficients: Coefficients,
         teacher: Stored | None,
-        counted: Counted = ALL_ROWS,
+        counted: CountedRows = ALL_ROWS,
         partial_sums: Sequence[Tensor] = (),
     ) -> Tensor:
         """Writes the gradient of the raw logits of ``head``'s columns, which begin at column ``first_column``, to

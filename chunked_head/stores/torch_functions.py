@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..core.records import (
     KeptEntries,
-    Outputs,
-    Places,
+    MessageIndices,
     RowBlock,
     Shares,
     Softmax,
+    SoftmaxOutputs,
     StatisticOutputs,
     Stored,
     SumOutputs,
@@ -111,7 +111,7 @@ def scale_rows(out: Tensor, source: Tensor, factors: Tensor) -> None:
 
 
 def row_stats(
-    out: Outputs,
+    out: SoftmaxOutputs,
     stored: Stored,
     columns: int,
     target: Tensor | None = None,
@@ -128,7 +128,7 @@ def row_stats(
         exponentials = shifted_logits.exp()
         exponential_sums = exponentials.sum(1)
         log_sum = exponential_sums.log()
-        softmax_values = {"lse": start * ratio + log_sum, "start": start * ratio, "rest": -log_sum}
+        softmax_values = {"lse": start * ratio + log_sum, "lse_base": start * ratio, "neg_log_sum": -log_sum}
         if target is not None:
             column = target[rows]
             is_local = column < columns  # False for columns on other ranks
@@ -146,7 +146,7 @@ def row_stats(
                 out_vector[rows] = value
 
 
-def write(out: Outputs, rows: slice, softmax_values: dict[str, Tensor]) -> None:
+def write(out: SoftmaxOutputs, rows: slice, softmax_values: dict[str, Tensor]) -> None:
     """Writes a softmax's values for ``rows`` to those tensors of ``out`` that are not None."""
     for name, value in softmax_values.items():
         out_vector = getattr(out, name)
@@ -174,29 +174,32 @@ def sums(
 
 
 def merge_softmax(
-    out: Outputs,
+    out: SoftmaxOutputs,
     gathered: Tensor,
     zero_or_nan: Tensor,
     target: Tensor,
     ratio: float,
-    places: Places,
+    places: MessageIndices,
     known_targets: bool,
 ) -> None:
     # in fp64, since the pieces' logarithms are rounded already
-    starts, rests, targets, *vector_pieces = [
-        gathered[:, place].double() for place in (places.start, places.rest, places.target, *places.vectors)
+    lse_bases, neg_log_sums, targets, *vector_pieces = [
+        gathered[:, place].double()
+        for place in (places.lse_base, places.neg_log_sum, places.target_logit, *places.vectors)
     ]
-    largest = (starts - rests).max(0, keepdim=True).indices
-    first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
+    largest = (lse_bases - neg_log_sums).max(0, keepdim=True).indices
+    first_base, first_neg_log_sum = lse_bases.gather(0, largest), neg_log_sums.gather(0, largest)
     # log of each piece's probability relative to the most probable piece's
-    log_share = (starts - first_start) - (rests - first_rest)
+    log_share = (lse_bases - first_base) - (neg_log_sums - first_neg_log_sum)
     piece_share = log_share.exp()
     log_sum = piece_share.sum(0).log()
-    start, rest = first_start[0], first_rest[0] - log_sum
-    softmax_values = {"start": start + zero_or_nan, "rest": rest, "lse": start - rest + zero_or_nan}
+    lse_base, neg_log_sum = first_base[0], first_neg_log_sum[0] - log_sum
+    softmax_values = {
+        "lse_base": lse_base + zero_or_nan, "neg_log_sum": neg_log_sum, "lse": lse_base - neg_log_sum + zero_or_nan,
+    }  # fmt: skip
     if out.logprob is not None:
         target_logit = (targets[0] if known_targets else targets.sum(0)).to(out.logprob.dtype)
-        logprob = torch.where(target >= 0, (target_logit.double() * ratio - start) + rest, 0.0)
+        logprob = torch.where(target >= 0, (target_logit.double() * ratio - lse_base) + neg_log_sum, 0.0)
         softmax_values |= {"target_logit": target_logit, "logprob": logprob + zero_or_nan}
     write(out, slice(None), softmax_values)
     shares, piece_iterator = Shares(piece_share, log_share, log_sum), iter(vector_pieces)
@@ -228,7 +231,9 @@ def row_grad(
         gradient, log_p = torch.zeros_like(x), []
         is_counted = (row_terms.target >= 0).unsqueeze(1)
         for softmax in row_terms.softmaxes:
-            log_probs = logprobs(x if softmax.ratio is None else x * softmax.ratio, softmax.start, softmax.rest)
+            log_probs = logprobs(
+                x if softmax.ratio is None else x * softmax.ratio, softmax.lse_base, softmax.neg_log_sum
+            )
             if softmax.columns is not None:
                 log_probs[:, softmax.columns :] = -torch.inf
             log_p.append(log_probs)
@@ -275,7 +280,7 @@ def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tenso
         yield rows, entries, columns, torch.where(columns[:, 0] == sets.target[rows], 0, ELSEWHERE)
 
 
-def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fill: bool) -> None:
+def set_stats(out: SoftmaxOutputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fill: bool) -> None:
     for rows, entries, columns, target in set_blocks(sets):
         x, has_set = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
         block_vectors = [None if out_vector is None else torch.empty_like(out_vector[rows]) for out_vector in out[:-1]]
@@ -283,9 +288,11 @@ def set_stats(out: Outputs, logit: Tensor, sets: KeptEntries, ratio: float | Non
             StatisticOutputs(statistic, tuple([torch.empty_like(out_vector[rows]) for out_vector in outputs]))
             for statistic, outputs in out.statistics
         ]
-        block = Outputs._make([*block_vectors, tuple(block_statistics)])
+        block = SoftmaxOutputs._make([*block_vectors, tuple(block_statistics)])
         row_stats(block, Stored(x, None), x.shape[1], target, None, ratio, columns)
-        for out_vector, value in zip((*out[:-1], *out.vectors), (*block[:-1], *block.vectors), strict=True):
+        for out_vector, value in zip(
+            (*out[:-1], *out.statistic_tensors), (*block[:-1], *block.statistic_tensors), strict=True
+        ):
             if out_vector is not None and value is not None:
                 out_vector[rows] = torch.where(has_set, value, torch.zeros_like(value) if fill else out_vector[rows])
 
@@ -323,7 +330,7 @@ def dot_columns(
 
 
 def add_rows(
-    out: Tensor, table: Tensor, places: Tensor, factors: Tensor, table_rows: Tensor, together: bool = False
+    out: Tensor, table: Tensor, places: Tensor, factors: Tensor, table_rows: Tensor, is_grouped: bool = False
 ) -> None:
     is_entry = (places >= 0) & (table_rows >= 0)
     places, order = places[is_entry].sort(stable=True)
@@ -465,9 +472,9 @@ def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor
 
 def teacher_logprobs(teacher: TeacherSoftmax, rows: slice, columns: int) -> Tensor:
     """[rows, columns] log-probabilities of the teacher's first ``columns`` ids, for a slice of rows."""
-    return logprobs(logits_of(teacher.stored, rows, columns), teacher.start[rows], teacher.rest[rows])
+    return logprobs(logits_of(teacher.stored, rows, columns), teacher.lse_base[rows], teacher.neg_log_sum[rows])
 
 
-def logprobs(x: Tensor, start: Tensor, rest: Tensor) -> Tensor:
-    """[rows, columns] ``(x - start) + rest``, the log-probabilities of logits ``x`` [rows, columns]."""
-    return (x - start[:, None]).add_(rest[:, None])
+def logprobs(x: Tensor, lse_base: Tensor, neg_log_sum: Tensor) -> Tensor:
+    """[rows, columns] ``(x - lse_base) + neg_log_sum``, the log-probabilities of logits ``x`` [rows, columns]."""
+    return (x - lse_base[:, None]).add_(neg_log_sum[:, None])

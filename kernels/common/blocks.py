@@ -1,4 +1,8 @@
-"""Functions with which kernels load, multiply and store tiles, and find their places."""
+"""Functions with which kernels load, multiply, cast and store tiles of matrices.
+
+A ``matrix`` is a tuple (descriptor, pointer, stride from row to row in elements, number of rows, number of columns).
+Either the descriptor is None and the pointer is that of the first element, or the pointer is None and not read.
+"""
 
 import triton
 import triton.language as tl
@@ -24,17 +28,16 @@ def multiple_of_8(elements):
 
 
 @triton.jit
-def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
-    """A tile of a matrix, 0 past its last row and column. ``matrix``: a tuple of a descriptor or None; and for None a
-    pointer to contiguous columns, the stride from row to row (a multiple of 8), and the numbers of rows and columns.
+def load_tile(matrix, row_start, column_start, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+    """Loads a tile [ROWS, COLUMNS] of a matrix with contiguous columns; elements past its last row and column are 0.
 
-    Rows are padded to a multiple of 8 columns. With EXACT the padding is read as 0, by single elements if the number of
-    columns is odd. Without, the tile has the padding's content, and 16 bytes are read at a time."""
+    Rows in memory are padded to a multiple of 8 columns. With EXACT the padding is read as 0, by single elements if the
+    number of columns is odd. Without EXACT the tile has what the padding holds, and 16 bytes are read at a time."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
-        return desc.load([row, column])
+        return desc.load([row_start, column_start])
     else:
-        offs_row, offs_col = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        offs_row, offs_col = row_start + tl.arange(0, ROWS), column_start + tl.arange(0, COLUMNS)
         offsets = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
         if not EXACT:
             columns = multiple_of_8(columns)
@@ -42,32 +45,34 @@ def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EX
 
 
 @triton.jit
-def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """A tile as from ``load_tile``, but rows past the last one are copies of it, which is faster. The number of columns
-    is a multiple of 8. EVEN: no tile extends past the last column, so that there is no mask."""
+def load_rows(matrix, row_start, column_start, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Loads a tile as ``load_tile`` does, but rows past the matrix's last row are copies of that row, which is faster
+    than a mask. The number of columns is a multiple of 8. EVEN: no tile extends past the last column."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
-        return desc.load([row, column])
+        return desc.load([row_start, column_start])
     else:
-        offs_row, offs_col = tl.minimum(row + tl.arange(0, ROWS), rows - 1), column + tl.arange(0, COLUMNS)
+        offs_row, offs_col = tl.minimum(row_start + tl.arange(0, ROWS), rows - 1), column_start + tl.arange(0, COLUMNS)
         pointers = ptr + offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + tl.arange(0, COLUMNS)[None, :]
         if EVEN:
-            return tl.load(pointers + column)
+            return tl.load(pointers + column_start)
         else:
-            return tl.load(pointers + column, mask=(offs_col < multiple_of_8(columns))[None, :], other=0.0)
+            return tl.load(pointers + column_start, mask=(offs_col < multiple_of_8(columns))[None, :], other=0.0)
 
 
 @triton.jit
-def dot(a, b, total):
-    """``total + a @ b``. Under the interpreter, whose product of bf16 operands is wrong, operands are cast to fp32."""
+def dot(a, b, acc):
+    """Returns ``acc + a @ b`` fp32. Under the interpreter, whose product of bf16 operands is wrong, operands are cast
+    to fp32 first."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total)
+    return tl.dot(a, b, acc)
 
 
 @triton.jit
 def to_e4m3(x):
-    """Rounded to the nearest, of two to the even one. The interpreter's conversion of what is rounded is wrong."""
+    """Casts ``x`` fp32 to e4m3: to the nearest number, of two equally near ones to the one with an even last bit. The
+    interpreter rounds wrongly, so that under it ``x`` is rounded before the cast."""
     if INTERPRETED:
         exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 2.0**-6))), -6.0)
         unit = tl.exp2(exponent - 3.0)
@@ -77,22 +82,33 @@ def to_e4m3(x):
 
 
 @triton.jit
-def descaled(product, row_scale_ptr, scale_ptr, row_common_ptr, common_ptr, offs_row, rows, offs_col, columns):
-    """A product of e4m3 operands times the scales [rows] of the first and [] of the second, and what these leave out:
-    the product of [rows] and [columns] fp32. Of other operands as it is."""
-    if row_scale_ptr is not None:
-        scale = tl.load(row_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(scale_ptr)
+def descaled(
+    product,  # [rows of the tile, columns of the tile] fp32
+    hidden_scale_ptr,  # [rows] fp32, or None
+    weight_scale_ptr,  # [] fp32
+    hidden_common_ptr,  # [rows] fp32
+    weight_common_ptr,  # [columns] fp32, or None
+    offs_row,
+    rows,
+    offs_col,
+    columns,
+):
+    """From the product of e4m3 operands to the logits: times the scales [rows] of hidden states and [] of the weight,
+    plus the outer product of ``hidden_common`` [rows] and ``weight_common`` [columns] fp32, a part of the hidden states
+    that was subtracted before they were rounded. With pointers of None it returns ``product`` unchanged."""
+    if hidden_scale_ptr is not None:
+        scale = tl.load(hidden_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(weight_scale_ptr)
         product = product * scale[:, None]
-    if common_ptr is not None:
-        row_common = tl.load(row_common_ptr + offs_row, mask=offs_row < rows, other=0.0)
-        common = tl.load(common_ptr + offs_col, mask=offs_col < columns, other=0.0)
-        product += row_common[:, None] * common[None, :]
+    if weight_common_ptr is not None:
+        hidden_common = tl.load(hidden_common_ptr + offs_row, mask=offs_row < rows, other=0.0)
+        weight_common = tl.load(weight_common_ptr + offs_col, mask=offs_col < columns, other=0.0)
+        product += hidden_common[:, None] * weight_common[None, :]
     return product
 
 
 @triton.jit
 def to_type_of(matrix, value):
-    """``value`` cast to the dtype of the matrix."""
+    """Casts ``value`` to the dtype of the matrix."""
     if matrix[0] is not None:
         return rounded(value, matrix[0].dtype)
     else:
@@ -101,7 +117,8 @@ def to_type_of(matrix, value):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """A value in another dtype. The interpreter cuts off what does not fit bf16."""
+    """Casts ``value`` to ``dtype``, to the nearest number. The interpreter's cast to bf16 truncates, so that under it
+    the value is rounded before."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
         nearest = ((bits + 32767 + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -110,33 +127,34 @@ def rounded(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_tile(matrix, row, column, value):
-    """Stores a tile; the padding of a row to a multiple of 8 is written too."""
+def store_tile(matrix, row_start, column_start, tile):
+    """Casts ``tile`` to the matrix's dtype and stores it. The padding of a row to a multiple of 8 columns is written
+    too."""
     desc, ptr, stride, rows, columns = matrix
-    value = to_type_of(matrix, value)
+    tile = to_type_of(matrix, tile)
     if desc is not None:
-        desc.store([row, column], value)
+        desc.store([row_start, column_start], tile)
     else:
-        offs_row, offs_col = row + tl.arange(0, value.shape[0]), column + tl.arange(0, value.shape[1])
+        offs_row, offs_col = row_start + tl.arange(0, tile.shape[0]), column_start + tl.arange(0, tile.shape[1])
         offsets = offs_row.to(tl.int64)[:, None] * multiple_of_8(stride) + offs_col[None, :]
         mask = (offs_row < rows)[:, None] & (offs_col < multiple_of_8(columns))[None, :]
-        tl.store(ptr + offsets, value, mask=mask)
+        tl.store(ptr + offsets, tile, mask=mask)
 
 
 @triton.jit
 def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns row and column of a tile, in tiles. Row tiles run fastest within a group of GROUP_M, so that they read
-    the same columns while these are in L2."""
+    """Returns the row and the column of tile number ``tile``, counted in tiles. Within a group of GROUP_M rows of tiles
+    the row runs fastest, so that tiles that run at the same time read the same columns from L2."""
     group = tile // (GROUP_M * tiles_n)
     group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
-    within = tile % (GROUP_M * tiles_n)
-    return group * GROUP_M + within % group_rows, within // group_rows
+    tile_in_group = tile % (GROUP_M * tiles_n)
+    return group * GROUP_M + tile_in_group % group_rows, tile_in_group // group_rows
 
 
 @triton.jit
 def counted_rows(count_ptr, first_row, rows):
-    """The number of a chunk's rows that count. ``count_ptr``: [] number of rows of the call that count; None: all
-    ``rows``."""
+    """The number of the chunk's rows that count. ``count_ptr``: [] number of the call's rows that count, which come
+    first; None: all count. ``first_row``: the chunk's first row in the call. ``rows``: number of the chunk's rows."""
     if count_ptr is not None:
         return tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), rows).to(tl.int32)
     else:

@@ -29,8 +29,8 @@ def log(x):
 @triton.jit
 def expm1(x):
     if INTERPRETED:
-        near = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
-        return tl.where(tl.abs(x) < 0.05, near, tl.exp(x) - 1.0)
+        near_zero = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
+        return tl.where(tl.abs(x) < 0.05, near_zero, tl.exp(x) - 1.0)
     else:
         return libdevice.expm1(x)
 
@@ -38,18 +38,18 @@ def expm1(x):
 @triton.jit
 def log1p(x):
     if INTERPRETED:
-        y = 1.0 + x
-        return tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
+        u = 1.0 + x
+        return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
     else:
         return libdevice.log1p(x)
 
 
 @triton.jit
 def power(x, y):
+    """``x ** y``; under the interpreter for x >= 0 only."""
     if INTERPRETED:
-        # for x >= 0
-        exact = tl.exp2(y.to(tl.float64) * tl.log2(x.to(tl.float64))).to(tl.float32)
-        return tl.where(y == 0.0, 1.0, exact)
+        result = tl.exp2(y.to(tl.float64) * tl.log2(x.to(tl.float64))).to(tl.float32)
+        return tl.where(y == 0.0, 1.0, result)
     else:
         return libdevice.pow(x, y)
 

@@ -24,21 +24,25 @@ from triton.compiler import CompiledKernel
 from ...core.memory import RECORDERS, Cache, recorder
 from ...core.tiles import INTERPRETED
 
-# Triton's versions that specialise arguments by the rules of ``specialization``
-OLDEST, NEWEST = (3, 5), (3, 9)
-# option with which a product and a sum become one instruction; from Triton 3.10 on it is off by default
+# first and last version of Triton that specialises arguments by the rules of ``specialization``
+OLDEST_TRITON, NEWEST_TRITON = (3, 5), (3, 9)
+# Triton's option by which a product and a sum become one instruction; from Triton 3.10 on it is off by default
 FUSED = {"enable_fp_fusion": True}
-# Triton's settings, and hooks around each launch
-RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
-NOTHING = (None,)
-AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
+# Triton's settings that differ from the defaults, by name; and the functions called before and after each launch
+RUNTIME_SETTINGS, COMPILATION_SETTINGS = vars(knobs.runtime), vars(knobs.compilation)
+NONE_FIELDS = (None,)  # the fields of a descriptor that is None
+LAUNCH_HOOKS = [
+    getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+]
 
 
 def specialization(parameter: Any) -> str:
-    """The Python expression of an argument's specialisation: if its value changes, Triton compiles the kernel again.
+    """The Python expression of a kernel's argument, part of the key of compiled kernels: for another value of the
+    expression Triton compiles the kernel again.
 
-    For a constant it is the constant; for a descriptor dtype and block; for a pointer dtype, and whether its address is
-    a multiple of 16 bytes; for an integer whether it is 1, a multiple of 16, and within 32 bits; else the type.
+    The value is, for a constant, the constant; for a descriptor its dtype and block; for a pointer its dtype, and
+    whether the address is a multiple of 16 bytes; for an integer whether it is 1, a multiple of 16, and within 32 bits;
+    for any other argument its type.
     """
     name = parameter.name
     if parameter.is_constexpr:
@@ -56,85 +60,90 @@ def specialization(parameter: Any) -> str:
     return f"{integer} if {name}.__class__ is int else {name}.__class__"
 
 
-def launched(parameter: Any) -> str:
-    """The Python expression of an argument for the C function: a tensor's address, a descriptor's fields. In the source
-    it stands after the argument's ``specialization``, whose variables it reads."""
+def c_argument(parameter: Any) -> str:
+    """The Python expression of what the C function gets for a kernel's argument: for a pointer the tensor's address,
+    for a descriptor its fields. In the source it stands after the argument's ``specialization``, whose variables it
+    reads.
+    """
     name = parameter.name
     if parameter.is_constexpr:
         return name
     if name.endswith("_desc"):
-        return f"*(NOTHING if {name} is None else {name}.fields.get(of_{name}) or of_{name}({name}))"
+        return f"*(NONE_FIELDS if {name} is None else {name}.fields.get(of_{name}) or of_{name}({name}))"
     if name.endswith("_ptr"):
         address = f"{name}.data_ptr()" if parameter.do_not_specialize_on_alignment else f"{name}_address"
         return f"None if {name} is None else {address}"
     return name
 
 
-# source of the function that each kernel gets, since a loop over the arguments takes twice as long
-SOURCE = """
+# source of the launching function that each kernel gets, since a loop over the arguments takes twice as long
+LAUNCH_SOURCE = """
 def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
     device = current_device()
     key = device, {specializations}, num_warps, num_stages
     compiled = find(key)
-    if compiled is None or RUNTIME or COMPILATION or hooks or ENTER or EXIT:
+    if compiled is None or RUNTIME_SETTINGS or COMPILATION_SETTINGS or hooks or ENTER_HOOKS or EXIT_HOOKS:
         if compiled is None or not launcher.direct():
-            return launcher.by_triton(grid, key, ({arguments},), dict({named}num_warps=num_warps), num_stages)
+            return launcher.launch_by_triton(grid, key, ({arguments},), dict({named}num_warps=num_warps), num_stages)
     x, y, z = grid
     [{descriptors}] = compiled.fields
-    given = {launched},
-    if RECORDERS and (listening := recorder()) is not None:
-        listening.launched(launcher, grid, ({arguments},), compiled, given)
-    if compiled.in_a_row:
-        compiled.run(x, y, z, stream(device), *compiled.prefix, *given)
+    c_arguments = {c_arguments},
+    if RECORDERS and (active_recorder := recorder()) is not None:
+        active_recorder.record_launch(launcher, grid, ({arguments},), compiled, c_arguments)
+    if compiled.is_unpacked:
+        compiled.run(x, y, z, stream(device), *compiled.prefix, *c_arguments)
     else:
-        compiled.run(x, y, z, stream(device), *compiled.prefix, given)
+        compiled.run(x, y, z, stream(device), *compiled.prefix, c_arguments)
 """
 
 
-class Fields:
-    """Turns a descriptor at one position of a compiled kernel's arguments into the fields that the C function takes.
+class DescriptorFields:
+    """A function from a descriptor to the fields that the C function takes for it, for the descriptor at one position
+    of a compiled kernel's arguments."""
 
-    ``wrapped``: Triton's function that expands descriptors, around a function that returns its arguments; None if the C
-    function takes descriptors."""
-
-    def __init__(self, wrapped: Callable[..., Sequence[Any]] | None, prefix: int, in_a_row: bool):
-        self.wrapped, self.prefix, self.in_a_row = wrapped, (None,) * prefix, in_a_row
+    def __init__(self, expand: Callable[..., Sequence[Any]] | None, num_leading: int, is_unpacked: bool):
+        """``expand``: Triton's function that expands descriptors among its arguments, around a function that returns
+        all of them; None if the C function takes descriptors. ``num_leading``: number of arguments before the kernel's.
+        ``is_unpacked``: the kernel's follow one by one, not as a tuple."""
+        self.expand, self.leading, self.is_unpacked = expand, (None,) * num_leading, is_unpacked
 
     def __call__(self, descriptor: Any) -> tuple:
-        if self.wrapped is None:
+        if self.expand is None:
             fields: tuple = (descriptor,)
-        elif self.in_a_row:
-            fields = tuple(self.wrapped(*self.prefix, descriptor)[len(self.prefix) :])
+        elif self.is_unpacked:
+            fields = tuple(self.expand(*self.leading, descriptor)[len(self.leading) :])
         else:
-            fields = tuple(self.wrapped(*self.prefix, (descriptor,))[-1])
+            fields = tuple(self.expand(*self.leading, (descriptor,))[-1])
         descriptor.fields[self] = fields
         return fields
 
 
 class Compiled:
-    """A compiled kernel and its launch, ``run(x, y, z, stream, *prefix, *arguments)``; the last is ``arguments``, a
-    tuple, if not ``in_a_row``."""
+    """A compiled kernel and its launch: ``run(x, y, z, stream, *prefix, *arguments)`` if ``is_unpacked``, else
+    ``run(x, y, z, stream, *prefix, arguments)``, with the kernel's arguments as a tuple."""
 
-    def __init__(self, kernel: Any, arguments: int, descriptors: Sequence[int]):
-        """``arguments``: the number of arguments. ``descriptors``: indices of those that may be descriptors."""
-        self.kernel, self.in_a_row, self.run = kernel, True, kernel.run
+    def __init__(self, kernel: Any, num_arguments: int, descriptor_indices: Sequence[int]):
+        """``kernel``: Triton's compiled kernel. ``descriptor_indices``: of the arguments that may be descriptors."""
+        self.kernel, self.is_unpacked, self.run = kernel, True, kernel.run
         self.prefix: tuple = kernel.function, kernel.packed_metadata, None, None, None  # no hooks
-        function, wrapped = c_function(kernel, arguments), dict[int, Callable[..., Any]]()
+        function, expand_by_index = c_function(kernel, num_arguments), dict[int, Callable[..., Any]]()
         if function is not None:
-            self.run, self.prefix, self.in_a_row = function
-            kinds = [*kernel.src.signature.values()]
-            indices = [i for i in descriptors if kinds[i].startswith("tensordesc")]
+            self.run, self.prefix, self.is_unpacked = function
+            types = [*kernel.src.signature.values()]
+            indices = [i for i in descriptor_indices if types[i].startswith("tensordesc")]
             metadata = getattr(kernel.metadata, "tensordesc_meta", None) or [None] * len(indices)
             wrap = sys.modules[type(kernel.run).__module__].wrap_handle_tensordesc
             for i, description in zip(indices, metadata, strict=True):
-                wrapped[i] = wrap(lambda *arguments: arguments, {0: kinds[i]}, [description])
-        self.fields = [Fields(wrapped.get(i), 4 + len(self.prefix), self.in_a_row) for i in descriptors]
+                expand_by_index[i] = wrap(lambda *arguments: arguments, {0: types[i]}, [description])
+        self.fields = [
+            DescriptorFields(expand_by_index.get(i), 4 + len(self.prefix), self.is_unpacked) for i in descriptor_indices
+        ]
 
 
-def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple, bool] | None:
-    """Returns the C function that launches a kernel with ``arguments`` arguments; the values that it takes between the
-    stream and the arguments; and whether it takes arguments one by one (True) or as a tuple. None if Triton does more
-    than call it."""
+def c_function(kernel: Any, num_arguments: int) -> tuple[Callable[..., None], tuple, bool] | None:
+    """Returns the C function that launches a compiled kernel; the values that the function takes between the stream and
+    the kernel's arguments; and whether the function takes these one by one (True) or as a tuple (False). None if
+    Triton's launch does more than call the function."""
     run = kernel.run
     function = getattr(run, "launch", None)
     if inspect.isfunction(function):  # around that in C, for descriptors
@@ -143,30 +152,32 @@ def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple,
     if not inspect.isbuiltin(function) or scratch != [0, 0]:
         return None
     calls: list[tuple] = []
-    watched, first, last = copy.copy(run), *(tuple(object() for _ in range(count)) for count in (4, arguments))
-    watched.launch = lambda *c_arguments: calls.append(c_arguments)
-    watched(*first, kernel.function, kernel.packed_metadata, None, None, None, *last)
+    observed_run = copy.copy(run)
+    grid_and_stream, arguments = [tuple([object() for _ in range(count)]) for count in (4, num_arguments)]
+    observed_run.launch = lambda *c_arguments: calls.append(c_arguments)
+    observed_run(*grid_and_stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
     (c_arguments,) = calls
-    in_a_row = c_arguments[-arguments:] == last
-    is_expected = c_arguments[:4] == first and (in_a_row or c_arguments[-1] == last)
-    return (function, c_arguments[4 : -arguments if in_a_row else -1], in_a_row) if is_expected else None
+    is_unpacked = c_arguments[-num_arguments:] == arguments
+    is_expected = c_arguments[:4] == grid_and_stream and (is_unpacked or c_arguments[-1] == arguments)
+    return (function, c_arguments[4 : -num_arguments if is_unpacked else -1], is_unpacked) if is_expected else None
 
 
 def is_known() -> bool:
-    """True for NVIDIA GPUs and versions of Triton from OLDEST to NEWEST."""
+    """True where kernels can be launched by their C function: on an NVIDIA GPU, with a version of Triton from
+    OLDEST_TRITON to NEWEST_TRITON, not interpreted."""
     version = tuple(int(number) for number in triton.__version__.split(".")[:2])
     compiles = torch.cuda.is_available() and torch.version.hip is None and not INTERPRETED
-    return compiles and OLDEST <= version <= NEWEST
+    return compiles and OLDEST_TRITON <= version <= NEWEST_TRITON
 
 
 def is_plain(kernel: Any) -> bool:
     """True for a kernel that Triton has compiled synchronously, with its default settings."""
-    unusual = (
+    has_changed_settings = (
         knobs.runtime.debug
         or getattr(knobs.runtime, "add_stages_inspection_hook", None)
         or getattr(knobs.compilation, "instrumentation_mode", "")
     )
-    return isinstance(kernel, CompiledKernel) and not unusual
+    return isinstance(kernel, CompiledKernel) and not has_changed_settings
 
 
 class Launcher:
@@ -178,8 +189,8 @@ class Launcher:
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        # two threads that launch a new kind at the same time both compile it; one of the results is kept
-        self.kept: Cache[tuple, Compiled] = Cache(4096)
+        # two threads that launch with a new key at the same time both compile the kernel; one of the results is kept
+        self.compiled_by_key: Cache[tuple, Compiled] = Cache(4096)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self.launch, (*grid, 1, 1)[:3])
@@ -187,19 +198,20 @@ class Launcher:
     @functools.cached_property
     def launch(self) -> Callable[..., None]:
         if not is_known():
-            return self.unknown
+            return self.launch_unsupported
         parameters = self.kernel.params
         arguments = [parameter.name for parameter in parameters if not parameter.is_constexpr]
         constants = [parameter.name for parameter in parameters if parameter.is_constexpr]
-        source = SOURCE.format(
+        source = LAUNCH_SOURCE.format(
             arguments=", ".join(arguments), constants=", ".join([*constants, ""]),
             named="".join(f"{name}={name}, " for name in constants),
             descriptors=", ".join(f"of_{arguments[i]}" for i in self.descriptors),
-            specializations=", ".join(map(specialization, parameters)), launched=", ".join(map(launched, parameters)),
+            specializations=", ".join(map(specialization, parameters)),
+            c_arguments=", ".join(map(c_argument, parameters)),
         )  # fmt: skip
         scope = globals() | {
-            "launcher": self, "find": self.kept.get, "hooks": self.kernel.pre_run_hooks, "ENTER": AROUND[0],
-            "EXIT": AROUND[1], "current_device": torch.cuda.current_device,
+            "launcher": self, "find": self.compiled_by_key.get, "hooks": self.kernel.pre_run_hooks,
+            "ENTER_HOOKS": LAUNCH_HOOKS[0], "EXIT_HOOKS": LAUNCH_HOOKS[1], "current_device": torch.cuda.current_device,
             "stream": triton.runtime.driver.active.get_current_stream, "RECORDERS": RECORDERS,
         }  # fmt: skip
         exec(compile(source, f"<launch of {self.kernel.fn.__name__}>", "exec"), scope)
@@ -210,34 +222,36 @@ class Launcher:
         """Indices of the arguments that may be descriptors."""
         return [i for i, name in enumerate(self.kernel.arg_names) if name.endswith("_desc")]
 
-    def unknown(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def launch_unsupported(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         run = functools.partial(self.kernel[grid], **constants, **FUSED)
         run(*arguments)
-        if (listening := recorder()) is not None:
-            listening.called(run, *arguments)
+        if (active_recorder := recorder()) is not None:
+            active_recorder.record_call(run, *arguments)
 
     def direct(self) -> bool:
         """True where Triton would do no more than launch what it has compiled."""
-        return not (any(RUNTIME.values()) or any(COMPILATION.values()) or self.kernel.pre_run_hooks or any(AROUND))
+        has_settings = any(RUNTIME_SETTINGS.values()) or any(COMPILATION_SETTINGS.values())
+        return not (has_settings or self.kernel.pre_run_hooks or any(LAUNCH_HOOKS))
 
-    def by_triton(
+    def launch_by_triton(
         self, grid: tuple[int, ...], key: tuple, arguments: Sequence[Any], constants: dict[str, Any], stages: int | None
     ) -> None:
-        stages_given = {} if stages is None else {"num_stages": stages}
-        compiled = self.kernel[grid](*arguments, **constants, **stages_given, **FUSED)
-        if key not in self.kept and self.direct() and is_plain(compiled):
+        stage_option = {} if stages is None else {"num_stages": stages}
+        compiled = self.kernel[grid](*arguments, **constants, **stage_option, **FUSED)
+        if key not in self.compiled_by_key and self.direct() and is_plain(compiled):
             self.keep(key, compiled)
-        if (listening := recorder()) is not None:
-            listening.refused = True
+        if (active_recorder := recorder()) is not None:
+            active_recorder.is_refused = True
 
     def keep(self, key: tuple, compiled: Any) -> None:
-        self.kept[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
+        self.compiled_by_key[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
 
 
-# names of kernels' arguments that are sizes and depend on the number of tokens
+# names of kernels' arguments that are sizes and depend on the number of tokens, or else on the call: not specialised
 PER_CALL = (
     "entries", "first_row", "ids_per_token", "length", "most_parts", "numel", "picked",
-    "pieces", "programs", "rows", "second_numel", "step", "steps", "tokens", "units", *[f"place{i}" for i in range(32)],
+    "pieces", "programs", "rows", "second_numel", "step", "steps", "tokens", "units",
+    *[f"vector_index{i}" for i in range(32)],
 )  # fmt: skip
 # names of pointers to one number, or to one or a few numbers per row: they may start at any row, and no thread reads
 # several rows at once, so that alignment does not matter
@@ -245,15 +259,15 @@ PER_ROW = (
     "alpha_ptr", "begin_ptr", "beta_ptr", "column_ptr", "count_ptr", "counted_ptr", "dlogit_ptr", "end_ptr",
     "factor_ptr", "hidden_scale_ptr", "ids_ptr", "inverse_ptr", "level_ptr", "logit_ptr", "logprob_ptr", "lse_ptr",
     "mask_ptr", "most_ptr", "occurrences_ptr", "offset_ptr", "one_or_nan_ptr", "order_ptr", "paired_ptr",
-    "place_ptr", "power_ptr", "rest_ptr", "row_offset_ptr", "row_ptr", "row_scale_ptr", "share_ptr",
-    "softmax_factor_ptr", "sorted_ptr", "sorted_target_ptr", "source_ptr", "sparse_ptr", "start_ptr",
-    "target_factor_ptr", "target_logit_ptr", "target_ptr", "teacher_rest_ptr", "teacher_row_scale_ptr",
-    "teacher_start_ptr", "term_ptr", "weight_scale_ptr", "zero_or_nan_ptr",
-    *[f"{name}{i}_ptr" for name in ("number", "output", "vector", "start", "rest") for i in range(32)],
+    "place_ptr", "power_ptr", "neg_log_sum_ptr", "row_offset_ptr", "row_ptr", "row_scale_ptr", "share_ptr",
+    "softmax_factor_ptr", "sorted_ptr", "sorted_target_ptr", "source_ptr", "added_ptr", "lse_base_ptr",
+    "target_factor_ptr", "target_logit_ptr", "target_ptr", "teacher_neg_log_sum_ptr", "teacher_row_scale_ptr",
+    "teacher_lse_base_ptr", "term_ptr", "weight_scale_ptr", "zero_or_nan_ptr",
+    *[f"{name}{i}_ptr" for name in ("number", "output", "coefficient", "lse_base", "neg_log_sum") for i in range(32)],
 )  # fmt: skip
 
 
 def kernel(function: Callable) -> Launcher:
-    """The decorator of kernels that are launched: a ``Launcher`` of ``triton.jit(function)``. Functions that kernels
-    call have ``triton.jit``."""
+    """Decorates a kernel: returns a ``Launcher`` of ``triton.jit(function)``. Functions that kernels call have
+    ``triton.jit`` as their decorator."""
     return Launcher(triton.jit(function, do_not_specialize=PER_CALL, do_not_specialize_on_alignment=PER_ROW))

@@ -23,87 +23,91 @@ def strip_rows(rows: int) -> int:
 
 
 def strip_stride(stored: Stored, teacher: TeacherSoftmax | None) -> int:
-    """Stride from strip to strip of the offsets, one for both of the same rows; 0 for raw logits."""
-    sides = (stored,) if teacher is None else (stored, teacher.stored)
-    strides = {side.offset.stride(0) for side in sides if side.offset is not None} or {0}
+    """The stride from strip to strip of the offsets of ``stored`` and, if it has any, of ``teacher``; 0 if both have
+    raw logits. The assertion: buffers of both have equally many rows, so that the strides are equal."""
+    stored_logits = (stored,) if teacher is None else (stored, teacher.stored)
+    strides = {logits.offset.stride(0) for logits in stored_logits if logits.offset is not None} or {0}
     assert len(strides) == 1, "buffers of relative logits are for equally many rows"
     return strides.pop()
 
 
 def teacher_operands(teacher: TeacherSoftmax | None) -> tuple[Any, ...]:
-    """A dense teacher's arguments of a kernel, as ``sums.FLAT`` names them."""
+    """The arguments of a generated kernel that a dense teacher gives, in the order of ``sums.FLAT``; none without a
+    teacher."""
     if teacher is None:
         return ()
     return *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
 
 
 class Strips(NamedTuple):
-    """The numbers that the logits matmul writes for each strip of columns and each row, [strips, rows] fp32.
+    """What the logits matmul writes for each strip of columns and each row: tensors [strips, rows] fp32.
 
     A strip's rows start at a multiple of STRIP_ROWS elements.
     """
 
-    offset: torch.Tensor
+    offset: torch.Tensor  # subtracted from logits before they are exponentiated or stored
     sums: tuple[torch.Tensor, ...]  # for each softmax the sum of exponentials
-    statistics: tuple[tuple[StatisticOutputs, ...], ...]  # for each softmax, its statistics' vectors; ids are int32
+    statistics: tuple[tuple[StatisticOutputs, ...], ...]  # for each softmax, the tensors of each of its statistics
 
     @classmethod
     def empty(
         cls, rows: int, strips: int, device: torch.device, statistics: Sequence[Sequence[Statistic]] = ((),)
     ) -> "Strips":
-        """Uninitialised memory. ``statistics``: for each softmax the list of its statistics."""
-        count = 1 + sum(1 + sum(len(statistic.vectors) for statistic in of_softmax) for of_softmax in statistics)
-        tensors = iter(empty(count, strips, strip_rows(rows), dtype=torch.float32, device=device).unbind())
+        """Strips of uninitialised memory. ``statistics``: for each softmax the list of its statistics. Vectors of ids
+        are int32."""
+        tensor_count = 1 + sum(1 + sum(len(statistic.vectors) for statistic in group) for group in statistics)
+        tensors = iter(empty(tensor_count, strips, strip_rows(rows), dtype=torch.float32, device=device).unbind())
 
-        def vectors_of(statistic: Statistic) -> StatisticOutputs:
-            vectors = [(name, next(tensors)) for name in statistic.vectors]
-            as_ids = [vector.view(torch.int32) if name in statistic.ids else vector for name, vector in vectors]
-            return StatisticOutputs(statistic, tuple(as_ids))
+        def outputs_of(statistic: Statistic) -> StatisticOutputs:
+            numbers = [(name, next(tensors)) for name in statistic.vectors]
+            outputs = [tensor.view(torch.int32) if name in statistic.ids else tensor for name, tensor in numbers]
+            return StatisticOutputs(statistic, tuple(outputs))
 
         offset, sums = next(tensors), tuple([next(tensors) for _ in statistics])
-        return cls(offset, sums, tuple([tuple(map(vectors_of, of_softmax)) for of_softmax in statistics]))
+        return cls(offset, sums, tuple([tuple(map(outputs_of, group)) for group in statistics]))
 
     @property
     def kinds(self) -> tuple[tuple[Statistic, ...], ...]:
         """The statistics of each softmax."""
-        return tuple([tuple([each.statistic for each in of_softmax]) for of_softmax in self.statistics])
+        return tuple([tuple([outputs.statistic for outputs in group]) for group in self.statistics])
 
     @property
-    def vectors(self) -> list[torch.Tensor]:
-        """Those of all statistics."""
-        return [vector for of_softmax in self.statistics for each in of_softmax for vector in each.vectors]
+    def statistic_tensors(self) -> list[torch.Tensor]:
+        """The tensors of all statistics of all softmaxes, in order."""
+        return [tensor for group in self.statistics for outputs in group for tensor in outputs.tensors]
 
     def all_sums(self) -> torch.Tensor:
-        """The memory [n] of all vectors but the offsets, which is free once the rows' statistics are merged."""
-        vector_count, first = len(self.sums) + len(self.vectors), self.sums[0]
-        return first.as_strided((vector_count * first.shape[0] * first.stride(0),), (1,))
+        """One vector [n] fp32 over the memory of all tensors but the offsets, for another use once the rows' statistics
+        are merged."""
+        tensor_count, first = len(self.sums) + len(self.statistic_tensors), self.sums[0]
+        return first.as_strided((tensor_count * first.shape[0] * first.stride(0),), (1,))
 
     def of_rows(self, rows: int) -> "Strips":
-        """The strips of a chunk of ``rows`` rows, sharing memory."""
+        """The strips of the first ``rows`` rows, sharing memory."""
         if rows == self.offset.shape[1]:
             return self
+
+        def narrow(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            return tuple([tensor[:, :rows] for tensor in tensors])
+
         statistics = [
-            tuple(
-                [
-                    StatisticOutputs(statistic, tuple([t[:, :rows] for t in vectors]))
-                    for statistic, vectors in of_softmax
-                ]
-            )
-            for of_softmax in self.statistics
+            tuple([StatisticOutputs(outputs.statistic, narrow(outputs.tensors)) for outputs in group])
+            for group in self.statistics
         ]
-        return Strips(self.offset[:, :rows], tuple([t[:, :rows] for t in self.sums]), tuple(statistics))
+        return Strips(self.offset[:, :rows], narrow(self.sums), tuple(statistics))
 
 
 def as_quantised(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """A matrix as it lies in memory, its scale (None for 1), and what was taken out of it (None for nothing)."""
+    """Returns the fields of ``Quantised``: the matrix in memory, its scale (None for 1), and ``common``, the part of it
+    that was subtracted before it was rounded (None if nothing was)."""
     return matrix if isinstance(matrix, Quantised) else (matrix, None, None)
 
 
-KEPT: Cache[tuple, TensorDescriptor] = Cache(4096)
+DESCRIPTORS: Cache[tuple, TensorDescriptor] = Cache(4096)
 
 
 class Address:
-    """The address and dtype of a tensor, in place of the tensor in a descriptor that outlives it."""
+    """The address and dtype of a tensor. Stands for the tensor in a cached descriptor, which outlives the tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self.address, self.dtype = tensor.data_ptr(), tensor.dtype
@@ -113,34 +117,35 @@ class Address:
 
 
 def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """``TensorDescriptor.from_tensor(tensor, [rows, columns])`` of a matrix."""
+    """``TensorDescriptor.from_tensor(tensor, [rows, columns])`` of a matrix, cached by address, shape and block."""
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, rows, columns
-    descriptor = KEPT.get(key)
+    descriptor = DESCRIPTORS.get(key)
     if descriptor is None:
         descriptor = TensorDescriptor.from_tensor(tensor, [rows, columns])
         descriptor.fields = {}
         if is_known():
             descriptor.base = Address(tensor)
-            KEPT[key] = descriptor
+            DESCRIPTORS[key] = descriptor
     return descriptor
 
 
 def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
-    """The stride from row to row for a kernel that loads through pointers; 0 for one with descriptors, or for None."""
+    """The argument for a matrix's stride from row to row: its stride for tiles that load through pointers; 0, which no
+    kernel reads, for tiles with descriptors and for None."""
     return 0 if tensor is None or tile.described else tensor.stride(0)
 
 
 def even(columns: int, tile: Tile) -> bool:
-    """True where a loop over the columns needs no mask: they are a multiple of the tile's step, or the tensor copy
-    engine fills with zeros."""
+    """True where a loop over a matrix's columns needs no mask: their number is a multiple of the tile's step, or the
+    tensor copy engine fills with zeros."""
     return tile.described or columns % tile.block_k == 0
 
 
 def matrix(
     tensor: torch.Tensor | None, rows: int, columns: int, tile: Tile
 ) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
-    """Returns a descriptor with blocks of ``rows`` by ``columns`` and None; or, for tiles that load through pointers,
-    None and the tensor."""
+    """Returns the two arguments of a kernel for a matrix: a descriptor with blocks of ``rows`` by ``columns``, and
+    None; or, for tiles that load through pointers, None and the tensor."""
     if tensor is None or not tile.described:
         assert tensor is None or tensor.stride(1) == 1, "columns are contiguous"
         return None, tensor

@@ -22,28 +22,30 @@ import torch
 import triton
 
 from ...core.memory import RECORDERS
-from .launcher import AROUND, COMPILATION, RUNTIME, Compiled, Launcher
+from .launcher import COMPILATION_SETTINGS, LAUNCH_HOOKS, RUNTIME_SETTINGS, Compiled, Launcher
 from .operands import described
 
-MOST_STEPS = 4096
-ALIGNED = 16  # bytes: the alignment for which Triton specialises kernels
-BLOCK_BYTES = 512  # bytes: the alignment of torch's allocator
-MOST_ADDRESSES = 64  # most addresses for which a descriptor's encoded fields are kept
+MAX_STEPS = 4096  # of a recording
+ALIGNMENT = 16  # bytes: the alignment of pointers for which Triton specialises kernels
+ALLOCATOR_ALIGNMENT = 512  # bytes: that of torch's allocator
+MAX_ADDRESSES = 64  # most addresses for which a descriptor's encoded fields are kept
 
 
-class Place(NamedTuple):
-    """A tensor in the memory of another one."""
+class TensorPlace(NamedTuple):
+    """A tensor in the memory of an input or an allocated tensor of the sweep."""
 
-    slot: int  # index of the tensor in whose memory it is
-    offset: int  # bytes from that tensor's beginning
+    slot: int  # index in ``Recorder.tensors`` of the tensor in whose memory it is
+    offset: int  # bytes from that tensor's beginning to this one's
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def moved(self, slot: int, offset: int) -> "Place":
+    def moved(self, slot: int, offset: int) -> "TensorPlace":
+        """The same tensor in the memory of slot ``slot``, at ``offset`` bytes."""
         return self._replace(slot=slot, offset=offset)
 
     def view(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor at this place. ``tensors``: one for each slot."""
         base = tensors[self.slot]
         begin = base.storage_offset() * base.element_size() + self.offset
         first_element, remainder = divmod(begin, self.dtype.itemsize)
@@ -54,32 +56,36 @@ class Place(NamedTuple):
 
 
 def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
-    """Bytes from the beginning of a tensor's first element to the end of its last."""
+    """Number of bytes from the beginning of a strided tensor's first element to the end of its last one."""
     if 0 in shape:
         return 0
     return (sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * itemsize
 
 
-class Encoded(NamedTuple):
-    """A descriptor among a kernel's arguments, and its fields by address."""
+class EncodedDescriptor(NamedTuple):
+    """A descriptor among a kernel's arguments, with a cache of its encoded fields."""
 
-    place: Place
-    block: tuple[int, ...]
-    fields_of: Callable[[Any], tuple] | None  # descriptor -> the fields that a compiled kernel takes; None: it takes it
-    count: int  # number of fields
-    fields_by_address: dict[int, tuple]
+    place: TensorPlace  # of the tensor that it describes
+    block: tuple[int, ...]  # its block's shape
+    fields_of: Callable[[Any], tuple] | None  # descriptor -> fields; None: the kernel takes the descriptor itself
+    num_fields: int
+    fields_by_address: dict[int, tuple]  # by the tensor's address
 
     def fields_at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
+        """The fields of the descriptor of the tensor at this place, whose address is ``address``; added to the
+        cache."""
         descriptor = described(self.place.view(tensors), *self.block)
         if self.fields_of is None:
             return (descriptor,)
-        if len(self.fields_by_address) >= MOST_ADDRESSES:
+        if len(self.fields_by_address) >= MAX_ADDRESSES:
             self.fields_by_address.clear()
         self.fields_by_address[address] = fields = descriptor.fields.get(self.fields_of) or self.fields_of(descriptor)
         return fields
 
 
-Argument = tuple[str, int, int]  # a kind of argument, its index among those of the kind, and a descriptor's field
+# a kind ("constants", "pointers", "views" or "descriptors"), an index in the recorder's list of that name, and for a
+# descriptor the index of one of its fields, else 0
+Argument = tuple[str, int, int]
 
 
 class Recorder:
@@ -88,67 +94,77 @@ class Recorder:
     def __init__(self, inputs: Sequence[torch.Tensor]):
         self.tensors: list[torch.Tensor] = []  # inputs, then allocated ones; kept, so that addresses differ
         self.ranges: list[tuple[int, int]] = []  # for each tensor the addresses of its beginning and its end
-        self.versions: list[int] = []
-        self.constants: list[Any] = [None]  # the first stands for the stream
+        self.versions: list[int] = []  # for each tensor the version that it has if only recorded steps write to it
+        self.constants: list[Any] = [None]  # element 0 stands for the stream
         self.pointers: list[tuple[int, int]] = []  # slot and offset of each pointer
-        self.views: list[Place] = []
-        self.descriptors: list[Encoded] = []
+        self.views: list[TensorPlace] = []  # tensors that are arguments of torch's functions
+        self.descriptors: list[EncodedDescriptor] = []
         self.steps: list[tuple[Callable[..., Any], list[Argument]]] = []
         self.kernels: list[tuple[Launcher, Compiled]] = []
-        self.refused = False
+        self.is_refused = False
         for tensor in inputs:
             self.add_tensor(tensor)
-        self.inputs = len(self.tensors)
-        ranges = sorted(span for span in self.ranges if span[0] < span[1])
-        self.refused |= any(lower[1] > higher[0] for lower, higher in itertools.pairwise(ranges))
+        self.num_inputs = len(self.tensors)
+        # inputs that share memory cannot be told apart
+        ranges = sorted(begin_and_end for begin_and_end in self.ranges if begin_and_end[0] < begin_and_end[1])
+        self.is_refused |= any(lower[1] > higher[0] for lower, higher in itertools.pairwise(ranges))
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
+        """Gives the tensor the next slot."""
         begin = tensor.data_ptr()
         self.tensors.append(tensor)
         self.ranges.append((begin, begin + extent(tensor.shape, tensor.stride(), tensor.element_size())))
-        self.refused |= tensor.is_inference()  # an inference tensor has no version
-        self.versions.append(0 if self.refused else tensor._version)
+        self.is_refused |= tensor.is_inference()  # an inference tensor has no version
+        self.versions.append(0 if self.is_refused else tensor._version)
 
     def add_memory(self, tensor: torch.Tensor) -> None:
+        """``add_tensor`` of a tensor that the sweep has allocated."""
         self.add_tensor(tensor)
-        self.refused |= not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED > 0
+        self.is_refused |= not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT > 0
 
-    def place_at(self, address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Place:
+    def place_at(self, address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> TensorPlace:
+        """The place of a tensor that begins at ``address``. Refuses the sweep if that is in no slot's memory."""
         end = address + extent(shape, stride, dtype.itemsize)
         for slot, (begin, range_end) in enumerate(self.ranges):
             if begin <= address < range_end and end <= range_end:
-                return Place(slot, address - begin, dtype, tuple(shape), tuple(stride))
-        self.refused = True
-        return Place(0, 0, dtype, tuple(shape), tuple(stride))
+                return TensorPlace(slot, address - begin, dtype, tuple(shape), tuple(stride))
+        self.is_refused = True
+        return TensorPlace(0, 0, dtype, tuple(shape), tuple(stride))
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
+    def place_of(self, tensor: torch.Tensor) -> TensorPlace:
+        """``place_at`` of a tensor's address; an empty tensor has to be a slot's own."""
         if tensor.numel() == 0:  # an empty tensor has no memory
             slot = next((slot for slot, recorded in enumerate(self.tensors) if recorded is tensor), None)
-            self.refused |= slot is None
-            return Place(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            self.is_refused |= slot is None
+            return TensorPlace(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
         return self.place_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
     def add_constant(self, value: Any) -> Argument:
+        """Adds an argument that is the same in each replay."""
         self.constants.append(value)
         return "constants", len(self.constants) - 1, 0
 
     def pointer(self, tensor: torch.Tensor) -> Argument:
+        """Adds a kernel's argument that is the tensor's address."""
         pointer = self.place_of(tensor)[:2]
         if pointer not in self.pointers:
             self.pointers.append(pointer)
         return "pointers", self.pointers.index(pointer), 0
 
     def view(self, tensor: torch.Tensor) -> Argument:
+        """Adds a function's argument that is the tensor itself."""
         self.views.append(self.place_of(tensor))
         return "views", len(self.views) - 1, 0
 
     def descriptor(self, descriptor: Any, fields_of: Callable[[Any], tuple] | None) -> list[Argument]:
-        count = 1 if fields_of is None else len(descriptor.fields.get(fields_of) or fields_of(descriptor))
+        """Adds a descriptor, and returns an argument for each of its fields. ``fields_of`` as in
+        ``EncodedDescriptor``."""
+        num_fields = 1 if fields_of is None else len(descriptor.fields.get(fields_of) or fields_of(descriptor))
         place = self.place_at(descriptor.base.data_ptr(), descriptor.base.dtype, descriptor.shape, descriptor.strides)
-        self.descriptors.append(Encoded(place, tuple(descriptor.block_shape), fields_of, count, {}))
-        return [("descriptors", len(self.descriptors) - 1, field) for field in range(count)]
+        self.descriptors.append(EncodedDescriptor(place, tuple(descriptor.block_shape), fields_of, num_fields, {}))
+        return [("descriptors", len(self.descriptors) - 1, field) for field in range(num_fields)]
 
-    def launched(
+    def record_launch(
         self,
         launcher: Launcher,
         grid: Sequence[int],
@@ -156,27 +172,29 @@ class Recorder:
         compiled: Compiled,
         c_arguments: Sequence[Any],
     ) -> None:
-        """Records a launch by the C function. ``c_arguments``: its arguments, with constants and fields of
-        descriptors."""
-        remaining, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
+        """Records a launch by a kernel's C function. ``arguments``: the kernel's tensors, descriptors and numbers.
+        ``c_arguments``: the C function's arguments, with the kernel's constants and the fields of descriptors."""
+        remaining_arguments, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
         recorded: list[Argument] = []
         for i, parameter in enumerate(launcher.kernel.params):
-            argument = None if parameter.is_constexpr else next(remaining)
+            argument = None if parameter.is_constexpr else next(remaining_arguments)
             if argument is not None and i in places:
                 recorded += self.descriptor(argument, places[i])
             elif isinstance(argument, torch.Tensor):
                 recorded.append(self.pointer(argument))
             else:
                 recorded.append(self.add_constant(c_arguments[len(recorded)]))
-        self.refused |= len(recorded) != len(c_arguments)
+        self.is_refused |= len(recorded) != len(c_arguments)
         leading = [*map(self.add_constant, grid), ("constants", 0, 0), *map(self.add_constant, compiled.prefix)]
-        run = compiled.run if compiled.in_a_row else functools.partial(at_once, compiled.run, len(leading))
+        run = compiled.run if compiled.is_unpacked else functools.partial(run_with_tuple, compiled.run, len(leading))
         self.kernels.append((launcher, compiled))
         self.steps.append((run, leading + recorded))
 
-    def called(self, function: Callable[..., Any], *arguments: Any, written: Sequence[torch.Tensor] = ()) -> None:
-        """Records a call of a function: a launch by Triton; or an operation of torch, with the tensors ``written`` that
-        it has written to, once each."""
+    def record_call(
+        self, function: Callable[..., Any], *arguments: Any, written_tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Records a call of ``function``: a launch by Triton, or operators of torch. ``written_tensors``: for each
+        operator that has written to one of the arguments, that argument."""
         recorded: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
@@ -185,64 +203,68 @@ class Recorder:
                 recorded += self.descriptor(argument, None)
             else:
                 recorded.append(self.add_constant(argument))
-        for tensor in written:
+        for tensor in written_tensors:
             self.versions[self.place_of(tensor).slot] += 1
         self.steps.append((function, recorded))
 
-    def end(self, results: Sequence[torch.Tensor], sharing: int = 0) -> "Recording | None":
-        """The recording, or None if the sweep cannot be recorded. A replay returns new tensors in place of ``results``,
-        of which the first ``sharing`` may be views of one tensor."""
+    def end(self, results: Sequence[torch.Tensor], num_sharing: int = 0) -> "Recording | None":
+        """Returns the recording, or None if the sweep cannot be recorded. A replay returns new tensors in place of
+        ``results``; the first ``num_sharing`` of these may be views of one tensor."""
         places = [self.place_of(result) for result in results]
-        fits = all(
+        are_allocations = all(
             self.tensors[place.slot].shape == result.shape
             and self.tensors[place.slot].dtype == result.dtype and result.is_contiguous()
             for place, result in zip(places, results, strict=True)
         )  # fmt: skip
-        if self.refused or not fits or len(self.steps) > MOST_STEPS:
+        if self.is_refused or not are_allocations or len(self.steps) > MAX_STEPS:
             return None
         if any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True)):
             return None
-        return Recording(self, [place.slot for place in places], sharing)
+        return Recording(self, [place.slot for place in places], num_sharing)
 
 
 def is_row(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """True for an fp32 vector as long as ``reference``, of a multiple of ALIGNED bytes."""
-    return tensor.dtype == torch.float32 and tensor.shape == reference.shape and tensor.nbytes % ALIGNED == 0
+    """True for an fp32 vector as long as ``reference``, whose size is a multiple of ALIGNMENT bytes."""
+    return tensor.dtype == torch.float32 and tensor.shape == reference.shape and tensor.nbytes % ALIGNMENT == 0
 
 
-def at_once(run: Callable[..., Any], leading: int, *arguments: Any) -> None:
-    """Calls ``run``, a C function that takes the kernel's arguments as a tuple, after ``leading`` others."""
-    run(*arguments[:leading], arguments[leading:])
+def run_with_tuple(run: Callable[..., Any], num_leading: int, *arguments: Any) -> None:
+    """Calls the C function ``run`` with the first ``num_leading`` arguments one by one and the others as a tuple."""
+    run(*arguments[:num_leading], arguments[num_leading:])
 
 
 class Recording:
-    """The allocations and steps of a sweep. Holds no tensor.
+    """The allocations and steps of a sweep, without its tensors.
 
-    A replay makes one list of constants, addresses, views and fields of descriptors. Each step picks its arguments from
-    this list by index.
+    A replay makes one list of constants, addresses, views and fields of descriptors. Each step takes its arguments from
+    this list by their indices.
     """
 
-    def __init__(self, recorder: Recorder, results: Sequence[int], sharing: int):
+    def __init__(self, recorder: Recorder, results: Sequence[int], num_sharing: int):
+        """``results``: slots of the results. ``num_sharing`` as in ``Recorder.end``."""
         # results have memory of their own; all other tensors are in one block of bytes, freed at the end of the replay
-        separate, tensors = dict.fromkeys(slot for slot in results if slot >= recorder.inputs), recorder.tensors
-        # vectors that may share memory are rows of one tensor, each of them aligned
-        rows = [slot for slot in results[:sharing] if is_row(tensors[slot], reference=tensors[results[0]])]
-        separate = [slot for slot in separate if slot not in rows]
-        self.rows = (len(rows), tensors[rows[0]].numel()) if rows else None
-        self.allocations = [(tensors[slot].shape, tensors[slot].dtype, tensors[slot].device) for slot in separate]
-        places = {slot: (i, 0) for i, slot in enumerate([*range(recorder.inputs), *rows, *separate])}
-        block, block_end = len(places), 0
+        tensors, separate_slots = recorder.tensors, dict.fromkeys(s for s in results if s >= recorder.num_inputs)
+        # results that may share memory and are vectors of one length become rows of one tensor, each of them aligned
+        row_slots = [slot for slot in results[:num_sharing] if is_row(tensors[slot], reference=tensors[results[0]])]
+        separate_slots = [slot for slot in separate_slots if slot not in row_slots]
+        self.row_matrix_shape = (len(row_slots), tensors[row_slots[0]].numel()) if row_slots else None
+        self.allocations = [(tensors[slot].shape, tensors[slot].dtype, tensors[slot].device) for slot in separate_slots]
+        # by slot at recording: the slot at replay, and the offset in bytes
+        replay_places = {
+            slot: (i, 0) for i, slot in enumerate([*range(recorder.num_inputs), *row_slots, *separate_slots])
+        }
+        block_slot, block_end = len(replay_places), 0
         for slot, tensor in enumerate(tensors):
-            if slot not in places:
-                places[slot] = block, block_end
-                block_end += -(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+            if slot not in replay_places:
+                replay_places[slot] = block_slot, block_end
+                block_end += -(-tensor.nbytes // ALLOCATOR_ALIGNMENT) * ALLOCATOR_ALIGNMENT
         self.allocations.append((torch.Size([block_end]), torch.uint8, tensors[-1].device))
 
         def moved(slot: int, offset: int) -> tuple[int, int]:
-            number, begin = places[slot]
-            return number, begin + offset
+            replay_slot, begin = replay_places[slot]
+            return replay_slot, begin + offset
 
-        self.constants, self.results = recorder.constants, [places[slot][0] for slot in results]
+        self.constants, self.results = recorder.constants, [replay_places[slot][0] for slot in results]
         self.pointers = [moved(*pointer) for pointer in recorder.pointers]
         self.views = [place.moved(*moved(*place[:2])) for place in recorder.views]
         self.descriptors = [
@@ -251,46 +273,52 @@ class Recording:
         self.kernels = recorder.kernels  # a reference, since Triton unloads kernels without one
         self.launchers = list(dict.fromkeys([launcher for launcher, _ in recorder.kernels]))
         self.hooks = [launcher.kernel.pre_run_hooks for launcher in self.launchers]
-        counts = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
-        index = list(itertools.accumulate([*counts, *[encoded.count for encoded in self.descriptors]], initial=0))
+        # numbers of elements of the argument pool: of each constant, pointer and view one, of a descriptor its fields
+        sizes = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
+        sizes += [encoded.num_fields for encoded in self.descriptors]
+        pool_indices = list(itertools.accumulate(sizes, initial=0))
         first_index = {"constants": 0, "pointers": len(self.constants)}
         first_index["views"] = first_index["pointers"] + len(self.pointers)
         first_index["descriptors"] = first_index["views"] + len(self.views)
 
-        def picked(arguments: Sequence[Argument]) -> Callable[[Sequence[Any]], tuple]:
+        def getter(arguments: Sequence[Argument]) -> Callable[[Sequence[Any]], tuple]:
             return operator.itemgetter(
-                *[index[first_index[kind] + number] + field for kind, number, field in arguments]
+                *[pool_indices[first_index[kind] + index] + field for kind, index, field in arguments]
             )
 
-        self.steps = [(run, picked(arguments)) for run, arguments in recorder.steps]
+        self.steps = [(run, getter(arguments)) for run, arguments in recorder.steps]
 
     def usable(self) -> bool:
-        """True where Triton would do no more than launch compiled kernels: no hook, no changed setting."""
-        unusual = RUNTIME or COMPILATION or AROUND[0] or AROUND[1] or any(self.hooks)
-        return not unusual or all(launcher.direct() for launcher in self.launchers)
+        """True where Triton's launches would do no more than launch compiled kernels: no hook, no changed setting."""
+        has_hooks = LAUNCH_HOOKS[0] or LAUNCH_HOOKS[1] or any(self.hooks)
+        return not (RUNTIME_SETTINGS or COMPILATION_SETTINGS or has_hooks) or all(
+            launcher.direct() for launcher in self.launchers
+        )
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Runs the steps on other inputs of equal kinds, and returns the sweep's results. Returns None, before any
-        step, if the recording is not usable or an allocated tensor is not aligned."""
+        """Runs the steps on inputs of the same shapes, dtypes and strides, and returns the sweep's results. Returns
+        None, before any step, if the recording is not usable or an allocated tensor is not aligned."""
         if not self.usable():
             return None
         allocated = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocations]
-        rows = torch.empty(self.rows, dtype=torch.float32, device=allocated[-1].device).unbind() if self.rows else ()
+        rows: Sequence[torch.Tensor] = ()
+        if self.row_matrix_shape is not None:
+            rows = torch.empty(self.row_matrix_shape, dtype=torch.float32, device=allocated[-1].device).unbind()
         tensors = [*inputs, *rows, *allocated]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if functools.reduce(operator.or_, addresses[len(inputs) :], 0) % ALIGNED:
+        if functools.reduce(operator.or_, addresses[len(inputs) :], 0) % ALIGNMENT:
             return None
-        pool = self.constants.copy()
+        argument_pool = self.constants.copy()
         if self.launchers:
-            pool[0] = triton.runtime.driver.active.get_current_stream(torch.cuda.current_device())
-        pool += [addresses[slot] + offset for slot, offset in self.pointers]
+            argument_pool[0] = triton.runtime.driver.active.get_current_stream(torch.cuda.current_device())
+        argument_pool += [addresses[slot] + offset for slot, offset in self.pointers]
         if self.views:
-            pool += [place.view(tensors) for place in self.views]
+            argument_pool += [place.view(tensors) for place in self.views]
         for encoded in self.descriptors:
             address = addresses[encoded.place.slot] + encoded.place.offset
-            pool += encoded.fields_by_address.get(address) or encoded.fields_at(address, tensors)
-        for run, arguments in self.steps:
-            run(*arguments(pool))
+            argument_pool += encoded.fields_by_address.get(address) or encoded.fields_at(address, tensors)
+        for run, get_arguments in self.steps:
+            run(*get_arguments(argument_pool))
         return [tensors[slot] for slot in self.results]
 
 

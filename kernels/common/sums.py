@@ -1,14 +1,15 @@
-"""Sums over the vocabulary in kernels: the library's divergences, and kernels generated for the sums of a call.
+"""Sums over the vocabulary in kernels: the library's divergences, and the generator of kernels for a call's sums.
 
-``NAME_terms(log_p, log_q, p, q, tie, *numbers)`` returns a column's term of a sum and its slope ``df / d log p``, up to
-a multiple of p (``records.SumFunction``). A probability of 0 adds 0 to a sum, whatever its logarithm; a nan makes it
-nan. Terms read differences of log-probabilities, so that equal rows give exactly 0. For a gradient both logarithms are
-at least ``LOG_FLOOR``.
+``NAME_terms(log_p, log_q, p, q, tie_tolerance, *numbers)`` returns f, a column's term of the sum, and its slope
+``df / d log p``, up to a multiple of p (``records.SumFunction``). A probability of 0 adds 0 to a sum, whatever its
+logarithm; a probability of nan makes the sum nan. Terms read differences of log-probabilities, so that equal rows of
+logits give exactly 0. Where terms are of a gradient, both logarithms are at least ``LOG_FLOOR``.
 
 The body of a kernel is written by hand. It takes tuples of pointers and numbers, and calls generated functions:
 ``ADD_SUMS`` for a list of sums (here), ``ADD_TERMS`` for the terms of a gradient (``gradients/identity.py``). A
-generated kernel with flat arguments calls the body. A launch cannot take the tuples: ``do_not_specialize`` would not
-reach their elements, and Triton's cache would tell functions in them apart by name only.
+generated kernel, whose arguments are the elements of these tuples, calls the body. Triton could not launch the body
+itself: ``do_not_specialize`` would not reach elements of tuples, and Triton's cache would tell functions in tuples
+apart by name only.
 """
 
 import inspect
@@ -41,51 +42,51 @@ def floored(log_p):
 def part_below(
     p,
     q,
-    tie,  # relative difference up to which probabilities count as equal; None for 0
+    tie_tolerance,  # relative difference up to which probabilities count as equal; None for 0
 ):
-    """``p (1 - sign(p - q))``, nan where either is."""
-    near = 0.0 * p
-    if tie is not None:
-        near = tl.maximum(p, q) * tie
-    return tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p + 0.0 * q))
+    """``p (1 - sign(p - q))``; nan where p or q is nan."""
+    tolerance = 0.0 * p
+    if tie_tolerance is not None:
+        tolerance = tl.maximum(p, q) * tie_tolerance
+    return tl.where(p - q > tolerance, 0.0, tl.where(q - p > tolerance, 2.0 * p, p + 0.0 * q))
 
 
 @triton.jit
 def log_mixture(
-    log_a,  # log-probabilities
-    log_b,
-    share_a,  # in (0, 1)
+    log_a,  # log-probability
+    log_b,  # log-probability
+    share_a,  # weight of a, in (0, 1)
 ):
-    """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``; -inf if both logarithms are."""
+    """``log(share_a exp(log_a) + (1 - share_a) exp(log_b))``; -inf if both logarithms are -inf."""
     return log_of_sum(log_a + tl.log2(share_a) * ln_2, log_b + tl.log2(1.0 - share_a) * ln_2)
 
 
 @triton.jit
 def log_of_sum(a, b):
-    """``log(exp(a) + exp(b))``; -inf if a and b are."""
+    """``log(exp(a) + exp(b))``; -inf if both a and b are -inf."""
     largest = tl.maximum(a, b)
     offset = tl.where(largest == float("-inf"), 0.0, largest)
     return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2
 
 
 @triton.jit
-def forward_kl_terms(log_p, log_q, p, q, tie):
+def forward_kl_terms(log_p, log_q, p, q, tie_tolerance):
     return tl.where(q != 0.0, q * (log_q - log_p), 0.0), -q
 
 
 @triton.jit
-def reverse_kl_terms(log_p, log_q, p, q, tie):
+def reverse_kl_terms(log_p, log_q, p, q, tie_tolerance):
     term = tl.where(p != 0.0, p * (log_p - floored(log_q)), 0.0)
     return term, term
 
 
 @triton.jit
-def teacher_entropy_terms(log_p, log_q, p, q, tie):
+def teacher_entropy_terms(log_p, log_q, p, q, tie_tolerance):
     return -tl.where(q != 0.0, q * log_q, 0.0), q
 
 
 @triton.jit
-def jsd_terms(log_p, log_q, p, q, tie, beta):
+def jsd_terms(log_p, log_q, p, q, tie_tolerance, beta):
     log_m = log_mixture(log_q, log_p, beta)
     slope = (1.0 - beta) * tl.where(p != 0.0, p * (log_p - log_m), 0.0)
     # fma: with a product and a sum, LLVM's vectoriser crashes for sm_90
@@ -93,54 +94,54 @@ def jsd_terms(log_p, log_q, p, q, tie, beta):
 
 
 @triton.jit
-def tvd_terms(log_p, log_q, p, q, tie):
-    return 0.5 * tl.abs(p - q), -0.5 * part_below(p, q, tie)
+def tvd_terms(log_p, log_q, p, q, tie_tolerance):
+    return 0.5 * tl.abs(p - q), -0.5 * part_below(p, q, tie_tolerance)
 
 
 @triton.jit
-def tvd_gradient(log_p, log_q, p, q, total, tie):
+def tvd_gradient(log_p, log_q, p, q, total, tie_tolerance):
     """``p (sign(p - q) - sum p sign) / 2``, computed with 1 subtracted from both signs.
 
     For a column with p above 2/3 the sign follows from the sum. Where student and teacher both put nearly all
     probability on one column, the sign of ``p - q`` could else differ between the sum and the column by rounding."""
     below = -2.0 * total
     by_sum = tl.where(below < 1.0 - 0.5 * p, 0.0, tl.where(below > 1.0 + 0.5 * p, 2.0 * p, p))
-    return 0.5 * (p * below - tl.where(p > 0.75, by_sum, part_below(p, q, tie)))
+    return 0.5 * (p * below - tl.where(p > 0.75, by_sum, part_below(p, q, tie_tolerance)))
 
 
 @triton.jit
-def overlap_terms(log_p, log_q, p, q, tie):
-    return tl.where(p < q, p, q + 0.0 * p), 0.5 * part_below(p, q, tie)
+def overlap_terms(log_p, log_q, p, q, tie_tolerance):
+    return tl.where(p < q, p, q + 0.0 * p), 0.5 * part_below(p, q, tie_tolerance)
 
 
 @triton.jit
-def overlap_gradient(log_p, log_q, p, q, total, tie):
-    return -tvd_gradient(log_p, log_q, p, q, -total, tie)
+def overlap_gradient(log_p, log_q, p, q, total, tie_tolerance):
+    return -tvd_gradient(log_p, log_q, p, q, -total, tie_tolerance)
 
 
 @triton.jit
-def within(term, inside):
-    """The term of a user's function, 0 outside of the columns."""
-    if inside is None:
+def within(term, in_columns):
+    """The term of a user's function, 0 where ``in_columns`` is false; None: all columns are inside."""
+    if in_columns is None:
         return term
     else:
-        return tl.where(inside, term, 0.0)
+        return tl.where(in_columns, term, 0.0)
 
 
 @triton.jit
-def user_slope(slope, p, inside):
-    """The slope of a user's function; 0 outside of the columns, and where p is 0 and the slope nan."""
-    return within(tl.where((p != 0.0) | (slope == slope), slope, 0.0), inside)
+def user_slope(slope, p, in_columns):
+    """The slope of a user's function; 0 where ``in_columns`` is false, and where p is 0 and the slope nan."""
+    return within(tl.where((p != 0.0) | (slope == slope), slope, 0.0), in_columns)
 
 
 @triton.jit
-def user_term(coefficient, slope, p, inside):
+def user_term(coefficient, slope, p, in_columns):
     """``coefficient`` times the slope of a user's function; 0 for a coefficient of 0, even if the slope is infinite."""
-    return tl.where(coefficient != 0.0, coefficient * user_slope(slope, p, inside), 0.0)
+    return tl.where(coefficient != 0.0, coefficient * user_slope(slope, p, in_columns), 0.0)
 
 
-class Kind(NamedTuple):
-    """The properties of a sum over the vocabulary on which a kernel's code depends."""
+class SumKind(NamedTuple):
+    """What the code of a kernel depends on of a sum over the vocabulary."""
 
     function: SumFunction
     view: int = 0  # index of the softmax p
@@ -149,36 +150,40 @@ class Kind(NamedTuple):
     has_term: bool = False  # the kernel makes the sum's term of a gradient
 
 
-class Code(NamedTuple):
-    """The generated code and the constants that a generated kernel passes to its body."""
+class KernelCode(NamedTuple):
+    """What a generated kernel is made of besides its body: functions and constants that it passes to the body."""
 
-    functions: list[str]  # sources of jit functions
-    constants: dict[str, Any]  # values of the body's constexpr arguments, by name
-    counts: dict[str, int]  # number of elements of the body's tuples, by argument's name
-    scope: dict[str, Any]  # objects that the sources name and this file lacks
+    functions: list[str]  # sources of the jit functions that the body takes as constants
+    constants: dict[str, Any]  # by the name of a constexpr argument of the body: its value, or the name of a function
+    tuple_lengths: dict[
+        str, int
+    ]  # by the name of an argument of the body that is a tuple of FLAT: its number of elements
+    scope: dict[str, Any]  # by name: objects that the sources name and this file lacks
 
 
 HEADER = "@triton.jit\ndef {}:\n    "
-ADD_SUMS = "add_sums(sums, logs, log_q, inside, scalars, tie)"
-# by argument of a body: the flat arguments of a generated kernel that its tuple is made of
+ADD_SUMS = "add_sums(sums, logs, log_q, in_columns, scalars, tie_tolerance)"
+# by the name of a body's argument that is a tuple: names of the generated kernel's arguments that are the tuple's
+# elements; {} is the index of an element
 FLAT: dict[str, tuple[str, ...]] = {
-    "outputs": ("output{}_ptr",), "vectors": ("vector{}_ptr",), "scalars": ("scalar{}",),
-    "sums": ("sum{}_ptr",), "strips": ("strip{}_ptr",), "places": ("place{}",),
-    "starts": ("start{}_ptr",), "rests": ("rest{}_ptr",), "ratios": ("ratio{}",), "widths": ("columns{}",),
-    "entries": ("column_ptr", "sparse_ptr", "begin_ptr", "end_ptr", "count"),
+    "output_ptrs": ("output{}_ptr",), "coefficient_ptrs": ("coefficient{}_ptr",), "scalars": ("scalar{}",),
+    "sum_ptrs": ("sum{}_ptr",), "strip_ptrs": ("strip{}_ptr",), "vector_indices": ("vector_index{}",),
+    "lse_base_ptrs": ("lse_base{}_ptr",), "neg_log_sum_ptrs": ("neg_log_sum{}_ptr",), "ratios": ("ratio{}",),
+    "widths": ("columns{}",),
+    "entries": ("column_ptr", "added_ptr", "begin_ptr", "end_ptr", "entries_per_row"),
     "teacher": (
-        "teacher_ptr", "teacher_offset_ptr", "teacher_bias_ptr", "teacher_start_ptr", "teacher_rest_ptr",
+        "teacher_ptr", "teacher_offset_ptr", "teacher_bias_ptr", "teacher_lse_base_ptr", "teacher_neg_log_sum_ptr",
         "teacher_columns", "teacher_stride", "teacher_scale", "teacher_softcap", "teacher_row_scale_ptr",
     ),
 }  # fmt: skip
-KERNELS: Cache[tuple, Launcher] = Cache(256)
-COUNT = itertools.count()
+KERNELS: Cache[tuple, Launcher] = Cache(256)  # generated kernels by the arguments of ``kernel_of``
+SOURCE_NUMBERS = itertools.count()  # a number for each generated source
 
 
 def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) -> Any:
-    """Executes ``source`` and returns its function ``name``. Triton can read the source as long as ``owner`` lives;
-    None: as long as the function lives."""
-    file = f"<chunked_head {name} {next(COUNT)}>"
+    """Executes ``source`` with the globals ``scope`` and returns its function ``name``. The source stays readable for
+    Triton until ``owner`` is freed; None: until the function is."""
+    file = f"<chunked_head {name} {next(SOURCE_NUMBERS)}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), scope)
     function = scope[name]
@@ -186,83 +191,91 @@ def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) ->
     return function
 
 
-def add_sums(kinds: Sequence[Kind]) -> str:
-    """The source of ``ADD_SUMS``, which adds the terms of a block of columns to each sum."""
-    lines, sums = [], []
-    for kind, terms in zip(kinds, calls(kinds, False), strict=True):
+def add_sums(kinds: Sequence[SumKind]) -> str:
+    """The source of ``ADD_SUMS``, the function that adds the terms of a block of columns to each sum."""
+    lines, sums = list[str](), list[str]()
+    for kind, terms in zip(kinds, term_calls(kinds, False), strict=True):
         i = len(sums)
         lines.append(f"value{i}, slope{i} = {terms}")
         value, slope = f"value{i}", f"slope{i}"
         if kind.function.source:
-            value, slope = f"within({value}, inside)", f"user_slope({slope}, p{kind.view}, inside)"
+            value, slope = f"within({value}, in_columns)", f"user_slope({slope}, p{kind.view}, in_columns)"
         for term in [value][: kind.has_value] + [slope][: kind.has_total]:
             sums.append(f"sums[{len(sums)}] + {term}")
     return HEADER.format(ADD_SUMS) + "\n    ".join([*logarithms(kinds, False), *lines, f"return ({', '.join(sums)},)"])
 
 
-def logarithms(kinds: Sequence[Kind], is_floored: bool) -> list[str]:
-    """The lines that compute the probabilities and logarithms that ``kinds`` read."""
+def logarithms(kinds: Sequence[SumKind], is_floored: bool) -> list[str]:
+    """The lines of source that compute the probabilities and logarithms that the sums read. ``is_floored``: all sums
+    read logarithms of at least LOG_FLOOR; else only users' functions do."""
     views = sorted({kind.view for kind in kinds})
-    names = [f"p{view}" for view in views] + ["q"] * any(kind.function.is_paired for kind in kinds)
+    variables = [f"p{view}" for view in views] + ["q"] * any(kind.function.is_paired for kind in kinds)
     lines = [f"log_p{view} = logs[{view}]" for view in views]
-    lines += [f"{name} = tl.exp2(log_{name} * log2_e)" for name in names]
+    lines += [f"{name} = tl.exp2(log_{name} * log2_e)" for name in variables]
     reads_floored = is_floored or any(kind.function.source for kind in kinds)
-    return lines + [f"low_{name} = floored(log_{name})" for name in names if reads_floored]
+    return lines + [f"low_{name} = floored(log_{name})" for name in variables if reads_floored]
 
 
-def calls(kinds: Sequence[Kind], is_floored: bool) -> Iterable[str]:
-    """For each kind the expression that returns a column's term and slope."""
-    first = 0
+def term_calls(kinds: Sequence[SumKind], is_floored: bool) -> Iterable[str]:
+    """For each sum the expression that returns a column's term and slope. ``is_floored`` as in ``logarithms``."""
+    first_scalar = 0
     for function, view, *_ in kinds:
         p = f"p{view}"
         q = "q" if function.is_paired else p
-        log = "low" if is_floored or function.source else "log"
-        numbers = "".join(f", scalars[{first + i}]" for i in range(function.numbers))
-        first += function.numbers
-        yield f"{function.name}_terms({log}_{p}, {log}_{q}, {p}, {q}, tie{numbers})"
+        log_prefix = "low" if is_floored or function.source else "log"
+        numbers = "".join(f", scalars[{first_scalar + i}]" for i in range(function.numbers))
+        first_scalar += function.numbers
+        yield f"{function.name}_terms({log_prefix}_{p}, {log_prefix}_{q}, {p}, {q}, tie_tolerance{numbers})"
 
 
-def user_functions(kinds: Sequence[Kind]) -> list[str]:
-    """Sources of users' functions, each once."""
+def user_functions(kinds: Sequence[SumKind]) -> list[str]:
+    """Sources of the users' functions among the sums, without repetition."""
     return list({kind.function.name: kind.function.source for kind in kinds if kind.function.source}.values())
 
 
-def code_of_sums(kinds: Sequence[Kind]) -> Code:
-    count = sum(kind.has_value + kind.has_total for kind in kinds)
-    counts = {"outputs": count, "scalars": sum(kind.function.numbers for kind in kinds)}
-    counts["teacher"] = any(kind.function.is_paired for kind in kinds)
-    constants = {"ADD_SUMS": "add_sums", "SUMS": count, "IS_PAIRED": counts["teacher"]}
-    return Code([*user_functions(kinds), add_sums(kinds)], constants, counts, {})
+def code_of_sums(kinds: Sequence[SumKind]) -> KernelCode:
+    """The code of a kernel that makes sums: ``ADD_SUMS``."""
+    num_sums = sum(kind.has_value + kind.has_total for kind in kinds)
+    tuple_lengths = {"output_ptrs": num_sums, "scalars": sum(kind.function.numbers for kind in kinds)}
+    tuple_lengths["teacher"] = any(kind.function.is_paired for kind in kinds)
+    constants = {"ADD_SUMS": "add_sums", "NUM_SUMS": num_sums, "IS_PAIRED": tuple_lengths["teacher"]}
+    return KernelCode([*user_functions(kinds), add_sums(kinds)], constants, tuple_lengths, {})
 
 
-def kernel_of(body: Any, name: str, kinds: Hashable, code: Callable[[Any], Code] = code_of_sums) -> Launcher:
-    """The generated kernel around ``body`` for these kinds. Elements of the body's tuples are its arguments,
-    ``output0_ptr`` and so on. ``code``: the function from kinds to ``Code``."""
-    return KERNELS.get_or_make((name, body.fn, code, kinds), lambda: generate(body, name, code(kinds)))
+def kernel_of(
+    body: Any, name: str, kinds: Hashable, code_of_kinds: Callable[[Any], KernelCode] = code_of_sums
+) -> Launcher:
+    """Returns the generated kernel called ``name`` around the jit function ``body``, made at first use. Its arguments
+    are the body's, with the elements of FLAT's tuples in place of the tuples. ``kinds``: the argument of
+    ``code_of_kinds``, which returns the kernel's code."""
+    return KERNELS.get_or_make(
+        (name, body.fn, code_of_kinds, kinds), lambda: generate(body, name, code_of_kinds(kinds))
+    )
 
 
-def generate(body: Any, name: str, code: Code) -> Launcher:
+def generate(body: Any, name: str, code: KernelCode) -> Launcher:
+    """Generates the kernel of ``kernel_of``."""
     parameters, arguments = list[str](), list[str]()
     for parameter in inspect.signature(body.fn).parameters.values():
         if parameter.name in FLAT:
-            count = code.counts[parameter.name]
-            flat = [template.format(i) for i in range(count) for template in FLAT[parameter.name]]
-            parameters += flat
-            arguments.append(f"({', '.join(flat)},)" if flat else "None")
+            count = code.tuple_lengths[parameter.name]
+            flat_arguments = [template.format(i) for i in range(count) for template in FLAT[parameter.name]]
+            parameters += flat_arguments
+            arguments.append(f"({', '.join(flat_arguments)},)" if flat_arguments else "None")
         elif parameter.name in code.constants:
             arguments.append(str(code.constants[parameter.name]))
         else:
             is_constant = parameter.annotation is not inspect.Parameter.empty
             parameters.append(parameter.name + ": tl.constexpr" * is_constant)
             arguments.append(parameter.name)
-    entry = f"def {name}({', '.join(parameters)}):\n    body({', '.join(arguments)})"
+    kernel_source = f"def {name}({', '.join(parameters)}):\n    body({', '.join(arguments)})"
     scope = globals() | code.scope | {"body": body, "functions": functions}
-    return kernel(defined(name, "\n\n\n".join([*code.functions, entry]) + "\n", scope))
+    return kernel(defined(name, "\n\n\n".join([*code.functions, kernel_source]) + "\n", scope))
 
 
-def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[Kind, ...], list[Any], list[float]]:
-    """Returns the kinds of ``sums``, their output tensors and their numbers, in the order of a generated kernel's
-    arguments."""
-    kinds = [Kind(output.function, has_value=True, has_total=output.total is not None) for output in sums]
+def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[SumKind, ...], list[Any], list[float]]:
+    """Returns the kinds of ``sums``, the tensors that they are written to and the numbers of their functions, the
+    latter two in the order of a generated kernel's arguments."""
+    kinds = [SumKind(output.function, has_value=True, has_total=output.total is not None) for output in sums]
     tensors = [tensor for output in sums for tensor in (output.value, output.total) if tensor is not None]
     return tuple(kinds), tensors, [number for output in sums for number in output.numbers]

@@ -1,6 +1,7 @@
-"""Functions that load stored logits and turn them into the logits of the softmax.
+"""Functions that load stored logits and return them as the softmax sees them.
 
-Raw logits get bias, scale and cap; relative logits get their strip's offset.
+Raw logits get bias, scale and cap when they are loaded. Relative logits have these already, and get their strip's
+offset back.
 """
 
 import triton
@@ -16,9 +17,10 @@ ln_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
+    """The hyperbolic tangent of ``x`` fp32."""
     # 1 - 2 / (e^2x + 1) saturates to 1 and -1 without overflow; near 0, where the difference cancels, a series
-    series = x * (1.0 - x * x * (1.0 / 3.0 - x * x * (2.0 / 15.0 - x * x * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.1, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+    near_zero = x * (1.0 - x * x * (1.0 / 3.0 - x * x * (2.0 / 15.0 - x * x * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.1, near_zero, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
 
 
 @triton.jit
@@ -28,6 +30,7 @@ def transform_logits(
     softcap,  # float or None for no cap
     row_scale,  # last factor of a row's logits; None for 1
 ):
+    """From raw logits to those that the softmax sees: ``row_scale * softcap * tanh(logit_scale * x / softcap)``."""
     if logit_scale is not None:
         x = x * logit_scale
     if softcap is not None:
@@ -60,7 +63,7 @@ def transform_derivative(
 
 @triton.jit
 def times(x, factor):
-    """``factor * x``; x if ``factor`` is None."""
+    """Returns ``factor * x``; x if ``factor`` is None."""
     if factor is None:
         return x
     else:
@@ -69,7 +72,7 @@ def times(x, factor):
 
 @triton.jit
 def load_number(ptr, row):
-    """The number of a row; None if ``ptr`` is None."""
+    """Loads element ``row`` of the vector at ``ptr``; None if ``ptr`` is None."""
     if ptr is None:
         return  # Triton 3.5 cannot compile ``return None``
     else:
@@ -78,7 +81,8 @@ def load_number(ptr, row):
 
 @triton.jit
 def load_column(ptr, offs_row, in_rows):
-    """A number per row as [rows, 1]; None if ``ptr`` is None."""
+    """Loads the elements ``offs_row`` [rows] of the vector at ``ptr`` as [rows, 1], 0 where ``in_rows`` is false; None
+    if ``ptr`` is None."""
     if ptr is None:
         return
     else:
@@ -87,7 +91,7 @@ def load_column(ptr, offs_row, in_rows):
 
 @triton.jit
 def load_columns(pointers, offs_row, in_rows, COUNT: tl.constexpr):
-    """A tuple of COUNT numbers per row, each as [rows, 1]."""
+    """``load_column`` of each of COUNT vectors. ``pointers``: a tuple of as many pointers. Returns a tuple."""
     columns = (load_column(pointers[0], offs_row, in_rows),)
     for i in tl.static_range(1, COUNT):
         columns = columns + (load_column(pointers[i], offs_row, in_rows),)
@@ -96,25 +100,26 @@ def load_columns(pointers, offs_row, in_rows, COUNT: tl.constexpr):
 
 @triton.jit
 def load_row(
-    logits_ptr,  # of the row: raw, or fp16 relative to strips' offsets in base 2
+    logits_ptr,  # of the row's first logit: raw, or fp16 relative to strips' offsets in base 2
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
-    row,
+    row,  # index of the row in the offsets
     strip_stride,  # from strip to strip of the offsets
-    offs,
-    inside,
+    offs,  # [n] columns
+    in_columns,  # [n] mask
     logit_scale,
     softcap,
     row_scale,
 ):
-    """The softmax's logits of the columns ``offs`` of one row; any numbers where ``inside`` is false."""
-    x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
+    """Loads the columns ``offs`` of one row. Returns their logits as the softmax sees them, [n] fp32; any numbers where
+    ``in_columns`` is false."""
+    x = tl.load(logits_ptr + offs, mask=in_columns, other=float("-inf")).to(tl.float32)
     if strip_offset_ptr is not None:
-        offset_at = strip_offset_ptr + (offs // STRIP).to(tl.int64) * strip_stride + row
-        x = x * ln_2 + tl.load(offset_at, mask=inside, other=0.0)
+        offset_pointers = strip_offset_ptr + (offs // STRIP).to(tl.int64) * strip_stride + row
+        x = x * ln_2 + tl.load(offset_pointers, mask=in_columns, other=0.0)
     else:
         if bias_ptr is not None:
-            x += tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+            x += tl.load(bias_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)
         x = transform_logits(x, logit_scale, softcap, row_scale)
     return x
 
@@ -124,32 +129,34 @@ def load_block(
     logits_ptr,  # [rows, columns]: raw, or fp16 relative to strips' offsets in base 2
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
-    offs_row,
-    in_rows,
+    offs_row,  # [rows of the block] indices of rows
+    in_rows,  # their mask
     strip_stride,  # from strip to strip of the offsets
-    stride,
-    start,  # the first of offs, which are all in one strip if logits are relative; None: they are in several strips
-    offs,
-    in_columns,
+    logits_stride,  # from row to row of the logits
+    first_column,  # the first of ``offs``, if these are in one strip; None: in several strips; unread for raw logits
+    offs,  # [columns of the block]
+    in_columns,  # their mask
     logit_scale,
     softcap,
     row_scale,
-    row_start=None,  # for relative logits: returns log-probabilities (x - row_start) + row_rest; None: logits
-    row_rest=None,
+    lse_base=None,  # [rows of the block, 1], for relative logits: returns log p = (x - lse_base) + neg_log_sum, not x
+    neg_log_sum=None,
 ):
-    """The softmax's logits of a block of rows and columns. Outside of rows and columns they are -inf if logits are
-    relative, else any numbers."""
-    pointers = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
+    """Loads a block of rows and columns. Returns logits as the softmax sees them, fp32. Outside of rows and columns
+    relative logits are -inf; raw ones are any numbers."""
+    pointers = logits_ptr + offs_row.to(tl.int64)[:, None] * logits_stride + offs[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     if strip_offset_ptr is not None:
-        if start is None:
-            offset_at = strip_offset_ptr + (offs // STRIP).to(tl.int64)[None, :] * strip_stride + offs_row[:, None]
-            offset = tl.load(offset_at, mask=mask, other=0.0)
+        if first_column is None:
+            offset_pointers = (
+                strip_offset_ptr + (offs // STRIP).to(tl.int64)[None, :] * strip_stride + offs_row[:, None]
+            )
+            offset = tl.load(offset_pointers, mask=mask, other=0.0)
         else:
-            offset_at = strip_offset_ptr + tl.cast(start // STRIP, tl.int64) * strip_stride + offs_row
-            offset = tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
-        if row_start is not None:
-            offset = (offset - row_start) + row_rest
+            offset_pointers = strip_offset_ptr + tl.cast(first_column // STRIP, tl.int64) * strip_stride + offs_row
+            offset = tl.load(offset_pointers, mask=in_rows, other=0.0)[:, None]
+        if lse_base is not None:
+            offset = (offset - lse_base) + neg_log_sum
         return tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32) * ln_2 + offset
     else:
         x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)

@@ -3,7 +3,7 @@
 import torch
 
 from ...core.gpus import multiprocessors_of
-from ...core.records import ALL_ROWS, Counted
+from ...core.records import ALL_ROWS, CountedRows
 from ...core.tiles import E4M3_ROWS, Quantised, cdiv, power_of_2
 from ..common.operands import Strips
 from .gradients import both_orders_kernel, mean_of_rows_kernel, set_apart_kernel, transposed_rows_kernel
@@ -64,7 +64,7 @@ def set_apart(
     factors: torch.Tensor,  # [2 or more, rows] fp32: softmax_factor, in place times the power and the weight's scale;
     # target_factor
     weight_scale: torch.Tensor,  # [] fp32
-    counted: Counted = ALL_ROWS,
+    counted: CountedRows = ALL_ROWS,
 ) -> None:
     (rows, vocab), count, width = exp.shape, strips.offset.shape[0], 0 if hidden is None else hidden.shape[1]
     columns = power_of_2(count)
@@ -95,7 +95,7 @@ def both_orders(
     power: torch.Tensor | None = None,  # [rows] fp32; None for 1
     share: torch.Tensor | None = None,  # [rows] fp32, with the power: where it is 0 a row becomes 0
     sums: torch.Tensor | None = None,  # [rows / E4M3_ROWS, columns] fp32: of share * matrix / power over so many rows
-    counted: Counted = ALL_ROWS,
+    counted: CountedRows = ALL_ROWS,
 ) -> None:
     """``matrix / power`` in e4m3; 0 in rows that do not count, and in what is padded."""
     (rows, columns), block = matrix.shape, E4M3_ROWS
@@ -112,7 +112,7 @@ def transposed_rows(
     mean: torch.Tensor,  # [hidden] fp32
     share: torch.Tensor,  # [rows] fp32
     most: torch.Tensor,  # [rows] fp32
-    counted: Counted = ALL_ROWS,
+    counted: CountedRows = ALL_ROWS,
 ) -> None:
     """``(share * (hidden - mean)).T`` in e4m3."""
     (rows, width), padded = hidden.shape, out.values.shape[1]

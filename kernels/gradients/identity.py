@@ -1,4 +1,4 @@
-"""The gradient of raw logits as a function of values in registers, which every kernel that makes gradients calls:
+"""The gradient of raw logits x by one formula, a function of values in registers that all kernels of gradients call:
 
     g_j = sum of p_j (alpha + eta log p_j) over softmaxes - beta 1[j = target] - kappa omega_j
         + sum of c s_j over the call's sums over the vocabulary, s the slope of such a sum (``common/sums.py``)
@@ -12,134 +12,140 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.sums import HEADER, Code, Kind, add_sums, calls, logarithms, user_functions
+from ..common.sums import HEADER, KernelCode, SumKind, add_sums, logarithms, term_calls, user_functions
 from ..common.transform import log2_e, times
 
 
 @triton.jit
 def softmax_term(log_p, alpha):
-    """``p alpha``"""
+    """The softmax's term of a gradient without an entropy, ``p alpha``."""
     return tl.exp2(log_p * log2_e) * alpha
 
 
 @triton.jit
 def entropy_term(log_p, alpha, eta):
-    """``p (alpha + eta log p)``: 0 for p = 0, nan for a nan."""
+    """The softmax's term with an entropy, ``p (alpha + eta log p)``; 0 for p = 0, and nan if p is nan."""
     p = tl.exp2(log_p * log2_e)
     return tl.where(p != 0.0, p * (alpha + eta * log_p), 0.0)
 
 
 @triton.jit
-def fused_softmax_term(x, offs, start, neg_log_sum, ratio, width, alpha):
-    """``p alpha`` with one multiply-add. Its relative error, ``1e-7 |start|``, is below 16-bit rounding."""
+def fused_softmax_term(x, offs, lse_base, neg_log_sum, ratio, width, alpha):
+    """``p alpha`` from logits ``x``, with one multiply-add in the exponent; 0 for columns from ``width`` on. The
+    relative error, ``1e-7 |lse_base|``, is below that of rounding to 16 bits."""
     z = times(x, ratio)
-    shift = tl.broadcast_to((neg_log_sum - start) * log2_e, z.shape)
-    return cut(alpha * tl.exp2(tl.fma(z, tl.full(z.shape, log2_e, tl.float32), shift)), offs, width, 0.0)
+    log2_shift = tl.broadcast_to((neg_log_sum - lse_base) * log2_e, z.shape)
+    return cut(alpha * tl.exp2(tl.fma(z, tl.full(z.shape, log2_e, tl.float32), log2_shift)), offs, width, 0.0)
 
 
 @triton.jit
-def log_probability(x, offs, start, neg_log_sum, ratio, width):
-    """``log p`` of a softmax; -inf for columns from ``width`` on."""
-    return cut((times(x, ratio) - start) + neg_log_sum, offs, width, float("-inf"))
+def log_probability(x, offs, lse_base, neg_log_sum, ratio, width):
+    """``log p`` of the softmax of ``ratio * x``; -inf for columns from ``width`` on. None for a ratio of 1, and for a
+    width of all columns."""
+    return cut((times(x, ratio) - lse_base) + neg_log_sum, offs, width, float("-inf"))
 
 
 @triton.jit
 def cut(values, offs, width, fill):
-    """``values`` for columns below ``width``, ``fill`` for the others."""
+    """Returns ``values``, with ``fill`` in columns from ``width`` on; a width of None is above all columns."""
     return values if width is None else tl.where(offs < width, values, fill)
 
 
 @triton.jit
 def log_probabilities(
     x,  # logits as the softmax sees them
-    offs,  # of the columns
-    softmaxes,  # tuples: start and rest, columns of numbers per row, the ratio or None, the width or None
-    SOFTMAXES: tl.constexpr,
+    offs,  # indices of the columns
+    softmaxes,  # a tuple of four: for all softmaxes the lse_bases and neg_log_sums [rows, 1], the ratios and the widths
+    NUM_SOFTMAXES: tl.constexpr,
 ):
-    """A tuple of ``log p`` for each softmax."""
-    starts, rests, ratios, widths = softmaxes
-    logs = (log_probability(x, offs, starts[0], rests[0], ratios[0], widths[0]),)
-    for i in tl.static_range(1, SOFTMAXES):
-        logs = logs + (log_probability(x, offs, starts[i], rests[i], ratios[i], widths[i]),)
+    """A tuple of ``log p`` [rows, columns], one for each softmax."""
+    lse_bases, neg_log_sums, ratios, widths = softmaxes
+    logs = (log_probability(x, offs, lse_bases[0], neg_log_sums[0], ratios[0], widths[0]),)
+    for i in tl.static_range(1, NUM_SOFTMAXES):
+        logs = logs + (log_probability(x, offs, lse_bases[i], neg_log_sums[i], ratios[i], widths[i]),)
     return logs
 
 
 @triton.jit
 def column_mask(offs, width):
-    """Mask of the columns below ``width``; None if ``width`` is None, for all columns."""
+    """The mask of columns below ``width``; None, for all columns, if ``width`` is None."""
     if width is None:
         return
     else:
         return offs < width
 
 
-class Gradient(NamedTuple):
-    """The properties of a gradient on which a kernel's code depends."""
+class GradientKind(NamedTuple):
+    """What the code of a kernel depends on of a gradient."""
 
-    softmaxes: int
-    factors: tuple[bool, ...]  # which coefficients exist: alpha and eta of each softmax, then beta and kappa
-    sums: tuple[Kind, ...]
+    num_softmaxes: int
+    has_coefficients: tuple[bool, ...]  # whether there is alpha, then eta, of each softmax; then beta and kappa
+    sums: tuple[SumKind, ...]
     has_entries: bool = False  # the gradient is of few columns of each row, the entries
     is_fused: bool = False  # the first softmax's term is ``fused_softmax_term``
 
 
-# by term: its line in ADD_TERMS, formatted with a softmax's index i and coefficients, whose statistics
-# ``core/stats.py``, ``Coefficients`` names
+# by name of a term: its line of source in ADD_TERMS. {i} stands for the index of a softmax, {} for a coefficient, which
+# the comment names (``core/stats.py``, ``Coefficients``)
 TERMS = {
     "softmax": "grad += softmax_term(logs[{i}], {})",  # alpha
     "entropy": "grad += entropy_term(logs[{i}], {}, {})",  # alpha, eta
-    "fused": "grad += fused_softmax_term(x, offs, starts[{i}], rests[{i}], ratios[{i}], widths[{i}], {})",  # alpha
+    # alpha
+    "fused": "grad += fused_softmax_term(x, offs, lse_bases[{i}], neg_log_sums[{i}], ratios[{i}], widths[{i}], {})",
     "target": "grad = tl.where(is_target, grad - {}, grad)",  # beta
     "smoothing": "grad -= {} * omega",  # kappa
 }
-ADD_TERMS = "add_terms(grad, x, logs, log_q, offs, is_target, omega, inside, softmaxes, vectors, scalars, tie)"
+ADD_TERMS = (
+    "add_terms(grad, x, logs, log_q, offs, is_target, omega, in_columns, softmaxes, coefficients, scalars, "
+    "tie_tolerance)"
+)
 
 
-def code_of_gradient(kinds: Gradient) -> Code:
-    """The generated functions of a gradient's kernel: ``ADD_TERMS`` adds terms to ``grad``; ``ADD_SUMS`` adds up the
-    sums over the vocabulary that are made along with the gradient."""
-    lines, places = ["starts, rests, ratios, widths = softmaxes"], itertools.count()
-    vectors = (f"vectors[{place}]" for place in places)
-    *of_softmaxes, beta, kappa = kinds.factors
-    terms = list[tuple[str, int]]()
-    for i in range(kinds.softmaxes):
-        alpha, eta = of_softmaxes[2 * i : 2 * i + 2]
-        name = "entropy" if eta else "fused" if kinds.is_fused else "softmax"
-        terms += [(name, i)] * alpha
-    for name, i in [*terms, *[("target", 0)] * beta, *[("smoothing", 0)] * kappa]:
+def code_of_gradient(kind: GradientKind) -> KernelCode:
+    """The code of a kernel of gradients. ``ADD_TERMS`` is the function that returns ``grad`` with all terms added;
+    ``ADD_SUMS`` adds up the sums over the vocabulary that are made along with the gradient."""
+    lines, coefficient_indices = ["lse_bases, neg_log_sums, ratios, widths = softmaxes"], itertools.count()
+    coefficients = (f"coefficients[{index}]" for index in coefficient_indices)
+    *has_softmax_coefficients, has_beta, has_kappa = kind.has_coefficients
+    terms = list[tuple[str, int]]()  # names of terms with the index of their softmax
+    for i in range(kind.num_softmaxes):
+        has_alpha, has_eta = has_softmax_coefficients[2 * i : 2 * i + 2]
+        name = "entropy" if has_eta else "fused" if kind.is_fused else "softmax"
+        terms += [(name, i)] * has_alpha
+    for name, i in [*terms, *[("target", 0)] * has_beta, *[("smoothing", 0)] * has_kappa]:
         line = TERMS[name]
-        lines.append(line.format(*itertools.islice(vectors, line.count("{}")), i=i))
-    if kinds.is_fused:  # the first term begins the sum: Triton 3.5 would add it to 0
+        lines.append(line.format(*itertools.islice(coefficients, line.count("{}")), i=i))
+    if kind.is_fused:  # the first term begins the sum: Triton 3.5 would add it to 0
         lines[1] = lines[1].replace("grad += ", "grad = ")
-    lines += logarithms(kinds.sums, True)
-    for kind, call in zip(kinds.sums, calls(kinds.sums, True), strict=True):
-        if kind.has_term and kind.has_total:
-            coefficient, total = itertools.islice(vectors, 2)
-            gradient = call.replace("_terms(", "_gradient(").replace(", tie", f", {total}, tie")
+    lines += logarithms(kind.sums, True)
+    for sum_kind, call in zip(kind.sums, term_calls(kind.sums, True), strict=True):
+        if sum_kind.has_term and sum_kind.has_total:
+            coefficient, total = itertools.islice(coefficients, 2)
+            gradient = call.replace("_terms(", "_gradient(").replace(", tie_tolerance", f", {total}, tie_tolerance")
             lines.append(f"grad += {coefficient} * {gradient}")
-        elif kind.has_term:
-            lines += [f"value, slope = {call}", f"grad += {slope_term(kind, next(vectors))}"]
-    sources = [*user_functions(kinds.sums), HEADER.format(ADD_TERMS) + "\n    ".join([*lines, "return grad"])]
-    makes_sums, read = any(kind.has_value for kind in kinds.sums), next(places)
+        elif sum_kind.has_term:
+            lines += [f"value, slope = {call}", f"grad += {slope_term(sum_kind, next(coefficients))}"]
+    sources = [*user_functions(kind.sums), HEADER.format(ADD_TERMS) + "\n    ".join([*lines, "return grad"])]
+    makes_sums, num_coefficients = any(sum_kind.has_value for sum_kind in kind.sums), next(coefficient_indices)
     if makes_sums:
-        sources.append(add_sums(kinds.sums))
-    counts = {
-        "outputs": len(kinds.sums) * makes_sums, "vectors": read,
-        "scalars": sum(kind.function.numbers for kind in kinds.sums),
-        "teacher": any(kind.function.is_paired for kind in kinds.sums), "entries": kinds.has_entries,
-        **dict.fromkeys(("starts", "rests", "ratios", "widths"), kinds.softmaxes),
+        sources.append(add_sums(kind.sums))
+    tuple_lengths = {
+        "output_ptrs": len(kind.sums) * makes_sums, "coefficient_ptrs": num_coefficients,
+        "scalars": sum(sum_kind.function.numbers for sum_kind in kind.sums),
+        "teacher": any(sum_kind.function.is_paired for sum_kind in kind.sums), "entries": kind.has_entries,
+        **dict.fromkeys(("lse_base_ptrs", "neg_log_sum_ptrs", "ratios", "widths"), kind.num_softmaxes),
     }  # fmt: skip
     constants = {
-        "ADD_TERMS": "add_terms", "ADD_SUMS": "add_sums" if makes_sums else "None", "SUMS": counts["outputs"],
-        "IS_PAIRED": counts["teacher"], "HAS_ENTRIES": kinds.has_entries, "VECTORS": read,
-        "SOFTMAXES": kinds.softmaxes,
+        "ADD_TERMS": "add_terms", "ADD_SUMS": "add_sums" if makes_sums else "None", "HAS_ENTRIES": kind.has_entries,
+        "NUM_SUMS": tuple_lengths["output_ptrs"], "IS_PAIRED": tuple_lengths["teacher"],
+        "NUM_COEFFICIENTS": num_coefficients, "NUM_SOFTMAXES": kind.num_softmaxes,
     }  # fmt: skip
-    return Code(sources, constants, counts, globals())
+    return KernelCode(sources, constants, tuple_lengths, globals())
 
 
-def slope_term(kind: Kind, coefficient: str) -> str:
-    """The expression of a sum's term in a gradient, from its ``slope``."""
-    if not kind.function.source:
+def slope_term(sum_kind: SumKind, coefficient: str) -> str:
+    """The expression of a sum's term in a gradient, made of ``coefficient`` and the variable ``slope``."""
+    if not sum_kind.function.source:
         return f"{coefficient} * slope"
-    inside = "inside" if kind.function.is_paired else f"column_mask(offs, widths[{kind.view}])"
-    return f"user_term({coefficient}, slope, p{kind.view}, {inside})"
+    in_columns = "in_columns" if sum_kind.function.is_paired else f"column_mask(offs, widths[{sum_kind.view}])"
+    return f"user_term({coefficient}, slope, p{sum_kind.view}, {in_columns})"

@@ -3,9 +3,9 @@
     dhidden (+)= grad [rows, vocab] @ weight [vocab, hidden]
     dhidden (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
 
-It is a persistent GEMM that reads the number of rows that count on the device; later rows take no time. Tiles of the
-last turn may be cut over the vocabulary: the last program to finish a part of a tile adds up all parts, in a fixed
-order.
+``dhidden_kernel`` is a persistent GEMM. It reads the number of rows that count on the device; later rows take no time.
+Programs make tiles in turns. Each tile of the last turn may be cut into parts over the vocabulary, which several
+programs multiply; the last program to finish a part of a tile adds up all its parts, in a fixed order.
 """
 
 import triton
@@ -17,30 +17,31 @@ from ..common.launcher import kernel
 
 @triton.jit
 def store_dhidden(
-    out,  # pointer to dhidden, and how long a row is
-    factors,  # pointers: weight, target, softmax_factor, target_factor
-    grad,  # [rows, columns] fp32, of the product
-    row_start,
-    column_start,
-    counted,
-    ADD: tl.constexpr,
+    dhidden_and_size,  # a pair: the pointer to dhidden, and the hidden size
+    factor_ptrs,  # a tuple of pointers: weight, target, softmax_factor, target_factor; the last two may be None
+    grad,  # [rows of the block, columns of the block] fp32: the product
+    row_start,  # first row of the block
+    column_start,  # first column of the block
+    num_counted,  # number of the chunk's rows that count
+    ADD: tl.constexpr,  # adds to what dhidden holds
 ):
-    dhidden_ptr, hidden = out
-    weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr = factors
+    """Applies the factors to a block of the product, and stores it to dhidden or adds it."""
+    dhidden_ptr, hidden = dhidden_and_size
+    weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr = factor_ptrs
     offs_row = row_start + tl.arange(0, grad.shape[0])
     offs_col = column_start + tl.arange(0, grad.shape[1])
-    in_rows = offs_row < counted
+    in_rows = offs_row < num_counted
     mask = in_rows[:, None] & (offs_col < hidden)[None, :]
     if softmax_factor_ptr is not None:
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
-        counts = target >= 0
-        is_local = counts & (target < ELSEWHERE)
-        at_target = weight_ptr + target[:, None] * hidden + offs_col[None, :]
-        w = tl.load(at_target, mask=mask & is_local[:, None], other=0.0).to(tl.float32)
+        is_counted = target >= 0
+        is_local = is_counted & (target < ELSEWHERE)
+        target_pointers = weight_ptr + target[:, None] * hidden + offs_col[None, :]
+        weight_rows = tl.load(target_pointers, mask=mask & is_local[:, None], other=0.0).to(tl.float32)
         softmax_factor = tl.load(softmax_factor_ptr + offs_row, mask=in_rows, other=0.0)
         target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)
-        grad = softmax_factor[:, None] * grad + target_factor[:, None] * w
-        grad = tl.where(counts[:, None], grad, 0.0)
+        grad = softmax_factor[:, None] * grad + target_factor[:, None] * weight_rows
+        grad = tl.where(is_counted[:, None], grad, 0.0)
     offsets = offs_row.to(tl.int64)[:, None] * hidden + offs_col[None, :]
     if ADD:
         grad += tl.load(dhidden_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -49,15 +50,16 @@ def store_dhidden(
 
 @triton.jit
 def cut_tiles(tiles, most_parts, units, programs):
-    """Returns the number of first tiles that are not cut, and the number of parts into which each later tile is cut.
+    """Returns how many of the ``tiles`` are not cut, the first ones, and the number of parts into which each later tile
+    is cut.
 
-    Programs make tiles in turns. If the last turn has fewer tiles than programs, each of its tiles is cut into parts
-    over the vocabulary. ``units``: most parts in all, for which there is memory; fewer rows may count than the host
-    has assumed.
+    If the last turn has fewer tiles than there are ``programs``, each of its tiles is cut into up to ``most_parts``
+    parts. ``units``: the number of parts for which there is memory; since fewer rows may count than the host assumed,
+    the last turn may have more tiles than the host expected.
     """
-    last_turn = tiles % programs
-    pieces = tl.maximum(tl.minimum(units // tl.maximum(last_turn, 1), most_parts), 1)
-    return tl.where(pieces > 1, tiles - last_turn, tiles), pieces
+    last_turn_tiles = tiles % programs
+    num_parts = tl.maximum(tl.minimum(units // tl.maximum(last_turn_tiles, 1), most_parts), 1)
+    return tl.where(num_parts > 1, tiles - last_turn_tiles, tiles), num_parts
 
 
 @kernel
@@ -65,12 +67,12 @@ def dhidden_kernel(
     # outputs
     dhidden_ptr,  # [rows, hidden]
     part_ptr,  # [units, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
-    arrived_ptr,  # [programs] int32: finished parts of each cut tile, 0 at first, or None
+    finished_ptr,  # [programs] int32, 0 before the launch: number of finished parts of each cut tile; or None
     # inputs
-    grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; None where it is not described
-    grad_ptr,
-    weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]
-    weight_ptr,
+    grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; or None
+    grad_ptr,  # the same where it has no descriptor; else None
+    weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]; or None
+    weight_ptr,  # the same, always given
     count_ptr,  # [] int64: rows of the call that count; None for all
     target_ptr,  # [rows] int64, -1 where the row does not count; None without factors
     softmax_factor_ptr,  # [rows] fp32, or None for 1 and no target's term
@@ -80,98 +82,104 @@ def dhidden_kernel(
     rows,
     vocab,
     hidden,
-    most_parts,  # that a tile is cut into
-    units,  # places of parts' sums
-    grad_stride,  # from row to row
-    ADD: tl.constexpr,
+    most_parts,  # most parts that a tile is cut into
+    units,  # number of parts for which ``part_ptr`` has memory
+    grad_stride,  # elements from row to row
+    ADD: tl.constexpr,  # adds to what dhidden holds
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    EVEN_VOCAB: tl.constexpr,  # nothing fills a row of the gradient
-    ROWS: tl.constexpr,  # of a cut tile that are added up at a time
+    EVEN_VOCAB: tl.constexpr,  # rows of the gradient need no mask: their padding is read as 0, or there is none
+    BLOCK_ROWS: tl.constexpr,  # rows of a cut tile that are added up at a time
 ):
     """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``"""
-    counted = counted_rows(count_ptr, first_row, rows)
-    tiles_m = tl.cdiv(counted, BLOCK_M)
+    num_counted = counted_rows(count_ptr, first_row, rows)
+    tiles_m = tl.cdiv(num_counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
     tiles = tiles_m * tiles_n
-    uncut, pieces = tiles, 1
+    num_uncut, num_parts = tiles, 1
     if part_ptr is not None:
-        uncut, pieces = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
-    cut_count = tl.maximum(tiles - uncut, 1)
-    part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), pieces) * BLOCK_K
+        num_uncut, num_parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
+    num_cut = tl.maximum(tiles - num_uncut, 1)
+    part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), num_parts) * BLOCK_K
     HALF: tl.constexpr = BLOCK_N // 2
-    g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
-    w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
-    out = dhidden_ptr, hidden
-    factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
+    grad_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
+    weight_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
+    dhidden_and_size = dhidden_ptr, hidden
+    factor_ptrs = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
     for unit in tl.range(
-        tl.program_id(0), uncut + (tiles - uncut) * pieces, tl.num_programs(0), flatten=grad_desc is not None
+        tl.program_id(0), num_uncut + (tiles - num_uncut) * num_parts, tl.num_programs(0), flatten=grad_desc is not None
     ):
         # the bounds depend on the unit: with constant bounds the compiler would unroll the loop, with spills
-        tile, first, last = unit, unit // tiles, vocab
+        tile, begin, end = unit, unit // tiles, vocab
         if part_ptr is not None:
-            cut_unit = tl.maximum(unit - uncut, 0)
-            is_cut = unit >= uncut
-            tile = tl.where(is_cut, uncut + cut_unit % cut_count, unit)
-            first = tl.where(is_cut, cut_unit // cut_count * part_columns, 0)
-            last = tl.where(is_cut, min(first + part_columns, vocab), vocab)
+            cut_unit = tl.maximum(unit - num_uncut, 0)
+            is_cut = unit >= num_uncut
+            tile = tl.where(is_cut, num_uncut + cut_unit % num_cut, unit)
+            begin = tl.where(is_cut, cut_unit // num_cut * part_columns, 0)
+            end = tl.where(is_cut, min(begin + part_columns, vocab), vocab)
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(first, last, BLOCK_K):
-            g = load_tile(g_matrix, row_start, k, BLOCK_M, BLOCK_K, not EVEN_VOCAB)
-            w = load_tile(w_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
-            acc = dot(g, w, acc)
+        for k in range(begin, end, BLOCK_K):
+            grad_tile = load_tile(grad_matrix, row_start, k, BLOCK_M, BLOCK_K, not EVEN_VOCAB)
+            weight_tile = load_tile(weight_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
+            acc = dot(grad_tile, weight_tile, acc)
         halves = column_halves(acc, BLOCK_M, BLOCK_N)
         if part_ptr is None:
             for half in tl.static_range(2):
-                store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)
-        elif unit >= uncut:
-            unit_pointers = part_ptr + (unit - uncut) * (BLOCK_M * BLOCK_N)
+                half_start = column_start + half * HALF
+                store_dhidden(dhidden_and_size, factor_ptrs, halves[half], row_start, half_start, num_counted, ADD)
+        elif unit >= num_uncut:
+            unit_pointers = part_ptr + (unit - num_uncut) * (BLOCK_M * BLOCK_N)
             offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, HALF)[None, :]
             for half in tl.static_range(2):
                 tl.store(unit_pointers + half * HALF + offs, halves[half])
         else:
             for half in tl.static_range(2):
-                store_dhidden(out, factors, halves[half], row_start, column_start + half * HALF, counted, ADD)
+                half_start = column_start + half * HALF
+                store_dhidden(dhidden_and_size, factor_ptrs, halves[half], row_start, half_start, num_counted, ADD)
     if part_ptr is not None:
-        tl.debug_barrier()  # all threads' parts are stored before one thread announces them
-        for unit in range(uncut + tl.program_id(0), uncut + (tiles - uncut) * pieces, tl.num_programs(0)):
-            cut_tile = (unit - uncut) % cut_count
-            if tl.atomic_add(arrived_ptr + cut_tile, 1, sem="acq_rel", scope="gpu") == pieces - 1:
-                tile_m, tile_n = tile_place(uncut + cut_tile, tiles_m, tiles_n, GROUP_M)
-                for row in range(0, BLOCK_M, ROWS):
-                    offs = (row + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-                    for piece in range(0, pieces):
-                        part_at = part_ptr + (piece * cut_count + cut_tile) * (BLOCK_M * BLOCK_N)
-                        total += tl.load(part_at + offs, cache_modifier=".cg")
-                    store_dhidden(out, factors, total, tile_m * BLOCK_M + row, tile_n * BLOCK_N, counted, ADD)
+        tl.debug_barrier()  # all threads have stored their elements before one thread counts the part as finished
+        for unit in range(
+            num_uncut + tl.program_id(0), num_uncut + (tiles - num_uncut) * num_parts, tl.num_programs(0)
+        ):
+            cut_tile = (unit - num_uncut) % num_cut
+            if tl.atomic_add(finished_ptr + cut_tile, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                tile_m, tile_n = tile_place(num_uncut + cut_tile, tiles_m, tiles_n, GROUP_M)
+                for row in range(0, BLOCK_M, BLOCK_ROWS):
+                    offs = (row + tl.arange(0, BLOCK_ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                    total = tl.zeros((BLOCK_ROWS, BLOCK_N), dtype=tl.float32)
+                    for part in range(0, num_parts):
+                        part_pointers = part_ptr + (part * num_cut + cut_tile) * (BLOCK_M * BLOCK_N)
+                        total += tl.load(part_pointers + offs, cache_modifier=".cg")
+                    row_start, column_start = tile_m * BLOCK_M + row, tile_n * BLOCK_N
+                    store_dhidden(dhidden_and_size, factor_ptrs, total, row_start, column_start, num_counted, ADD)
 
 
 @kernel
 def finish_dhidden_kernel(
     # outputs
-    dhidden_ptr,
+    dhidden_ptr,  # [rows, hidden]
     # inputs
     product_ptr,  # [rows, hidden] fp32
-    weight_ptr,
+    weight_ptr,  # this and the next three as ``dhidden_kernel`` takes them
     target_ptr,
     softmax_factor_ptr,
     target_factor_ptr,
     # sizes
     rows,
     hidden,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Makes dhidden from an fp32 product of BLAS: applies the factors and adds the targets' terms."""
-    row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
-    product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
-    factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
-    store_dhidden((dhidden_ptr, hidden), factors, product, row, column, rows, False)
+    """Makes dhidden from BLAS's fp32 product of exponentials and the weight: applies the factors and adds the targets'
+    terms."""
+    row, column = tl.program_id(0) * BLOCK_ROWS, tl.program_id(1) * BLOCK_COLUMNS
+    product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, BLOCK_ROWS, BLOCK_COLUMNS, False)
+    factor_ptrs = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
+    store_dhidden((dhidden_ptr, hidden), factor_ptrs, product, row, column, rows, False)
 
 
 @kernel
@@ -183,29 +191,29 @@ def finish_with_apart_kernel(
     weight_ptr,  # [vocab, hidden]
     target_ptr,  # [rows] int64, -1 where a row does not count
     softmax_factor_ptr,  # [rows] fp32
-    place_ptr,  # [rows, PLACES] int32: ids that stand apart, -1 for none
-    term_ptr,  # [rows, PLACES] fp32: dlogits there
+    place_ptr,  # [rows, NUM_IDS] int32: ids whose dlogits the product lacks, -1 for none
+    term_ptr,  # [rows, NUM_IDS] fp32: dlogits of these ids
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,
     hidden,
-    PLACES: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # all places
-    COLUMNS: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,  # power of 2 from NUM_IDS on
+    BLOCK_COLUMNS: tl.constexpr,
 ):
-    """``dhidden = softmax_factor * product + sum_i term[i] weight[place[i]]``, 0 where a row does not count."""
+    """``dhidden = softmax_factor * product + sum_i term[i] weight[place[i]]``; 0 where a row does not count."""
     row = tl.program_id(0).to(tl.int64)
     if row < counted_rows(count_ptr, first_row, rows):
-        cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        mask = cols < hidden
-        slot = tl.arange(0, AT_ONCE)
-        places = tl.load(place_ptr + row * PLACES + slot, mask=slot < PLACES, other=-1)
-        total = tl.load(product_ptr + row * hidden + cols, mask=mask, other=0.0) * tl.load(softmax_factor_ptr + row)
-        for i in range(0, tl.max(tl.where(places >= 0, slot + 1, 0), 0)):
-            place = tl.load(place_ptr + row * PLACES + i).to(tl.int64)
-            in_weight = mask & (place + cols * 0 >= 0)  # the interpreter takes no mask that is one number
-            w = tl.load(weight_ptr + place * hidden + cols, mask=in_weight, other=0.0).to(tl.float32)
-            total += tl.load(term_ptr + row * PLACES + i) * w
+        offs_col = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        mask = offs_col < hidden
+        slot = tl.arange(0, BLOCK_IDS)
+        ids = tl.load(place_ptr + row * NUM_IDS + slot, mask=slot < NUM_IDS, other=-1)
+        total = tl.load(product_ptr + row * hidden + offs_col, mask=mask, other=0.0) * tl.load(softmax_factor_ptr + row)
+        for i in range(0, tl.max(tl.where(ids >= 0, slot + 1, 0), 0)):
+            id = tl.load(place_ptr + row * NUM_IDS + i).to(tl.int64)
+            in_weight = mask & (id + offs_col * 0 >= 0)  # the interpreter takes no mask that is one number
+            weight_values = tl.load(weight_ptr + id * hidden + offs_col, mask=in_weight, other=0.0).to(tl.float32)
+            total += tl.load(term_ptr + row * NUM_IDS + i) * weight_values
         total = tl.where(tl.load(target_ptr + row) >= 0, total, 0.0)
-        tl.store(dhidden_ptr + row * hidden + cols, total.to(dhidden_ptr.dtype.element_ty), mask=mask)
+        tl.store(dhidden_ptr + row * hidden + offs_col, total.to(dhidden_ptr.dtype.element_ty), mask=mask)

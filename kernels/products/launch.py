@@ -6,27 +6,27 @@ import torch
 
 from ...core.gpus import UNCUT, DhiddenSplit, gpu_of, multiprocessors_of, programs_of
 from ...core.memory import RECORDERS, empty, recorder
-from ...core.records import ALL_ROWS, Counted
+from ...core.records import ALL_ROWS, CountedRows
 from ...core.tiles import INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2
 from ..common.operands import as_quantised, matrix, row_stride
 from .dhidden import dhidden_kernel, finish_dhidden_kernel, finish_with_apart_kernel
 from .dweight import add_rows_kernel, dweight_kernel, pick_columns_kernel, put_rows_kernel, sort_columns_kernel
 
-PIECE = 16  # entries of equal or neighbouring columns that a program adds up
-SPARSE = 16  # pieces for each program where most entries are none
-MOST_COUNTED = 8192  # up to so many entries, a sort compares all pairs, in one launch in place of ten
+PIECE_ENTRIES = 16  # entries of a piece, whose sums ``add_rows_kernel`` makes at a time
+SPARSE_PIECES = 16  # pieces for each program where most entries have no place
+MAX_COMPARED = 8192  # most entries that are sorted by comparison of all pairs, in one launch in place of torch's ten
 
 
-class Factors(NamedTuple):
-    """Factors per row that turn products with exponentials into gradients: of the product, and of the target's row of
-    the weight."""
+class RowFactors(NamedTuple):
+    """Factors per row that turn a product of exponentials and the weight into dhidden; all None where the product is
+    dhidden."""
 
-    target: torch.Tensor | None = None  # [rows] int64, -1 where a row does not count
-    softmax: torch.Tensor | None = None  # [rows] fp32
-    at_target: torch.Tensor | None = None  # [rows] fp32
+    target: torch.Tensor | None = None  # [rows] int64: the target's row of the weight, -1 where a row does not count
+    softmax: torch.Tensor | None = None  # [rows] fp32: factor of the product
+    at_target: torch.Tensor | None = None  # [rows] fp32: factor of the target's row of the weight
 
 
-NO_FACTORS = Factors()
+NO_FACTORS = RowFactors()
 
 
 def dhidden(
@@ -34,39 +34,39 @@ def dhidden(
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     tile: Tile,
-    factors: Factors = NO_FACTORS,
-    counted: Counted = ALL_ROWS,
-    add: bool = False,
+    factors: RowFactors = NO_FACTORS,
+    counted: CountedRows = ALL_ROWS,
+    add: bool = False,  # True: adds to ``out``; False: stores
     split: DhiddenSplit = UNCUT,
-    scratch: torch.Tensor | None = None,  # [split.units * elements of a tile] fp32 or more, for cut tiles
-    arrived: torch.Tensor | None = None,  # [multiprocessors] int32 of 0 there, to be counted in
+    scratch: torch.Tensor | None = None,  # [split.units * elements of a tile or more] fp32, for parts of cut tiles
+    finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: counters of finished parts of cut tiles
 ) -> None:
-    """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
+    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``."""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
-    cut = split.pieces > 1
-    # full turns are of all multiprocessors
-    programs = multiprocessors_of(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
+    is_cut = split.pieces > 1
+    # with cut tiles, a program for each multiprocessor, as the split assumes
+    programs = multiprocessors_of(grad.device) if is_cut else programs_of(tile, rows, hidden, grad.device)
     dhidden_kernel[(programs,)](
-        out, *((scratch, arrived) if cut else (None, None)),
+        out, *((scratch, finished) if is_cut else (None, None)),
         *matrix(grad, tile.block_m, tile.block_k, tile),
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
-        weight, counted.number, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
+        weight, counted.num_counted, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
         ADD=add, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        EVEN_VOCAB=tile.described or vocab % 8 == 0, ROWS=min(32, tile.block_m), num_warps=tile.warps,
+        EVEN_VOCAB=tile.described or vocab % 8 == 0, BLOCK_ROWS=min(32, tile.block_m), num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
 
 def finish_dhidden(
     out: torch.Tensor,  # [rows, hidden]
-    product: torch.Tensor,  # [rows, hidden] fp32: BLAS's of exponentials and the weight
+    product: torch.Tensor,  # [rows, hidden] fp32: BLAS's product of exponentials and the weight
     weight: torch.Tensor,  # [vocab, hidden] contiguous
-    factors: Factors,
+    factors: RowFactors,
 ) -> None:
-    """``out = softmax * product + at_target * weight[target]``, 0 where a row does not count"""
+    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count."""
     (rows, hidden), block = product.shape, min(power_of_2(product.shape[1]), 1024)
     finish_dhidden_kernel[cdiv(rows, 4), cdiv(hidden, block)](
-        out, product, weight, *factors, rows, hidden, ROWS=4, COLUMNS=block, num_warps=4
+        out, product, weight, *factors, rows, hidden, BLOCK_ROWS=4, BLOCK_COLUMNS=block, num_warps=4
     )
 
 
@@ -76,16 +76,16 @@ def finish_with_apart(
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     target: torch.Tensor,  # [rows] int64, -1 where a row does not count
     softmax_factor: torch.Tensor,  # [rows] fp32
-    places: torch.Tensor,  # [rows, n] int32: ids that stand apart, -1 for none
-    terms: torch.Tensor,  # [rows, n] fp32: dlogits there
-    counted: Counted = ALL_ROWS,
+    places: torch.Tensor,  # [rows, n] int32: ids whose dlogits the product lacks, -1 for none
+    terms: torch.Tensor,  # [rows, n] fp32: dlogits of these ids
+    counted: CountedRows = ALL_ROWS,
 ) -> None:
-    """``out = softmax_factor * product + sum_i terms[i] * weight[places[i]]``, 0 where a row does not count"""
-    (rows, hidden), count = product.shape, places.shape[1]
+    """Writes ``out = softmax_factor * product + sum_i terms[i] * weight[places[i]]``; 0 where a row does not count."""
+    (rows, hidden), num_ids = product.shape, places.shape[1]
     block = min(power_of_2(hidden), 1024)
     finish_with_apart_kernel[rows, cdiv(hidden, block)](
         out, product, weight, target, softmax_factor, places, terms, *counted, rows, hidden,
-        PLACES=count, AT_ONCE=power_of_2(count), COLUMNS=block, num_warps=4,
+        NUM_IDS=num_ids, BLOCK_IDS=power_of_2(num_ids), BLOCK_COLUMNS=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -93,90 +93,97 @@ def dweight(
     out: torch.Tensor,  # [vocab, hidden] contiguous
     grad: Matrix,  # [rows, vocab] 16 bit; or e4m3 [vocab, padded rows]
     hidden: Matrix,  # [rows, hidden] contiguous; or e4m3 [hidden, padded rows]
-    first: bool,
+    is_first: bool,  # True: stores to ``out``; False: adds
     tile: Tile,
-    counted: Counted = ALL_ROWS,
-    # of e4m3 operands: sums [vocab] and mean [hidden] fp32, whose outer product is added
+    counted: CountedRows = ALL_ROWS,
+    # with e4m3 operands: sums of grad [vocab] and the mean of hidden states [hidden], fp32, whose outer product is
+    # added
     common: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
-    promoted: int | None = None,  # rows whose products of e4m3 tensor cores sum by themselves; None: all
+    promoted: int | None = None,  # rows whose e4m3 products tensor cores sum before the sum is added in fp32; None: all
 ) -> None:
-    """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
-    scale, (vocab, width) = None, out.shape
+    """Writes ``out (+)= grad.T @ hidden``."""
+    scale, (vocab, hidden_size) = None, out.shape
     tile = tile.for_operand(hidden)
-    blocks = (tile.block_k, tile.block_m), (tile.block_k, tile.block_n)
+    grad_block, hidden_block = (tile.block_k, tile.block_m), (tile.block_k, tile.block_n)
     if isinstance(hidden, Quantised):
         hidden, scale, rows = hidden.values, hidden.scale, hidden.values.shape[1]
-        blocks = (tile.block_m, tile.block_k), (tile.block_n, tile.block_k)
+        grad_block, hidden_block = (tile.block_m, tile.block_k), (tile.block_n, tile.block_k)
     else:
         rows = len(hidden)
     grad = as_quantised(grad)[0]
-    programs = programs_of(tile, vocab, width, grad.device)
+    programs = programs_of(tile, vocab, hidden_size, grad.device)
     dweight_kernel[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
-        *matrix(grad, *blocks[0], tile),
-        *matrix(hidden, *blocks[1], tile),
-        scale, *common, *counted, rows, vocab, width, row_stride(grad, tile),
-        ADD=not first, PROMOTED=promoted, BY_MEMORY=tile.described and out.dtype == torch.float32 and not INTERPRETED,
+        *matrix(grad, *grad_block, tile),
+        *matrix(hidden, *hidden_block, tile),
+        scale, *common, *counted, rows, vocab, hidden_size, row_stride(grad, tile),
+        ADD=not is_first, PROMOTED_ROWS=promoted,
+        IS_ATOMIC=tile.described and out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 class SortedColumns(NamedTuple):
-    """Columns of entries in ascending order; the sort is stable."""
+    """Columns of entries in ascending order, from a stable sort."""
 
     columns: torch.Tensor  # [entries] int32
-    order: torch.Tensor | None  # [entries] int64: each one's index before the sort; None: they were sorted already
-    occurrences: torch.Tensor | None = None  # [entries] int32, in the order before the sort: how many columns equal it
+    order: torch.Tensor | None  # [entries] int64: a column's index before the sort; None: columns were sorted already
+    occurrences: torch.Tensor | None = None  # [entries] int32, in the order before the sort: number of equal columns
 
 
-def sort_columns(columns: torch.Tensor, counted: bool = False) -> SortedColumns:
-    """Sorts ``columns`` [entries]. ``counted``: counts occurrences as well."""
+def sort_columns(columns: torch.Tensor, counts_occurrences: bool = False) -> SortedColumns:
+    """Sorts ``columns`` [entries] int32 or int64."""
     entries = columns.shape[0]
-    if entries > MOST_COUNTED:
+    if entries > MAX_COMPARED:
         columns = columns.to(torch.int32)  # half as many passes as for int64
-        ordered, order = torch.sort(columns, stable=True)
-        if not counted:
-            return SortedColumns(ordered, order)
-        first, end = (torch.searchsorted(ordered, columns, out_int32=True, right=right) for right in (False, True))
-        return SortedColumns(ordered, order, end.sub_(first))
-    ordered = empty(entries, dtype=torch.int32, device=columns.device)
+        sorted_columns, order = torch.sort(columns, stable=True)
+        if not counts_occurrences:
+            return SortedColumns(sorted_columns, order)
+        first_index = torch.searchsorted(sorted_columns, columns, out_int32=True)
+        end_index = torch.searchsorted(sorted_columns, columns, out_int32=True, right=True)
+        return SortedColumns(sorted_columns, order, end_index.sub_(first_index))
+    sorted_columns = empty(entries, dtype=torch.int32, device=columns.device)
     order = empty(entries, dtype=torch.int64, device=columns.device)
-    occurrences = empty(entries, dtype=torch.int32, device=columns.device) if counted else None
+    occurrences = empty(entries, dtype=torch.int32, device=columns.device) if counts_occurrences else None
     block = 16
     sort_columns_kernel[(cdiv(entries, block),)](
-        ordered, order, occurrences, columns, entries, BLOCK=block, AT_ONCE=256, num_warps=8
+        sorted_columns, order, occurrences, columns, entries, BLOCK=block, BLOCK_COMPARED=256, num_warps=8
     )
-    return SortedColumns(ordered, order, occurrences)
+    return SortedColumns(sorted_columns, order, occurrences)
 
 
 def sort_sparse(columns: torch.Tensor) -> tuple[SortedColumns, torch.Tensor]:
-    """Sorts ``columns`` [entries] int32; also returns how many are -1 [1] int64, which come first."""
+    """Sorts ``columns`` [entries] int32. Also returns how many of them are -1, [1] int64; these come first."""
     dtypes = torch.int32, torch.int64
-    ordered, order = (empty(len(columns), dtype=dtype, device=columns.device) for dtype in dtypes)
-    none = empty(1, dtype=torch.int64, device=columns.device)
-    sort_into(ordered, order, none, columns)
-    return SortedColumns(ordered, order), none
+    sorted_columns, order = (empty(len(columns), dtype=dtype, device=columns.device) for dtype in dtypes)
+    num_none = empty(1, dtype=torch.int64, device=columns.device)
+    sort_into(sorted_columns, order, num_none, columns)
+    return SortedColumns(sorted_columns, order), num_none
 
 
-def sort_into(ordered: torch.Tensor, order: torch.Tensor, none: torch.Tensor, columns: torch.Tensor) -> None:
-    torch.sort(columns, stable=True, out=(ordered, order))
-    torch.sum(ordered < 0, 0, keepdim=True, out=none)
-    if RECORDERS and (listening := recorder()) is not None:
-        listening.called(sort_into, ordered, order, none, columns, written=(ordered, order, none))
+def sort_into(sorted_columns: torch.Tensor, order: torch.Tensor, num_none: torch.Tensor, columns: torch.Tensor) -> None:
+    """``sort_sparse`` into given tensors, as one step of a recording."""
+    torch.sort(columns, stable=True, out=(sorted_columns, order))
+    torch.sum(sorted_columns < 0, 0, keepdim=True, out=num_none)
+    if RECORDERS and (active_recorder := recorder()) is not None:
+        written_tensors = sorted_columns, order, num_none
+        active_recorder.record_call(
+            sort_into, sorted_columns, order, num_none, columns, written_tensors=written_tensors
+        )
 
 
 def pick_columns(
     out: torch.Tensor,  # [rows, picked] contiguous
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     columns: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
-    step: int,
-    counted: Counted = ALL_ROWS,
+    step: int,  # every ``step``-th column is picked
+    counted: CountedRows = ALL_ROWS,
 ) -> None:
-    """``out[:, i] = grad[:, columns[step * i]]``; 0 where a column is -1, and in rows after those that count."""
+    """Writes ``out[:, i] = grad[:, columns[step * i]]``; 0 where a column is -1, and in rows after those that count."""
     rows, picked = out.shape
     pick_columns_kernel[cdiv(rows, 32), cdiv(picked, 32)](
-        out, grad, columns, *counted, rows, picked, step, grad.stride(0), ROWS=32, COLUMNS=32, num_warps=4
+        out, grad, columns, *counted, rows, picked, step, grad.stride(0), BLOCK_ROWS=32, BLOCK_COLUMNS=32, num_warps=4
     )
 
 
@@ -184,12 +191,12 @@ def put_rows(
     out: torch.Tensor,  # [places, width] contiguous
     rows: torch.Tensor,  # [picked, width] fp32
     places: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
-    step: int,
+    step: int,  # every ``step``-th place has a row
 ) -> None:
-    """``out[places[step * i]] = rows[i]``; of equal places, the first i."""
-    picked, width = rows.shape
-    block = min(power_of_2(width), 1024)
-    put_rows_kernel[picked, cdiv(width, block)](out, rows, places, step, width, BLOCK=block, num_warps=4)
+    """Writes ``out[places[step * i]] = rows[i]``; of several i with one place, the first."""
+    picked, row_size = rows.shape
+    block = min(power_of_2(row_size), 1024)
+    put_rows_kernel[picked, cdiv(row_size, block)](out, rows, places, step, row_size, BLOCK=block, num_warps=4)
 
 
 def add_rows(
@@ -197,30 +204,34 @@ def add_rows(
     rows: torch.Tensor,  # [rows, width]
     places: torch.Tensor | SortedColumns,  # [entries] int32 or int64, -1 for none; or sorted already
     factors: torch.Tensor,  # [entries] fp32
-    # [entries / entries_per_row] int64 or int32, -1 for none; None: in the order of ``rows``
+    # [entries / entries_per_row] int64 or int32: rows of entries, -1 for none; None: 0, 1, 2, ...
     row: torch.Tensor | None = None,
-    together: bool = False,  # equal places are together already, and int32
-    products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),  # softmax_factor, ratio [entries]
-    entries_per_row: int = 1,  # so many entries in a row have the same row; of more than 1 most places are -1
+    is_grouped: bool = False,  # equal places lie together already, and are int32
+    # softmax_factor and ratio, [entries] fp32 each
+    products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
+    entries_per_row: int = 1,  # number of neighbouring entries that have the same row; above 1 most places are -1
 ) -> None:
-    """``out[places[i]] += factors[i] * rows[row[i]]`` for each entry i; each sum is rounded once and has the same bits
-    in every run. With ``products`` it also adds ``ratio (s - bf16(s))``, ``s = softmax_factor * rows``."""
-    none, is_sparse = None, entries_per_row > 1
-    if together:
+    """Adds ``out[places[i]] += factors[i] * rows[row[i // entries_per_row]]`` for each entry i. Each sum is rounded
+    once and has the same bits in every run. With ``products`` the term of an entry is larger by ``ratio (s -
+    bf16(s))``, where s is ``softmax_factor`` times the entry's row."""
+    num_none, is_sparse = None, entries_per_row > 1
+    if is_grouped:
         places = SortedColumns(places, None)
     elif is_sparse and not isinstance(places, SortedColumns):
-        places, none = sort_sparse(places)
+        places, num_none = sort_sparse(places)
     elif not isinstance(places, SortedColumns):
         places = sort_columns(places)
-    entries, width = places.columns.shape[0], rows.shape[1]
+    entries, row_size = places.columns.shape[0], rows.shape[1]
     if not entries:
         return
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    block, gpu = 128 if width >= 128 else max(16, power_of_2(width)), gpu_of(out.device)
-    at_once = 32 if width % 16 == 0 else 16  # registers, where vectors are read in pieces
-    pieces = cdiv(entries, PIECE * SPARSE if is_sparse else PIECE)
-    add_rows_kernel[pieces, cdiv(width, block)](
-        out, rows, row, factors, *products, *places[:2], none, entries, width, rows.stride(0),
-        ENTRIES_PER_ROW=entries_per_row, BLOCK=block, PIECE=PIECE, AT_ONCE=at_once, SCAN=256,
+    block, gpu = 128 if row_size >= 128 else max(16, power_of_2(row_size)), gpu_of(out.device)
+    # fewer at a time where rows are not aligned, whose loads take more registers
+    block_entries = 32 if row_size % 16 == 0 else 16
+    pieces = cdiv(entries, PIECE_ENTRIES * SPARSE_PIECES if is_sparse else PIECE_ENTRIES)
+    add_rows_kernel[pieces, cdiv(row_size, block)](
+        out, rows, row, factors, *products, *places[:2], num_none, entries, row_size, rows.stride(0),
+        ENTRIES_PER_ROW=entries_per_row, BLOCK=block, BLOCK_PIECE=PIECE_ENTRIES, BLOCK_ENTRIES=block_entries,
+        BLOCK_SCAN=256,
         PRECISION="ieee" if gpu is None else gpu.fp32_products, num_warps=2,
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""Jit functions of the entropy ``-sum p log p``. They add up ``exp(x - offset) (x - offset)`` beside the softmax's
-sum of ``exp(x - offset)``."""
+"""Jit functions of the entropy ``-sum p log p``, for the stages of ``lists.py``. A row's state is its moment, the sum
+of ``exp(x - offset) (x - offset)``, beside the softmax's sum of ``exp(x - offset)``; of pieces it is the merged
+entropy."""
 
 import triton
 import triton.language as tl
@@ -13,9 +14,9 @@ def entropy_zero(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def entropy_add_piece(state, numbers, share, log_share, is_first):
-    """``sum_r share[r] (entropy[r] - log share[r])``"""
-    return (state[0] + tl.where(share > 0.0, share * (numbers[0] - log_share), 0.0),)
+def entropy_add_piece(state, values, share, log_share, is_first):
+    """Adds ``share (entropy - log share)`` of one piece; the sum over all pieces is the row's entropy."""
+    return (state[0] + tl.where(share > 0.0, share * (values[0] - log_share), 0.0),)
 
 
 @triton.jit
@@ -24,18 +25,19 @@ def entropy_merge_pieces(state, total, log_sum):
 
 
 @triton.jit
-def entropy_add_exponentials(state, numbers, offs, mask, run_max, run_sum, offset, rescale, sums, distance, weight):
-    moved = tl.where(run_max == float("-inf"), 0.0, run_max - offset)
-    w = tl.load(numbers[0] + offs, mask=mask, other=0.0)
-    added = tl.where(weight > 0.0, weight * (w + sums * distance), 0.0)
-    return (rescale * (state[0] + run_sum * moved) + tl.sum(added, 0),)
+def entropy_add_exponentials(state, strip_ptrs, offs, mask, run_max, run_sum, offset, rescale, sums, distance, weight):
+    base_change = tl.where(run_max == float("-inf"), 0.0, run_max - offset)
+    strip_moments = tl.load(strip_ptrs[0] + offs, mask=mask, other=0.0)
+    terms = tl.where(weight > 0.0, weight * (strip_moments + sums * distance), 0.0)
+    return (rescale * (state[0] + run_sum * base_change) + tl.sum(terms, 0),)
 
 
 @triton.jit
-def entropy_exchange_target(state, removed, removed_distance, added, added_distance):
-    """Replaces the target's term with its logit in the tile by the term with its exact logit."""
-    shifted = state[0] - tl.where(removed > 0.0, removed * removed_distance, 0.0)
-    return (shifted + tl.where(added > 0.0, added * added_distance, 0.0),)
+def entropy_exchange_target(state, removed_exp, removed_z, added_exp, added_z):
+    """Replaces the target's term of the moment, made from the tile's logit, by that of the exact logit. ``removed_exp``
+    and ``added_exp`` are their exponentials, ``removed_z`` and ``added_z`` the logits less the offset."""
+    shifted_sum = state[0] - tl.where(removed_exp > 0.0, removed_exp * removed_z, 0.0)
+    return (shifted_sum + tl.where(added_exp > 0.0, added_exp * added_z, 0.0),)
 
 
 @triton.jit
@@ -48,20 +50,20 @@ entropy_zero_lanes = entropy_zero
 
 @triton.jit
 def entropy_add_lanes(state, x, column, in_columns, class_weights_ptr, lane_max, lane_sum, offset, rescale, z, e):
-    moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
-    return (rescale * (state[0] + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0),)
+    base_change = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
+    return (rescale * (state[0] + lane_sum * base_change) + tl.where(e > 0.0, e * z, 0.0),)
 
 
 @triton.jit
 def entropy_merge_lanes(state, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum):
-    shifted = tl.sum(tl.where(weight > 0.0, weight * (state[0] + lane_sum * distance), 0.0), 0)
-    return (log_sum - shifted / row_sum,)
+    shifted_sum = tl.sum(tl.where(weight > 0.0, weight * (state[0] + lane_sum * distance), 0.0), 0)
+    return (log_sum - shifted_sum / row_sum,)
 
 
 @triton.jit
-def entropy_half(z, e, IS_FIRST: tl.constexpr, INFINITE: tl.constexpr):
-    """The sums [rows] of half a tile, from exponentials ``e`` and base-2 differences ``z``."""
-    if IS_FIRST:
+def entropy_half(z, e, IS_FIRST_SOFTMAX: tl.constexpr, INFINITE: tl.constexpr):
+    """The moments [rows] of half a tile, from ``z``, logits less the offset in base 2, and ``e = 2 ** z``."""
+    if IS_FIRST_SOFTMAX:
         if INFINITE:
             z = tl.maximum(z, -160.0)  # 0 below, where a logit of -inf would make it nan
         return tl.sum(e * z, 1)
@@ -70,6 +72,7 @@ def entropy_half(z, e, IS_FIRST: tl.constexpr, INFINITE: tl.constexpr):
 
 
 @triton.jit
-def entropy_store_sums(numbers, offs, in_rows, moment, total, rounded):
-    """Stores a strip's sums. ``rounded``: the rounding error in all differences, which is subtracted."""
-    tl.store(numbers[0] + offs, (moment - rounded * total) * (tl.exp2(-rounded) * ln_2), mask=in_rows)
+def entropy_store_sums(strip_ptrs, offs, in_rows, moment, total, shift_error):
+    """Stores a strip's moments, from the sums ``moment`` of ``e z`` and ``total`` of ``e``. ``shift_error`` [rows]: the
+    rounding error that all ``z`` of a row have in common, which is removed."""
+    tl.store(strip_ptrs[0] + offs, (moment - shift_error * total) * (tl.exp2(-shift_error) * ln_2), mask=in_rows)

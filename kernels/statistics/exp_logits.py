@@ -1,22 +1,24 @@
 """The logits matmul whose epilogue writes statistics, and exponentials or relative logits instead of logits.
 
-A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles of one or two column strips. From the fp32 accumulator the epilogue
-makes, for each row and strip, an offset, the sum of exponentials, and numbers for other statistics. Its output, 16 bits
-wide, is one of three:
+A persistent GEMM over tiles [BLOCK_M, BLOCK_N] of one or two column strips. From the fp32 accumulator the epilogue
+makes, for each row and strip, an offset, the sum of exponentials, and numbers for other statistics. Beside these it
+writes one of three:
 
-- exponentials ``E = exp(x - offset)`` in the operands' dtype, relative to a given offset per row (the target's logit).
-  The gradient is E times a factor per row, without a pass over E. A strip with a maximum more than REACH above the
-  offset takes a larger one; ``level_rows_kernel`` brings such rows to one offset afterwards.
-- relative logits ``x - offset`` in fp16, in base 2, relative to the row's maximum in the strip. Their error is 2^-12 of
-  their distance to the maximum, so that of a probability ``p`` is ``2^-12 log(p_max / p)`` of p, for any row up to
-  45,000 nats wide. Every statistic and every gradient can be made from them.
-- nothing, if only statistics are wanted.
+- exponentials ``E = exp(x - offset)`` in the operands' 16-bit dtype. A row's offset is given, the target's logit, so
+that
+  the gradient is E times a factor per row, without a pass over E. If a strip's maximum is more than REACH above it, the
+  strip gets a larger offset; ``level_rows_kernel`` brings such rows to one offset afterwards.
+- relative logits ``(x - offset) / log 2`` in fp16, where the offset is the row's maximum in the strip. Their error is
+  2^-12 of their distance to the maximum, so that the error of a probability ``p`` is ``2^-12 log(p_max / p)`` of p, in
+  rows whose logits lie within 45,000 nats. Every statistic and every gradient can be made from relative logits.
+- nothing, if the call needs statistics only.
 
-No rounding error grows with the size of a logit itself. Here the target's term has the logit of the tile; ``merge.py``
-and ``level_rows_kernel`` replace it by the exact one, so that loss and gradient have the same logit.
+No rounding error grows with the size of a logit itself. The target's term of a sum is made from the tile's logit here;
+``merge.py`` and ``level_rows_kernel`` replace it by that of the exact logit, so that loss and gradient have the same
+logit.
 
-Operands may be e4m3, with a scale for each row of hidden states and one for the weight. The tile then holds the
-target's exact logit; those of other probable ids take their places later (``heavy.py``).
+Operands may be e4m3, with a scale for each row of hidden states and one scale for the weight. The target's exact logit
+then replaces the tile's here; exact logits of other probable ids replace the tile's later (``heavy.py``).
 
 ``exp_logits`` is the body of kernels that are generated for the statistics beside each softmax (``lists.py``).
 """
@@ -35,174 +37,180 @@ from ..common.blocks import (
 )
 from ..common.transform import log2_e, transform_logits
 
-# most nats of a logit above the row's offset: e^60 times e^-60 stay well inside bf16's range
+# nats by which a logit may exceed its offset: e^60 and e^-60 are well inside bf16's range
 REACH = tl.constexpr(60.0)
-# least offset. Below it (a strip whose ids a bias excludes) the product with log2_e is rounded by so much that
-# exponentials overflow. It is a power of 2, whose product with log2_e is exact
-LEAST_OFFSET = tl.constexpr(-(2.0**30))
+# Least offset. A strip whose ids a bias excludes may have a maximum below it, whose product with log2_e is rounded by
+# so much that exponentials would overflow. A power of 2, since its product with log2_e is exact.
+MIN_OFFSET = tl.constexpr(-(2.0**30))
 
 
 @triton.jit
 def finish_tile(
-    out,  # matrix: exponentials or relative logits; descriptor and pointer None: nothing is stored
-    offset_ptr,  # [strips, rows] fp32, as ``exp_logits`` has it; so are the next three
-    sums,
-    strips,
+    out_matrix,  # the output, as ``blocks.py`` takes a matrix; descriptor and pointer None: nothing is stored
+    offset_ptr,  # [strips, rows] fp32, ``strip_offset_ptr`` of ``exp_logits``
+    sum_ptrs,  # these three as ``exp_logits`` takes them
+    strip_ptrs,
     strip_stride,
-    tile,  # [BLOCK_M, BLOCK_N] fp32
+    tile,  # [BLOCK_M, BLOCK_N] fp32 logits as the softmax sees them
     class_weights_ptr,
-    row_offset,  # None: each strip's own maximum
-    row_start,
-    tile_n,
+    row_offset,  # [BLOCK_M] fp32 offsets; None: each strip's maximum is its offset
+    row_start,  # first row of the tile
+    tile_n,  # index of the tile's column of tiles
     vocab,
     ratios,
-    widths,  # whole strips, or None for all
+    widths,
     STORE_LOGITS: tl.constexpr,
     STORE_STRIP: tl.constexpr,
     ADD_HALF: tl.constexpr,
     STORE_SUMS: tl.constexpr,
-    SOFTMAXES: tl.constexpr,
+    NUM_SOFTMAXES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
-    END: tl.constexpr,  # divides the vocabulary: a tile's columns, half of them, or 1
-    INFINITE: tl.constexpr,  # a logit may be -inf
-    STORE_TOP: tl.constexpr,  # in the offset's place where the row's was taken
+    VOCAB_DIVISOR: tl.constexpr,  # a divisor of the vocabulary: BLOCK_N, half of it, or 1
+    MAY_BE_INFINITE: tl.constexpr,  # a logit may be -inf
+    STORE_TOP: tl.constexpr,  # where the strip's offset is the row's, stores the strip's maximum as its offset
 ):
-    """Stores a tile and its strips' statistics. A negative sum of exponentials marks a strip with an offset of its own
-    instead of the row's."""
-    STRIPS: tl.constexpr = BLOCK_N // STRIP
+    """Stores a tile's output and its strips' statistics. The sum of exponentials is stored with a minus sign if the
+    strip's offset is not ``row_offset``."""
+    TILE_STRIPS: tl.constexpr = BLOCK_N // STRIP
     HALF: tl.constexpr = BLOCK_N // 2
-    STORED: tl.constexpr = out[0] is not None or out[1] is not None
-    RELATIVE: tl.constexpr = STORED and row_offset is None
+    HAS_OUTPUT: tl.constexpr = out_matrix[0] is not None or out_matrix[1] is not None
+    IS_RELATIVE: tl.constexpr = HAS_OUTPUT and row_offset is None
     offs_row = row_start + tl.arange(0, BLOCK_M)
-    in_rows = offs_row < out[3]
+    in_rows = offs_row < out_matrix[3]
     ends = (vocab,)
-    for i in tl.static_range(1, SOFTMAXES):
+    for i in tl.static_range(1, NUM_SOFTMAXES):
         ends = ends + (vocab if widths[i] is None else widths[i],)
     # a strip past the vocabulary writes an offset of -inf and a sum of 0, which merge to nothing; its store is outside
-    for i in tl.static_range(STRIPS):
-        x = tile if STRIPS == 1 else column_halves(tile, BLOCK_M, BLOCK_N)[i]
-        strip = tile_n * STRIPS + i
+    for i in tl.static_range(TILE_STRIPS):
+        x = tile if TILE_STRIPS == 1 else column_halves(tile, BLOCK_M, BLOCK_N)[i]
+        strip = tile_n * TILE_STRIPS + i
         offs_col = strip * STRIP + tl.arange(0, STRIP)
         in_vocab = offs_col < vocab
-        stats_at = strip.to(tl.int64) * strip_stride + offs_row
-        STORE_LOGITS(strips, stats_at, in_rows, x, offs_col, in_vocab, class_weights_ptr)
-        if END == 1:
+        strip_indices = strip.to(tl.int64) * strip_stride + offs_row
+        STORE_LOGITS(strip_ptrs, strip_indices, in_rows, x, offs_col, in_vocab, class_weights_ptr)
+        if VOCAB_DIVISOR == 1:
             x = tl.where(in_vocab[None, :], x, float("-inf"))
         # a half past the vocabulary adds no sums; this takes no operation per element
-        if END == HALF:
-            top = row_offset
-            for half in tl.static_range(2 // STRIPS):
-                half_tile = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
+        if VOCAB_DIVISOR == HALF:
+            strip_max = row_offset
+            for half in tl.static_range(2 // TILE_STRIPS):
+                half_tile = x if TILE_STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
                 largest = tl.where(strip * STRIP + half * HALF < vocab, tl.max(half_tile, 1), float("-inf"))
-                top = largest if half == 0 else tl.maximum(top, largest)
+                strip_max = largest if half == 0 else tl.maximum(strip_max, largest)
         else:
-            top = tl.max(x, 1)
-        STORE_STRIP(strips, stats_at, in_rows, x, top, offs_col)
-        offset = top
+            strip_max = tl.max(x, 1)
+        STORE_STRIP(strip_ptrs, strip_indices, in_rows, x, strip_max, offs_col)
+        offset = strip_max
         if row_offset is not None:
-            offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
-        shift = tl.where(offset < LEAST_OFFSET, LEAST_OFFSET, offset)  # exponentials below it are 0, as those of -inf
-        totals = (top,)  # until the first half's are there
-        for half in tl.static_range(2 // STRIPS):
-            half_tile = x if STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
-            first = strip * STRIP + half * HALF
+            offset = tl.where(strip_max - row_offset > REACH, strip_max - REACH, row_offset)
+        shift = tl.where(offset < MIN_OFFSET, MIN_OFFSET, offset)  # exponentials below it are 0, as those of -inf
+        totals = (strip_max,)  # of no meaning: ADD_HALF of the first half returns the first totals
+        for half in tl.static_range(2 // TILE_STRIPS):
+            half_tile = x if TILE_STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
+            half_start = strip * STRIP + half * HALF
             # one fused multiply-add; the rounding error of its constant, one per row, is removed from the sums
-            moved = tl.broadcast_to((shift * -log2_e)[:, None], half_tile.shape)
-            z = tl.math.fma(half_tile, tl.full(half_tile.shape, log2_e, tl.float32), moved)
+            neg_shift_log2 = tl.broadcast_to((shift * -log2_e)[:, None], half_tile.shape)
+            z = tl.math.fma(half_tile, tl.full(half_tile.shape, log2_e, tl.float32), neg_shift_log2)
             e = tl.exp2(z)
-            totals = ADD_HALF(totals, z, e, ratios, first, ends, half == 0, END == HALF, INFINITE)
-            if STORED:
-                store_tile(out, row_start, first, z if RELATIVE else e)
+            totals = ADD_HALF(
+                totals, z, e, ratios, half_start, ends, half == 0, VOCAB_DIVISOR == HALF, MAY_BE_INFINITE
+            )  # fmt: skip
+            if HAS_OUTPUT:
+                store_tile(out_matrix, row_start, half_start, z if IS_RELATIVE else e)
         # the rounding error of the fused multiply-add's constant, in base 2
-        rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
-        scale = tl.exp2(-rounded)
+        shift_error = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
+        scale = tl.exp2(-shift_error)
         total, stores_offset = totals[0] * scale, in_rows
         if row_offset is not None:
-            has_offset = offset != row_offset
-            total = tl.where(has_offset, -total, total)
+            has_own_offset = offset != row_offset
+            total = tl.where(has_own_offset, -total, total)
             if STORE_TOP:
-                offset = tl.where(has_offset, offset, top)
+                offset = tl.where(has_own_offset, offset, strip_max)
             else:
-                stores_offset = in_rows & has_offset
-        tl.store(offset_ptr + stats_at, offset, mask=stores_offset)
-        STORE_SUMS(totals, sums, strips, stats_at, in_rows, rounded, ratios)
-        tl.store(sums[0] + stats_at, total, mask=in_rows)
+                stores_offset = in_rows & has_own_offset
+        tl.store(offset_ptr + strip_indices, offset, mask=stores_offset)
+        STORE_SUMS(totals, sum_ptrs, strip_ptrs, strip_indices, in_rows, shift_error, ratios)
+        tl.store(sum_ptrs[0] + strip_indices, total, mask=in_rows)
 
 
 @triton.jit
 def exp_logits(
     # outputs
-    out_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2], or None
-    out_ptr,  # the same where it is not described; None
-    # [strips, rows] fp32; with a row offset where the strip's sum is negative, elsewhere nothing, with e4m3 the maximum
+    out_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_N / 2]; or None
+    out_ptr,  # the same where it has no descriptor; both None: nothing is stored
+    # [strips, rows] fp32; with row offsets only where the strip's offset is another one, elsewhere nothing, or of e4m3
+    # operands the strip's maximum
     strip_offset_ptr,
-    sums,  # a tuple, of each softmax [strips, rows] fp32: sum of exp(ratio (x - offset)) over its first columns;
-    # of the first negated where the row's offset was not taken
-    strips,  # a tuple of [strips, rows]: what the vectors of statistics are made of
+    # a tuple, for each softmax [strips, rows] fp32: sum of exp(ratio (x - offset)) over the softmax's columns; that of
+    # the first softmax with a minus sign where the strip's offset is not the row's
+    sum_ptrs,
+    strip_ptrs,  # a tuple of [strips, rows]: what the vectors of statistics are made of
     # inputs
-    hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]
-    hidden_ptr,
-    weight_desc,  # [vocab, hidden], block [BLOCK_N, BLOCK_K]
-    weight_ptr,
+    hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]; or None
+    hidden_ptr,  # the same where it has no descriptor
+    weight_desc,  # [vocab, hidden], block [BLOCK_N, BLOCK_K]; or None
+    weight_ptr,  # the same where it has no descriptor
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
-    row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
-    target_ptr,  # [rows] int64, -1 where the row does not count; or None, with target_logit_ptr
-    hidden_scale_ptr,  # [rows] fp32 of e4m3 operands, or None
-    weight_scale_ptr,  # [] fp32, likewise
-    hidden_common_ptr,  # [rows] fp32, likewise: what was taken out of a row, in units of one direction
-    common_ptr,  # [vocab] fp32, likewise: the weight times that direction
-    target_logit_ptr,  # [rows] fp32, in the place of the product's of e4m3 operands
+    row_offset_ptr,  # [rows] fp32; None: each strip's maximum is its offset
+    target_ptr,  # [rows] int64, -1 where the row does not count; None if target_logit_ptr is
+    hidden_scale_ptr,  # [rows] fp32, of e4m3 operands as in ``descaled``, like the next three; else None
+    weight_scale_ptr,  # [] fp32
+    hidden_common_ptr,  # [rows] fp32: a row's component along one direction, which its e4m3 numbers lack
+    weight_common_ptr,  # [vocab] fp32: the weight times that direction
+    target_logit_ptr,  # [rows] fp32: the exact logit, which replaces that of e4m3 operands; None: none does
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,
-    strip_stride,  # from strip to strip of the statistics, a multiple of 16
-    out_stride,  # from row to row
+    strip_stride,  # elements from strip to strip of the statistics, a multiple of 16
+    out_stride,  # elements from row to row
     vocab,
-    hidden,
-    widths,  # a tuple, of each softmax a multiple of STRIP; None for all
+    hidden,  # hidden size
+    widths,  # a tuple, for each softmax the number of columns that it is over, a multiple of STRIP; None for all
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
-    ratios,  # of each softmax's inverse temperature to the logits'; float or None for 1
+    ratios,  # a tuple, for each softmax its inverse temperature relative to the logits'; float or None for 1
     STORE_LOGITS: tl.constexpr,
     STORE_STRIP: tl.constexpr,
     ADD_HALF: tl.constexpr,
     STORE_SUMS: tl.constexpr,
-    SOFTMAXES: tl.constexpr,
+    NUM_SOFTMAXES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STRIP: tl.constexpr,  # BLOCK_N or half of it
+    STRIP: tl.constexpr,  # columns of a strip: BLOCK_N or half of it
     GROUP_M: tl.constexpr,
-    END: tl.constexpr,  # the largest of BLOCK_N, half of it, and 1, that the vocabulary is a multiple of
-    EVEN_HIDDEN: tl.constexpr,
+    VOCAB_DIVISOR: tl.constexpr,  # the largest divisor of the vocabulary among BLOCK_N, half of it, and 1
+    EVEN_HIDDEN: tl.constexpr,  # no tile extends past the hidden size
 ):
-    """``x = hidden @ weight.T``; stores ``exp(x - offset)`` or ``x - offset``, and sums of both for each strip."""
+    """For logits ``x`` of ``hidden @ weight.T``: stores ``exp(x - offset)`` or ``x - offset``, and each strip's offset
+    and sums."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
-    out = out_desc, out_ptr, out_stride, rows, vocab
-    h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
-    w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
+    out_matrix = out_desc, out_ptr, out_stride, rows, vocab
+    hidden_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
+    weight_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
     # flattened with the loop over K, so that the next tile's loads overlap this tile's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start = tile_m * BLOCK_M
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
-            h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
-            w = load_rows(w_matrix, tile_n * BLOCK_N, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
-            acc = dot(h, w.T, acc)
+            hidden_tile = load_rows(hidden_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
+            weight_tile = load_rows(weight_matrix, tile_n * BLOCK_N, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
+            acc = dot(hidden_tile, weight_tile.T, acc)
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
         offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         x = descaled(
-            acc, hidden_scale_ptr, weight_scale_ptr, hidden_common_ptr, common_ptr, offs_row, rows, offs_col, vocab
+            acc, hidden_scale_ptr, weight_scale_ptr, hidden_common_ptr, weight_common_ptr, offs_row, rows, offs_col,
+            vocab,
         )  # fmt: skip
         row_scale = None
         if row_scale_ptr is not None:
@@ -212,13 +220,14 @@ def exp_logits(
         x = transform_logits(x, logit_scale, softcap, row_scale)
         if target_logit_ptr is not None:
             target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32) - tile_n * BLOCK_N
-            exact = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
-            x = tl.where(tl.arange(0, BLOCK_N)[None, :] == target[:, None], exact[:, None], x)
+            exact_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+            x = tl.where(tl.arange(0, BLOCK_N)[None, :] == target[:, None], exact_logit[:, None], x)
         row_offset = row_offset_ptr
         if row_offset_ptr is not None:
             row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
         finish_tile(
-            out, strip_offset_ptr, sums, strips, strip_stride, x, class_weights_ptr, row_offset, row_start, tile_n,
-            vocab, ratios, widths, STORE_LOGITS, STORE_STRIP, ADD_HALF, STORE_SUMS, SOFTMAXES, BLOCK_M, BLOCK_N,
-            STRIP, END, END == 1 or bias_ptr is not None, target_logit_ptr is not None,
+            out_matrix, strip_offset_ptr, sum_ptrs, strip_ptrs, strip_stride, x, class_weights_ptr, row_offset,
+            row_start, tile_n, vocab, ratios, widths, STORE_LOGITS, STORE_STRIP, ADD_HALF, STORE_SUMS, NUM_SOFTMAXES,
+            BLOCK_M, BLOCK_N, STRIP, VOCAB_DIVISOR, VOCAB_DIVISOR == 1 or bias_ptr is not None,
+            target_logit_ptr is not None,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import triton.language as tl
 from ...core import tiles
 from ..common.blocks import counted_rows, rounded
 from ..common.transform import ln_2, log2_e, transform_logits
-from .exp_logits import LEAST_OFFSET
+from .exp_logits import MIN_OFFSET
 
 LEAST_HEAVY_LOG2, MARGIN_LOG2 = tl.constexpr(tiles.LEAST_HEAVY_LOG2), tl.constexpr(tiles.MARGIN_LOG2)
 BEHIND = tl.constexpr(2147483647)
@@ -70,7 +70,7 @@ def open_strip(
     top = tl.load(offset_ptr)
     if not IS_RELATIVE:
         top = tl.where(tl.load(sum_ptr) < 0.0, top, target_logit)
-    shift = tl.where(top < LEAST_OFFSET, LEAST_OFFSET, top)
+    shift = tl.where(top < MIN_OFFSET, MIN_OFFSET, top)
     column = strip * STRIP + tl.arange(0, STRIP)
     in_vocab, is_target = column < vocab, column == target
     if IS_RELATIVE:
@@ -99,8 +99,8 @@ def mend_heavy(
     logit_ptr,  # [rows, HEAVY] fp32, 0 behind the last
     # in and out
     stored_ptr,  # [rows, vocab] 16 bit: exponentials, or relative logits in base 2
-    sums,  # a tuple, of each softmax [strips, rows] fp32
-    strips,  # a tuple of [strips, rows]: what the vectors of statistics are made of
+    sum_ptrs,  # a tuple, of each softmax [strips, rows] fp32
+    strip_ptrs,  # a tuple of [strips, rows]: what the vectors of statistics are made of
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32; of exponentials where the first sum is not negative the maximum
     hidden_ptr,  # [rows, hidden] contiguous
@@ -127,7 +127,7 @@ def mend_heavy(
     STORE_STRIP: tl.constexpr,
     ADD_HALF: tl.constexpr,
     STORE_SUMS: tl.constexpr,
-    SOFTMAXES: tl.constexpr,
+    NUM_SOFTMAXES: tl.constexpr,
     IS_RELATIVE: tl.constexpr,
     HEAVY: tl.constexpr,  # most that a row has
     STRIP: tl.constexpr,
@@ -137,7 +137,7 @@ def mend_heavy(
     """One row: its heavy ids, and what is mended of it."""
     row = tl.program_id(0).to(tl.int64)
     target, target_logit = tl.load(target_ptr + row), tl.load(target_logit_ptr + row)
-    sum_ptr, offset_ptr = sums[0] + row, strip_offset_ptr + row
+    sum_ptr, offset_ptr = sum_ptrs[0] + row, strip_offset_ptr + row
     counts = (target >= 0) & (row < counted_rows(count_ptr, first_row, tl.num_programs(0)))
     strip_count = tl.where(counts, strip_count, 0)
     row_scale = None
@@ -146,7 +146,7 @@ def mend_heavy(
     slots = tl.arange(0, HEAVY)
     ids, logits, count = tl.full((HEAVY,), -1, tl.int32), tl.zeros((HEAVY,), dtype=tl.float32), 0
     ends = (vocab,)
-    for i in tl.static_range(1, SOFTMAXES):
+    for i in tl.static_range(1, NUM_SOFTMAXES):
         ends = ends + (vocab if widths[i] is None else widths[i],)
 
     run_max, run_sum = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
@@ -232,11 +232,11 @@ def mend_heavy(
                 # as the epilogue of ``exp_logits`` takes a row and half a strip, some of whose logits may be -inf
                 stats_at, in_rows = strip_at + row + tl.arange(0, 1), tl.arange(0, 1) == 0
                 row_x, no_shift = x[None, :], tl.zeros((1,), dtype=tl.float32)
-                STORE_LOGITS(strips, stats_at, in_rows, row_x, offs_col, in_vocab, class_weights_ptr)
+                STORE_LOGITS(strip_ptrs, stats_at, in_rows, row_x, offs_col, in_vocab, class_weights_ptr)
                 largest = tl.max(row_x, 1)
-                STORE_STRIP(strips, stats_at, in_rows, row_x, largest, offs_col)
+                STORE_STRIP(strip_ptrs, stats_at, in_rows, row_x, largest, offs_col)
                 totals = ADD_HALF((largest,), z[None, :], e[None, :], ratios, strip * STRIP, ends, True, False, True)
-                STORE_SUMS(totals, sums, strips, stats_at, in_rows, no_shift, ratios)
-                tl.store(sums[0] + stats_at, tl.where(is_negative, -totals[0], totals[0]), mask=in_rows)
+                STORE_SUMS(totals, sum_ptrs, strip_ptrs, stats_at, in_rows, no_shift, ratios)
+                tl.store(sum_ptrs[0] + stats_at, tl.where(is_negative, -totals[0], totals[0]), mask=in_rows)
     tl.store(ids_ptr + row * HEAVY + slots, ids)
     tl.store(logit_ptr + row * HEAVY + slots, logits)

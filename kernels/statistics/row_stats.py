@@ -1,11 +1,12 @@
 """Statistics [rows] fp32 of stored logits, one program per row.
 
 ``row_stats`` is the body of kernels that are generated for the statistics beside the softmax (``lists.py``). It makes
-those of complete rows [rows, columns]:
+the statistics of complete rows [rows, columns]:
 
-    log p = (x - start) + rest,  start = max x,  rest = -log sum exp(x - start)
+    log p = (x - lse_base) + neg_log_sum,  lse_base = max x,  neg_log_sum = -log sum exp(x - lse_base)
 
-or, from the logits [entries] fp32 of all sets of columns, those of each row's set:
+or, where softmaxes are over sets of columns, from the logits [entries] fp32 of all sets, the statistics of each row's
+set:
 
     lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
@@ -20,62 +21,62 @@ from ..common.transform import ln_2, load_number, load_row, log2_e, times, trans
 def row_stats(
     # outputs
     lse_ptr,  # [rows] fp32 or None
-    start_ptr,  # [rows] fp32: log p = (x - start) + rest
-    rest_ptr,  # [rows] fp32
+    lse_base_ptr,  # [rows] fp32: log p = (x - lse_base) + neg_log_sum
+    neg_log_sum_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; None without targets
-    target_logit_ptr,  # [rows] fp32 or None
-    outputs,  # a tuple of [rows]: the statistics' vectors
+    target_logit_ptr,  # [rows] fp32; None without targets
+    output_ptrs,  # a tuple of [rows]: the statistics' vectors
     # inputs
     logits_ptr,  # [rows, columns], raw; of sets [entries] fp32, as the softmax sees them
-    column_ptr,  # [entries] int32 of sets, -1 for none; None without sets, like both that follow
+    column_ptr,  # [entries] int32, of sets: an entry's column, -1 for none; None without sets, like the next two
     begin_ptr,  # [rows] int64: where a row's entries begin
-    end_ptr,  # [rows] int64: and end, equal to begin for a row without a set
+    end_ptr,  # [rows] int64: where they end; equal to begin for a row without a set
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
     # sizes
-    columns,
-    stride,  # elements from row to row of logits
+    columns,  # of complete rows
+    stride,  # elements from row to row of complete rows of logits
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
-    ratio,  # inverse temperature relative to the logits'; float or None for 1
+    ratio,  # the softmax's inverse temperature relative to the logits'; float or None for 1
     ZERO_LANES: tl.constexpr,
     ADD_LANES: tl.constexpr,
     MERGE_LANES: tl.constexpr,
-    VECTORS: tl.constexpr,
-    FILL: tl.constexpr,  # 0 for a row without a set, instead of what is there
+    NUM_VECTORS: tl.constexpr,
+    FILLS_ZEROS: tl.constexpr,  # True: a row without a set gets statistics of 0; False: its outputs are not written
     BLOCK: tl.constexpr,
 ):
-    """``lse = log sum exp(x)`` of a row or of its set, and the other statistics."""
+    """Writes ``lse = log sum exp(ratio * x)`` of a row or of its set, and the other statistics."""
     row = tl.program_id(0).to(tl.int64)
-    SETS: tl.constexpr = begin_ptr is not None
+    HAS_SETS: tl.constexpr = begin_ptr is not None
     row_scale = load_number(row_scale_ptr, row)
     target = load_number(target_ptr, row)
-    if SETS:
+    if HAS_SETS:
         begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
-        counts = target >= 0
+        is_counted = target >= 0
     else:
         begin, end = 0, columns
         logits_ptr += row * stride
         if target_ptr is not None:
-            counts = (target >= 0) & (target < columns)
-            raw = tl.load(logits_ptr + target, mask=counts, other=0.0).to(tl.float32)
+            is_counted = (target >= 0) & (target < columns)
+            raw_target = tl.load(logits_ptr + target, mask=is_counted, other=0.0).to(tl.float32)
             if bias_ptr is not None:
-                raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
-            target_logit = transform_logits(raw, logit_scale, softcap, row_scale)
+                raw_target += tl.load(bias_ptr + target, mask=is_counted, other=0.0).to(tl.float32)
+            target_logit = transform_logits(raw_target, logit_scale, softcap, row_scale)
     # each lane has a maximum (-inf at first), a sum of exp(x - max), and the statistics' states, so that there is no
     # reduction in the loop
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
-    if VECTORS > 0:
+    if NUM_VECTORS > 0:
         states = ZERO_LANES(BLOCK, tl.float32)
-    for start in range(begin, end, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
+    for block_start in range(begin, end, BLOCK):
+        offs = block_start + tl.arange(0, BLOCK)
         in_row = offs < end
-        if SETS:
+        if HAS_SETS:
             column = tl.load(column_ptr + offs, mask=in_row, other=-1)
             in_row = column >= 0
             x = tl.load(logits_ptr + offs, mask=in_row, other=float("-inf"))
@@ -84,13 +85,13 @@ def row_stats(
             column = offs
             x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, in_row, logit_scale, softcap, row_scale)
         x = tl.where(in_row, x, float("-inf"))  # the cap turns the padding's -inf into a number
-        scaled = times(x, ratio)
-        new_max = tl.maximum(lane_max, scaled)
+        scaled_x = times(x, ratio)
+        new_max = tl.maximum(lane_max, scaled_x)
         offset = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp2((lane_max - offset) * log2_e)
-        z = scaled - offset
+        z = scaled_x - offset
         e = tl.exp2(z * log2_e)
-        if VECTORS > 0:
+        if NUM_VECTORS > 0:
             states = ADD_LANES(states, x, column, in_row, class_weights_ptr, lane_max, lane_sum, offset, rescale, z, e)
         lane_max, lane_sum = new_max, lane_sum * rescale + e
     row_max = tl.max(lane_max, 0)
@@ -98,28 +99,28 @@ def row_stats(
     weight = tl.exp2(distance * log2_e)
     row_sum = tl.sum(lane_sum * weight, 0)
     log_sum = tl.log2(row_sum) * ln_2
-    if VECTORS > 0:
-        vectors = MERGE_LANES(states, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum)
-    place = row + tl.arange(0, 1)
-    mask = place >= row
-    if SETS:
+    if NUM_VECTORS > 0:
+        merged_values = MERGE_LANES(states, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum)
+    row_lane = row + tl.arange(0, 1)
+    mask = row_lane >= row
+    if HAS_SETS:
         target_logit = tl.sum(lane_target, 0)
         # a branch would be on what is loaded
-        mask = place < tl.where((end > begin) | FILL, row + 1, row)
+        mask = row_lane < tl.where((end > begin) | FILLS_ZEROS, row + 1, row)
         row_max = tl.where(end > begin, row_max, 0.0)
         log_sum = tl.where(end > begin, log_sum, 0.0)
     if lse_ptr is not None:
-        tl.store(lse_ptr + place, row_max + log_sum, mask=mask)
-    tl.store(start_ptr + place, row_max, mask=mask)
-    tl.store(rest_ptr + place, -log_sum, mask=mask)
+        tl.store(lse_ptr + row_lane, row_max + log_sum, mask=mask)
+    tl.store(lse_base_ptr + row_lane, row_max, mask=mask)
+    tl.store(neg_log_sum_ptr + row_lane, -log_sum, mask=mask)
     if target_logit_ptr is not None:
-        tl.store(target_logit_ptr + place, target_logit, mask=mask)
+        tl.store(target_logit_ptr + row_lane, target_logit, mask=mask)
     if logprob_ptr is not None:
         target_logit = times(target_logit, ratio)
         # target_logit - lse would lose all that is below an ulp of the logits
-        tl.store(logprob_ptr + place, tl.where(counts, (target_logit - row_max) - log_sum, 0.0), mask=mask)
-    for i in tl.static_range(VECTORS):
-        value = vectors[i]
-        if SETS:
+        tl.store(logprob_ptr + row_lane, tl.where(is_counted, (target_logit - row_max) - log_sum, 0.0), mask=mask)
+    for i in tl.static_range(NUM_VECTORS):
+        value = merged_values[i]
+        if HAS_SETS:
             value = tl.where(end > begin, value, 0)
-        tl.store(outputs[i] + place, value, mask=mask)
+        tl.store(output_ptrs[i] + row_lane, value, mask=mask)

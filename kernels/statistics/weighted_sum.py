@@ -1,4 +1,5 @@
-"""``sum omega x`` of a row's logits in kernels, omega the class weights or 1."""
+"""Jit functions of the weighted sum ``sum_j omega_j x_j`` of a row's logits, omega the class weights or 1, for the
+stages of ``lists.py``."""
 
 import triton
 import triton.language as tl
@@ -10,13 +11,13 @@ def weighted_sum_zero(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def weighted_sum_add_piece(state, numbers, share, log_share, is_first):
-    return (state[0] + numbers[0],)
+def weighted_sum_add_piece(state, values, share, log_share, is_first):
+    return (state[0] + values[0],)
 
 
 @triton.jit
-def weighted_sum_add_strips(state, numbers, offs, mask):
-    return (state[0] + tl.sum(tl.load(numbers[0] + offs, mask=mask, other=0.0), 0),)
+def weighted_sum_add_strips(state, strip_ptrs, offs, mask):
+    return (state[0] + tl.sum(tl.load(strip_ptrs[0] + offs, mask=mask, other=0.0), 0),)
 
 
 weighted_sum_zero_lanes = weighted_sum_zero
@@ -37,10 +38,10 @@ def weighted_sum_merge_lanes(state, lane_max, lane_sum, distance, weight, row_ma
 
 
 @triton.jit
-def weighted_sum_store_logits(numbers, offs, in_rows, x, offs_col, in_vocab, class_weights_ptr):
+def weighted_sum_store_logits(strip_ptrs, offs, in_rows, x, offs_col, in_vocab, class_weights_ptr):
     omega = tl.where(in_vocab, 1.0, 0.0)
     if class_weights_ptr is not None:
         omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
     # by selection, so that a logit of -inf with weight 0 gives 0 and not nan
     weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
-    tl.store(numbers[0] + offs, tl.sum(weighted, 1), mask=in_rows)
+    tl.store(strip_ptrs[0] + offs, tl.sum(weighted, 1), mask=in_rows)

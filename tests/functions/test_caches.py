@@ -95,11 +95,11 @@ def test_no_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(everything) >= 10 and sum(len(each) > 0 for each in everything) >= 4
     for each in everything:
         each.clear()
-        monkeypatch.setattr(each, "most", min(each.most, 4))
+        monkeypatch.setattr(each, "capacity", min(each.capacity, 4))
     anew(range(2, 8))
     grown = {name: size for name, size in sizes(holders).items() if size > before.get(name, 0)}
     assert not grown
-    assert all(len(each) <= each.most for each in caches(holders))
+    assert all(len(each) <= each.capacity for each in caches(holders))
     for each in everything:
         each.clear()
     gc.collect()
@@ -113,7 +113,7 @@ def test_all_caches_are_known() -> None:
     for name, each in tables(modules()).items():
         of_models = ".integrations." in name  # forwards that run and models that are patched: no call finds them
         if not of_models and (isinstance(each, kept) or hasattr(each, "cache_info")):
-            assert id(each) in named or name.endswith(".kept"), f"{name} is not in helpers/tables.py"
+            assert id(each) in named or name.endswith(".compiled_by_key"), f"{name} is not in helpers/tables.py"
     anew(range(2))
     empty = Emptying(compiled=True)
     assert len(empty.everything) > len(EMPTIED) + 20
@@ -127,7 +127,7 @@ def test_threads_share_caches_that_forget_at_once(monkeypatch: pytest.MonkeyPatc
     holders, expected = modules(), [step(i) for i in range(6)]
     for each in caches(holders):
         each.clear()
-        monkeypatch.setattr(each, "most", 2)
+        monkeypatch.setattr(each, "capacity", 2)
     monkeypatch.setattr(spec, "MOST_PLANS", 2)
     orders = [random.Random(seed).sample(list(range(6)) * 3, 18) for seed in range(4)]
     switching = sys.getswitchinterval()
@@ -140,7 +140,7 @@ def test_threads_share_caches_that_forget_at_once(monkeypatch: pytest.MonkeyPatc
     for i, ours in [each for one in found for each in one]:
         for mine, other in zip(ours, expected[i], strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
-    assert all(len(each) <= each.most for each in caches(holders))
+    assert all(len(each) <= each.capacity for each in caches(holders))
 
 
 def test_the_least_recently_used_goes_first() -> None:

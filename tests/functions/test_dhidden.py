@@ -7,7 +7,7 @@ from chunked_head.kernels.products import launch as products
 from tiers import crossed
 
 from chunked_head.core.gpus import UNCUT, DhiddenSplit, dhidden_split, multiprocessors_of, run_as
-from chunked_head.core.records import Counted
+from chunked_head.core.records import CountedRows
 from chunked_head.core.tiles import INTERPRETED, Tile
 
 OURS = [place for place in PLACES if place.values[0].backend == "triton"]
@@ -25,17 +25,17 @@ def split_of(name: str, tile: Tile, rows: int, vocab: int, hidden: int, device: 
     return split if name == "chosen" else DhiddenSplit(13, 13 * (split.units // split.pieces))
 
 
-def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor, products.Factors]:
+def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor, products.RowFactors]:
     made = torch.Generator().manual_seed(5)
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     grad = torch.randn(rows, vocab + 8 - vocab % 8, generator=made).to(device, dtype)[:, :vocab]
     weight = torch.randn(vocab, hidden, generator=made).to(device, dtype)
     target = torch.randint(-1, vocab, (rows,), generator=made)
     softmax, at_target = torch.rand(2, rows, generator=made).to(device)
-    return grad, weight, products.Factors(target.to(device), softmax, at_target)
+    return grad, weight, products.RowFactors(target.to(device), softmax, at_target)
 
 
-def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.Factors) -> torch.Tensor:
+def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.RowFactors) -> torch.Tensor:
     product = grad.double() @ weight.double()
     if factors.target is None:
         return product
@@ -47,7 +47,7 @@ def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.Factors
 
 def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> dict[str, torch.Tensor]:
     sums = torch.full((split.units * tile.elements,), torch.nan, device=device)
-    return {"scratch": sums, "arrived": torch.zeros(multiprocessors_of(sums.device), dtype=torch.int32, device=device)}
+    return {"scratch": sums, "finished": torch.zeros(multiprocessors_of(sums.device), dtype=torch.int32, device=device)}
 
 
 @crossed(place=OURS, tile=PRODUCT_TILES, name=SPLITS, factored=[False, True], add=[False, True])
@@ -79,7 +79,7 @@ def test_rows_that_count(place: Place, tile: Tile, share: float) -> None:
     split = split_of("chosen", tile, rows, vocab, hidden, grad.device)
     count = int(share * rows)
     out = torch.full((rows, hidden), 7.0, device=place.device)
-    counted = Counted(torch.tensor(900 + count, device=place.device), 900)
+    counted = CountedRows(torch.tensor(900 + count, device=place.device), 900)
     scratch = scratch_of(split, tile, place.device)
     products.dhidden(out, grad, weight, tile, factors, counted, split=split, **scratch)
     true = expected(grad, weight, factors)[:count]
@@ -99,7 +99,7 @@ def test_parts_have_one_sum(place: Place, tile: Tile, name: str, rows: int, hidd
     wrong = torch.zeros((), dtype=torch.int64, device=place.device)
     for _ in range(2 if INTERPRETED else 200):
         scratch["scratch"].fill_(torch.nan)
-        scratch["arrived"].zero_()
+        scratch["finished"].zero_()
         products.dhidden(out, grad, weight, tile, factors, split=split, **scratch)
         first = out.clone() if first is None else first
         wrong += (out.view(torch.int32) != first.view(torch.int32)).sum()

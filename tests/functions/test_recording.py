@@ -146,7 +146,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
     product = a.float() @ b.float()
     out.copy_(product) if is_first else out.add_(product)
     if (listening := recorder()) is not None:
-        listening.called(multiply, a, b, out, is_first, written=(out,))
+        listening.record_call(multiply, a, b, out, is_first, written_tensors=(out,))
 
 
 @pytest.fixture(autouse=True)

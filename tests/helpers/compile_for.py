@@ -48,7 +48,7 @@ INSTRUCTIONS = (
 def target_of(name: str) -> GPUTarget:
     if name.startswith("sm_"):
         return GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
-    return GPUTarget("hip", name, GPUS[name].warp)
+    return GPUTarget("hip", name, GPUS[name].warp_size)
 
 
 def pretend(target: GPUTarget) -> None:

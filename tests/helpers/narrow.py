@@ -27,7 +27,7 @@ SIZES: dict[str, int] = {
     "entries": 2**31 - 2**13,  # of sets: so many would take 40 bytes each, 80 GiB, beside hidden states
     "ids_per_token": 2**24,  # ids that a token keeps
     **dict.fromkeys(("strips", "strip_count"), 2**23),  # of 128 columns at least
-    "zeros": 2**20,  # counters, one for some tiles
+    "zero_count": 2**20,  # counters, one for some tiles
     "programs": 2**20,  # of scale_kernel: eight for each multiprocessor
     "loss_rows": 2**10,  # losses of a call
 }

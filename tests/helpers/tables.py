@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # caches and results of functions, each where it is made, without the package's name
 EMPTIED = (
     "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.switched_off", "core.divergences.TRACED",
-    "core.private.answering", "core.private.private", "core.stats.OF_DEMAND", "functions.cross_entropy.LOSS_CACHE",
+    "core.private.answering", "core.private.private", "core.stats.LAYOUTS", "functions.cross_entropy.LOSS_CACHE",
     "core.statistics.statistics_at", "core.stats.vectors_at",
     "core.gpus.SPLITS", "core.gpus.gpu_of", "core.gpus.multiprocessors_of",
-    "kernels.common.operands.KEPT", "kernels.common.sums.KERNELS", "losses.base.FACTORY_RESULTS",
+    "kernels.common.operands.DESCRIPTORS", "kernels.common.sums.KERNELS", "losses.base.FACTORY_RESULTS",
     "losses.sums.SUM_FUNCTIONS", "losses.user_checks.CHECK_RESULTS", "parallel.agreement.RANKS", "plan.planner.PLANS",
 )  # fmt: skip
 # what is no result of an earlier call
@@ -61,7 +61,7 @@ def object_at(name: str) -> Any:
 
 def launchers() -> list[Cache]:
     """Compiled kernels by kind, of each kernel that a module holds; those of the arithmetic are in its own cache."""
-    return [each for name, each in tables(modules()).items() if name.endswith(".kept")]
+    return [each for name, each in tables(modules()).items() if name.endswith(".compiled_by_key")]
 
 
 class Emptying:

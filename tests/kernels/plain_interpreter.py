@@ -44,7 +44,7 @@ def test_exponentials_in_the_place_of_logits() -> None:
 def test_targets_rows_beside_a_product() -> None:
     """Of BLAS, where a GPU's own product would be no faster."""
     product, weight, out = torch.randn(40, 64), torch.randn(600, 64).half(), torch.empty(40, 64)
-    factors = products.Factors(torch.randint(600, (40,)), *torch.rand(2, 40))
+    factors = products.RowFactors(torch.randint(600, (40,)), *torch.rand(2, 40))
     products.finish_dhidden(out, product, weight, factors)
     expected = factors.softmax[:, None] * product + factors.at_target[:, None] * weight[factors.target]
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -57,7 +57,11 @@ def test_statistics_of_two_ranks() -> None:
     for first in (0, 20):
         part, here = logits[:, first : first + 20], (target >= first) & (target < first + 20)
         top = part.amax(1)
-        found = {"start": top, "rest": top - part.logsumexp(1), "target_logit": torch.where(here, picked, 0.0)}
+        found = {
+            "lse_base": top,
+            "neg_log_sum": top - part.logsumexp(1),
+            "target_logit": torch.where(here, picked, 0.0),
+        }
         pieces.append(torch.stack([*(found[name] for name in names), target.float()]))
     out = RowStats.empty(5, layout_of(Demand()), torch.float32, target.device)
     TRITON.merge_ranks(GatheredStats(torch.stack(pieces), Demand(), target, False, torch.zeros(())), out)

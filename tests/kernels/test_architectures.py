@@ -51,7 +51,7 @@ def test_loss_of(architecture: str, case: LossCase, dtype: torch.dtype, place: P
 
 def test_tiles_read_no_rows_that_nobody_wrote() -> None:
     for gpu in gpus.GPUS.values():
-        assert all(tile.block_m % gpu.product.block_k == 0 for tile in (gpu.logits, gpu.few or gpu.logits))
+        assert all(tile.block_m % gpu.product.block_k == 0 for tile in (gpu.logits, gpu.few_rows or gpu.logits))
         assert gpu.product.block_k <= PRODUCT_ROWS
 
 
@@ -136,7 +136,7 @@ def test_compiles(first: str) -> None:
         assert {row["kernel"] for row in rows} >= set(MATMULS)
         assert not [row for row in rows if "error" in row]
         for row in rows:
-            assert row["shared"] <= gpus.GPUS[name].shared, row
+            assert row["shared"] <= gpus.GPUS[name].shared_bytes, row
             assert 0 <= row["spilled"] <= (SPILLED_E4M3 if row["e4m3"] else SPILLED).get(name, 256), row
             if row["kernel"] in MATMULS:
                 assert set(HOLDS.get(name, POINTERS_E4M3 if row["e4m3"] else POINTERS)) <= set(row["holds"]), row
@@ -148,7 +148,7 @@ def test_compiles(first: str) -> None:
 def test_those_alike_launch_the_same() -> None:
     assert [name for name, gpu in gpus.GPUS.items() if gpu.fp8] == ["sm_89", "sm_90", "sm_100", "sm_103", "sm_120"]
     for name, others in (*ALIKE.items(), ("sm_100", ["sm_103"]), ("gfx942", ["gfx950"])):
-        own = {"name": None, "shared": None, "multiprocessors": None}
+        own = {"name": None, "shared_bytes": None, "multiprocessors": None}
         assert all(gpus.GPUS[other]._replace(**own) == gpus.GPUS[name]._replace(**own) for other in others)
 
 

@@ -10,7 +10,7 @@ from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
 from chunked_head.core.gpus import run_as
-from chunked_head.core.records import Counted, Outputs, StatisticOutputs, Stored, Transform
+from chunked_head.core.records import CountedRows, SoftmaxOutputs, StatisticOutputs, Stored, Transform
 from chunked_head.core.statistics import ENTROPY, RUNNER_UP, TOP, WEIGHTED_SUM
 from chunked_head.core.tiles import HEAVY, LEAST_HEAVY_LOG2, MARGIN_LOG2, Quantised
 from chunked_head.stores import operands as stores
@@ -37,7 +37,7 @@ def operands(place: Place, spread: float) -> tuple[torch.Tensor, ...]:
     )
 
 
-def outputs(kinds: tuple, device: torch.device) -> Outputs:
+def outputs(kinds: tuple, device: torch.device) -> SoftmaxOutputs:
     vectors = tuple(
         StatisticOutputs(
             each,
@@ -48,7 +48,7 @@ def outputs(kinds: tuple, device: torch.device) -> Outputs:
         )
         for each in kinds
     )
-    return Outputs(*torch.zeros(4, ROWS, device=device).unbind(), None, vectors)
+    return SoftmaxOutputs(*torch.zeros(4, ROWS, device=device).unbind(), None, vectors)
 
 
 def steps_of(near: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_what_is_mended(place: Place, relative: bool, spread: float, softcap: fl
     )
     strips = Strips.empty(ROWS, -(-VOCAB // tile.block_n) * (tile.block_n // width), device, kinds).of_rows(ROWS)
     stored = torch.zeros(ROWS, -(-VOCAB // 8) * 8, dtype=torch.float16 if relative else torch.bfloat16, device=device)
-    stored, counted = stored[:, :VOCAB], Counted(None if count is None else torch.tensor(count, device=device), 0)
+    stored, counted = stored[:, :VOCAB], CountedRows(None if count is None else torch.tensor(count, device=device), 0)
     level = None if relative else target_logit
     statistics.exp_logits(
         stored, strips, h8, w8, bias, None, level, transform, tile, ratios, widths, counted, target, target_logit
@@ -145,7 +145,7 @@ def test_what_is_mended(place: Place, relative: bool, spread: float, softcap: fl
         for ours, theirs in zip(out.statistics, true.statistics, strict=True):
             # a sum of logits as they are stored: each is off by 2^-12 of its distance from the largest
             atol = 2e-3 if ours.statistic is not WEIGHTED_SUM else 2.0**-12 * float(expected.abs().sum(1).max())
-            for one, other in zip(ours.vectors, theirs.vectors, strict=True):
+            for one, other in zip(ours.statistic_tensors, theirs.statistic_tensors, strict=True):
                 torch.testing.assert_close(one[counts], other[counts], rtol=1e-4, atol=atol, msg=ours.statistic.name)
 
 

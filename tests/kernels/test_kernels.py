@@ -56,8 +56,8 @@ def test_sort_columns(place: Place, kind: str, counted: bool, monkeypatch: pytes
     """Counting and sorting put equal targets in the same order, the first in place, and tell how many there are."""
     target = TARGETS[kind](torch.Generator().manual_seed(6)).to(place.device).repeat(4)
     if not counted:
-        monkeypatch.setattr(products, "MOST_COUNTED", 0)
-    ordered, order, occurrences = products.sort_columns(target, counted=True)
+        monkeypatch.setattr(products, "MAX_COMPARED", 0)
+    ordered, order, occurrences = products.sort_columns(target, counts_occurrences=True)
     expected = torch.sort(target, stable=True)
     assert ordered.dtype == torch.int32
     assert torch.equal(ordered.long(), expected.values)
@@ -87,7 +87,7 @@ def test_pick_columns(place: Place, kind: str, counted: bool) -> None:
     out, rows = torch.empty(70, len(columns[::3]), dtype=torch.bfloat16, device=place.device), 70
     count = records.ALL_ROWS
     if counted:
-        rows, count = 41, records.Counted(torch.tensor(51, device=place.device), 10)
+        rows, count = 41, records.CountedRows(torch.tensor(51, device=place.device), 10)
         grad[rows:] = torch.nan
     products.pick_columns(out, grad, columns, 3, count)
     expected = torch.where(columns[::3] < 0, 0.0, grad[:, columns[::3].long().clamp(min=0)])
@@ -124,7 +124,7 @@ def test_a_target_has_the_bits_of_its_tile(
     device, bias, made = states.device, torch.linspace(-1, 1, 640).to(states), records.Transform(scale)
     strips = operands.Strips.empty(70, -(-640 // tile.block_n), device, ((TOP,),)).of_rows(70)
     statistics.exp_logits(None, strips, states, weight, bias, None, None, made, tile)
-    tops, ids = strips.statistics[0][0].vectors
+    tops, ids = strips.statistics[0][0].tensors
     for top, target in zip(tops, ids.long(), strict=True):
         exact, of_tile = torch.empty(2, 70, device=device).unbind()
         statistics.clean_rows(torch.empty_like(states), states, target, None, exact, weight, bias, made, None, of_tile)
@@ -142,9 +142,9 @@ def test_level_rows_scales_hidden_states(place: Place, width: int, rare: bool) -
     rows, vocab = 37, 64
     device = torch.device(place.device)
     target = torch.tensor([0, -1, 5] * 12 + [-1], device=device)
-    start, rest, logprob, alpha, beta = torch.randn(5, rows, device=device).unbind(0)
+    lse_base, neg_log_sum, logprob, alpha, beta = torch.randn(5, rows, device=device).unbind(0)
     level = torch.randn(rows, device=device)
-    for vector in (start, rest, logprob):
+    for vector in (lse_base, neg_log_sum, logprob):
         vector[target < 0] = torch.nan
     hidden = torch.randn(rows, width, device=device).half()
     hidden[target < 0] = 0.0
@@ -153,11 +153,11 @@ def test_level_rows_scales_hidden_states(place: Place, width: int, rare: bool) -
     softmax, at_target, ratio = factors
     gradients.level_rows(
         exp, factors, hidden, operands.Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
-        records.Terms(target, level, beta, None, (records.Softmax(start, rest, alpha),)),
+        records.Terms(target, level, beta, None, (records.Softmax(lse_base, neg_log_sum, alpha),)),
         records.Transform(2.0), occurrences=torch.full((rows,), 4 if rare else 5, dtype=torch.int32, device=device),
     )  # fmt: skip
     counts = target >= 0
-    expected = 2.0 * alpha * (level - start + rest).exp()
+    expected = 2.0 * alpha * (level - lse_base + neg_log_sum).exp()
     torch.testing.assert_close(softmax[counts], expected[counts])
     whole = 2.0 * (alpha * logprob.exp() - beta)
     torch.testing.assert_close((at_target + softmax * ratio)[counts], whole[counts])
@@ -336,16 +336,16 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
         every = logits[:, :columns2] * ratio if second else logits
         own2 = own & (target < every.shape[1])
         found = torch.full((8, rows), torch.nan, device=device)
-        lse, start, rest, logprob, entropy, weighted, top, _ = found
+        lse, lse_base, neg_log_sum, logprob, entropy, weighted, top, _ = found
         ids = found[7].view(torch.int32)
         vectors = {ENTROPY: (entropy,), WEIGHTED_SUM: (weighted,), TOP: (top, ids)}
         made_of = [records.StatisticOutputs(each, vectors[each]) for each, _ in strips.statistics[second]]
-        result = records.Outputs(lse, start, rest, logprob, None, tuple(made_of))
+        result = records.SoftmaxOutputs(lse, lse_base, neg_log_sum, logprob, None, tuple(made_of))
         statistics.merge_strips(result, leveled, strips, *targets, every.shape[1], ratio if second else None, second)
         log_p = every - every.logsumexp(1, keepdim=True)
         budget = 4e-6 + 2 * accumulation_error(states[counts], weight)
         assert ((lse - every.logsumexp(1)).abs()[counts] <= budget).all()
-        torch.testing.assert_close(start - rest, lse, equal_nan=True)
+        torch.testing.assert_close(lse_base - neg_log_sum, lse, equal_nan=True)
         entropies = -(log_p.exp() * log_p.where(log_p > -1e4, 0.0)).sum(1)
         assert ((entropy - entropies).abs()[counts] <= 20 * budget).all()
         expected = picked * (ratio if second else 1.0) - every.logsumexp(1)
@@ -373,8 +373,10 @@ def test_more_strips_than_are_read_at_once(place: Place) -> None:
     offset[600] += torch.linspace(-6, 6, rows)
     for kept, drawn in ((strips.offset, offset), (strips.sums[0], total), (shifted_sum, -shifted)):
         kept.copy_(drawn)
-    lse, start, rest, entropy = torch.full((4, rows), torch.nan, device=place.device)
-    outputs = records.Outputs(lse, start, rest, statistics=(records.StatisticOutputs(ENTROPY, (entropy,)),))
+    lse, lse_base, neg_log_sum, entropy = torch.full((4, rows), torch.nan, device=place.device)
+    outputs = records.SoftmaxOutputs(
+        lse, lse_base, neg_log_sum, statistics=(records.StatisticOutputs(ENTROPY, (entropy,)),)
+    )
     statistics.merge_strips(outputs, None, strips, None, None, None, count)
     x, weight = offset.double(), (offset.double() - offset.double().amax(0)).exp()
     exact = offset.amax(0) + (weight * total).sum(0).log()
@@ -432,6 +434,6 @@ def test_dweight_of_counted_rows(place: Place, count: int, tile: tiles.Tile, fir
     grad[-(-counts // tile.block_k) * tile.block_k :] = torch.nan
     out = torch.full_like(old, torch.nan) if first else old.clone()
     products.dweight(
-        out, grad, states, first, tile, records.Counted(torch.tensor(700 + count, device=place.device), 700)
+        out, grad, states, first, tile, records.CountedRows(torch.tensor(700 + count, device=place.device), 700)
     )
     assert_dweight(out, None if first else old, grad[:counts], states[:counts])

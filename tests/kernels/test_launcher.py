@@ -160,8 +160,8 @@ def test_leaves_it_to_triton(
     if what == "hook":
         monkeypatch.setitem(vars(knobs.runtime), "launch_enter_hook", print)
     elif what == "one of several hooks":
-        launch.AROUND[0].append(print)
-        request.addfinalizer(lambda: launch.AROUND[0].remove(print))
+        launch.LAUNCH_HOOKS[0].append(print)
+        request.addfinalizer(lambda: launch.LAUNCH_HOOKS[0].remove(print))
     elif what == "pre-run hook":
         kernel.pre_run_hooks.append(print)
     elif what == "compiled later":
@@ -228,7 +228,7 @@ def test_calls_the_function_in_c(device: SimpleNamespace, monkeypatch: pytest.Mo
     positional, constants = arguments({"in_ptr": numbers})
     for _ in range(3):
         launcher[5, 2](matrix, *positional[1:], **constants)
-    (compiled,) = launcher.kept.values()
+    (compiled,) = launcher.compiled_by_key.values()
     assert (compiled.run is in_c) == (kind in ("in a row", "as one")) and len(calls) == 2
     given = ["map of " + str(matrix.base.data_ptr()), 64, 64, numbers.data_ptr(), NUMBERS.data_ptr(), *positional[3:]]
     given += [constants["BLOCK"], constants["FLOOR"]]
@@ -267,9 +267,9 @@ def test_tells_apart_what_triton_tells_apart(device: SimpleNamespace) -> None:
     jit, both = jit_function(), []
     for change in (*OTHERS, *SAME, {}):
         positional, constants = arguments(change)
-        launcher.kept.clear()
+        launcher.compiled_by_key.clear()
         launcher[(1,)](*positional, **constants)
-        both.append(([*launcher.kept], triton_key(jit, positional, constants)))
+        both.append(([*launcher.compiled_by_key], triton_key(jit, positional, constants)))
     for one, other in itertools.combinations(both, 2):
         assert (one[0] == other[0]) == (one[1] == other[1]), (one, other)
 
@@ -302,17 +302,17 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = all_of_them(), all_of_them()
     exp_logits = kernel_of(statistics.body_of_tiles, "exp_logits_kernel", ((),), statistics.code_of_tile)
     launchers = gradients.scale_kernel, exp_logits
-    assert all(launcher.kept for launcher in launchers)
-    kept = [[*launcher.kept] for launcher in launchers]
+    assert all(launcher.compiled_by_key for launcher in launchers)
+    compiled_by_key = [[*launcher.compiled_by_key] for launcher in launchers]
     for launcher in launchers:
-        monkeypatch.setitem(launcher.__dict__, "launch", launcher.unknown)
+        monkeypatch.setitem(launcher.__dict__, "launch", launcher.launch_unsupported)
     plain = all_of_them()
-    assert [[*launcher.kept] for launcher in launchers] == kept
+    assert [[*launcher.compiled_by_key] for launcher in launchers] == compiled_by_key
     for one, two, three in zip(first, again, plain, strict=True):
         assert torch.equal(one, two) and torch.equal(two, three)
     # what is launched directly asks Triton's own way for nothing
     for launcher in launchers:
         monkeypatch.delitem(launcher.__dict__, "launch")
-        monkeypatch.setattr(launcher, "by_triton", None)
+        monkeypatch.setattr(launcher, "launch_by_triton", None)
     for one, two in zip(all_of_them(), plain, strict=True):
         assert torch.equal(one, two)

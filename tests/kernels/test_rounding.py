@@ -9,7 +9,7 @@ from chunked_head.kernels.products import launch as products
 from tiers import crossed
 
 from chunked_head.core import tiles
-from chunked_head.core.records import ALL_ROWS, Counted
+from chunked_head.core.records import ALL_ROWS, CountedRows
 from chunked_head.core.tiles import Quantised, cdiv
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
@@ -17,9 +17,9 @@ SIZES = [(70, 203, 80), (16, 48, 48), (33, 1000, 112)]  # rows, vocab, hidden
 SLOTS, STRIP = 8, 64
 
 
-def counted_of(rows: int, place: Place, some: bool) -> tuple[int, Counted]:
+def counted_of(rows: int, place: Place, some: bool) -> tuple[int, CountedRows]:
     count = rows - 5 if some else rows
-    return count, Counted(torch.tensor(count + 3, device=place.device), 3) if some else ALL_ROWS
+    return count, CountedRows(torch.tensor(count + 3, device=place.device), 3) if some else ALL_ROWS
 
 
 def in_e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ class FastStore(RelativeStore):
             self.add_rounded(self.rounded, rows, stats, grads)
             return
         if grads.hidden is not None:
-            factors = products.Factors(rows.target, *row_factors[:2])
+            factors = products.RowFactors(rows.target, *row_factors[:2])
             self.add_dhidden(exponentials, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
             grads.hidden_done(tokens)
         if grads.weight is not None and sorted_targets is not None:

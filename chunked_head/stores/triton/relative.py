@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.gpus import RELATIVE_STRIP
 from ...core.memory import empty
-from ...core.records import ALL_ROWS, Counted, Outputs, Stored
+from ...core.records import ALL_ROWS, CountedRows, SoftmaxOutputs, Stored
 from ...core.stats import Coefficients, RowStats
 from ...core.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ...kernels.common.operands import Strips, strip_rows
@@ -164,7 +164,7 @@ class RelativeStore(HalfStore):
             outputs = outputs_of(out.by_name, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), outputs)
 
-    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxOutputs | None) -> Stored:
         teacher, count = rows.teacher, rows.target.shape[0]
         if teacher is None or teacher.hidden is None or teacher.weight is None or normalize is None:
             return super().teacher_logits(rows, columns, normalize)
@@ -236,9 +236,9 @@ class RelativeStore(HalfStore):
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
         # occurrences make a token's exponentials depend on other tokens, which a deterministic call must not
-        return products.sort_columns(target, counted=self.level is not None and not self.sizes.deterministic)
+        return products.sort_columns(target, counts_occurrences=self.level is not None and not self.sizes.deterministic)
 
-    def differentiated(self, rows: Rows) -> Counted:
+    def differentiated(self, rows: Rows) -> CountedRows:
         """The rows whose logits get a gradient."""
         # a bias's gradient is a sum over all rows of dlogits, so none may be left out
         return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
@@ -250,7 +250,7 @@ class RelativeStore(HalfStore):
         weight: Tensor,
         out: Tensor,
         is_first: bool,
-        factors: products.Factors = products.NO_FACTORS,
+        factors: products.RowFactors = products.NO_FACTORS,
     ) -> None:
         """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, or ``out +=`` the same if not
         ``is_first``. ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.memory import empty
-from ...core.records import Counted
+from ...core.records import CountedRows
 from ...core.stats import RowStats
 from ...core.tiles import E4M3_ROWS, Quantised, cdiv
 from ...kernels.common.operands import Strips
@@ -69,7 +69,7 @@ class RoundedGradients:
         level: Tensor,
         rows: Rows,
         stats: RowStats,
-        counted: Counted,
+        counted: CountedRows,
     ) -> None:
         """Operands of a chunk's products, of what ``level_rows`` has left."""
         count, fp8 = len(exp), self.head.fp8
@@ -111,7 +111,9 @@ class RoundedGradients:
         if sums is not None:
             sum_rows(sums, self.sums[-1])
 
-    def put_dhidden(self, out: Tensor, product: Tensor, softmax_factor: Tensor, rows: Rows, counted: Counted) -> None:
+    def put_dhidden(
+        self, out: Tensor, product: Tensor, softmax_factor: Tensor, rows: Rows, counted: CountedRows
+    ) -> None:
         """The gradient of a chunk's hidden states. ``product``: memory [rows, hidden] fp32."""
         assert self.head.fp8 is not None and self.head.fp8.transposed is not None
         weight, unit = self.head.fp8.transposed[:2]
@@ -119,7 +121,7 @@ class RoundedGradients:
         entries = self.places[rows.tokens], self.terms[rows.tokens]
         products.finish_with_apart(out, product, self.head.weight, rows.target, softmax_factor, *entries, counted)
 
-    def add_dweight(self, out: Tensor, first: bool, counted: Counted) -> None:
+    def add_dweight(self, out: Tensor, first: bool, counted: CountedRows) -> None:
         """Adds a chunk's product, or stores it where it is the ``first``."""
         tile = self.tile if is_aligned(out) else self.tile._replace(described=False)
         rows = self.operands[1].values.shape[1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...core.memory import empty
-from ...core.records import Counted, Stored
+from ...core.records import CountedRows, Stored
 from ...core.stats import Coefficients, RowStats
 from ...core.tiles import Matrix, Quantised, cdiv
 from ...kernels.e4m3 import launch as e4m3
@@ -26,9 +26,9 @@ TMA_BYTES = 16  # alignment of rows for tensor descriptors
 FREQUENT, MOST_FREQUENT = 32, 512
 
 
-def counted_of(rows: Rows) -> Counted:
+def counted_of(rows: Rows) -> CountedRows:
     """The rows that count, as kernels take them."""
-    return Counted(rows.counted, rows.tokens.start)
+    return CountedRows(rows.counted, rows.tokens.start)
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
