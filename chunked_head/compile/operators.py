@@ -154,11 +154,11 @@ def packed(
 ) -> Tensor:
     """One vector: the summands' reduced values, then of each metric sums and count, or the extremum, in the caller's
     order. ``metrics``: values by label."""
-    parts = [*loss_values]
+    numbers = [*loss_values]
     for metric in call.metrics:
         value = metrics[metric.label]
-        parts += [number for number in (value.sum, value.count, value.extremum) if number is not None]
-    return torch.cat([number.detach().reshape(-1).to(dtype) for number in parts])
+        numbers += [number for number in (value.sum, value.count, value.extremum) if number is not None]
+    return torch.cat([number.detach().reshape(-1).to(dtype) for number in numbers])
 
 
 def counts_and_rows(

@@ -79,13 +79,15 @@ def spans_of(sizes: Sequence[int], most_rows: int, is_free: bool) -> tuple[Spans
                 last_index, min(last_index + MOST_TRIED, len(waiting)) if is_free else last_index + 1
             )
         ]
-        fitting = [choice for choice in choices if choice[0] <= most_rows]
+        fitting_choices = [choice for choice in choices if choice[0] <= most_rows]
         if end_rows[-1] <= most_rows:
             span_rows, last_index, substitute_index = end_rows[-1], len(waiting) - 1, len(waiting) - 1
-        elif fitting:
+        elif fitting_choices:
             # cost of a choice: empty rows of the last tile, and a quarter of the difference to equal chunks
-            costs = [-span_rows % CHUNK_MULTIPLE + abs(span_rows - target_rows) / 4 for span_rows, _, _ in fitting]
-            span_rows, last_index, substitute_index = fitting[costs.index(min(costs))]
+            costs = [
+                -span_rows % CHUNK_MULTIPLE + abs(span_rows - target_rows) / 4 for span_rows, _, _ in fitting_choices
+            ]
+            span_rows, last_index, substitute_index = fitting_choices[costs.index(min(costs))]
         else:  # a group longer than a chunk
             span_rows, last_index, substitute_index = end_rows[0], 0, 0
         order += [*waiting[:last_index], waiting.pop(substitute_index)]

@@ -230,9 +230,11 @@ class Request:
     default: int = DEFAULT_BUDGET  # bytes where memory_budget is None; ``find_plan`` replaces it
 
     def __post_init__(self) -> None:
-        chunk = self.chunk_tokens
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
+        chunk_tokens = self.chunk_tokens
+        if chunk_tokens is not None and (
+            isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1
+        ):
+            raise ValueError(f"chunk_tokens must be a positive int, got {chunk_tokens!r}")
         self.budget  # noqa: B018  (raises what is wrong with it)
         if self.accumulate_dtype is not None and not isinstance(self.accumulate_dtype, torch.dtype):
             raise TypeError(

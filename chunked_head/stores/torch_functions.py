@@ -280,7 +280,7 @@ def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tenso
         yield rows, entries, columns, torch.where(columns[:, 0] == sets.target[rows], 0, ELSEWHERE)
 
 
-def set_stats(out: SoftmaxOutputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fill: bool) -> None:
+def set_stats(out: SoftmaxOutputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fills_zero: bool) -> None:
     for rows, entries, columns, target in set_blocks(sets):
         x, has_set = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
         block_vectors = [None if out_vector is None else torch.empty_like(out_vector[rows]) for out_vector in out[:-1]]
@@ -294,7 +294,9 @@ def set_stats(out: SoftmaxOutputs, logit: Tensor, sets: KeptEntries, ratio: floa
             (*out[:-1], *out.statistic_tensors), (*block[:-1], *block.statistic_tensors), strict=True
         ):
             if out_vector is not None and value is not None:
-                out_vector[rows] = torch.where(has_set, value, torch.zeros_like(value) if fill else out_vector[rows])
+                out_vector[rows] = torch.where(
+                    has_set, value, torch.zeros_like(value) if fills_zero else out_vector[rows]
+                )
 
 
 def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, transform: Transform) -> None:
