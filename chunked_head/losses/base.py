@@ -263,7 +263,7 @@ class Losses:
     __mul__ = __rmul__ = times
 
     def __radd__(self, addend: "int | Callable[..., Tensor]") -> "Losses":
-        """``sum([...])`` begins with 0."""
+        """``addend + self``. 0 is an addend too, since ``sum([...])`` begins with it."""
         return self if isinstance(addend, checks.NUMBERS) and addend == 0 else as_losses(addend, "a summand") + self
 
     def __neg__(self) -> "Losses":

@@ -208,7 +208,7 @@ def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
 
 
 def weighted_advantages(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """Advantages [n] times rollout weights; 0 where either is 0, even if the other is infinite or nan."""
+    """Advantages [n] times rollout weights [n]; the advantages themselves without ``rollout``."""
     return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
 
 

@@ -208,11 +208,12 @@ class TracedFunction:
         terms, slopes = (values_by_node[node].expand_as(log_p) for node in output_node.args[0])
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
 
-    def result_of(self, node: fx.Node, values_by_node: dict[fx.Node, Any], like: Tensor) -> Any:
+    def result_of(self, node: fx.Node, values_by_node: dict[fx.Node, Any], block: Tensor) -> Any:
+        """The result of a node on the values of others; ``block``: a tensor of the shape and dtype of log_p."""
         operation_name, torch_function = name_of(node), node.target
         arguments: Any = fx.node.map_arg(node.args, lambda argument: values_by_node[argument])
         dtype = node.meta["val"].dtype
-        dtype = like.dtype if dtype.is_floating_point else dtype
+        dtype = block.dtype if dtype.is_floating_point else dtype
         if operation_name in SAME_NUMBERS:
             return arguments[0].to(dtype)
         if operation_name in FILL_VALUES or operation_name in FILL_ARGUMENTS:
@@ -221,7 +222,7 @@ class TracedFunction:
                 if operation_name in FILL_VALUES
                 else arguments[FILL_ARGUMENTS[operation_name]]
             )
-            return torch.full_like(like, value, dtype=dtype) if not isinstance(value, Tensor) else value
+            return torch.full_like(block, value, dtype=dtype) if not isinstance(value, Tensor) else value
         assert callable(torch_function)
         return torch_function(*arguments, **node.kwargs)
 

@@ -12,7 +12,7 @@ from .agreement import all_gather, all_reduce, reduce_scatter
 
 
 class GatheredStats(NamedTuple):
-    """Statistics of a chunk's rows from all ranks, each of the rank's columns."""
+    """Statistics of a chunk's rows from all ranks: those of a rank are over its columns of the vocabulary."""
 
     message: (
         Tensor  # [ranks, numbers + 1, rows] in the order of ``Layout.places``, and last check numbers of the tokens
