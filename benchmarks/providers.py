@@ -236,7 +236,7 @@ def newer_torch() -> dict[str, str]:
     """The version of the torch whose ``F.linear_cross_entropy`` is measured, where that is another than this one."""
     path = Path(os.environ.get(NEWER_TORCH, "")) / "version.py"
     version = re.search(r"__version__ = '([^'+]+)", path.read_text()) if path.is_file() else None
-    return {"F.linear_cross_entropy of torch": version[1]} if version else {}
+    return {"F.linear_cross_entropy's Python of torch": version[1]} if version else {}
 
 
 def _packaged(name: str, device: torch.device) -> Loss:

@@ -20,17 +20,17 @@ from benchmarks import command
 
 _LARGE, _SMALL = "--shape 8192x4096x128256", "--shape 8192x1024x151936"
 _FEW = "--provider eager --provider liger --provider quack --provider cce --provider ours"
-# by name: the file, about how many minutes an H200 takes, and the words
+# by name: the file, about how many minutes an H100 or H200 takes, and the words
 PARTS = {
-    "head": ("head-cuda.json", 4.5, f"head {_LARGE} --data trained --errors"),
-    "head-flat": ("head-flat-cuda.json", 4.5, f"head {_LARGE} --data flat --errors"),
-    "small": ("head-small-cuda.json", 4.5, f"head {_SMALL} --data trained --errors"),
-    "small-flat": ("head-small-flat-cuda.json", 4.5, f"head {_SMALL} --data flat --errors"),
+    "head": ("head-cuda.json", 5.7, f"head {_LARGE} --data trained --errors"),
+    "head-flat": ("head-flat-cuda.json", 5.7, f"head {_LARGE} --data flat --errors"),
+    "small": ("head-small-cuda.json", 5.7, f"head {_SMALL} --data trained --errors"),
+    "small-flat": ("head-small-flat-cuda.json", 5.7, f"head {_SMALL} --data flat --errors"),
     "late": ("head-cuda-late.json", 2.4, f"head --late {_LARGE} --errors --data trained"),
     "memory": ("memory-cuda.json", 0.8, f"memory --model llama3-8b {_FEW}"),
     "host": ("host-cuda.json", 1.5, "host --rounds 1 --lengths 200"),
-    "speed": ("speed-cuda.json", 4.5, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
-    "losses": ("losses-cuda.json", 4.5, f"losses {_LARGE} {_SMALL} --rounds 3 --no-memory"),
+    "speed": ("speed-cuda.json", 6.7, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
+    "losses": ("losses-cuda.json", 7.5, f"losses {_LARGE} {_SMALL} --rounds 3 --no-memory"),
     "models": ("models-cuda.json", 1.0, "models --rounds 3"),
     "curves": ("model_curves-cuda.json", 2.0, "model_curves"),
     "fp8": ("fp8-cuda.json", 4.0, "fp8 --no-training"),
