@@ -145,7 +145,7 @@ def test_what_is_mended(place: Place, relative: bool, spread: float, softcap: fl
         for ours, theirs in zip(out.statistics, true.statistics, strict=True):
             # a sum of logits as they are stored: each is off by 2^-12 of its distance from the largest
             atol = 2e-3 if ours.statistic is not WEIGHTED_SUM else 2.0**-12 * float(expected.abs().sum(1).max())
-            for one, other in zip(ours.statistic_tensors, theirs.statistic_tensors, strict=True):
+            for one, other in zip(ours.tensors, theirs.tensors, strict=True):
                 torch.testing.assert_close(one[counts], other[counts], rtol=1e-4, atol=atol, msg=ours.statistic.name)
 
 
