@@ -2,8 +2,8 @@
 
 Times are ratios to bare products: of cross-entropy through its backward to three, of a head that takes no gradient to
 two, of log-probabilities without gradients to one. All shapes' steps take turns on one GPU, whose clocks the bare
-products settle. Errors are against float64 (`fp8_errors.py`). Then `fp8_training.py` trains small models, and writes a
-file of its own.
+products settle; on flat data, which has no heavy ids, and on data as a trained head's (`shapes.py`). Errors are against
+float64 (`fp8_errors.py`). Then `fp8_training.py` trains small models, and writes a file of its own.
 """
 
 import functools
@@ -20,72 +20,82 @@ from benchmarks import command, fp8_errors, measure
 from benchmarks.command import Row, Watch, mebibytes, number
 from benchmarks.fp8_ways import BF16, CROSS_ENTROPY, FP8, FROZEN, KEPT, LOGITS, LOGPROBS, options_of
 from benchmarks.rounds import records
-from benchmarks.shapes import Operands, Shape
+from benchmarks.shapes import Operands, Shape, make_operands
 from chunked_head import linear_cross_entropy, linear_logprobs, plan, quantise
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 1024, 151936))
+FLAT, TRAINED = "flat", "trained"
 # by what is called: of how many products, and the ways
 CALLS = {
     CROSS_ENTROPY: (3, (BF16, LOGITS, LOGITS + KEPT, FP8, FP8 + KEPT)),
     FROZEN: (2, (BF16, LOGITS + KEPT, FP8 + KEPT)),
     LOGPROBS: (1, (BF16, FP8, FP8 + KEPT)),
 }  # fmt: skip
-_KEYS = ("shape", "head", "call", "way", "products", "status", "ms", "ratio", "peak_bytes", *fp8_errors.KEYS)
+FLAT_ALONE = {(FROZEN, way) for way in CALLS[FROZEN][1]} | {(CROSS_ENTROPY, LOGITS + KEPT)}
+_KEYS = ("shape", "data", "head", "call", "way", "products", "status", "ms", "ratio", "peak_bytes", *fp8_errors.KEYS)
 
 
 class Several:
-    """Operands of several shapes."""
+    """Operands of several shapes, by shape and data."""
 
     def __init__(self, shapes: Sequence[Shape], args: Any) -> None:
-        self.of_shape = {shape: fp8_errors.draw("flat", shape, args.device, args.dtype) for shape in shapes}
+        self.named = {
+            (shape, data): make_operands(shape, args.dtype, args.device, data=data)
+            for shape in shapes for data in (FLAT, TRAINED)
+        }  # fmt: skip
 
     def clear(self) -> None:
-        for operands in self.of_shape.values():
+        for operands in self.named.values():
             operands.clear()
 
 
-def steps_of(operands: Operands, device: torch.device) -> dict[tuple[str, str], measure.Step]:
-    """The steps of a shape, by what is called and the way."""
+def steps_of(operands: Operands, data: str, device: torch.device) -> dict[tuple[str, str], measure.Step]:
+    """The steps of a shape on some data, by what is called and the way."""
     frozen = Operands(operands.hidden, operands.weight.detach(), operands.target)
-    copies, steps = {call: quantise(operands.weight) for call in CALLS}, dict[tuple[str, str], measure.Step]()
-    copies[FROZEN] = quantise(frozen.weight)
+    copy, steps = quantise(operands.weight), dict[tuple[str, str], measure.Step]()
+    copies = {CROSS_ENTROPY: copy, LOGPROBS: copy, FROZEN: quantise(frozen.weight)}
     for call, (products, ways) in CALLS.items():
         function: Callable[..., Tensor] = linear_logprobs if call == LOGPROBS else linear_cross_entropy
         for way in ways:
+            if data != FLAT and (call, way) in FLAT_ALONE:
+                continue
             options = options_of(way.removesuffix(KEPT), device) | ({"fp8_weight": copies[call]} if KEPT in way else {})
-            data = frozen if call == FROZEN else operands
-            steps[call, way] = measure.Step(functools.partial(function, **options), data, backward=products > 1)
+            inputs = frozen if call == FROZEN else operands
+            steps[call, way] = measure.Step(functools.partial(function, **options), inputs, backward=products > 1)
     return steps
 
 
 def run_times(shapes: Sequence[Shape], args: Any, watch: Watch) -> list[Row]:
-    """Rows of all shapes, whose steps take turns, and the peak memory of each."""
-    operands = Several(shapes, args)
-    floors: dict[str, Callable[[], Any]] = {
-        f"{shape}, {name}": step for shape, of_shape in operands.of_shape.items()
-        for name, step in measure.floor_steps(of_shape, args.device, {1, 2, 3}).items()
-    }  # fmt: skip
-    steps = {
-        (shape, *key): step for shape, of_shape in operands.of_shape.items()
-        for key, step in steps_of(of_shape, args.device).items()
-    }  # fmt: skip
-    timed = floors | {", ".join(map(str, key)): step for key, step in steps.items()}
-    timed = {name: timed[name] for shape in shapes for name in timed if name.startswith(f"{shape}, ")}
-    settling = [name for name in floors if name.endswith(measure.products_name(3))]
+    """Rows of all shapes, whose steps take turns, and the peak memory of each on flat data."""
+    operands, rows = Several(shapes, args), list[Row]()
+    steps, timed = dict[str, measure.Step](), dict[str, Any]()
+    for (shape, data), inputs in operands.named.items():
+        described = command.describe(shape, args) | {"data": data}
+        counts = {1, 2, 3} if data == FLAT else {1, 3}
+        for name, floor in measure.floor_steps(inputs, args.device, counts).items():
+            key = f"{shape}, {data}, {name}"
+            timed[key] = floor
+            rows.append(described | {"provider": key, "way": name})
+        for (call, way), step in steps_of(inputs, data, args.device).items():
+            key, products = f"{shape}, {data}, {call}, {way}", CALLS[call][0]
+            timed[key] = steps[key] = step
+            record = {"provider": key.replace(str(shape), "ours", 1), "call": call, "way": way, "products": products}
+            below = f"{shape}, {data}, {measure.products_name(products)}"
+            rows.append(described | record | {"below": below} | planned(shape, call, way, args))
+    settling = [name for name in timed if f"{FLAT}, {measure.products_name(3)}" in name]
     watch.stage(f"first calls of {len(timed)} steps")
     times = records(timed, operands, args.device, args.rounds, watch.tick, watch.stage, settling)
-    rows = [{"provider": name, "way": name} | times[name] for name in floors]
-    del floors, timed  # the products' buffers
-    for (shape, call, way), step in steps.items():
-        products, row = CALLS[call][0], times[f"{shape}, {call}, {way}"]
-        floor = times[f"{shape}, {measure.products_name(products)}"].get("ms")
-        if floor and "ms" in row:
-            watch.stage(f"{shape}: memory of {call}, {way}")
-            peak, failure = measure.peak(step)
-            row |= {"floor_ms": floor, "ratio": row["ms"] / floor}
+    keys = list(timed)
+    timed.clear()  # with the products' buffers
+    for key, row in zip(keys, rows, strict=True):
+        row |= times[key]
+        floor_ms = times.get(row.pop("below", ""), {}).get("ms")
+        if floor_ms is not None and "ms" in row:
+            row |= {"floor_ms": floor_ms, "ratio": row["ms"] / floor_ms}
+        if key in steps and row["data"] == FLAT and row["status"] == "ok":
+            watch.stage(f"memory of {key}")
+            peak, failure = measure.peak(steps[key])
             row |= {"memory_error": failure.record()} if failure else peak or {}
-        record = {"provider": f"ours, {call}, {way}", "call": call, "way": way, "products": products}
-        rows.append(command.describe(shape, args) | record | planned(shape, call, way, args) | row)
     return rows
 
 
@@ -109,9 +119,21 @@ def _table(rows: Sequence[Row]) -> Table:
         memory = mebibytes(row.get("peak_bytes")), mebibytes(expected)
         settled = " ".join(f"{value:.2f}" for value in row.get("ms_seconds", ()))
         cells = number(row.get("ms")), number(row.get("ratio")), str(len(row.get("ms_rounds", ()))), *memory, settled
-        lines.append([row.get("shape", ""), row.get("call", ""), row["way"], row["status"], *cells])
-    columns = ("shape", "call", "way", "status", "ms", "of products", "rounds", "peak MiB", "plan's", "settled seconds")
-    return command.table("times and memory", columns, lines, left=["call", "way"])
+        lines.append([row["shape"], row["data"], row.get("call", ""), row["way"], row["status"], *cells])
+    columns = (
+        "shape",
+        "data",
+        "call",
+        "way",
+        "status",
+        "ms",
+        "of products",
+        "rounds",
+        "peak MiB",
+        "plan's",
+        "settled seconds",
+    )
+    return command.table("times and memory", columns, lines, left=["data", "call", "way"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

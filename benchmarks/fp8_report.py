@@ -3,56 +3,69 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures import mib, read, rows_of, source, table
+from benchmarks.figures import measured, mib, read, rows_of, source, table
 from benchmarks.fp8_ways import BF16, CROSS_ENTROPY, FP8, FROZEN, HIDDEN, KEPT, LOGITS, LOGPROBS, PLAIN
 from benchmarks.svg import plot
 
-Key = tuple[str, str, str]
 HEAD = "tokens x hidden x vocabulary"
+FLAT = "flat"
+TITLES = {
+    "fp8_training": "Held-out loss, mean of three seeds",
+    "fp8_differences": "... less bf16's; bf16's seeds are grey",
+}
+Cell = Callable[[Callable[[str, str], dict[str, Any]]], str]
 
 
-def calls() -> dict[Key, dict[str, Any]]:
-    """Rows of the timed calls by shape, call and way."""
-    return {(row["shape"], row["call"], row["way"]): row for row in rows_of("fp8") if "call" in row}
+def by_shape(columns: dict[str, Cell], *data: str) -> str:
+    """A line for each shape and kind of data.
+
+    ``columns``: texts of a function from call and way to a row; "-" where there is no such row.
+    """
+    rows: dict[tuple[str, str], dict[tuple[str, str], Any]] = {}
+    for row in rows_of("fp8"):
+        if "call" in row and row.get("data", FLAT) in data:
+            rows.setdefault((row["shape"], row.get("data", FLAT)), {})[row["call"], row["way"]] = row
+    lines = []
+    for (shape, kind), calls in rows.items():
+        texts = [text_of(cell, calls) for cell in columns.values()]
+        lines.append([shape.replace("x", " x "), *[kind] * (len(data) > 1), *texts])
+    return table([HEAD, *["data"] * (len(data) > 1), *columns], lines, "fp8")
 
 
-def by_shape(columns: dict[str, Callable[[Callable[[str, str], dict[str, Any]]], str]], *questions: str) -> str:
-    """A line for each shape. ``columns``: texts of a function from call and way to a row."""
-    rows = calls()
-    lines = [
-        [shape.replace("x", " x "), *(cell(lambda call, way: rows[shape, call, way]) for cell in columns.values())]  # noqa: B023
-        for shape in dict.fromkeys(shape for shape, _, _ in rows)
-    ]
-    return table([HEAD, *columns], lines, *questions)
+def text_of(cell: Cell, calls: dict[tuple[str, str], Any]) -> str:
+    try:
+        return cell(lambda call, way: calls[call, way])
+    except KeyError:
+        return "-"
+
+
+def ratio(call: str, way: str) -> Cell:
+    """A cell with a row's ratio to bare products."""
+    return lambda row: f"{row(call, way)['ratio']:.2f}"
 
 
 def times() -> str:
     """Ratios to bare products; of logits and dhidden in fp8, what a frozen head saves by fp8's dhidden is taken off."""
-
-    def ratio(call: str, way: str) -> Any:
-        return lambda row: f"{row(call, way)['ratio']:.2f}"
 
     def with_dhidden(row: Any) -> str:
         saved = row(FROZEN, LOGITS + KEPT)["ms"] - row(FROZEN, FP8 + KEPT)["ms"]
         step = row(CROSS_ENTROPY, LOGITS + KEPT)
         return f"{(step['ms'] - saved) / step['floor_ms']:.2f}"
 
-    ways = {BF16: BF16, "fp8 logits": LOGITS, "fp8 logits, weight kept": LOGITS + KEPT}
-    columns = {name: ratio(CROSS_ENTROPY, way) for name, way in ways.items()}
-    columns |= {"... with fp8 dhidden": with_dhidden}
-    columns |= {"fp8": ratio(CROSS_ENTROPY, FP8), "fp8, weight kept": ratio(CROSS_ENTROPY, FP8 + KEPT)}
-    return by_shape(columns, "fp8")
+    columns = {way: ratio(CROSS_ENTROPY, way) for way in (BF16, LOGITS, LOGITS + KEPT)}
+    columns |= {"... and fp8 dhidden": with_dhidden}
+    columns |= {way: ratio(CROSS_ENTROPY, way) for way in (FP8, FP8 + KEPT)}
+    return by_shape(columns, FLAT, "trained")
 
 
-def one_and_two() -> str:
-    """Ratios of log-probabilities without gradients to one product, of a frozen head's cross-entropy to two."""
-    pairs = [(LOGPROBS, BF16), (LOGPROBS, FP8), (LOGPROBS, FP8 + KEPT), (FROZEN, BF16), (FROZEN, FP8 + KEPT)]
-    names = {LOGPROBS: "log-probabilities, of one", FROZEN: "frozen head, of two"}
+def logprobs() -> str:
+    """Ratios of log-probabilities without gradients to one product."""
+    return by_shape({way: ratio(LOGPROBS, way) for way in (BF16, FP8, FP8 + KEPT)}, FLAT, "trained")
 
-    def cell(pair: tuple[str, str]) -> Any:
-        return lambda row: f"{row(*pair)['ratio']:.2f}"
 
-    return by_shape({f"{names[call]}: {way}": cell((call, way)) for call, way in pairs}, "fp8")
+def frozen() -> str:
+    """Ratios of a frozen head's cross-entropy to two products."""
+    return by_shape({way: ratio(FROZEN, way) for way in (BF16, LOGITS + KEPT, FP8 + KEPT)}, FLAT)
 
 
 def memory() -> str:
@@ -70,7 +83,7 @@ def memory() -> str:
         return mib(row(CROSS_ENTROPY, FP8)["peak_bytes"] - row(CROSS_ENTROPY, BF16)["peak_bytes"])
 
     columns = {way: beside_gradients(way) for way in (BF16, LOGITS, FP8)} | {"fp8's over bf16's": difference}
-    return by_shape(columns, "fp8")
+    return by_shape(columns, FLAT)
 
 
 def errors() -> str:
@@ -81,18 +94,21 @@ def errors() -> str:
         "others": "rows of no target", "batch": "in another batch",
     }  # fmt: skip
     lines = []
-    for row in [row for question in ("fp8-training", "fp8") for row in rows_of(question) if "head" in row]:
+    questions = measured(("fp8-training", "fp8"))
+    for row in [row for question in questions for row in rows_of(question) if "head" in row]:
         shape = row["shape"].partition("x")[2].replace("x", " x ")
         head = f"**{row['head']}**, {shape}" if row["way"] == PLAIN else ""
         values = {key: row[f"{key}_error"] for key in keys}
         values["loss"] *= row["nats"]
         cells = [format(value, ".0e" if key == "loss" else ".1e") for key, value in values.items()]
         lines.append([head, names.get(row["way"], row["way"]), *cells])
-    return table(["head", "", *keys.values()], lines, "fp8", "fp8-training")
+    return table(["head", "", *keys.values()], lines, *questions)
 
 
 def training() -> str:
-    """A line for each way: held-out losses of its seeds, their mean, and that less bf16's."""
+    """A line for each way: held-out losses of its seeds, their mean, and that less bf16's; then the plots."""
+    if not measured(["fp8-training"]):
+        return "`python -m benchmarks fp8_training` measures it; no run at this version is recorded."
     run, lines = read("fp8-training"), []
     for way, result in run["compared"].items():
         losses = ", ".join(f"{value:.4f}" for value in result["held_out"])
@@ -107,7 +123,8 @@ def training() -> str:
         f"{task['hidden']}, {task['vocab']:,} ids; {run['training_tokens'] / 1e6:.1f} million tokens of "
         f"{run['text'].partition(':')[0]}. Inside: the mean lies between the least and the largest of bf16's losses."
     )
-    return f"{table(['', *columns], lines)}\n\n{words}\n\n{source('fp8-training')}"
+    pictures = "\n\n".join(f"![{title}](plots/{name}.svg)" for name, title in TITLES.items())
+    return f"{table(['', *columns], lines)}\n\n{words}\n\n{source('fp8-training')}\n\n{pictures}"
 
 
 def curves() -> dict[str, list[list[tuple[int, float]]]]:
@@ -121,6 +138,8 @@ def curves() -> dict[str, list[list[tuple[int, float]]]]:
 
 def plots() -> dict[str, str]:
     """The mean of each way's held-out losses, and how far each is from the mean of bf16's, whose seeds are shaded."""
+    if not measured(["fp8-training"]):
+        return {}
     seeds = curves()
     steps = [step for step, _ in seeds[BF16][0]]
     losses = {
@@ -136,14 +155,12 @@ def plots() -> dict[str, str]:
         (step, 1e3 * (min(of_step) - mean), 1e3 * (max(of_step) - mean))
         for step, of_step, mean in zip(steps, losses[BF16], means[BF16], strict=True)
     ]
-    titles = "Held-out loss, mean of three seeds", "... less bf16's; bf16's seeds are grey"
-    return {
-        "fp8_training": plot(titles[0], "step", "nats", lines),
-        "fp8_differences": plot(titles[1], "step", "thousandths of a nat", less, band=band),
-    }
+    kinds: list[dict[str, Any]] = [{"up": "nats", "lines": lines}]
+    kinds.append({"up": "thousandths of a nat", "lines": less, "band": band})
+    return {name: plot(title, "step", **kind) for (name, title), kind in zip(TITLES.items(), kinds, strict=True)}
 
 
 SECTIONS = {
-    "fp8-times": times, "fp8-one-and-two": one_and_two, "fp8-memory": memory, "fp8-errors": errors,
+    "fp8-times": times, "fp8-logprobs": logprobs, "fp8-frozen": frozen, "fp8-memory": memory, "fp8-errors": errors,
     "fp8-training": training,
 }  # fmt: skip

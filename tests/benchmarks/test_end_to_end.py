@@ -189,8 +189,16 @@ def test_fp8(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc1234")
     _, rows = made(fp8.main, tmp_path, *shapes)
     calls = [row for row in rows if "call" in row]
-    assert len(calls) == 2 * sum(len(ways) for _, ways in fp8.CALLS.values())
-    assert all(row["ratio"] == row["ms"] / row["floor_ms"] and row["peak_bytes"] for row in calls)
+    flat = [row for row in calls if row["data"] == "flat"]
+    assert len(flat) == 2 * sum(len(ways) for _, ways in fp8.CALLS.values())
+    assert len(calls) - len(flat) == len(flat) - 2 * len(fp8.FLAT_ALONE)
+    floors = {(row["shape"], row["data"], row["way"]): row["ms"] for row in rows if "call" not in row and "ms" in row}
+    for row in calls:
+        below = measure.products_name(row["products"])
+        assert (
+            row["floor_ms"] == floors[row["shape"], row["data"], below] and row["ratio"] == row["ms"] / row["floor_ms"]
+        )
+        assert ("peak_bytes" in row) == (row["data"] == "flat")
     assert {row["plan"]["peak_bytes"] > 0 for row in calls if "kept" not in row["way"]} == {True}
     trained = json.loads((tmp_path / "new" / "found-training.json").read_text())
     runs = [row for row in trained["rows"] if "seed" in row]
@@ -204,7 +212,7 @@ def test_fp8(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "new")
     monkeypatch.setattr(figures, "FILES", {"fp8": "found.json", "fp8-training": "found-training.json"})
     texts = {name: section() for name, section in fp8_report.SECTIONS.items()}
-    assert texts["fp8-times"].count("| 64 x 32 x 1000 |") == 1 and texts["fp8-errors"].count("plain PyTorch") == 6
+    assert texts["fp8-times"].count("| 64 x 32 x 1000 |") == 2 and texts["fp8-errors"].count("plain PyTorch") == 6
     assert "three seeds" in texts["fp8-training"] and all("commit abc1234" in text for text in texts.values())
     assert 'fill-opacity="0.25"' in fp8_report.plots()["fp8_differences"]
 
