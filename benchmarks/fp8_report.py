@@ -16,7 +16,7 @@ TITLES = {
 Cell = Callable[[Callable[[str, str], dict[str, Any]]], str]
 
 
-def by_shape(columns: dict[str, Cell], *data: str) -> str:
+def by_shape(columns: dict[str, Cell], *data: str, sources: tuple[str, ...] = ()) -> str:
     """A line for each shape and kind of data.
 
     ``columns``: texts of a function from call and way to a row; "-" where there is no such row.
@@ -29,7 +29,7 @@ def by_shape(columns: dict[str, Cell], *data: str) -> str:
     for (shape, kind), calls in rows.items():
         texts = [text_of(cell, calls) for cell in columns.values()]
         lines.append([shape.replace("x", " x "), *[kind] * (len(data) > 1), *texts])
-    return table([HEAD, *["data"] * (len(data) > 1), *columns], lines, "fp8")
+    return table([HEAD, *["data"] * (len(data) > 1), *columns], lines, *sources)
 
 
 def text_of(cell: Cell, calls: dict[tuple[str, str], Any]) -> str:
@@ -55,7 +55,7 @@ def times() -> str:
     columns = {way: ratio(CROSS_ENTROPY, way) for way in (BF16, LOGITS, LOGITS + KEPT)}
     columns |= {"... and fp8 dhidden": with_dhidden}
     columns |= {way: ratio(CROSS_ENTROPY, way) for way in (FP8, FP8 + KEPT)}
-    return by_shape(columns, FLAT, "trained")
+    return by_shape(columns, FLAT, "trained", sources=("fp8",))
 
 
 def logprobs() -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import fp8_report
 from benchmarks.figures import (
     DATA,
     ERRORS,
@@ -41,7 +42,10 @@ from chunked_head import plan
 from chunked_head.core.gpus import CARDS, GPUS
 
 PLOTS = ROOT / "docs" / "plots"
-PLOTTED = {"heads": "head", "model": "models", "memory": "memory", "curves": "curves"}  # by plot
+PLOTTED = {
+    "heads": "head", "model": "models", "memory": "memory", "curves": "curves", "fp8_training": "fp8-training",
+    "fp8_differences": "fp8-training",
+}  # by plot  # fmt: skip
 
 
 def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
@@ -278,31 +282,6 @@ def host() -> str:
     return table(["ms of the host", *(shape.replace("x", " x ") for shape in shapes)], lines, "host")
 
 
-def fp8_times() -> str:
-    rows = [row for row in rows_of("fp8") if "head" not in row]
-    shapes, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "way"))
-    cells = {(row["shape"], row["products"], row["way"]): f"{row['ratio']:.2f}" for row in rows}
-    lines = [[one.replace("x", " x "), *(cells[one, n, way] for n in (3, 1) for way in ways)] for one in shapes]
-    return table(["tokens x hidden x vocabulary", *ways, *(f"without gradients, {way}" for way in ways)], lines, "fp8")
-
-
-def fp8_errors() -> str:
-    """A line for each head, with the errors of plain PyTorch in bf16 before those of fp8."""
-    rows = {(row["head"], row["way"]): row for row in rows_of("fp8") if "head" in row}
-    lines = []
-    for head in dict.fromkeys(head for head, _ in rows):
-        both = [rows[head, way] for way in ("plain", "fp8")]
-        cells = [
-            ", ".join(f"{row[f'{name}_error']:.1e}" for row in both) for name in ("logprob", "d_hidden", "d_weight")
-        ]
-        mean = ", ".join(f"{row['loss_error'] * row['nats']:.0e}" for row in both)
-        shape = both[0]["shape"].partition("x")[2].replace("x", " x ")
-        lines.append([f"{head}, {shape}", cells[0], mean, *cells[1:]])
-    return table(
-        ["head", "log-probability, rms in nats", "mean", "dhidden, relative", "dweight, relative"], lines, "fp8"
-    )
-
-
 def plans() -> str:
     """Plans for one GPU; the only table that is computed rather than measured."""
     heads = {
@@ -342,7 +321,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "trainers": trainers, "framework-steps": framework_steps,
     "gpus": gpus,
     "curves": curves, "parallel": parallel, "host": host, "long": long, "plans": plans,
-    "fp8-times": fp8_times, "fp8-errors": fp8_errors,
+    **fp8_report.SECTIONS,
 }  # fmt: skip
 
 
@@ -374,7 +353,8 @@ def plots() -> dict[str, str]:
         for key, words in {"patched": "patched", "control": "plain, its weights changed by 1e-7"}.items()
     }
     title = "A small model on real text beside the plain one"
-    return made | {"curves": plot(title, "step", "difference of the loss, in millionths", apart)}
+    made |= {"curves": plot(title, "step", "difference of the loss, in millionths", apart)}
+    return made | fp8_report.plots()
 
 
 def made() -> dict[Path, str]:
