@@ -67,8 +67,8 @@ def linear_divergence(
         beta: weight of q in the JSD's mixture; 0 is the forward, 1 the reverse divergence.
         teacher_logits: the teacher's logits, indexed like the hidden states. They take no gradient. If the vocabularies
             differ in size, by padding, p and q are over the ids that both have, the first ones (``losses.forward_kl``).
-        teacher_hidden, teacher_weight, teacher_bias: in the place of ``teacher_logits``, the teacher's hidden states and
-            its head, with a bias or without. They take no gradient.
+        teacher_hidden, teacher_weight, teacher_bias: in the place of ``teacher_logits`` the teacher's hidden states
+            and its head, with a bias or without. They take no gradient.
         teacher_logit_scale, teacher_softcap: scale and softcap of the teacher's logits.
         temperature: divides the logits; a number, or a tensor [...] with one per token.
         teacher_temperature: temperature of the teacher, a number; None: ``temperature``.
