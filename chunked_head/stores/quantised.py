@@ -33,11 +33,10 @@ def empty_quantised(rows: int, columns: int, device: torch.device, each_row: boo
 class QuantisedWeight:
     """A weight in e4m3, which ``chunked_head.quantise`` makes, for ``fp8_weight`` of calls on that weight.
 
-    ``matrix``: numbers of the rows that stand for ids, and their scale. ``direction`` [hidden] fp32: of hidden states,
-    what is taken out before they are rounded. ``weight``: the weight's memory, ``version``
-    how often it had been changed. ``prints``: fingerprints of these rows, in the dtypes that matmuls may have, which
-    find the writes that no version shows: a call reads all of the weight for its products with the direction, and
-    compares.
+    ``matrix``: the rows that stand for ids. ``direction`` [hidden] fp32: hidden states are rounded without their part
+    along it. ``weight``: the tensor that was rounded, ``version`` its version then. ``prints``: by the dtype of the
+    matmuls, fingerprints of the rows in that dtype. They show writes that no version shows: a call reads all of the
+    weight for its products with the direction, and compares on the way.
     """
 
     matrix: Quantised
@@ -110,7 +109,7 @@ def outdate(*_: Any) -> None:
 
 
 class RoundedHead(NamedTuple):
-    """The e4m3 operand of a head's logits, and the direction that is taken out of hidden states."""
+    """The weight in e4m3, and the direction that is taken out of hidden states before they are rounded."""
 
     weight: Quantised
     direction: Tensor  # [hidden] fp32, as ``direction_of`` makes it
@@ -157,7 +156,7 @@ def quantise_(
     prints: Tensor | None = None,
     expected: Tensor | None = None,
 ) -> None:
-    """Operations of torch in the place of ``kernels.e4m3.launch.quantise``."""
+    """Does what ``kernels.e4m3.launch.quantise`` does, by operations of torch."""
     each_row = out is None or out.scale.dim() == 1
     divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
     squares = torch.zeros(2, len(matrix), dtype=torch.float32, device=matrix.device)
@@ -187,7 +186,7 @@ def quantise_(
 
 
 def fingerprints(matrix: Tensor) -> Tensor:
-    """[rows] int32: of a 16-bit matrix, as ``kernels.e4m3.quantise`` says."""
+    """Fingerprints [rows] int32 of a 16-bit matrix, which ``kernels/e4m3/quantise.py`` defines."""
     factor = torch.arange(matrix.shape[1], device=matrix.device) * 2654435769 & WORD
     factor = (factor ^ (factor >> 15)) * 2246822519 & WORD
     total = (matrix.view(torch.int16).long() * (factor ^ (factor >> 13) | 1)).sum(1) & WORD

@@ -86,7 +86,7 @@ def test_transposed_rows(place: Place, sizes: tuple[int, int, int], some: bool) 
 
 
 @crossed(place=PLACES, sizes=SIZES, some=[False, True])
-def test_what_stands_apart(place: Place, sizes: tuple[int, int, int], some: bool) -> None:
+def test_sparse_part(place: Place, sizes: tuple[int, int, int], some: bool) -> None:
     """Is taken out of the exponentials, and the power of 2 suits what is left."""
     (rows, vocab, hidden), generator = sizes, torch.Generator().manual_seed(3)
     count, counted = counted_of(rows, place, some)
@@ -121,7 +121,7 @@ def test_what_stands_apart(place: Place, sizes: tuple[int, int, int], some: bool
     mean = torch.randn(hidden, generator=generator)
     places = torch.empty(rows, 1 + SLOTS, dtype=torch.int32, device=place.device)
     found, factors = exp.clone().to(place.device), torch.stack([factor, -factor]).to(place.device)
-    e4m3.set_apart(
+    e4m3.split_sparse(
         found, places, terms, power, share, most,
         *(t.to(place.device) for t in (states, mean, heavy_ids, heavy_logits)), strips,
         STRIP, *(t.to(place.device) for t in (level, target, target_logit)), factors, scale.to(place.device),

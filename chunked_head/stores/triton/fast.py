@@ -116,7 +116,7 @@ class FastStore(RelativeStore):
         super().finish(grads)
         if self.rounded is not None:
             if grads.weight is not None:
-                self.rounded.add_apart(grads.weight, self.all_rows.hidden, self.all_rows.order)
+                self.rounded.add_sparse(grads.weight, self.all_rows.hidden, self.all_rows.order)
         elif grads.weight is not None and not self.adds_by_chunk:
             self.add_target_rows(self.all_rows.hidden, self.every_target_sorted, 0, grads.weight, self.all_rows.order)
 

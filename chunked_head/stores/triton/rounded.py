@@ -1,4 +1,4 @@
-"""Gradients of stored exponentials by products of e4m3 operands, in which targets and heavy ids stand apart."""
+"""Gradients of stored exponentials: dense parts by products of e4m3 operands, sparse ones of targets and heavy ids."""
 
 from collections.abc import Iterator
 
@@ -22,11 +22,12 @@ E4M3 = torch.float8_e4m3fn
 
 
 class RoundedGradients:
-    """The e4m3 operands of a chunk's products, and what stands apart in the gradients of all tokens.
+    """The e4m3 operands of a chunk's products, and the sparse part of the gradient of all tokens' logits.
 
     dhidden is a product of a chunk's exponentials and the transposed weight, dweight one of the transposed exponentials
-    and hidden states. ``places`` [tokens, 1 + n] int32: each row's target and heavy ids, -1 for none; ``terms`` the
-    gradients of their logits, fp32, whose part of dhidden is added with the product and that of dweight at the end.
+    and hidden states. ``sparse_ids`` [tokens, 1 + n] int32: each row's target and heavy ids, -1 for none.
+    ``sparse_dlogits``: gradients of their logits, fp32. Their terms of dhidden are added to each chunk's product, those
+    of dweight after the last chunk.
     """
 
     @staticmethod
@@ -56,9 +57,9 @@ class RoundedGradients:
             self.scale = empty(1, dtype=torch.float32, device=device)[0]
             self.mean = empty(sizes.hidden, dtype=torch.float32, device=device)
             self.sums = empty(cdiv(rows, E4M3_ROWS) + 1, columns, dtype=torch.float32, device=device)
-        self.power, self.share, self.most = empty(3, rows, dtype=torch.float32, device=device).unbind()
-        self.places = empty(sizes.tokens, entries, dtype=torch.int32, device=device)
-        self.terms = empty(sizes.tokens, entries, dtype=torch.float32, device=device)
+        self.divisor, self.hidden_factor, self.row_max = empty(3, rows, dtype=torch.float32, device=device).unbind()
+        self.sparse_ids = empty(sizes.tokens, entries, dtype=torch.int32, device=device)
+        self.sparse_dlogits = empty(sizes.tokens, entries, dtype=torch.float32, device=device)
 
     def make(
         self,
@@ -71,20 +72,20 @@ class RoundedGradients:
         stats: RowStats,
         counted: CountedRows,
     ) -> None:
-        """Operands of a chunk's products, of what ``level_rows`` has left."""
+        """Makes the operands of a chunk's products from exponentials, and factors per row, that ``level_rows`` made."""
         count, fp8 = len(exp), self.head.fp8
         assert fp8 is not None and stats.heavy_ids is not None and stats.heavy_logits is not None
         mean, hidden = None, None
         if self.sizes.weight_grad:
             hidden, mean = rows.hidden, self.mean
             e4m3.mean_of_rows(mean, hidden, rows.target)
-        e4m3.set_apart(
+        e4m3.split_sparse(
             exp,
-            self.places[rows.tokens],
-            self.terms[rows.tokens],
-            self.power,
-            self.share,
-            self.most,
+            self.sparse_ids[rows.tokens],
+            self.sparse_dlogits[rows.tokens],
+            self.divisor,
+            self.hidden_factor,
+            self.row_max,
             hidden,
             mean,
             stats.heavy_ids,
@@ -106,8 +107,8 @@ class RoundedGradients:
             transposed = self.transposed[: self.columns * padded].view(self.columns, padded)
             states = self.hidden[: self.sizes.hidden * padded].view(self.sizes.hidden, padded)
             self.operands = Quantised(transposed[: self.sizes.vocab], self.scale), Quantised(states, self.scale)
-            e4m3.transposed_rows(self.operands[1], rows.hidden, mean, self.share, self.most, counted)
-        e4m3.both_orders(out, transposed, exp, self.power, self.share, sums, counted)
+            e4m3.transposed_rows(self.operands[1], rows.hidden, mean, self.hidden_factor, self.row_max, counted)
+        e4m3.both_orders(out, transposed, exp, self.divisor, self.hidden_factor, sums, counted)
         if sums is not None:
             sum_rows(sums, self.sums[-1])
 
@@ -118,7 +119,7 @@ class RoundedGradients:
         assert self.head.fp8 is not None and self.head.fp8.transposed is not None
         weight, unit = self.head.fp8.transposed[:2]
         multiply_e4m3(self.exp[: len(out)], weight, product, unit)
-        entries = self.places[rows.tokens], self.terms[rows.tokens]
+        entries = self.sparse_ids[rows.tokens], self.sparse_dlogits[rows.tokens]
         products.finish_with_apart(out, product, self.head.weight, rows.target, softmax_factor, *entries, counted)
 
     def add_dweight(self, out: Tensor, first: bool, counted: CountedRows) -> None:
@@ -127,7 +128,9 @@ class RoundedGradients:
         rows = self.operands[1].values.shape[1]
         products.dweight(out, *self.operands, first, tile, counted, self.common, SUMMED if rows > SUMMED else None)
 
-    def add_apart(self, out: Tensor, hidden: Tensor, order: Tensor | None) -> None:
-        """Adds what stands apart, of all tokens, to the weight's gradient: each id's in the order of tokens."""
-        entries = self.places.shape[1]
-        products.add_rows(out, hidden, self.places.view(-1), self.terms.view(-1), order, entries_per_row=entries)
+    def add_sparse(self, out: Tensor, hidden: Tensor, order: Tensor | None) -> None:
+        """Adds the sparse part of all tokens to the weight's gradient, each id's terms in the order of tokens."""
+        entries = self.sparse_ids.shape[1]
+        products.add_rows(
+            out, hidden, self.sparse_ids.view(-1), self.sparse_dlogits.view(-1), order, entries_per_row=entries
+        )
