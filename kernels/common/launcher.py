@@ -256,11 +256,11 @@ PER_CALL = (
 # names of pointers to one number, or to one or a few numbers per row: they may start at any row, and no thread reads
 # several rows at once, so that alignment does not matter
 PER_ROW = (
-    "added_ptr", "alpha_ptr", "begin_ptr", "beta_ptr", "column_ptr", "count_ptr", "counted_ptr", "divisor_ptr", "dlogit_ptr",
+    "added_ptr", "alpha_ptr", "begin_ptr", "beta_ptr", "column_ptr", "count_ptr", "counted_ptr", "divisor_ptr",
     "end_ptr", "factor_ptr", "hidden_factor_ptr", "hidden_scale_ptr", "ids_ptr", "inverse_ptr", "level_ptr",
     "logit_ptr", "logprob_ptr", "lse_base_ptr", "lse_ptr", "mask_ptr", "neg_log_sum_ptr", "occurrences_ptr",
     "offset_ptr", "one_or_nan_ptr", "order_ptr", "paired_ptr", "place_ptr", "row_max_ptr", "row_offset_ptr",
-    "row_ptr", "row_scale_ptr", "softmax_factor_ptr", "sorted_ptr", "sorted_target_ptr", "source_ptr",
+    "row_ptr", "row_scale_ptr", "softmax_factor_ptr", "sorted_ptr", "source_ptr",
     "sparse_dlogit_ptr", "sparse_id_ptr", "target_factor_ptr", "target_logit_ptr", "target_ptr",
     "teacher_lse_base_ptr", "teacher_neg_log_sum_ptr", "teacher_row_scale_ptr", "term_ptr", "weight_scale_ptr",
     "zero_or_nan_ptr",

@@ -210,10 +210,13 @@ def finish_with_apart_kernel(
         slot = tl.arange(0, BLOCK_IDS)
         ids = tl.load(place_ptr + row * NUM_IDS + slot, mask=slot < NUM_IDS, other=-1)
         total = tl.load(product_ptr + row * hidden + offs_col, mask=mask, other=0.0) * tl.load(softmax_factor_ptr + row)
-        for i in range(0, tl.max(tl.where(ids >= 0, slot + 1, 0), 0)):
-            id = tl.load(place_ptr + row * NUM_IDS + i).to(tl.int64)
-            in_weight = mask & (id + offs_col * 0 >= 0)  # the interpreter takes no mask that is one number
-            weight_values = tl.load(weight_ptr + id * hidden + offs_col, mask=in_weight, other=0.0).to(tl.float32)
-            total += tl.load(term_ptr + row * NUM_IDS + i) * weight_values
+        for first_slot in range(0, tl.max(tl.where(ids >= 0, slot + 1, 0), 0), 4):  # 4 rows of the weight at a time
+            slots = first_slot + tl.arange(0, 4)
+            id = tl.load(place_ptr + row * NUM_IDS + slots, mask=slots < NUM_IDS, other=-1).to(tl.int64)
+            term = tl.load(term_ptr + row * NUM_IDS + slots, mask=id >= 0, other=0.0)
+            in_weight = (id >= 0)[:, None] & mask[None, :]
+            weight_pointers = weight_ptr + id[:, None] * hidden + offs_col[None, :]
+            weight_values = tl.load(weight_pointers, mask=in_weight, other=0.0).to(tl.float32)
+            total += tl.sum(term[:, None] * weight_values, 0)
         total = tl.where(tl.load(target_ptr + row) >= 0, total, 0.0)
         tl.store(dhidden_ptr + row * hidden + offs_col, total.to(dhidden_ptr.dtype.element_ty), mask=mask)
