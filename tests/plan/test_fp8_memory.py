@@ -65,9 +65,9 @@ def test_every_buffer(place: Place, options: dict[str, Any], monkeypatch: pytest
     assert expected.e4m3_gradients
     with Tracker(*existing) as tracker:
         step()
-    # a GPU's sort has temporaries that a CPU's lacks
+    # a GPU's sort has temporaries, two of five numbers an entry, that a CPU's lacks
     sorting = sum(buffer.bytes for buffer in expected.buffers if buffer.name == "order of gradients apart")
-    assert_predicted(tracker.peak_bytes, expected, share=0.01, least=sorting // 2)
+    assert_predicted(tracker.peak_bytes + sorting * 2 // 5, expected, share=0.01, least=0)
     sizes = [size for size in tracker.peak_sizes if size >= shape[2]]
     for buffer in expected.buffers:  # each by itself, or as tensors of as many bytes together
         if buffer.first <= Phase.LOOP <= buffer.last and buffer.bytes >= 10_000 and buffer.dtype.itemsize < 4:
