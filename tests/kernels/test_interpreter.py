@@ -29,6 +29,7 @@ TESTS: dict[str, Sequence[str]] = {
     "kernels/test_kernels.py::test_dweight": ("triton-interpreted-sizes2-float16-tile1-False-False",),
     "kernels/test_quantised.py::test_exp_logits": ("triton-interpreted-sizes2-tile1-exponentials-False",),
     "kernels/test_rounding.py::test_both_orders": ("triton-interpreted-sizes0-True",),
+    "kernels/test_rounding.py::test_mean_of_rows": ("triton-interpreted-70-1",),
     "kernels/test_rounding.py::test_transposed_rows": ("triton-interpreted-sizes0-True",),
     "kernels/test_rounding.py::test_sparse_part": ("triton-interpreted-sizes0-True",),
     "kernels/test_rounding.py::test_dweight": ("None-triton-interpreted-sizes0-tile1-False-float32",),

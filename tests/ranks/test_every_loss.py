@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, logits_loss, metrics
-from chunked_head.losses.base import DENSE
+from chunked_head.losses.base import DENSE_STATISTICS
 
 TOKENS, VOCAB = 37, 131
 LENGTHS = [5, 1, 7, 6, 3, 0, 8, 4, 3]  # of the table's segments of so many tokens
@@ -143,7 +143,7 @@ def refusals(call: Call) -> list[str]:
     if layout.sequence and "teacher_logits" in case.batch:
         found.append("give teacher_hidden and teacher_weight")
     if "kept_ids" in call.fields:
-        if asked & {*DENSE, "weighted_sum", "mean_logit", "topk_logprobs", "divergence", "vocabulary_sum"}:
+        if asked & {*DENSE_STATISTICS, "weighted_sum", "mean_logit", "topk_logprobs", "divergence", "vocabulary_sum"}:
             found.append("which is of the whole vocabulary; make two calls")
         if not case.target:
             found.append("pass token ids")
@@ -186,7 +186,7 @@ def measured(call: Call) -> list[Any]:
             ]
     if any(summand.kind in ("dpo", "simpo", "cpo", "orpo", "kto") for _, summand in case.losses.terms):
         found += metrics.preference(case.losses)
-    if needs(call.loss) & set(DENSE):
+    if needs(call.loss) & set(DENSE_STATISTICS):
         found += [metrics.acceptance(), metrics.agreement()]
     return found
 
