@@ -98,18 +98,25 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -
 
 def source(*questions: str, command: bool = True) -> str:
     """Machine, versions, date and commit of results, and the commands that made them; alike ones once."""
-    texts = []
+    commands: dict[tuple[str, str], list[str]] = {}  # by machine and day with commit
+    packages_by_sitting: dict[tuple[str, str], list[str]] = {}
+    packages = providers.PACKAGES | providers.LATE_PACKAGES
     for question in questions:
         found = read(question)
         ran = {row.get("provider") for row in found.get("rows", ())}
-        packages = providers.PACKAGES | providers.LATE_PACKAGES
         names = ["torch", "triton", *(package.name for name, package in packages.items() if name in ran)]
-        names += [name for name in found["versions"] if name.startswith("F.")]
-        versions = [f"{name} {found['versions'][name]}" for name in dict.fromkeys(names) if name in found["versions"]]
-        machine = ", ".join([found["device"] or "CPU", *versions, found["date"][:10]])
-        words = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
-        texts.append(f"{machine}, commit {found['commit'][:7]}" + (f":\n\n    {words}" if command else "."))
-    return "\n\n".join(dict.fromkeys(texts))
+        names += [name for name in found["versions"] if name.startswith("F.") and "torch" in ran]
+        sitting = found["device"] or "CPU", f"{found['date'][:10]}, commit {found['commit'][:7]}"
+        versions = [f"{name} {found['versions'][name]}" for name in names if name in found["versions"]]
+        packages_by_sitting.setdefault(sitting, []).extend(versions)
+        command_line = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
+        commands.setdefault(sitting, []).append(command_line)
+    texts = []
+    for sitting, versions in packages_by_sitting.items():
+        lines = "".join(f"\n    {line}" for line in dict.fromkeys(commands[sitting]))
+        text = ", ".join([sitting[0], *dict.fromkeys(versions), sitting[1]])
+        texts.append(text + (f":\n{lines}" if command else "."))
+    return "\n\n".join(texts)
 
 
 def old_figures() -> list[str]:

@@ -110,17 +110,21 @@ def beside(folder: Path) -> str:
         theirs = json.loads((folder / FILES[question]).read_text())
         others[f"{theirs['device']}, {theirs['date'][:10]}, commit {theirs['commit'][:7]}"] = question
         keys = ("shape", "data", "provider")
-        other = {tuple(row[key] for key in keys): row["ms"] for row in theirs["rows"] if "ms" in row}
+        other = {tuple(row[key] for key in keys): row for row in theirs["rows"] if "ms" in row}
         for row in read(question)["rows"]:
             key = tuple(row[key] for key in keys)
             if "ms" in row and key in other:
-                apart = f"{100 * (other[key] / row['ms'] - 1):+.1f} %"
                 head = f"{key[0].replace('x', ' x ')}, {DATA[key[1]].split()[0]}"
-                way = NAMES.get(key[2], key[2])
-                lines.append([f"{head}: {way}", milliseconds(row["ms"]), milliseconds(other[key]), apart])
+                cells = [f"{head}: {NAMES.get(key[2], key[2])}"]
+                for name, form in (("ms", milliseconds), ("ratio", "{:.3f}".format)):
+                    if name in row:
+                        apart = f"{100 * (other[key][name] / row[name] - 1):+.1f} %"
+                        cells += [form(row[name]), form(other[key][name]), apart]
+                lines.append([*cells, *["-"] * (7 - len(cells))])
     if not lines:
         return "`python -m benchmarks report --beside FOLDER` prints it; no second sitting is recorded."
-    made = table(["head", "ms above", "ms of the other sitting", "apart"], lines)
+    columns = ["head", "ms above", "the other sitting's", "apart", "of three matmuls above", "the other's", "apart"]
+    made = table(columns, lines)
     return f"{made}\n\nThe other sitting: {'; '.join(others)}."
 
 
@@ -160,8 +164,9 @@ def two_heads() -> str:
     lines = [[NAMES[name], *texts] for name, texts in cells.items() if set(texts) != {"-"}]
     for name in (name for name in absent if set(cells.get(name, ())) <= {"-"}):
         lines.append([NAMES[name], f"did not run: {reason(absent[name])}", *["-"] * (len(columns) - 1)])
-    words = " and ".join(dict.fromkeys(DATA[row["data"]] for row in every))
-    return f"{table(['', *columns], lines)}\n\nOn {words}. {source(*questions, command=False)}"
+    kinds = list(dict.fromkeys(DATA[row["data"]] for row in every))
+    words = f"On {kinds[0]}" if len(kinds) == 1 else f"Pairs of numbers: on {' and on '.join(kinds)}; -: not measured"
+    return f"{table(['', *columns], lines)}\n\n{words}. {source(*questions, command=False)}"
 
 
 def default() -> str:

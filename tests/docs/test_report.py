@@ -90,7 +90,8 @@ def test_two_heads_on_two_kinds_of_data(
         monkeypatch.setitem(figures.FILES, name, str(tmp_path / f"{name}.json"))
     lines = report.two_heads().splitlines()
     assert lines[0] == "|  | 8 x 2 x 9: ms | GiB | error, % | 8 x 4 x 9: ms | GiB | error, % |"
-    assert any(line.startswith("On trained-like data and flat data. NVIDIA H") for line in lines)
+    words = "Pairs of numbers: on trained-like data and on flat data; -: not measured. NVIDIA H"
+    assert any(line.startswith(words) for line in lines)
     assert lines[5].startswith("| quack, scaled exponentials | did not run: no such size |")
     assert lines[3] == "| **chunked_head**" + 2 * " | 10.20, 10.40 | 1.0 | 0.20, 0.10" + " |"
     assert lines[4].startswith("| `F.linear_cross_entropy` | did not run: too old |") and "commit be47ae3." in lines[-1]
