@@ -169,6 +169,14 @@ def two_heads() -> str:
     return f"{table(['', *columns], lines)}\n\n{words}. {source(*questions, command=False)}"
 
 
+def model_source() -> str:
+    """The figures of a whole model's step in a sentence, and where they come from."""
+    rows = {row["provider"]: row for row in read("models")["rows"] if row.get("status") == "ok"}
+    steps = [rows[name] for name in ("ours", "plain")]
+    ours, plain = (f"{step['ms']:.0f} ms and {step['peak_bytes'] / 2**30:.1f} GiB" for step in steps)
+    return f"A step takes {ours}; plain PyTorch takes {plain}. {source('models', command=False)}"
+
+
 def default() -> str:
     below = {"default": "3 products", "into": "3 products, add_", "loss": "1 product", "256MiB": "3 products"}
 
@@ -319,7 +327,7 @@ def gpus() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "model-source": lambda: source("models", command=False), "head-source": lambda: source("head", command=False),
+    "model-source": model_source, "head-source": lambda: source("head", command=False),
     "readme": two_heads, "heads": lambda: heads(*HEADS), "late": lambda: heads("late"),
     "beside": lambda: beside(RESULTS / "beside"),
     "default": default, "losses": all_losses, "memory": memory, "models": models, "longest": longest,
