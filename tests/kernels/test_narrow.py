@@ -38,6 +38,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)",
         "strip = tile_n * TILE_STRIPS + i",
         "offs_col = strip * STRIP + tl.arange(0, STRIP)",
+        "column = strip * STRIP + tl.arange(0, STRIP)",
         "half_start = strip * STRIP + half * HALF",
         "half_start = column_start + half * (BLOCK_N // 2)",
         "offs_row, offs_col = row_start + tl.arange(0, BLOCK_M), column_start + tl.arange(0, BLOCK_N)",
@@ -87,6 +88,9 @@ SMALL: dict[str, tuple[str, ...]] = {
     HEAVY: (
         "slot = slots == count + (1 - found_count) * HEAVY  # nowhere",
         "count += found_count",
+        "low_count += tl.sum((log_p > least).to(tl.int32), 0)",
+        "high_count += tl.sum((log_p > least + 1.0).to(tl.int32), 0)",
+        "slots = first_slot + tl.arange(0, 4)",
         "mend_heavy_kernel: return a + b",
     ),
     HASHES: (
