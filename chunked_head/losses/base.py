@@ -31,7 +31,7 @@ class Field(NamedTuple):
 
     Kinds: ``token``: indexed like the target, also under ``shift``. ``row``: indexed like the hidden states.
     ``segment``: ``[num_segments, ...]``. ``pair``: ``[pairs, ...]``. ``constant``: of any shape, for all tokens.
-    ``kept``: sets of ids for tokens' softmaxes, which losses do not read.
+    ``kept``: sets of ids to which tokens' softmaxes are restricted; losses do not read these fields.
     """
 
     kind: Kind
@@ -122,8 +122,8 @@ class Measure:
     fields: Collection[str] = ()  # a tuple of names of required fields
     optional_fields: tuple[str, ...] = ()  # names
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # fields that FIELDS does not list
-    scope: Scope = "token"
-    unit: Unit = "token"
+    scope: Scope = "token"  # the tokens on which a value depends: one, or those of a segment
+    unit: Unit = "token"  # of which there is one value each
     reads_target: bool = True
     temperature: float | None = None
     name: str | None = None  # the user's
@@ -140,7 +140,7 @@ class Measure:
 
     @property
     def text(self) -> str:
-        """The call of the function that made the measure, such as "grpo(clip_high=0.28)"; the label if no function of
+        """Text of the call that made the measure, such as "grpo(clip_high=0.28)"; the label if no function of
         ``chunked_head.losses`` or ``metrics`` made it."""
         factory, args, options = vars(self).get("origin", (None, (), {}))
         if factory is None:
@@ -172,7 +172,7 @@ class Measure:
         return self.key_and_numbers[0] is not None
 
     def with_numbers(self, numbers: Iterator[Any]) -> Self:
-        """A copy whose options have the next of ``numbers``, floats or 0-d tensors, in the place of each float."""
+        """A copy in which each float of the options is replaced by the next of ``numbers``, floats or 0-d tensors."""
         return replace(self, options={name: join_numbers(value, numbers) for name, value in self.options.items()})
 
     @functools.cached_property
@@ -218,10 +218,12 @@ class Summand(Measure):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        missing = [name for name in sorted(self.needs) if name in DIVERGENCES and name not in self.sums]
-        if missing:
+        missing_names = [name for name in sorted(self.needs) if name in DIVERGENCES and name not in self.sums]
+        if missing_names:
             numbers = () if self.teacher is None or self.teacher.beta is None else (self.teacher.beta,)
-            missing_sums = {name: Sum(DIVERGENCES[name], numbers[: DIVERGENCES[name].numbers]) for name in missing}
+            missing_sums = {
+                name: Sum(DIVERGENCES[name], numbers[: DIVERGENCES[name].numbers]) for name in missing_names
+            }
             object.__setattr__(self, "sums", {**missing_sums, **self.sums})
 
     @property
@@ -349,11 +351,11 @@ def make(
     function: Callable[..., Tensor],
     summand_options: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
-    needs: Iterable[str] = (),
+    needs: Iterable[str] = (),  # names of statistics
     **summand_fields: Any,
 ) -> Losses:
-    """``Losses`` of one summand. ``summand_options``: the user's ``SummandOptions``. ``traits``: further fields of
-    ``Summand``. TypeError or ValueError, with the name of the loss, for wrong options."""
+    """``Losses`` of one summand. ``summand_options``: the user's ``SummandOptions``. ``summand_fields``: further fields
+    of ``Summand``. TypeError or ValueError, with the name of the loss, for wrong options."""
     checks.refuse_unknown("losses", kind, summand_options, SUMMAND_OPTION_NAMES)
     summand = Summand(kind, function, options or {}, frozenset(needs), **summand_fields, **summand_options)
     loss_name = f"losses.{kind}"
@@ -381,8 +383,8 @@ def make(
 
 def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
     """A key of ``values``, which are plain values or tuples of such; None for other values. Floats are appended to
-    ``numbers``, and the key has their type. Strings, flags, None and ints, which decide the code, are in the key with
-    their types."""
+    ``numbers``, and the key has only their type. Strings, flags, None and ints, which decide the code, are in the key
+    with their types."""
     key: list[Any] = [type(values)]
     for value in values:
         value_type = type(value)
@@ -399,7 +401,7 @@ def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashab
 
 
 def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:
-    """``value`` with the next of ``numbers`` for each float that ``split_numbers`` replaced."""
+    """``value`` in which each float, also in nested tuples, is replaced by the next of ``numbers``."""
     if type(value) is float:
         return next(numbers)
     if not isinstance(value, tuple):

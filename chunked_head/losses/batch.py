@@ -42,7 +42,7 @@ class Stats:
     [n, K]: log-probabilities of ``teacher_ids``. ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher
     ``q``: ``forward_kl`` KL(q || p), ``reverse_kl`` KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q),
     ``teacher_entropy`` and ``teacher_argmax``. Statistics are differentiable, except teacher_entropy, teacher_argmax,
-    argmax, top_logprob and runner_up_logprob. To read a statistic that no loss or metric ``needs`` raises
+    argmax, top_logprob and runner_up_logprob. Reading a statistic that no loss or metric ``needs`` raises
     AttributeError.
     """
 

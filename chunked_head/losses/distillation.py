@@ -269,16 +269,18 @@ def counted_entries(teacher_logprobs: Tensor, ids: Tensor | None, mask: Tensor |
     if ids is None:
         return is_counted
     positions = torch.arange(teacher_logprobs.shape[-1], device=teacher_logprobs.device)
-    entry, rival = teacher_logprobs[..., :, None], teacher_logprobs[..., None, :]
-    has_better_rival = (rival > entry) | ((rival == entry) & (positions[None, :] < positions[:, None]))
+    entry_logprobs, rival_logprobs = teacher_logprobs[..., :, None], teacher_logprobs[..., None, :]
+    has_better_rival = (rival_logprobs > entry_logprobs) | (
+        (rival_logprobs == entry_logprobs) & (positions[None, :] < positions[:, None])
+    )
     has_equal_id = ids[..., :, None] == ids[..., None, :]
     return is_counted & ~(has_equal_id & is_counted[..., None, :] & has_better_rival).any(-1)
 
 
 def check_teacher(argument: str, teacher_logprobs: Tensor, is_counted: Tensor, is_normalized: bool) -> None:
-    """ValueError if a teacher's numbers are no log-probabilities. ``is_normalized``: also if the probabilities of a
-    token add up to more than 1. For tensors on the CPU, since the host would wait for a GPU. ``argument``: their
-    name."""
+    """ValueError if a teacher's numbers are no log-probabilities, or with ``is_normalized`` if the probabilities of a
+    token add up to more than 1. Tensors on other devices than the CPU are not checked, since the host would wait.
+    ``argument``: name of ``teacher_logprobs``, for errors."""
     if not is_counted.any():
         return
     check_logprobs(argument, teacher_logprobs[is_counted], MAX_ROUNDED_LOGPROB if is_normalized else INFINITY)
@@ -302,43 +304,44 @@ def topk_divergence(
 ) -> Tensor:
     """Values [...] of ``topk_kl`` from the student's and the teacher's log-probabilities of ids."""
     has_entries = is_counted.any(-1)
-    s = torch.where(is_counted, student, EXCLUDED_LOGPROB)
-    t = torch.where(is_counted, teacher.detach(), EXCLUDED_LOGPROB)
+    log_p = torch.where(is_counted, student, EXCLUDED_LOGPROB)
+    log_q = torch.where(is_counted, teacher.detach(), EXCLUDED_LOGPROB)
     if teacher_renormalize or teacher_temperature != 1:
-        tempered_logprobs = t / teacher_temperature
+        tempered_logprobs = log_q / teacher_temperature
         log_sum = tempered_logprobs.logsumexp(-1, keepdim=True)
         if not teacher_renormalize:  # over K and the rest as one outcome, -inf where nothing is left
-            remainder = -torch.expm1(t.logsumexp(-1, keepdim=True))
+            remainder = -torch.expm1(log_q.logsumexp(-1, keepdim=True))
             log_remainder = torch.where(remainder > 0, remainder, 0.0).log()
             log_sum = torch.logaddexp(log_sum, log_remainder / teacher_temperature)
-        t = tempered_logprobs - log_sum
-    finite_s = s.clamp(min=EXCLUDED_LOGPROB)  # an id that the student excludes has p * log p = 0
+        log_q = tempered_logprobs - log_sum
+    finite_log_p = log_p.clamp(min=EXCLUDED_LOGPROB)  # an id that the student excludes has p * log p = 0
     if normalize == "topk":
-        log_sum = finite_s.logsumexp(-1, keepdim=True)
-        s, finite_s = s - log_sum, finite_s - log_sum
-    value = divergence_of(t.exp(), t, s, finite_s, divergence, beta, is_counted)
+        log_sum = finite_log_p.logsumexp(-1, keepdim=True)
+        log_p, finite_log_p = log_p - log_sum, finite_log_p - log_sum
+    divergences = divergence_of(log_q.exp(), log_q, log_p, finite_log_p, divergence, beta, is_counted)
     if normalize == "tail":
-        p_left_out, log_p_left_out = remainder_of(finite_s)
+        p_left_out, log_p_left_out = remainder_of(finite_log_p)
         # probabilities that are renormalised add up to 1, and 1 minus their sum would be a rounding error
-        q_left_out, log_q_left_out = remainder_of(torch.zeros_like(t[..., :1]) if teacher_renormalize else t)
+        q_left_out, log_q_left_out = remainder_of(torch.zeros_like(log_q[..., :1]) if teacher_renormalize else log_q)
         rest_probabilities = q_left_out, log_q_left_out, log_p_left_out, log_p_left_out
-        value = value + divergence_of(*rest_probabilities, divergence, beta, None, p_left_out)
+        divergences = divergences + divergence_of(*rest_probabilities, divergence, beta, None, p_left_out)
     elif normalize == "vocab" and divergence == "tvd":
-        value = value + 0.5 * remainder_of(finite_s)[0]
+        divergences = divergences + 0.5 * remainder_of(finite_log_p)[0]
     elif normalize == "vocab" and divergence == "jsd":
-        value = value - (1 - beta) * math.log(1 - beta) * remainder_of(finite_s)[0]  # for other ids m = (1 - beta) * p
-    return torch.where(has_entries, value, 0.0)
+        # for other ids m = (1 - beta) * p
+        divergences = divergences - (1 - beta) * math.log(1 - beta) * remainder_of(finite_log_p)[0]
+    return torch.where(has_entries, divergences, 0.0)
 
 
 def remainder_of(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the remainder, 1 minus the sum of probabilities over the last dimension [...], and the logarithm of the
-    remainder, or of the dtype's epsilon if that is larger."""
+    """Returns two tensors [...]: the remainder, which is 1 minus the sum of probabilities over the last dimension; and
+    the logarithm of the remainder, or of the dtype's epsilon where the remainder is smaller."""
     remainder = (-torch.expm1(log_probabilities.logsumexp(-1))).clamp(min=0.0)
     return remainder, remainder.clamp(min=torch.finfo(remainder.dtype).eps).log()
 
 
 def divergence_of(
-    q: Tensor,
+    q: Tensor,  # the teacher's probabilities, [..., K] or [...] as all tensors here
     log_q: Tensor,
     log_p: Tensor,
     finite_log_p: Tensor,  # log_p, clamped to finite numbers

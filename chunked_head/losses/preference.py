@@ -31,13 +31,13 @@ def orpo(beta: float = 0.1, **summand: Any) -> Losses:
 
 
 def _orpo(stats: Stats, batch: Batch, beta: float) -> Tensor:
-    a = batch.segment_mean(stats.logprob)
+    mean_logprobs = batch.segment_mean(stats.logprob)
     # a probability that rounds to 1 is replaced by the next smaller number: odds and gradient stay finite, and the
     # gradient still lowers a rejected segment's probability
-    eps = torch.finfo(a.dtype).eps
-    a = torch.where(a > -eps, a - (a + eps).detach(), a)
-    # log1p(-exp(a)) would be more exact far below 0, by less than the rounding of a itself
-    chosen, rejected = values_of_pairs(a - torch.log(-torch.expm1(a)), batch)
+    eps = torch.finfo(mean_logprobs.dtype).eps
+    mean_logprobs = torch.where(mean_logprobs > -eps, mean_logprobs - (mean_logprobs + eps).detach(), mean_logprobs)
+    # log1p(-exp(...)) would be more exact far below 0, by less than the rounding of ``mean_logprobs`` itself
+    chosen, rejected = values_of_pairs(mean_logprobs - torch.log(-torch.expm1(mean_logprobs)), batch)
     return -beta * F.logsigmoid(chosen - rejected)
 
 
@@ -86,12 +86,14 @@ def _kto(
     average: bool,
     has_reference: bool,
 ) -> Tensor:
-    u = segment_totals(scores(stats, batch, has_reference), batch, average)
+    segment_scores = segment_totals(scores(stats, batch, has_reference), batch, average)
     baseline = batch.get("kl_baseline")
     if baseline is not None:
-        u = u - baseline.detach().clamp(min=0).to(u.dtype)
+        segment_scores = segment_scores - baseline.detach().clamp(min=0).to(segment_scores.dtype)
     desirable = batch["segment_labels"]
-    return torch.where(desirable, desirable_weight * gate(-beta * u), undesirable_weight * gate(beta * u))
+    return torch.where(
+        desirable, desirable_weight * gate(-beta * segment_scores), undesirable_weight * gate(beta * segment_scores)
+    )
 
 
 def scores(stats: Stats, batch: Batch, has_reference: bool) -> Tensor:
@@ -299,7 +301,7 @@ def pair_values(
         u, v = values_of_pairs(
             transformed_scores(segment_totals(token_scores, batch, average), power, max_exponent), batch
         )
-    d = beta * (u - v) - margin
+    d = beta * (u - v) - margin  # [P] scaled differences of chosen and rejected scores
     if variant in ("sigmoid", "sigmoid_norm", *SORTING_VARIANTS):
         return -(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)
     if variant == "hinge":
@@ -352,9 +354,9 @@ def is_past_shorter(batch: Batch) -> Tensor:
 def sorted_scores(
     stats: Stats, batch: Batch, average: bool, has_reference: bool, compares_policies: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns two vectors [P] of scores, each in ascending order, in the order of the first vector's pairs: the chosen
-    and the rejected scores; or if ``compares_policies``, the differences of chosen and rejected scores of the policy
-    and of the reference."""
+    """Returns two vectors [P] whose numbers are paired by rank: the smallest of the first with the smallest of the
+    second, and so on, in the order of the first vector. The vectors are the chosen and the rejected scores; or if
+    ``compares_policies``, the policy's and the reference's differences of chosen and rejected scores."""
     has_tokens = values_of_pairs(batch.segment_count() > 0, batch)
     is_counted = has_tokens[0] & has_tokens[1] & (batch["pairs"] >= 0).all(1)
     if compares_policies:

@@ -108,8 +108,8 @@ class SumWriter(Writer):
         "div": "{0} / {1}", "reciprocal": "1.0 / {0}",
     }  # fmt: skip
 
-    def __init__(self, graph: fx.GraphModule, is_paired: bool, numbers: int):
-        self.arguments = ["log_p", *["log_q"] * is_paired, *[f"n{i}" for i in range(numbers)]]
+    def __init__(self, graph: fx.GraphModule, is_paired: bool, num_options: int):
+        self.arguments = ["log_p", *["log_q"] * is_paired, *[f"n{i}" for i in range(num_options)]]
         super().__init__(graph)
         self.terms = [self.cast(node, torch.float32) for node in self.outputs]
 

@@ -42,28 +42,28 @@ def content_key(value: Any, depth: int = 0) -> Hashable:
         return value_type, math.isfinite(value), (value > 0) - (value < 0)
     if isinstance(value, Tensor):
         return "tensor", value.dtype, value.device, value.dim()
-    items: tuple[Any, ...] | None = None
+    contents: tuple[Any, ...] | None = None  # values of whose keys the key is made; None: the key is of the object
     if value_type is FunctionType:
         cell_contents = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
         globals_read = [value.__globals__.get(name) for name in value.__code__.co_names]
         global_tensors = [item for item in globals_read if isinstance(item, Tensor)]
-        items = value.__code__, *cell_contents, value.__defaults__, value.__kwdefaults__, *global_tensors
+        contents = value.__code__, *cell_contents, value.__defaults__, value.__kwdefaults__, *global_tensors
     elif value_type is MethodType:
-        items = value.__func__, value.__self__
+        contents = value.__func__, value.__self__
     elif value_type is functools.partial:
-        items = value.func, value.args, value.keywords
+        contents = value.func, value.args, value.keywords
     elif isinstance(value, tuple):
-        items = (*value,)
+        contents = (*value,)
     elif value_type is list:
-        items = (*value[:MAX_ITEMS],)
+        contents = (*value[:MAX_ITEMS],)
     elif value_type is dict:
-        items = tuple(itertools.chain(*itertools.islice(value.items(), MAX_ITEMS)))
-    if items is not None and len(items) <= MAX_CONTENTS and depth < MAX_DEPTH:
-        return weakref.ref(value_type), *[content_key(item, depth + 1) for item in items]
+        contents = tuple(itertools.chain(*itertools.islice(value.items(), MAX_ITEMS)))
+    if contents is not None and len(contents) <= MAX_CONTENTS and depth < MAX_DEPTH:
+        return weakref.ref(value_type), *[content_key(item, depth + 1) for item in contents]
     try:
-        reference = weakref.ref(value)
-        hash(reference)
-        return reference
+        weak_reference = weakref.ref(value)
+        hash(weak_reference)
+        return weak_reference
     except TypeError:  # an object without weak references or hash
         return object()  # a key that equals no other
 
@@ -319,7 +319,7 @@ def values_on_sample(
 class RankLocalSums:
     """Stand-in for ``RankSums`` on one of two made-up ranks. ``local_sums``: this rank's sums over segments, in the
     order in which the function asks for them. ``sums``: sums over both ranks' tokens in that order, which
-    ``segment_sum`` returns; behind their end it returns this rank's."""
+    ``segment_sum`` returns. Once all of them are returned, it returns this rank's sums."""
 
     def __init__(self, sums: list[Tensor]):
         self.counts, self.sums, self.local_sums = dict[str, Tensor](), iter(sums), list[Tensor]()
