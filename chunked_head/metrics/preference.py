@@ -84,8 +84,9 @@ def _reward(stats: Stats, batch: Batch, quantity: str, beta: float, **options: A
 
 
 def _labelled_reward(stats: Stats, batch: Batch, quantity: str, beta: float, **options: Any) -> tuple[Tensor, ...]:
-    """Returns rewards [num_segments], which are 0 for segments that are not chosen, and flags [num_segments]: whether a
-    segment is chosen. Likewise for "rejected"; for "margin" the two vectors of both."""
+    """Returns for ``quantity`` "chosen" two vectors [num_segments]: rewards, 0 for segments that are not chosen, and
+    whether a segment is chosen. For "rejected": likewise of rejected segments. For "margin": these two pairs, in that
+    order."""
     rewards, labels = beta * segment_scores(stats, batch, **options), batch["segment_labels"]
     labelled_sides = ("chosen", labels), ("rejected", ~labels)
     values_and_flags = {name: (torch.where(flags, rewards, 0.0), flags) for name, flags in labelled_sides}

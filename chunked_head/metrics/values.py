@@ -58,7 +58,7 @@ class Metric(Measure):
     reduce: Reduce = "mean"
     weighting: Weighting = "token"  # for unit "token" only
     finish: Finish = "mean"  # name of the function of sums and count that is ``.value``
-    check: bool = True
+    check: bool = True  # a user's function runs on made-up tokens when the metric is made
     # number of values per unit: the function's, its square for a sample size, flags for shares and differences of means
     components: int = field(init=False, repr=False)
 
@@ -133,7 +133,7 @@ class Group(NamedTuple):
     such as a group before and one after a restart of torch.distributed."""
 
     name: str
-    number: int
+    number: int  # of the group, in the order in which this process first used its groups
 
     @classmethod
     def from_process_group(cls, group: Any) -> "Group":
@@ -152,7 +152,7 @@ class MetricValue:
     device, but ``sum`` is [2] for an effective sample size and a share, and [4] for a difference."""
 
     reduce: Reduce = "mean"
-    sum: Tensor | None = None
+    sum: Tensor | None = None  # of the function's values, weighted; None for an extremum
     count: Tensor | None = None  # number of tokens that count; by weighting, of segments or documents with such a token
     extremum: Tensor | None = None  # without tokens a maximum is -inf and a minimum inf
     finish: Finish = "mean"
