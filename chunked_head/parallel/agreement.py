@@ -44,14 +44,14 @@ class Message(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """This rank's agreement on a call."""
+    """This rank's first message of a call, which says what the call is."""
 
     kind_hash: int  # hash of the call's fields without numbers
     message: Tensor  # [MESSAGE_BYTES / 8] int64 on the device: hashes of kind and call, and the fields as text
     written_event: Any  # event after the GPU's stream has written the message; None on a CPU
 
     def message_on(self, stream: Any) -> Tensor:
-        """The message, to be sent from ``stream`` of the GPU; that is None on a CPU."""
+        """The message, for a send on ``stream`` of the GPU (None on a CPU), which waits until it is written."""
         if self.written_event is not None:
             stream.wait_event(self.written_event)
             self.message.record_stream(stream)
@@ -76,8 +76,9 @@ class GroupHistory:
         self.error = ""  # set after calls of two kinds, which leave the ranks out of step
 
     def expected_kind(self) -> int | None:
-        """The expected kind of the next call: the kind that followed these last calls before; else the kind that
-        followed the last call before; else the kind of the last call. None before the first call."""
+        """The kind that the next call is expected to have: the kind that came next when ``recent_kinds`` were last the
+        same; else the kind that came next after the last call of the present last kind; else that last kind. None
+        before the first call."""
         recent_kinds = tuple(self.recent_kinds)
         next_kind = self.next_kinds.get(recent_kinds) or self.next_kinds.get(recent_kinds[-1:])
         return next_kind or (recent_kinds[-1] if recent_kinds else None)
@@ -272,8 +273,8 @@ def begin_backward(group: Any) -> None:
 
 
 def recording_collective(collective: Callable[..., Any], tensor: Tensor, group: Any) -> Callable[..., Any]:
-    """Returns ``collective``, after a message of ``tensor`` is added to the recorded messages of the present call, if
-    its kind is new."""
+    """Returns ``collective``. First adds a message of ``tensor`` to the recorded messages of the present call, if the
+    kind of that call is new."""
     history = RANKS.get(group, {}).get(tensor.device)
     if history is not None and history.recorded_messages is not None and not is_captured(tensor.device):
         history.recorded_messages.append(Message(collective, tensor.numel(), tensor.dtype))
@@ -281,17 +282,19 @@ def recording_collective(collective: Callable[..., Any], tensor: Tensor, group: 
 
 
 def all_reduce(tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-    """``torch.distributed.all_reduce`` as a message of a call."""
+    """``torch.distributed.all_reduce``, recorded among the call's messages if its kind is new
+    (``recording_collective``)."""
     return recording_collective(distributed.all_reduce, tensor, group)(tensor, group=group, async_op=async_op)
 
 
 def all_gather(gathered_tensor: Tensor, tensor: Tensor, group: Any) -> None:
-    """``torch.distributed.all_gather_into_tensor`` as a message of a call."""
+    """``torch.distributed.all_gather_into_tensor``, recorded as by ``all_reduce``."""
     recording_collective(distributed.all_gather_into_tensor, tensor, group)(gathered_tensor, tensor, group=group)
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Any) -> Any:
-    """An asynchronous ``torch.distributed.reduce_scatter_tensor`` as a message of a call; returns its work."""
+    """An asynchronous ``torch.distributed.reduce_scatter_tensor``, recorded as by ``all_reduce``; returns its
+    ``Work``."""
     return recording_collective(distributed.reduce_scatter_tensor, output, group)(
         output, tensor, group=group, async_op=True
     )

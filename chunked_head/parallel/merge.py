@@ -110,8 +110,8 @@ def interleaved(local_rows: Tensor, group: Any) -> Tensor:
 
 
 class GatheredRows:
-    """Gathers the hidden states of chunks from all ranks into a buffer that all chunks share. ``rows``: most rows of a
-    chunk."""
+    """Gathers the hidden states of chunks from all ranks into a buffer that all chunks share. ``rows``: number of rows
+    of the largest chunk."""
 
     def __init__(self, hidden: Tensor, rows: int, group: Any):
         self.hidden, self.group, self.num_ranks = hidden, group, distributed.get_world_size(group)

@@ -51,7 +51,7 @@ class RankSums:
     totals: Mapping[Summand, Tensor]  # denominators of losses that have a ``counted`` function
 
     def segment_sum(self, local_sums: Tensor) -> Tensor:
-        """The sum over ranks of ``local`` [num_segments], this rank's sums over segments."""
+        """The sum over ranks of ``local_sums`` [num_segments], this rank's sums over segments."""
         return AddOverRanks.apply(local_sums, self.parallel.group)
 
     def own_share(self, num_values: int, device: torch.device) -> Tensor:
