@@ -70,9 +70,8 @@ def dispatch() -> Dispatch | None:
 
 
 def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """``function``, run with the dispatch keys of autograd and ``torch.func`` switched on.
-
-    A graph runs operators with both switched off, but autograd differentiates losses by their statistics.
+    """Wraps ``function`` so that it runs with the dispatch keys of autograd and ``torch.func`` switched on. A graph
+    runs operators with both switched off, but inside of an operator autograd differentiates losses by their statistics.
     """
 
     @functools.wraps(function)
@@ -88,7 +87,7 @@ def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., li
 
 @functools.cache
 def switched_off() -> Any:
-    """The set of autocast's dispatch keys, the only ones that stay excluded in an operator."""
+    """The set of autocast's dispatch keys, the only ones that ``outside_of_graphs`` leaves switched off."""
     dispatch_objects = dispatch()
     assert dispatch_objects is not None
     autocast_keys = dispatch_objects.key_set(dispatch_objects.keys.Undefined)
@@ -104,7 +103,8 @@ def switched_off() -> Any:
 def prepared_call(
     key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tokens, HeadWork | LogitsWork, Sequence[Any]]:
-    """The tokens, the work and its operands, as ``prepared`` returns them, of the recipe ``key`` on these tensors."""
+    """Returns the tokens, the work and its operands, as ``prepared`` does, of a call: the recipe of ``key``, on these
+    tensors."""
     call, spec = recipe_of(key).call(operands, tensors)
     hidden_grad, weight_grad, bias_grad = (*needs_grad, False, False)[:3]
     return prepared(tokens_of(call, spec), (hidden_grad, weight_grad, bias_grad))
@@ -116,8 +116,8 @@ def has_late_gradients(call: Call[Any]) -> bool:
 
 
 def has_unit_rows(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bool:
-    """True for calls on hidden states whose outputs are values per token, of which one takes a gradient, and where
-    no operand but hidden states takes a gradient."""
+    """True for calls on hidden states that return values per token, if the plan expects an upstream gradient of just
+    one of these values, and hidden states are the only operand that takes a gradient."""
     is_only_hidden = call.weight is not None and not any(needs_grad[1:])
     return bool(call.outputs) and spec.num_row_factors == 1 and is_only_hidden
 
@@ -164,15 +164,15 @@ def packed(
 def counts_and_rows(
     tokens: Tokens, work: HeadWork | LogitsWork, operands: Sequence[Any], stats: RowStats, grads: Gradients | None
 ) -> list[Tensor]:
-    """Returns [tokens] 1 where a token counts, else 0, and all nan where an id is out of range; and the rows of
-    hidden's gradient at upstream gradients of 1."""
+    """Returns two tensors: [tokens], 1 where a token counts, else 0, but nan for all tokens if any id is out of range;
+    and the rows of hidden's gradient at upstream gradients of 1."""
     objective, hidden = work.objective, tokens.call.rows
     assert isinstance(work, HeadWork)
     if grads is not None:
         rows = grads.hidden
     else:
-        units = objective.unit_coefficients(stats, slice(0, len(objective.targets)))
-        rows, *_ = work.recompute(operands, stats, units)
+        unit_coefficients = objective.unit_coefficients(stats, slice(0, len(objective.targets)))
+        rows, *_ = work.recompute(operands, stats, unit_coefficients)
     assert rows is not None
     token_counts = -objective.unit_slopes if work.packing is None else work.packing.unpack(-objective.unit_slopes)
     dtype = gradient_dtypes(tokens.call, tokens.spec)[0]
@@ -350,9 +350,9 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
 
 def late_gradients(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[Tensor]:
     """Gradients that the operator ``backward`` makes from statistics."""
-    saved_tensors, count = [*ctx.saved_tensors], saved.operands + saved.tensors
-    operands, tensors = saved_tensors[: saved.operands], saved_tensors[saved.operands : count]
-    return backward(operands, tensors, saved_tensors[count:], upstream[: saved.values], ctx.key, ctx.needs_grad)
+    saved_tensors, num_inputs = [*ctx.saved_tensors], saved.operands + saved.tensors
+    operands, tensors = saved_tensors[: saved.operands], saved_tensors[saved.operands : num_inputs]
+    return backward(operands, tensors, saved_tensors[num_inputs:], upstream[: saved.values], ctx.key, ctx.needs_grad)
 
 
 def scaled_rows(ctx: Any, saved: SavedRows, upstream: Tensor) -> Tensor:

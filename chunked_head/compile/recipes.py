@@ -127,7 +127,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{type(value).__name__}({', '.join(map(text_of, value))})"
     if isinstance(value, Mapping):
-        return f"mapping({', '.join(f'{text_of(k)}: {text_of(v)}' for k, v in value.items())})"
+        return f"mapping({', '.join(f'{text_of(key)}: {text_of(item)}' for key, item in value.items())})"
     if isinstance(value, functools.partial):
         return f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
     if callable(value) and not isinstance(value, type):
