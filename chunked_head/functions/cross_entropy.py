@@ -207,8 +207,9 @@ class ChunkedHead(nn.Module):
         option_names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"}
         unknown_names = options.keys() - option_names
         if unknown_names:
-            unknown, listing = sorted(unknown_names)[0], ", ".join(sorted(option_names))
-            raise TypeError(f"unknown option {unknown!r}; options are {listing}{nearest(unknown, option_names)}")
+            unknown_name, option_listing = sorted(unknown_names)[0], ", ".join(sorted(option_names))
+            suggestion = nearest(unknown_name, option_names)
+            raise TypeError(f"unknown option {unknown_name!r}; options are {option_listing}{suggestion}")
         check_options(options)
         self.weight, self.bias = linear.weight, linear.bias
         self.options = options

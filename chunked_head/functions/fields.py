@@ -108,9 +108,9 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
 
 
 def lengths_of_segments(lengths: tuple[int, ...], num_tokens: int, num_segments: int | None) -> tuple[int, ...]:
-    """Lengths of segments. ``lengths`` are the lengths, or numbers that grow from 0 to ``num_tokens``, as attention
-    kernels take them (cu_seqlens); then the lengths are their differences. ValueError for numbers that could be either,
-    unless ``num_segments`` decides."""
+    """Lengths of segments. ``lengths`` are either these lengths, or offsets that grow from 0 to ``num_tokens``, as
+    attention kernels take them (cu_seqlens), whose differences are the lengths. ValueError for numbers that could be
+    either, unless ``num_segments`` decides."""
     length_steps = tuple([end - begin for begin, end in itertools.pairwise(lengths)])
     if not length_steps or lengths[0] != 0 or lengths[-1] != num_tokens or min(length_steps) < 0:
         return lengths

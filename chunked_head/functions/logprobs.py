@@ -151,7 +151,11 @@ def linear_logprobs(
 
 def with_first_planned(name: str, *args: Any, **options: Any) -> Any:
     """The result of the public function ``name``. Its plan expects a gradient of the function's first result only."""
-    return execute(lambda *a, **o: replace(TASKS[name](*a, **o), unplanned=RESULT_FLAGS), args, options)
+    return execute(
+        lambda *call_args, **call_options: replace(TASKS[name](*call_args, **call_options), unplanned=RESULT_FLAGS),
+        args,
+        options,
+    )
 
 
 class LogprobsOfTrainer:

@@ -219,7 +219,7 @@ def loss_output(outcome: Outcome) -> LossOutput:
         return LossOutput(loss_value, {}, {}, plan)
     with torch.no_grad():
         values_by_label = dict(
-            zip([s.label for _, s in outcome.tokens.call.losses.terms], outcome.loss_values, strict=True)
+            zip([summand.label for _, summand in outcome.tokens.call.losses.terms], outcome.loss_values, strict=True)
         )
         metric_values = objective.metric_values(outcome.stats, outcome.metric_totals)
     return LossOutput(
@@ -318,7 +318,7 @@ def streams_of(
     stream_weights: Sequence[float | Tensor] | None,
     arguments: Mapping[str, Any],
 ) -> Streams[Any]:
-    """The request of ``linear_loss`` on several streams. ``make_call``: the function that makes the ``Call`` of a
+    """The ``Streams`` of a ``linear_loss`` on several streams. ``make_call``: the function that makes the ``Call`` of a
     stream. ``arguments``: all further arguments of ``linear_loss``, by name. TypeError or ValueError for wrong
     lists."""
     num_streams = len(hidden)
@@ -330,7 +330,7 @@ def streams_of(
         )
     stream_factors = for_streams("stream_weights", 1.0 if stream_weights is None else stream_weights, num_streams)
     stream_losses = [as_losses(stream_loss) for stream_loss in for_streams("loss", loss, num_streams)]
-    calls = []
+    calls: list[Call[Any]] = []  # the call of each stream
     for i, (stream_hidden, stream_target) in enumerate(
         zip(hidden, for_streams("target", target, num_streams), strict=True)
     ):

@@ -204,7 +204,7 @@ def buffer_dtype_of(
     accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype, weight_grad: bool
 ) -> torch.dtype | None:
     """Dtype of the caller's buffer for the weight's gradient; None without such a buffer. ValueError for a dtype that
-    is not the buffer's."""
+    such a buffer cannot have."""
     buffer_dtype = sum_dtype(weight_dtype)
     if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, buffer_dtype):
         raise ValueError(
@@ -259,8 +259,8 @@ def on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def device_and_gpu(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
-    """Returns the device of a call, and the ``Gpu`` if ``device`` names a card or an architecture, else None.
-    ValueError for any other name."""
+    """Returns the device of a call, and the ``Gpu`` if ``device`` names a card or an architecture; None instead of a
+    ``Gpu`` if ``device`` is a torch device, the name of one, or None. ValueError for a string that is none of these."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
     absent_gpu = gpu_named(device) if isinstance(device, str) else None

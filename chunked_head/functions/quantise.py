@@ -28,9 +28,10 @@ def quantise(
             linear_cross_entropy(hidden, model.lm_head.weight, target, precision="fp8", fp8_weight=head).backward()
         optimizer.step()
 
-    The copy takes one byte for each number of the weight, and two from the first call on that makes gradients of e4m3
-    operands. It has one scale. ``quantize`` is another name of this function. A call takes the part of hidden states
-    along one direction, which they share, out of them before it rounds them to e4m3, and adds its logits in fp32.
+    The copy takes one byte for each number of the weight, and two once a call has computed gradients from e4m3
+    operands. It has one scale. ``quantize`` is another name of this function. Hidden states have a large part along one
+    direction in common. A call subtracts that part before it rounds them to e4m3, and adds the logits of that part in
+    fp32.
 
     A call raises if the weight was written to since, or if any optimizer has stepped, whatever it wrote. Writes that no
     version counter shows (``weight.data``, memory that the weight is a view of, collectives, replayed CUDA graphs) are
