@@ -74,8 +74,8 @@ def init_of(function: Callable[..., Any], translations: Mapping[str, Translation
     return init
 
 
-SWITCH: dict[Any, str | dict[str, Any]] = {True: {}, False: {}}
-EXACT = {"accumulate_dtype": torch.float32}
+SWITCH: dict[Any, str | dict[str, Any]] = {True: {}, False: {}}  # translation of a flag without an effect
+EXACT = {"accumulate_dtype": torch.float32}  # our option for gradients that are summed over chunks in fp32
 IMPLEMENTATIONS: dict[Any, str | dict[str, Any]] = {
     "cce": {}, "torch_compile": {"backend": "torch"}, "cce_exact": EXACT, "cce_kahan": EXACT, "cce_kahan_full": EXACT,
     "cce_kahan_full_c": EXACT, "cce_kahan_full_e": EXACT, "cce_kahan_full_c_full_e": EXACT,

@@ -74,8 +74,8 @@ class Framework:
         return len(self.tested_objects()) == len(self.parameters_by_path)
 
     def require(self, has_tested_parameters: bool, name: str) -> None:
-        """RuntimeError unless ``fits``: our class ``name`` cannot subclass the framework's class, whose parameters are
-        not as tested."""
+        """RuntimeError unless ``has_tested_parameters``: our class ``name`` cannot subclass the framework's class,
+        whose parameters are not as tested."""
         if not has_tested_parameters:
             raise RuntimeError(
                 f"{name} is not there for {self.package} {self.version()}, as the warning at its import says; leave it "

@@ -60,8 +60,9 @@ class LazyLoss:
         return output.loss
 
     def rehearse_loss(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Notes the loss of hidden states without numbers; returns a loss without a number. ``weight``: None if the
-        loss would call the head's own forward for each chunk."""
+        """In a rehearsal on the meta device (``explain.py``): adds the loss to the patch's ``rehearsed``, and returns
+        an empty loss on the meta device. ``weight``: None if the loss would call the head's own forward for each
+        chunk."""
         source = self.source
         cast_dtypes = [argument for name, argument in self.steps if name == "cast"]
         logits_dtype = torch.float32 if source.autocast_dtype is not None else (source.layout.dtype, *cast_dtypes)[-1]

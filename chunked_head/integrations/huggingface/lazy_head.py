@@ -36,7 +36,8 @@ def has_no_numbers(hidden: Any) -> bool:
 
 
 class LazyHead:
-    """A base class that is put before the class of a head. Its call returns lazy logits.
+    """The first base class of a lazy head's class; the second is the class before the patch. Its call returns lazy
+    logits.
 
     ``__call__`` makes lazy logits, rather than ``forward``: so no hook runs before anything is computed, and a
     ``forward`` that a framework sets on the instance does not replace it.
@@ -138,8 +139,8 @@ class LazyHead:
 
 def unrounded(rounded_result: Any, exact_result: Any) -> Any:
     """The values of ``exact_result`` with the gradient of ``rounded_result``: two tensors of one shape, or two tuples
-    of such tensors. ``exact_result`` is that of a function inside of a head's call, ``rounded_result`` that of the
-    call, whose hooks may cast it to the logits' 16-bit dtype."""
+    of such tensors. ``exact_result``: what a function returned that ran inside of a head's call. ``rounded_result``:
+    what the call returned, which the head's hooks may have cast to the logits' 16-bit dtype."""
     if isinstance(exact_result, tuple):
         return tuple(unrounded(*pair) for pair in zip(rounded_result, exact_result, strict=True))
     if rounded_result.dtype.itemsize >= exact_result.dtype.itemsize:

@@ -33,7 +33,7 @@ COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
 
 class View(NamedTuple):
-    """A function that makes a view of logits, with its arguments behind the logits."""
+    """A function that makes a view of logits, and the arguments that follow the logits in its call."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()  # positional ones
@@ -50,7 +50,7 @@ class LazyLogits(Tensor):
     warns once; ``materialise()`` computes them without a warning.
     """
 
-    _computed: Tensor | None  # the numbers
+    _computed: Tensor | None  # the logits as a plain tensor; None until they are computed
     _virtual: VirtualLogits
     _hidden_version: int | None  # version of the hidden states at the head's call
     _statistics: RowStatistics | None  # those computed last

@@ -87,9 +87,9 @@ class ModelPatch:
         self,
         loss: Losses | Function | None,
         metrics: Sequence[Metric],
-        when: str,
+        when: str,  # forwards with lazy logits: "labels", "training" or "always"
         logits: str | None,
-        strict: bool,
+        strict: bool,  # logits that would be computed raise
         head_options: dict[str, Any],
         model: str,
     ):
@@ -287,7 +287,8 @@ class ModelPatch:
         self.report.warn(warning, occasion=purpose)
 
     def note_rehearsed(self, loss: RehearsedLoss) -> None:
-        """Notes a loss without numbers, with the place in the model's code that makes it."""
+        """Adds a loss of a rehearsal on the meta device (``explain.py``) to ``rehearsed``, with the place in the
+        model's code that makes it."""
         assert self.rehearsed is not None
         self.rehearsed.append(loss._replace(location=caller_location()))
 

@@ -152,7 +152,8 @@ def model_without_peft(model: Any, function: str) -> nn.Module:
 
 
 class Patched:
-    """A base class that is put before the class of a model. While its forward runs, the head's logits are lazy."""
+    """The first base class of a patched model's class; the second is the class before the patch. While its forward
+    runs, the head's logits are lazy."""
 
     class_before: type  # the model's class without the patch
     training: bool
@@ -177,8 +178,7 @@ class Patched:
         return output
 
     def has_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
-        """True where forward is given an argument, by name or by position, that has one of ``names`` and is not
-        None."""
+        """True if forward gets an argument of one of ``names``, by keyword or by position, that is not None."""
         for name in names:
             position = self.argument_positions.get(name, -1)
             if kwargs.get(name) is not None or (0 <= position < len(args) and args[position] is not None):

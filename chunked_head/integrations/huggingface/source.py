@@ -108,7 +108,8 @@ def change_in_words(head: nn.Module, versions: ParameterVersions) -> str | None:
 
 
 def is_plain_parameter(parameter: Any) -> bool:
-    """True for a parameter of PyTorch's own type with numbers: frameworks exchange others as they shard."""
+    """True for a parameter of PyTorch's own type that holds numbers. Frameworks that shard replace parameters of other
+    types."""
     return type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
 
 

@@ -323,7 +323,7 @@ class Tail:
 
 
 class RehearsedLoss(NamedTuple):
-    """A loss of hidden states without numbers, noted instead of computed."""
+    """A loss of hidden states on the meta device, recorded instead of computed (``explain.py``)."""
 
     tail: Tail
     hidden: Tensor
