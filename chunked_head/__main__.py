@@ -109,7 +109,7 @@ def parser() -> Parser:
 
 
 def library_version() -> str:
-    """Version of the imported module, which may be a checkout."""
+    """Version of the package as imported: that of a checkout, if one is imported in place of an installed package."""
     return str(sys.modules["chunked_head"].__version__)
 
 
@@ -198,11 +198,11 @@ def diagnose() -> dict[str, Any]:
         record["call"] = {"backend": backend_of(None, device).name}
         record["call"] |= facts(plan(8192, 4096, 128256, dtype, device=device))
         record["self_test"] = results_by_name = self_test(device, dtype)
-        bounds = {"loss": "loss", "hidden": "gradient", "weight": "gradient"}
+        bound_names = {"loss": "loss", "hidden": "gradient", "weight": "gradient"}
         # a nan does not pass
         has_passed = all(
             results_by_name[f"{name}_error"] <= results_by_name[f"{bound_name}_bound"]
-            for name, bound_name in bounds.items()
+            for name, bound_name in bound_names.items()
         )
         result = "pass" if has_passed else "FAIL, a wrong result: do not train with this installation"
     except Exception as error:  # the doctor reports whatever is broken
@@ -229,7 +229,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def unusual_facts(device: torch.device, trl_version: str) -> list[str]:
-    """Sentences about what is unusual in the installation, each with a remedy. ``trl_version``: of TRL."""
+    """Sentences about what is unusual in the installation, each with a remedy. ``trl_version``: the version of the
+    installed TRL, or a tested version."""
     has_gpu = device.type == "cuda"
     sentences = {
         "torch sees no GPU: calls run on the CPU; nvidia-smi says whether the driver sees one": not has_gpu,
@@ -244,7 +245,7 @@ def unusual_facts(device: torch.device, trl_version: str) -> list[str]:
 
 @torch.enable_grad()
 def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Relative errors of a call compared with float64, the largest of three calls, and their bounds, by name."""
+    """By name, a call's relative errors to float64, each the largest of three calls, and the bounds of these errors."""
     draw_options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     hidden, weight = (torch.randn(rows, 128, dtype=dtype, **draw_options) for rows in (300, 1000))
     target = torch.randint(0, 1000, (300,), **draw_options)
