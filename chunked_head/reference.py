@@ -66,7 +66,7 @@ def piece_statistics(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor) -> P
     """Statistics of logits ``x`` [chunk, piece] of the ids ``ids`` [piece] with class weights ``omega`` [piece]."""
     largest, column = x.max(-1)
     largest = largest.clamp(min=torch.finfo(x.dtype).min)  # a piece of -inf has no probability, rather than nan
-    e = torch.exp(x - largest[:, None])
+    e = torch.exp(x - largest[:, None])  # exponentials [chunk, piece]
     target_logit = torch.where(ids == target[:, None], x, 0.0).sum(-1)
     return PieceStatistics(largest, e.sum(-1), torch.special.entr(e).sum(-1), target_logit, x @ omega, ids[column])
 
@@ -79,7 +79,7 @@ def merge(a: PieceStatistics, b: PieceStatistics) -> PieceStatistics:
     Tensor-parallel ranks send each other these vectors and merge them: six numbers per token for any vocabulary.
     """
     largest = torch.maximum(a.max, b.max)
-    f, g = torch.exp(a.max - largest), torch.exp(b.max - largest)
+    f, g = torch.exp(a.max - largest), torch.exp(b.max - largest)  # factors of the exponentials of a and of b
     entr = torch.special.entr
     return PieceStatistics(
         max=largest,
@@ -242,8 +242,8 @@ def linear_loss(
     fields = {**(batch or {}), "target": target, "temperature": temperature * unit_weights}
     fields["token_weights"] = unit_weights if token_weights is None else token_weights.to(dtype)
     # masks select rows: nothing is read of a token that does not count
-    counted = ((target != ignore_index) & fields.pop("mask", unit_weights.bool())).nonzero()[:, 0]
-    denominator = float(omega[target[counted]].sum()) or 1.0 if normalizer is None else float(normalizer)
+    counted_rows = ((target != ignore_index) & fields.pop("mask", unit_weights.bool())).nonzero()[:, 0]
+    denominator = float(omega[target[counted_rows]].sum()) or 1.0 if normalizer is None else float(normalizer)
     scale = 1.0 if reduction == "sum" else 1.0 / denominator if denominator else 0.0
 
     logits = w.new_empty(chunk_tokens, vocab)  # the one large buffer
@@ -251,7 +251,7 @@ def linear_loss(
     dhidden, dweight, dbias = hidden.new_zeros(hidden.shape, dtype=dtype), torch.zeros_like(w), torch.zeros_like(omega)
     values = {name: torch.zeros_like(unit_weights) for name in mix}
     sums = {name: unit_weights.new_zeros(()) for name in metrics}
-    for rows in counted.split(chunk_tokens) if len(counted) else ():
+    for rows in counted_rows.split(chunk_tokens) if len(counted_rows) else ():
         h, x = hidden[rows].to(dtype), logits[: len(rows)]  # [chunk, hidden], [chunk, vocab]
         chunk = {name: field[rows] for name, field in fields.items()} | {"class_weights": omega}
         y, t = chunk["target"], chunk["temperature"][:, None]
@@ -274,9 +274,9 @@ def linear_loss(
             dweight[piece].addmm_(dx.T, h)
             dbias[piece] += dx.sum(0)
 
-    losses_by_name = {name: (values[name] * fields["token_weights"])[counted].sum() * scale for name in mix}
+    losses_by_name = {name: (values[name] * fields["token_weights"])[counted_rows].sum() * scale for name in mix}
     loss = torch.stack([coefficient * losses_by_name[name] for name, (coefficient, _) in mix.items()]).sum()
-    means = {name: total / max(1, len(counted)) for name, total in sums.items()}
+    means = {name: total / max(1, len(counted_rows)) for name, total in sums.items()}
     bias_grad = None if bias is None else dbias.to(bias.dtype)
     return Result(loss, losses_by_name, values, means, dhidden.to(hidden.dtype), dweight.to(weight.dtype), bias_grad)
 
@@ -286,13 +286,13 @@ def demonstration(tokens: int = 2048, width: int = 64, vocab: int = 16384, chunk
     hidden, weight = (torch.randn(n, width, dtype=torch.float64, requires_grad=True) for n in (tokens, vocab))
     target = torch.randint(vocab, (tokens,))
     mix = {"ce": (1.0, cross_entropy), "bonus": (-0.01, entropy)}
-    ours = linear_loss(hidden, weight, target, mix, chunk_tokens=chunk_tokens, shards=3)
+    result = linear_loss(hidden, weight, target, mix, chunk_tokens=chunk_tokens, shards=3)
     logprobs = (hidden @ weight.T).log_softmax(-1)
-    full = -logprobs.gather(1, target[:, None]).mean() + 0.01 * (logprobs.exp() * logprobs).sum(-1).mean()
-    dhidden, dweight = torch.autograd.grad(full, (hidden, weight))
-    for name, a, b in ("loss", ours.loss, full), ("dhidden", ours.dhidden, dhidden), ("dweight", ours.dweight, dweight):
-        print(f"{name}: largest difference {(a - b).abs().max():.1e}")
-    print(", ".join(f"{name} {value:.4f}" for name, value in ours.metrics.items()))
+    full_loss = -logprobs.gather(1, target[:, None]).mean() + 0.01 * (logprobs.exp() * logprobs).sum(-1).mean()
+    dhidden, dweight = torch.autograd.grad(full_loss, (hidden, weight))
+    for name, exact_value in ("loss", full_loss), ("dhidden", dhidden), ("dweight", dweight):
+        print(f"{name}: largest difference {(getattr(result, name) - exact_value).abs().max():.1e}")
+    print(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
     print(f"full logits {tokens * vocab * 8 / 2**20:.0f} MiB, one chunk {chunk_tokens * vocab * 8 / 2**20:.0f} MiB")
 
 

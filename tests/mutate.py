@@ -143,7 +143,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("swapped: pairs", "chunked_head/losses/preference.py", "values[pairs[:, 0]], values[pairs[:, 1]]", "values[pairs[:, 1]], values[pairs[:, 0]]", FORMULAS),
     ("bound: KTO's baseline", "chunked_head/losses/preference.py", "baseline.detach().clamp(min=0)", "baseline.detach()", FORMULAS),
     ("sign: KTO of desirable segments", "chunked_head/losses/preference.py", "desirable_weight * gate(-beta * segment_scores)", "desirable_weight * gate(beta * segment_scores)", FORMULAS),
-    ("scale: IPO's margin", "chunked_head/losses/preference.py", "(u - v - 0.5 / beta).square()", "(u - v - 1 / beta).square()", FORMULAS),
+    ("scale: IPO's margin", "chunked_head/losses/preference.py", "(first_scores - second_scores - 0.5 / beta).square()", "(first_scores - second_scores - 1 / beta).square()", FORMULAS),
     ("scale: label smoothing", "chunked_head/losses/label.py", "(1 - label_smoothing) * values + ", "values + ", FORMULAS),
     ("slope: token scaling", "chunked_head/losses/label.py", "values = values * stats.logprob.detach().exp()", "values = values * stats.logprob.exp()", FORMULAS),
     ("swapped: focal's probability", "chunked_head/losses/label.py", "wrong_probability = -torch.expm1(stats.logprob)", "wrong_probability = stats.logprob.exp()", FORMULAS),

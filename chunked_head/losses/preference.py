@@ -292,37 +292,41 @@ def pair_values(
     relative to ``ref_logprobs``. ``margin``: subtracted from the difference of scores. ``tau``: of discopop. ``power``:
     of ``transformed_scores``."""
     if variant in SORTING_VARIANTS:
-        u, v = sorted_scores(stats, batch, average, has_reference, variant == "aot")
+        first_scores, second_scores = sorted_scores(stats, batch, average, has_reference, variant == "aot")
     else:
         token_scores = scores(stats, batch, has_reference)
         if ld_alpha is not None:
             token_scores = torch.where(is_past_shorter(batch), token_scores * ld_alpha, token_scores)
         max_exponent = MAX_EXPONENT / 2 if variant == "ipo" else MAX_EXPONENT  # IPO squares exponentials
-        u, v = values_of_pairs(
+        first_scores, second_scores = values_of_pairs(
             transformed_scores(segment_totals(token_scores, batch, average), power, max_exponent), batch
         )
-    d = beta * (u - v) - margin  # [P] scaled differences of chosen and rejected scores
+    d = beta * (first_scores - second_scores) - margin  # [P] scaled differences of chosen and rejected scores
     if variant in ("sigmoid", "sigmoid_norm", *SORTING_VARIANTS):
         return -(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)
     if variant == "hinge":
         return torch.relu(1 - d)
     if variant == "ipo":
-        return (u - v - 0.5 / beta).square()
+        return (first_scores - second_scores - 0.5 / beta).square()
     if variant == "robust":
         return (-(1 - eps) * F.logsigmoid(d) + eps * F.logsigmoid(-d)) / (1 - 2 * eps)
     if variant == "exo_pair":
         chosen = gate(d) * (F.logsigmoid(d) - math.log1p(-eps))
         return chosen + gate(-d) * (F.logsigmoid(-d) - math.log(eps))
     if variant == "nca_pair":
-        return -F.logsigmoid(beta * u) - 0.5 * F.logsigmoid(-beta * u) - 0.5 * F.logsigmoid(-beta * v)
+        return (
+            -F.logsigmoid(beta * first_scores)
+            - 0.5 * F.logsigmoid(-beta * first_scores)
+            - 0.5 * F.logsigmoid(-beta * second_scores)
+        )
     if variant == "bco_pair":
-        return -F.logsigmoid(beta * u) - F.logsigmoid(-beta * v)
+        return -F.logsigmoid(beta * first_scores) - F.logsigmoid(-beta * second_scores)
     if variant == "sppo_hard":
-        return (u - 0.5 / beta).square() + (v + 0.5 / beta).square()
+        return (first_scores - 0.5 / beta).square() + (second_scores + 0.5 / beta).square()
     if variant == "apo_zero":
-        return gate(-beta * u) + gate(beta * v)
+        return gate(-beta * first_scores) + gate(beta * second_scores)
     if variant == "apo_down":
-        return gate(beta * u) + gate(-d)
+        return gate(beta * first_scores) + gate(-d)
     # discopop; exp(-d) * M in one exponential: for d far below 0 it is inf * 0 otherwise
     exponential = torch.exp(F.logsigmoid(d / tau) - d)
     return exponential - F.logsigmoid(d) * gate(-d / tau)
