@@ -148,8 +148,8 @@ class VocabParallel(GroupLayout):
 
 def part_sizes(vocab: int, ranks: int) -> tuple[int, ...]:
     """Number of rows in each of ``torch.chunk``'s pieces: equal, but the last ones are smaller or empty."""
-    step = math.ceil(vocab / ranks)
-    return tuple(max(0, min(step, vocab - rank * step)) for rank in range(ranks))
+    rows_per_rank = math.ceil(vocab / ranks)
+    return tuple(max(0, min(rows_per_rank, vocab - rank * rows_per_rank)) for rank in range(ranks))
 
 
 def process_group(group: Any, layout: str) -> Any:

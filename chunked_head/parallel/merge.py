@@ -12,12 +12,10 @@ from .agreement import all_gather, all_reduce, reduce_scatter
 
 
 class GatheredStats(NamedTuple):
-    """Statistics of a chunk's rows from all ranks: those of a rank are over its columns of the vocabulary."""
+    """Statistics of a chunk's rows as all ranks have sent them, each over its own columns of the vocabulary."""
 
-    message: (
-        Tensor  # [ranks, numbers + 1, rows] in the order of ``Layout.places``, and last check numbers of the tokens
-    )
-    demand: Demand
+    message: Tensor  # [ranks, numbers + 1, rows] in the order of ``Layout.places``; last the tokens' check numbers
+    demand: Demand  # the statistics that the call needs
     target: Tensor  # [rows] int64, -1 where a row does not count
     known_targets: bool  # every rank has sent the target's complete logit
     zero_or_nan: Tensor  # [] 0, or nan if ranks have different tokens
