@@ -102,7 +102,7 @@ class Framework:
         """Sets the object of a path to ``value``, also in ``importing_modules`` that are imported already."""
         *owner_names, name = object_path[1].split(".")
         for module_name in (object_path[0], *self.importing_modules):
-            owner = sys.modules.get(module_name)
+            owner = sys.modules.get(module_name)  # the module, then the class inside of it that has the object
             for owner_name in owner_names:
                 owner = getattr(owner, owner_name, None)
             if hasattr(owner, name):

@@ -123,11 +123,13 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
                     )
                 )
         texts_of, ids_of, row_indices_of = zip(*scored_requests, strict=True)
-        rows = logits.flatten(0, 1)[torch.cat(row_indices_of).to(logits.device)]
-        logprobs, is_greedy = scores(rows, torch.cat(ids_of).to(logits.device))
-        lengths = [len(ids) for ids in ids_of]
-        logprob_sums = [float(logprobs_of_ids.sum()) for logprobs_of_ids in logprobs.cpu().double().split(lengths)]
-        are_greedy = [bool(is_greedy_of_ids.all()) for is_greedy_of_ids in is_greedy.cpu().split(lengths)]
+        scored_logits = logits.flatten(0, 1)[torch.cat(row_indices_of).to(logits.device)]
+        logprobs, is_greedy = scores(scored_logits, torch.cat(ids_of).to(logits.device))
+        continuation_lengths = [len(ids) for ids in ids_of]
+        logprob_sums = [
+            float(logprobs_of_ids.sum()) for logprobs_of_ids in logprobs.cpu().double().split(continuation_lengths)
+        ]
+        are_greedy = [bool(is_greedy_of_ids.all()) for is_greedy_of_ids in is_greedy.cpu().split(continuation_lengths)]
         return list(zip(texts_of, zip(logprob_sums, are_greedy, strict=True), strict=True))
 
 

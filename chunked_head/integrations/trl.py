@@ -341,11 +341,11 @@ def with_sft_step(object_path: ObjectPath, original: Callable[..., Any]) -> Call
 
     @functools.wraps(original)
     def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        token = SFT_STEP.set((trainer, inputs) if torch.is_grad_enabled() else None)
+        reset_token = SFT_STEP.set((trainer, inputs) if torch.is_grad_enabled() else None)
         try:
             return original(trainer, model, inputs, *args, **kwargs)
         finally:
-            SFT_STEP.reset(token)
+            SFT_STEP.reset(reset_token)
 
     return compute_loss
 
@@ -381,8 +381,8 @@ def replacement_functions(
     def replacement(object_path: ObjectPath, original: Any) -> Any:
         if object_path[1] == "ChunkedDivergenceFunction":
             return DivergenceSeam(options)
-        outputs = "outputs" in inspect.signature(original.forward).parameters
-        return LogProbSeam(options, len(OUTPUT_NAMES) if outputs else 2, bool(losses))
+        takes_outputs = "outputs" in inspect.signature(original.forward).parameters
+        return LogProbSeam(options, len(OUTPUT_NAMES) if takes_outputs else 2, bool(losses))
 
     return [(TRL, replacement), *[(SFT, with_sft_step)] * bool(losses)]
 

@@ -100,16 +100,18 @@ class LazyLoss:
         backward the checkpoint calls again. RuntimeError if an operand's version differs then."""
         is_repeated, patch = bool(first_versions), self.source.patch
         if not torch.compiler.is_compiling():  # a graph's tensors are values, which nothing writes to
-            versions = [version(tensor) for tensor in (hidden_rows, ids, self.class_weights) if tensor is not None]
+            operand_versions = [
+                version(tensor) for tensor in (hidden_rows, ids, self.class_weights) if tensor is not None
+            ]
             if is_repeated and (
-                first_versions != versions or change_in_words(self.source.head, self.source.parameter_versions)
+                first_versions != operand_versions or change_in_words(self.source.head, self.source.parameter_versions)
             ):
                 raise RuntimeError(
                     f"{patch.model}'s loss is computed again in backward, and hidden states, targets, class "
                     "weights or the head's parameters have been modified by an inplace operation "
                     "since; call backward before"
                 )
-            first_versions[:] = versions
+            first_versions[:] = operand_versions
         logits = replay(self.source.layout.checked(head_forward(hidden_rows)), self.steps)
         reduction = "none" if self.reduction == "none" else "sum"
         options: Any = {"metrics": self.metrics, "ignore_index": self.ignore_index, "reduction": reduction}
@@ -211,7 +213,7 @@ class StatisticsOperand(NamedTuple):
 
     logits: VirtualLogits
     tail: Tail
-    factor: float | None  # None: of the logits themselves
+    factor: float | None  # of log-probabilities; None: statistics are of the logits themselves
 
 
 # returns statistics of an operand's rows for ids [..., 1], or for any ids if the second argument is None

@@ -66,7 +66,7 @@ def layout_of_matrix(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | No
     """The layout of a head's logits by its weight. None if the head is more than a plain matrix."""
     module = unwrapped(head)
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
-    has_other_forward = any(OLD_FORWARD in m.__dict__ or has_instance_forward(m) for m in (head, module))
+    has_other_forward = any(OLD_FORWARD in layer.__dict__ or has_instance_forward(layer) for layer in (head, module))
     if (
         not module.has_linear_forward
         or has_other_forward
@@ -117,7 +117,7 @@ def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
 def layout_by_trial(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool) -> Layout:
     """The layout of a head's logits by a trial on a few rows. Its ``reason`` is "" if two pieces of the rows give the
     same logits as all rows at once."""
-    call, size = head.forward if has_run_hooks else head.module_call, hidden.shape[-1]
+    head_call, hidden_size = head.forward if has_run_hooks else head.module_call, hidden.shape[-1]
     forward_in_words = f"a forward of its own, {class_name_of(head)}"
     is_rowwise = all(package_of(module).startswith(ROWWISE_PACKAGES) for module in head.modules())
     empty_layout = Layout(0, hidden.dtype, hidden.device)
@@ -126,16 +126,16 @@ def layout_by_trial(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | Non
         undisturbed_state(head, hidden),
         torch.autocast(device_type, autocast_dtype, autocast_dtype is not None, cache_enabled=False),
     ):
-        angles = torch.arange(TRIAL_SHAPE[0] * TRIAL_SHAPE[1] * size, device=hidden.device, dtype=torch.float32)
-        rows = angles.mul_(0.37).sin_().to(hidden.dtype).view(*TRIAL_SHAPE, size)
+        angles = torch.arange(TRIAL_SHAPE[0] * TRIAL_SHAPE[1] * hidden_size, device=hidden.device, dtype=torch.float32)
+        trial_rows = angles.mul_(0.37).sin_().to(hidden.dtype).view(*TRIAL_SHAPE, hidden_size)
         try:
-            logits = call(rows)
+            logits = head_call(trial_rows)
             if type(logits) is not Tensor or logits.dim() != 3 or logits.shape[:2] != TRIAL_SHAPE:
                 return empty_layout._replace(reason=f"{forward_in_words}, which gives no logits for each row")
             layout = Layout(logits.shape[-1], logits.dtype, logits.device)
             if hidden.is_meta or is_rowwise:
                 return layout
-            logits_of_pieces = torch.cat([call(piece) for piece in rows.flatten(0, 1).split(PIECE_ROWS)])
+            logits_of_pieces = torch.cat([head_call(piece) for piece in trial_rows.flatten(0, 1).split(PIECE_ROWS)])
         except Exception as error:  # a user's code
             return empty_layout._replace(
                 reason=f"{forward_in_words}, which raises {in_a_line(error)} for rows by themselves"

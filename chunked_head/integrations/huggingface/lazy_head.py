@@ -91,7 +91,7 @@ class LazyHead:
         call = self.forward if has_run_hooks else self.module_call
         if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
             return call(hidden, chunked_head_function=function)
-        results: list[Any] = []
+        results: list[Any] = []  # what ``function`` returned, before hooks cast it
 
         def store_result(head: Any, hidden: Tensor, head_forward: Any) -> Any:
             results.append(function(head, hidden, head_forward))

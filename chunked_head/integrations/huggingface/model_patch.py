@@ -54,12 +54,15 @@ class Report:
     def __str__(self) -> str:
         if not self.head_in_words:
             return f"{self.model}: {self.mechanism}"
-        counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
-        reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
-        tail = str(self.tail) if self.tail else "no loss so far"
-        graphs = ", ".join(filter(None, (self.graph_loss_in_words, self.graph_logits_in_words)))
-        graphs = f"; in graphs of torch.compile, whose runs do not count: {graphs}" if graphs else ""
-        return f"{self.model}: {self.head_in_words}; {self.mechanism}; {tail}; {counts}{reasons}{graphs}"
+        counts_in_words = f"{self.fused} losses fused, logits computed {self.materialised} times"
+        reasons_in_words = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        tail_in_words = str(self.tail) if self.tail else "no loss so far"
+        graphs_in_words = ", ".join(filter(None, (self.graph_loss_in_words, self.graph_logits_in_words)))
+        graphs_in_words = (
+            graphs_in_words and f"; in graphs of torch.compile, whose runs do not count: {graphs_in_words}"
+        )
+        counts_in_words += reasons_in_words + graphs_in_words
+        return f"{self.model}: {self.head_in_words}; {self.mechanism}; {tail_in_words}; {counts_in_words}"
 
     __repr__ = __str__
 
@@ -182,9 +185,9 @@ class ModelPatch:
         """A context of the model's forward, in which a call of the head returns lazy logits. If nested forwards share a
         head, its logits belong to the innermost forward with labels."""
         is_compiling = torch.compiler.is_compiling()
-        forward, count = Forward(self), 0
+        forward, earlier_count = Forward(self), 0
         if not is_compiling:  # a graph must not depend on counts
-            count = self.report.fused + self.report.materialised
+            earlier_count = self.report.fused + self.report.materialised
             enter(forward, head)
         self.is_running, self.is_tracing = True, is_compiling
         self.graph_has_loss = self.graph_has_logits = False
@@ -204,7 +207,7 @@ class ModelPatch:
             )
         if is_compiling or forward.is_covered or self.graph_has_logits:
             return
-        if self.report.fused + self.report.materialised == count:
+        if self.report.fused + self.report.materialised == earlier_count:
             name = self.report.head_name
             self.report.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {name}")
 

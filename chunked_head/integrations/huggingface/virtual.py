@@ -31,10 +31,10 @@ class VirtualLogits:
     """
 
     hidden: Tensor
-    steps: tuple[tuple[str, Any], ...]
+    steps: tuple[tuple[str, Any], ...]  # operations since the head's call: names with arguments
     vocab: int  # number of columns of the logits
     dtype: torch.dtype  # of the logits
-    source: Any  # a ``Source``
+    source: Any  # the ``Source``: the head and its state when it was called
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ class Tail:
     logit_scale: float = 1.0
     softcap: float | None = None
     vocab: int | None = None
-    biases: tuple[tuple[Tensor, float], ...] = ()
+    biases: tuple[tuple[Tensor, float], ...] = ()  # pairs of a vector and a factor
 
     def bias(self, module_bias: Tensor | None, weight: Tensor) -> Tensor | None:
         """The bias of the cropped head [vocab], differentiable; None if it has no bias. ``module_bias``: the bias of
