@@ -181,7 +181,7 @@ def run_doctor() -> Report:
     return diagnosis, [*shown_sections, ("Odd", [("", sentence) for sentence in diagnosis["odd"]])]
 
 
-PACKAGES = ("triton", "numpy", "transformers", "trl", "liger-kernel")
+PACKAGES = ("triton", "numpy", "transformers", "trl", "liger-kernel")  # packages whose versions the doctor prints
 # largest relative errors of a loss and of a gradient's norm, compared with full logits in float64, by dtype. 16-bit
 # types round exponentials and the gradient
 BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-4, 1e-2)}

@@ -22,7 +22,7 @@ from .recipes import TASKS, described
 P = ParamSpec("P")
 Result = TypeVar("Result")
 # names of the arguments that are operands
-OPERANDS = ("hidden", "weight", "bias", "logits")
+OPERANDS = ("hidden", "weight", "bias", "logits")  # arguments that operators take apart from other tensors
 # names of the arguments with which a call runs outside of graphs: process groups, lengths of segments (new numbers at
 # every step), weights in e4m3
 EAGER = ("parallel", "segment_lengths", "fp8_weight")

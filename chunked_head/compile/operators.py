@@ -37,7 +37,7 @@ from ..plan.planner import find_late_plan
 from ..stores.gradients import Gradients
 from .recipes import recipe_of
 
-FORWARD = "(Tensor[] operands, Tensor[] tensors, str key, bool[] needs_grad) -> Tensor[]"
+FORWARD = "(Tensor[] operands, Tensor[] tensors, str key, bool[] needs_grad) -> Tensor[]"  # schema of the operator
 BACKWARD = (
     "(Tensor[] operands, Tensor[] tensors, Tensor[] statistics, Tensor[] upstream, str key, bool[] needs_grad)"
     " -> Tensor[]"
@@ -45,7 +45,7 @@ BACKWARD = (
 SCALAR = ("loss", "packed")  # names of the outputs of a call that returns one loss
 INTEGERS = ("argmax", "top_k_ids")  # names of the outputs that are int64
 # names of the outputs that take no gradient
-WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")
+WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")  # names of outputs
 
 
 # ---- the dispatcher's state in a graph

@@ -8,7 +8,7 @@ from ..core.checks import choice, number
 from ..core.private import is_traced
 from ..losses.distillation import check_teacher, counted_entries, squared_temperature, topk_divergence, topk_options
 
-FUNCTION_NAME = "losses.gathered_topk_kl"
+FUNCTION_NAME = "losses.gathered_topk_kl"  # in errors
 
 
 def gathered_topk_kl(

@@ -17,7 +17,7 @@ from ..core.stats import all_at_targets
 from .fields import with_candidates
 
 # arguments that ask for further results, which have these names and this order
-RESULT_FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
+RESULT_FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # arguments that ask for a result
 
 
 class PerTokenOptions(HeadOptions, total=False):

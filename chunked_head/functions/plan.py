@@ -167,8 +167,8 @@ LEAST_SIZES = {
     "teacher_vocab": 1,
     "teacher_hidden": 1,
 }
-DTYPE_NAMES = ("dtype", "hidden_dtype", "weight_dtype", "teacher_dtype")
-NONE_ALLOWED = ("teacher_vocab", "teacher_hidden", *DTYPE_NAMES[1:])
+DTYPE_NAMES = ("dtype", "hidden_dtype", "weight_dtype", "teacher_dtype")  # arguments that are dtypes
+NONE_ALLOWED = ("teacher_vocab", "teacher_hidden", *DTYPE_NAMES[1:])  # arguments that may be None
 FLAG_NAMES = ("hidden_grad", "weight_grad", "bias", "skip_ignored", "segment_lengths", "sequence_sharded")
 CHECKED_OPTIONS = ("reduction", "label_smoothing", "softcap", "temperature", "deterministic", "precision", "backend")
 

@@ -22,7 +22,7 @@ from .huggingface.model_patch import check_options
 from .huggingface.patch import patch_model
 
 OPTIONS_KEY = "chunked_head"  # key of a configuration file
-STAGES = ("pt", "sft", "dpo", "kto")
+STAGES = ("pt", "sft", "dpo", "kto")  # training stages whose models are patched
 LOADER_PARAMETERS = "tokenizer, model_args, finetuning_args, is_trainable, add_valuehead"
 LOADING_MODULES = (*(f"llamafactory.train.{stage}.workflow" for stage in STAGES), "llamafactory.train.trainer_utils")
 LLAMAFACTORY = Framework(

@@ -22,7 +22,7 @@ from .huggingface.lazy_logits import LazyLogits
 from .huggingface.model_patch import OPTIONS, check_options
 from .huggingface.patch import patch_model
 
-MODULE = "lm_eval.models.huggingface"
+MODULE = "lm_eval.models.huggingface"  # lm-eval's module that this one replaces a class of
 USES = {
     ("lm_eval.api.registry", "register_model"): "names", (MODULE, "HFLM"): "pretrained, *",
     (MODULE, "HFLM._loglikelihood_tokens"): "requests, disable_tqdm, override_bs",

@@ -18,7 +18,7 @@ from .frameworks import Framework
 from .huggingface.model_patch import check_options
 from .huggingface.patch import patch_model
 
-CALLBACK_NAME = "chunked_head"
+CALLBACK_NAME = "chunked_head"  # value of ``--callbacks``
 SWIFT = Framework(
     "ms-swift", ("4.6.0",),
     {("swift.callbacks.mapping", "callbacks_map"): "*", ("swift.callbacks.base", "TrainerCallback"): "args, trainer"},

@@ -19,7 +19,7 @@ from ..functions.cross_entropy import linear_cross_entropy
 from ..parallel.groups import VocabParallel
 from .frameworks import Framework, call_through
 
-LOSS_MODULE = "torchtitan.components.loss"
+LOSS_MODULE = "torchtitan.components.loss"  # torchtitan's module of losses
 TORCHTITAN = Framework(
     "torchtitan", ("0.3.0",),
     {

@@ -65,11 +65,11 @@ FIELDS: dict[str, Field] = {
     "candidate_bias": Field("kept"),
 }
 
-KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
+KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")  # fields of kind "kept"
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense teacher
 # names of statistics that a loss may need besides `logprob` and `lse`, which every call has; DENSE_STATISTICS are those
 # of a dense teacher
-STATISTICS = WORDS
+STATISTICS = WORDS  # names of statistics
 DENSE_STATISTICS = (*DIVERGENCES, "teacher_argmax")
 
 
@@ -98,11 +98,11 @@ class SummandOptions(TypedDict, total=False):
     name: str | None
 
 
-SUMMAND_OPTION_NAMES = tuple(SummandOptions.__annotations__)
+SUMMAND_OPTION_NAMES = tuple(SummandOptions.__annotations__)  # of ``SummandOptions``
 
 
-PACKAGE = __name__.rpartition(".")[0] + "."
-LIBRARY = __name__.partition(".")[0] + "."
+PACKAGE = __name__.rpartition(".")[0] + "."  # begin of the names of modules in ``chunked_head.losses``
+LIBRARY = __name__.partition(".")[0] + "."  # begin of the names of all modules of this library
 
 
 def is_library(function: Any) -> bool:
@@ -122,7 +122,7 @@ class Measure:
     fields: Collection[str] = ()  # a tuple of names of required fields
     optional_fields: tuple[str, ...] = ()  # names
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # fields that FIELDS does not list
-    scope: Scope = "token"  # the tokens on which a value depends: one, or those of a segment
+    scope: Scope = "token"  # what a value depends on: its own token alone, or others too
     unit: Unit = "token"  # of which there is one value each
     reads_target: bool = True
     temperature: float | None = None
@@ -319,7 +319,7 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
 
 FactoryArguments = ParamSpec("FactoryArguments")
 FactoryResult = TypeVar("FactoryResult")
-FACTORY_RESULTS: Cache[tuple, Any] = Cache(256)
+FACTORY_RESULTS: Cache[tuple, Any] = Cache(256)  # losses and metrics, by factory and arguments
 
 
 def sharing_results(factory: Callable[FactoryArguments, FactoryResult]) -> Callable[FactoryArguments, FactoryResult]:

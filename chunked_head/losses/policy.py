@@ -251,7 +251,7 @@ def make_policy(
     )  # fmt: skip
 
 
-ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")  # of a KL divergence: values of ``estimator``
 
 
 @sharing_results

@@ -117,7 +117,7 @@ DPO_VARIANTS = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
     "apo_down", "discopop", "aot", "aot_unpaired",
 )  # fmt: skip
-CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
+CPO_VARIANTS = ("sigmoid", "hinge", "ipo")  # values of ``variant`` of ``cpo``
 MEAN_SCORE_VARIANTS = ("ipo", "sigmoid_norm")  # variants that score a segment by its mean by default
 # variants that take label_smoothing
 SMOOTHABLE_VARIANTS = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")

@@ -31,16 +31,16 @@ BASE_STATISTICS = ("logprob", "lse")
 def custom(
     function: Function,
     *,
-    scope: Scope,
-    needs: Iterable[str] | None = None,
+    scope: Scope,  # what a value depends on: its own token alone, or others too
+    needs: Iterable[str] | None = None,  # names of statistics; None: found by a run
     fields: Mapping[str, Field | str] | Iterable[str] | None = None,
-    unit: Unit = "token",
+    unit: Unit = "token",  # of which the function returns one value each
     name: str | None = None,
-    check: bool = True,
-    options: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
+    check: bool = True,  # the function runs on made-up tokens first
+    options: Mapping[str, Any] | None = None,  # the function's keyword arguments
+    tensors: Mapping[str, Tensor] | None = None,  # [vocab] each, further keyword arguments
     teacher: Teacher | None = None,
-    sums: Mapping[str, Any] | None = None,
+    sums: Mapping[str, Any] | None = None,  # functions to sum over the vocabulary, by statistic
     **summand: Any,
 ) -> Losses:
     """A loss of ``function(stats, batch) -> values``, which returns one unreduced value per ``unit``.

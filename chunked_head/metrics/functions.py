@@ -15,7 +15,7 @@ from ..losses.policy import checked_clamp, estimated_kl
 from ..losses.sums import ElementwiseFunction, sum_of
 from .values import Metric, MetricOptions, Reduce
 
-ESTIMATORS = ("k1", "abs", "k2", "k3")
+ESTIMATORS = ("k1", "abs", "k2", "k3")  # of a KL divergence: values of ``estimator``
 # fields of older log-probabilities, by the value of the option ``against``
 AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}
 
@@ -28,9 +28,9 @@ def make(
     level: str = "token",
     reduce: Reduce = "mean",
     name: str | None = None,
-    suffix: str = "",
+    suffix: str = "",  # of the default name
     fields: tuple[str, ...] = (),
-    needs: Iterable[str] = (),
+    needs: Iterable[str] = (),  # names of statistics
     **metric_fields: Any,
 ) -> Metric:
     """A metric. Its default name is made of ``name`` (None: ``kind``), ``suffix``, the level "segment" and the

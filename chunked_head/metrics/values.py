@@ -143,7 +143,7 @@ class Group(NamedTuple):
 
 
 GROUP_NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by process group, in order of first use
-NEXT_GROUP_NUMBER = itertools.count()
+NEXT_GROUP_NUMBER = itertools.count()  # iterator of the numbers of groups
 
 
 @dataclass(frozen=True, eq=False)

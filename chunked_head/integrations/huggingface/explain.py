@@ -26,7 +26,7 @@ from .patch import LABEL_NAMES, model_without_peft, patch_model, unpatch_model
 from .source import PATCH
 from .virtual import RehearsedLoss, Tail
 
-MASK_NAMES = ("attention_mask", "decoder_attention_mask")
+MASK_NAMES = ("attention_mask", "decoder_attention_mask")  # arguments of a model's forward
 OUTSIDE_NEEDS = 'needs when="training", without loss= and metrics=; TRL\'s trainers need patch_trl()'
 REHEARSAL_TOKENS = 16  # length of the forward that shows where the loss is made; the place does not depend on it
 

@@ -24,7 +24,7 @@ from .virtual import RehearsedLoss, Tail, VirtualLogits, replay, tail_of
 
 CHUNK_BYTES = 256 << 20  # memory of a chunk's logits and their copies, where a head's own forward computes them
 COPIES_OF_LOGITS = 4  # fp32 tensors of a chunk: its logits, their cast, log-probabilities, gradient
-LOG_SOFTMAX = "log_softmax"
+LOG_SOFTMAX = "log_softmax"  # name of a step of ``VirtualLogits``
 IGNORE_NO_ID = -(1 << 62)  # every id counts: an id out of range is an error, as gather has it
 
 

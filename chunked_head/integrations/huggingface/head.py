@@ -12,7 +12,7 @@ from torch.nn.modules import module as global_hooks
 
 from ...core.checks import is_dtensor
 
-FSDP1 = "FullyShardedDataParallel"
+FSDP1 = "FullyShardedDataParallel"  # name of the wrapper's class
 # modules around a head, and the attribute that is the head: FSDP1 gathers its parameters while its forward runs
 WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
 # prefixes of packages whose hooks gather and free parameters, or count, and do not read the head's output

@@ -35,7 +35,7 @@ from .source import LAZY_HEADS, PATCH, patch_in_forward, watch_optimizers
 from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # attribute of a model: the Report of its patch
-LABEL_NAMES = ("labels", "shift_labels")
+LABEL_NAMES = ("labels", "shift_labels")  # arguments of a model's forward
 CACHE_NAMES = ("past_key_values", "cache")  # "cache" since transformers 5.24
 Model = TypeVar("Model", bound=nn.Module)
 

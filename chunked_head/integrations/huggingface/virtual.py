@@ -18,7 +18,7 @@ from torch import Tensor
 from ...losses.base import Losses
 
 NUMBER_TYPES = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
-MASK_DTYPES = (torch.bool, torch.uint8)
+MASK_DTYPES = (torch.bool, torch.uint8)  # of indices that select by a mask
 DIMENSION_NAMES = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  # parameters
 
 

@@ -30,8 +30,8 @@ VERL = Framework(
     importing_modules=("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
 )  # fmt: skip
 # the backward of Megatron's gather_from_sequence_parallel_region, which sums gradients over the ranks
-GATHER_BACKWARD = "_GatherFromSequenceParallelRegionBackward"
-TRAINER_LOGPROBS = LogprobsOfTrainer()
+GATHER_BACKWARD = "_GatherFromSequenceParallelRegionBackward"  # Megatron's autograd node of a gather of sequences
+TRAINER_LOGPROBS = LogprobsOfTrainer()  # ``linear_logprobs`` for verl's losses
 
 
 def linear_cross_entropy(
