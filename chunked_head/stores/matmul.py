@@ -105,7 +105,7 @@ def add_dweight(
     hidden: Tensor,  # [rows, hidden]
     out: Tensor,  # [columns, hidden]
     is_first: bool,
-    gain: Tensor | None = None,  # []
+    gain: Tensor | None = None,  # [] factor of the product, by which ``dlogits`` are divided; None for 1
 ) -> None:
     """``out = gain * dlogits.T @ hidden`` where ``is_first``, else ``out += gain * dlogits.T @ hidden``"""
     if gain is None and summed_by_blas(dlogits, hidden, out):

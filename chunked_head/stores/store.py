@@ -37,11 +37,11 @@ TIE_TOLERANCE = 2.0**-16
 SOFTMAX = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SUFFIX]
 
 
-def transform(head: Head | TeacherHead, scale: Tensor | None) -> Transform:
-    """Scale and cap of a head as a ``Transform``, with None for a scale of 1 and for no cap. ``scale`` [rows]: each
-    row's factor."""
+def transform(head: Head | TeacherHead, row_scale: Tensor | None) -> Transform:
+    """Scale and cap of a head as a ``Transform``, with None for a scale of 1 and for no cap. ``row_scale`` [rows]: the
+    factor of each row's logits."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
-    return Transform(logit_scale, head.softcap, scale if head.scaled else None)
+    return Transform(logit_scale, head.softcap, row_scale if head.scaled else None)
 
 
 def outputs_of(stats: Mapping[str, Tensor], names: Names) -> SoftmaxOutputs:

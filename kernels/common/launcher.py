@@ -101,11 +101,11 @@ class DescriptorFields:
     """A function from a descriptor to the fields that the C function takes for it, for the descriptor at one position
     of a compiled kernel's arguments."""
 
-    def __init__(self, expand: Callable[..., Sequence[Any]] | None, num_leading: int, is_unpacked: bool):
-        """``expand``: Triton's function that expands descriptors among its arguments, around a function that returns
-        all of them; None if the C function takes descriptors. ``num_leading``: number of arguments before the kernel's.
-        ``is_unpacked``: the kernel's follow one by one, not as a tuple."""
-        self.expand, self.leading, self.is_unpacked = expand, (None,) * num_leading, is_unpacked
+    def __init__(self, expand_descriptors: Callable[..., Sequence[Any]] | None, num_leading: int, is_unpacked: bool):
+        """``expand_descriptors``: Triton's function that expands descriptors among its arguments, around a function
+        that returns all of them; None if the C function takes descriptors. ``num_leading``: number of arguments before
+        the kernel's. ``is_unpacked``: the kernel's follow one by one, not as a tuple."""
+        self.expand, self.leading, self.is_unpacked = expand_descriptors, (None,) * num_leading, is_unpacked
 
     def __call__(self, descriptor: Any) -> tuple:
         if self.expand is None:

@@ -79,7 +79,7 @@ def row_grad(
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratios,  # a tuple, for each softmax its inverse temperature relative to the first's; float or None for 1
     scalars,  # a tuple of floats, the numbers of the sums' functions
-    tie_tolerance,  # as ``part_below`` takes it
+    tie_tolerance,  # relative difference up to which p and q count as equal; None for 0
     ADD_SUMS: tl.constexpr,  # generated function; None without sums
     ADD_TERMS: tl.constexpr,  # generated function
     IS_PAIRED: tl.constexpr,  # there is a teacher

@@ -183,7 +183,7 @@ def finish_dhidden_kernel(
 
 
 @kernel
-def finish_with_apart_kernel(
+def finish_with_sparse_kernel(
     # outputs
     dhidden_ptr,  # [rows, hidden]
     # inputs

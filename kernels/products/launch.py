@@ -9,7 +9,7 @@ from ...core.memory import RECORDERS, empty, recorder
 from ...core.records import ALL_ROWS, CountedRows
 from ...core.tiles import INTERPRETED, Matrix, Quantised, Tile, cdiv, power_of_2
 from ..common.operands import as_quantised, matrix, row_stride
-from .dhidden import dhidden_kernel, finish_dhidden_kernel, finish_with_apart_kernel
+from .dhidden import dhidden_kernel, finish_dhidden_kernel, finish_with_sparse_kernel
 from .dweight import add_rows_kernel, dweight_kernel, pick_columns_kernel, put_rows_kernel, sort_columns_kernel
 
 PIECE_ENTRIES = 16  # entries of a piece, whose sums ``add_rows_kernel`` makes at a time
@@ -70,7 +70,7 @@ def finish_dhidden(
     )
 
 
-def finish_with_apart(
+def finish_with_sparse(
     out: torch.Tensor,  # [rows, hidden]
     product: torch.Tensor,  # [rows, hidden] fp32, of e4m3 operands
     weight: torch.Tensor,  # [vocab, hidden] contiguous
@@ -83,7 +83,7 @@ def finish_with_apart(
     """Writes ``out = softmax_factor * product + sum_i terms[i] * weight[places[i]]``; 0 where a row does not count."""
     (rows, hidden), num_ids = product.shape, places.shape[1]
     block = min(power_of_2(hidden), 1024)
-    finish_with_apart_kernel[rows, cdiv(hidden, block)](
+    finish_with_sparse_kernel[rows, cdiv(hidden, block)](
         out, product, weight, target, softmax_factor, places, terms, *counted, rows, hidden,
         NUM_IDS=num_ids, BLOCK_IDS=power_of_2(num_ids), BLOCK_COLUMNS=block, num_warps=4,
     )  # fmt: skip

@@ -145,8 +145,8 @@ def exp_logits(
     hidden, hidden_scale, hidden_common = as_quantised(hidden)
     weight, weight_scale, weight_common = as_quantised(weight)
     rows, vocab = hidden.shape[0], weight.shape[0]
-    tile_columns = cdiv(vocab, tile.block_n)
-    strip_width = tile.block_n // (strips.offset.shape[0] // tile_columns)
+    num_column_tiles = cdiv(vocab, tile.block_n)
+    strip_width = tile.block_n // (strips.offset.shape[0] // num_column_tiles)
     assert not any((width or 0) % strip_width for width in widths)
     vocab_divisor = next(size for size in (tile.block_n, tile.block_n // 2, 1) if vocab % size == 0)
     programs = programs_of(tile, rows, vocab, hidden.device)

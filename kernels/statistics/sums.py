@@ -31,7 +31,7 @@ def row_sums(
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratio,  # the softmax's inverse temperature relative to the logits'; float or None for 1
     scalars,  # a tuple of floats, the numbers of the sums' functions
-    tie_tolerance,  # as ``part_below`` takes it
+    tie_tolerance,  # relative difference up to which p and q count as equal; None for 0
     ADD_SUMS: tl.constexpr,  # generated function
     IS_PAIRED: tl.constexpr,  # there is a teacher
     NUM_SUMS: tl.constexpr,

@@ -33,7 +33,7 @@ TESTS: dict[str, Sequence[str]] = {
     "kernels/test_rounding.py::test_transposed_rows": ("triton-interpreted-sizes0-True",),
     "kernels/test_rounding.py::test_sparse_part": ("triton-interpreted-sizes0-True",),
     "kernels/test_rounding.py::test_dweight": ("None-triton-interpreted-sizes0-tile1-False-float32",),
-    "kernels/test_rounding.py::test_finish_with_apart": ("triton-interpreted-sizes0-True",),
+    "kernels/test_rounding.py::test_finish_with_sparse": ("triton-interpreted-sizes0-True",),
     "kernels/test_rounding.py::test_rows_of_few_places": ("triton-interpreted-3",),
 }
 

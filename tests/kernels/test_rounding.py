@@ -166,7 +166,7 @@ def test_dweight(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile, fi
 
 
 @crossed(place=PLACES, sizes=SIZES, some=[False, True])
-def test_finish_with_apart(place: Place, sizes: tuple[int, int, int], some: bool) -> None:
+def test_finish_with_sparse(place: Place, sizes: tuple[int, int, int], some: bool) -> None:
     (rows, vocab, hidden), generator = sizes, torch.Generator().manual_seed(5)
     count, counted = counted_of(rows, place, some)
     product, weight = torch.randn(rows, hidden, generator=generator), torch.randn(vocab, hidden, generator=generator)
@@ -181,7 +181,7 @@ def test_finish_with_apart(place: Place, sizes: tuple[int, int, int], some: bool
     expected[target < 0] = 0.0
     out = torch.full((rows, hidden), 7.0, device=place.device)
     given = [t.to(place.device) for t in (product, weight, target, factor, places, terms)]
-    products.finish_with_apart(out, *given, counted)
+    products.finish_with_sparse(out, *given, counted)
     torch.testing.assert_close(out.cpu()[:count], expected[:count], rtol=1e-5, atol=1e-5)
     assert (out[count:] == 7.0).all()
 

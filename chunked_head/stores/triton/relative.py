@@ -1,4 +1,4 @@
-"""The store of fp16 logits relative to strips of columns, which our logits matmul writes."""
+"""The store of logits that our matmul writes in fp16, relative to the maximum of their strip of columns."""
 
 import functools
 from collections.abc import Iterator
@@ -216,6 +216,7 @@ class RelativeStore(HalfStore):
         return dlogits
 
     def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
+        """Adds a chunk's product. ``gain`` []: its factor, by which ``dlogits`` are divided; None for 1."""
         super().add_dweight(dlogits, rows, out, is_first, gain)
         if sums_frequent(self.sizes, self.rows, out.dtype):
             if self.frequent is None:

@@ -41,8 +41,8 @@ class RoundedGradients:
             shape = cdiv(rows, E4M3_ROWS) + 1, columns
             yield Buffer("sums of exponentials in e4m3", shape, torch.float32, SWEEP, LOOP)
             # sorted by place
-            yield Buffer("order of gradients apart", (sizes.tokens, entries, 5), torch.int32, LOOP, LOOP)
-        yield Buffer("gradients apart", (sizes.tokens, entries, 2), torch.float32, SWEEP, LOOP)
+            yield Buffer("order of sparse gradients", (sizes.tokens, entries, 5), torch.int32, LOOP, LOOP)
+        yield Buffer("sparse gradients", (sizes.tokens, entries, 2), torch.float32, SWEEP, LOOP)
 
     def __init__(self, sizes: Sizes, rows: int, head: Head):
         device, padded, columns = head.weight.device, padded_e4m3(rows), padded_e4m3(sizes.vocab)
@@ -115,12 +115,13 @@ class RoundedGradients:
     def put_dhidden(
         self, out: Tensor, product: Tensor, softmax_factor: Tensor, rows: Rows, counted: CountedRows
     ) -> None:
-        """The gradient of a chunk's hidden states. ``product``: memory [rows, hidden] fp32."""
+        """Writes the gradient of a chunk's hidden states to ``out``. ``product`` [rows, hidden] fp32: scratch for the
+        dense part."""
         assert self.head.fp8 is not None and self.head.fp8.transposed is not None
         weight, unit = self.head.fp8.transposed[:2]
         multiply_e4m3(self.exp[: len(out)], weight, product, unit)
         entries = self.sparse_ids[rows.tokens], self.sparse_dlogits[rows.tokens]
-        products.finish_with_apart(out, product, self.head.weight, rows.target, softmax_factor, *entries, counted)
+        products.finish_with_sparse(out, product, self.head.weight, rows.target, softmax_factor, *entries, counted)
 
     def add_dweight(self, out: Tensor, first: bool, counted: CountedRows) -> None:
         """Adds a chunk's product, or stores it where it is the ``first``."""

@@ -91,7 +91,7 @@ def sums_frequent(sizes: Sizes, rows: int, dtype: torch.dtype) -> bool:
 class HalfStore(MatmulStore):
     """A store of 16-bit operands. Rows of its buffer start on 16 bytes, as our products need."""
 
-    bounds_rows = True
+    bounds_rows = True  # its matmuls can stop at a number of rows that only the device knows
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
