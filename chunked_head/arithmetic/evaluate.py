@@ -2,7 +2,7 @@
 
 For ``n`` tokens let ``s`` be their statistics ([n] each, ``logprob``, ``lse``, ...), and of summand ``i`` let ``l_i``
 be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (or [segments], [pairs]), and
-``f_i = coefficient_i / D_i`` the factor, [].
+``f_i = coefficient_i / D_i`` the factor, [], of which ``D_i`` is the denominator. ``omega`` are the class weights.
 
 1. Values: ``v_i = m_i w_i l_i(s)``. Values of tokens are rows of a table [rows, n], losses' rows first, then metrics';
    ``totals`` sums up the complete table once.
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
     fields: Named
     num_segments: int | None
     summand_factors: Tensor  # [summands] the coefficient of each over its denominator D
-    tensors: list[Named]  # for each summand, its ``tensors`` by name
+    tensors: list[Named]  # for each summand the tensors among its options, by name
     metric_weights: Named  # by weighting, "token" excepted: [n] from ``weights_in``
     token_fields: frozenset[str] = frozenset()  # names of ``fields`` that have a row for each token
     withheld: frozenset[str] = frozenset()  # names of fields of the call that are not in ``fields``
@@ -318,8 +318,9 @@ def plain_saving() -> contextlib.AbstractContextManager[Any]:
 def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]], one_or_nan: Tensor) -> list[Tensor]:
     """For each summand and each metric, the sum or extremum of its values over all tokens: [], or [c] for c components.
 
-    ``unit_values``: values of segments and pairs, by chunk. If an id was out of range, sums of metrics are nan; sums of
-    summands become nan later, by their denominators.
+    ``table``: values of tokens [values, tokens], losses' rows first, then metrics'. ``unit_values``: values of segments
+    and pairs, by chunk. If an id was out of range, sums of metrics are nan; sums of summands become nan later, by their
+    denominators.
     """
     sums = table.sum(1)
     if structure.metrics:

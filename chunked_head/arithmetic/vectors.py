@@ -27,8 +27,9 @@ SIZES = ["first", "rows", "chunk_stride", "table_stride"]  # arguments whose val
 
 
 class VectorKernel:
-    """A kernel that reads the tokens ``rows`` of inputs of all tokens, and writes two fp32 outputs: ``chunk`` [outputs,
-    tokens of ``rows``], and ``rows`` of ``table`` [outputs, tokens]. The trace has the number of outputs of each."""
+    """A kernel that reads the tokens ``rows`` of inputs of all tokens, and writes two fp32 tensors: ``chunk`` [m,
+    tokens of ``rows``], and the columns ``rows`` of ``table`` [k, tokens]. The traced function returns m and k
+    vectors."""
 
     def __init__(self, source: str, used: Sequence[int], input_count: int, output_counts: tuple[int, int]):
         """``used``: indices of the inputs that the source reads. ``input_count``: number of all inputs."""

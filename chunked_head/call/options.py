@@ -171,8 +171,8 @@ class Call(Generic[Result]):
     """The request of a user, made by any public function: operands, options, losses, metrics, batch.
 
     ``outputs``: names of the values that are returned for each token; empty where the call returns one loss.
-    ``result``: turns an ``Outcome`` into the public function's return value. For values per token it holds no tensor
-    of the call.
+    ``result``: turns an ``Outcome`` into the public function's return value. Where the call returns
+    values per token, the function refers to no tensor of the call.
     """
 
     function: str

@@ -167,7 +167,7 @@ def sizes_of(
     if not (call.kept_everywhere or spec.demand.columns_only):  # some softmax is over the vocabulary
         has_plain_operands = has_plain_rows and call.softcap is None and not has_bias_grad
         store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), has_plain_operands, teacher)
-    fp8_copy = (
+    fp8_copy_origin = (
         None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
     )
     is_only_hidden = makes_grads == (True, False, False)
@@ -175,7 +175,7 @@ def sizes_of(
         "num_row_factors": spec.num_row_factors if is_only_hidden else 0,
         "waits_for_backward": bool(call.outputs),
         "waits_for_all": spec.coupled and not traits.get("ends_with_segments"),
-        "fp8": fp8_copy,
+        "fp8": fp8_copy_origin,
         "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         "teacher_cast": teacher is not None and teacher.casts,
     }

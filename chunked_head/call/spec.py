@@ -308,7 +308,8 @@ def decided(
 def structure_at(
     call: Call[Any], field_names: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Structure, Demand]:
-    """Returns losses and metrics with the call's numbers, and the statistics that losses, metrics and outputs need.
+    """Returns the ``Structure`` of losses and metrics, which has the values of this call's options, and the ``Demand``:
+    the statistics that losses, metrics and outputs need.
     ``columns`` and ``teacher_vocab``: as in ``decided``."""
     losses_and_metrics = call.losses, call.metrics
     structure, demand = structure_of(*losses_and_metrics, call.plain_temperature, call.vocab, columns, teacher_vocab)
@@ -386,9 +387,10 @@ def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> N
         missing_text = "kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing"
         checks.refuse({missing_text: call.kept_everywhere})
         return
+    features = [s.feature_over_vocabulary for s in (*demand.statistics[0], *demand.lists)]
     of_all_text = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
     checks.refuse({
-        **{of_all_text.format(s.of_all): s.of_all for s in (*demand.statistics[0], *demand.lists)},
+        **{of_all_text.format(text): text for text in features},
         of_all_text.format("a dense teacher"): demand.pairing is not None,
         of_all_text.format("a sum over the vocabulary"): demand.sums,
         "candidate_bias does not go with softcap, whose slope is that of logits without it; leave one out":

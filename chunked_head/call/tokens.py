@@ -56,8 +56,8 @@ class Packing:
         return values.index_select(0, self.order)
 
     def places(self, rows: Tensor) -> Tensor:
-        """Indices in ``order`` of the call's rows ``rows``; -1 for rows that ``order`` leaves out, and for a row of
-        -1."""
+        """For each element of ``rows``, an index of the call's rows: its position in ``order``; -1 if ``order`` lacks
+        it, or if the element is -1."""
         place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self.order] = torch.arange(len(self.order), device=rows.device)
         return place[rows]  # -1 reads the last element, which is -1

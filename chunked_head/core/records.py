@@ -83,8 +83,8 @@ class Statistic:
         default=False, compare=False
     )  # each softmax has its own; False: all have one, of the logits
     file: str = field(default="", compare=False)  # name of the file of its jit functions; "": the statistic's name
-    # for the error where softmaxes are over sets of columns: what needs the statistic; "": sets have it too
-    of_all: str = field(default="", compare=False)
+    # where softmaxes are over sets of columns, the error's name for what needs the statistic; "": sets have it too
+    feature_over_vocabulary: str = field(default="", compare=False)  # a feature that needs the whole vocabulary
     width: int = 0  # of a list: number of columns of each row; 0: the statistic is no list
 
     def __repr__(self) -> str:  # as ranks name it where their calls differ

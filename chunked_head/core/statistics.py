@@ -100,7 +100,7 @@ WEIGHTED_SUM = Statistic(
     sum_of_pieces,
     weighted_sum_values,
     weighted_sum_slopes,
-    of_all="the mean logit, or label smoothing",
+    feature_over_vocabulary="the mean logit, or label smoothing",
 )
 
 
@@ -151,11 +151,11 @@ def top_k_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, colu
 
 COLUMNS = Statistic(
     "columns", ("column_logits",), ("topk_logprobs",), None, sum_of_pieces, column_values, column_slopes,
-    of_all="logits of a teacher's ids",
+    feature_over_vocabulary="logits of a teacher's ids",
 )  # fmt: skip
 TOP_K = Statistic(
     "top_k", ("top_k_logits", "top_k_ids"), ("top_k_logprobs", "top_k_ids"), None, top_k_of_pieces, top_k_values,
-    ids=("top_k_ids",), of_all="top_k",
+    ids=("top_k_ids",), feature_over_vocabulary="top_k",
 )  # fmt: skip
 STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order in which ranks send them
 LISTS = COLUMNS, TOP_K

@@ -22,7 +22,7 @@ class View(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """A dense teacher, and the student's softmax that sums over the vocabulary pair it with."""
+    """A dense teacher, and the student's softmax: divergences sum over both."""
 
     view: int  # index of the student's softmax in ``Demand.views``
     columns: int  # number of columns that both vocabularies have
@@ -235,7 +235,8 @@ class RowStats(Vectors):
 
     @classmethod
     def empty(cls, tokens: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> "RowStats":
-        """Uninitialised statistics of a layout, known to this thread's ``Recorder``. ``dtype``: that of numbers."""
+        """Uninitialised statistics of a layout, known to this thread's ``Recorder``. ``dtype``: of all vectors
+        but those of ids."""
         vectors = dict[str, Tensor]()
         # each vector has memory of its own, since outputs of a graph's operator must not share any
         for name, (numbers, ids, _) in layout.forms.items():

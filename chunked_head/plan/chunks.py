@@ -69,7 +69,7 @@ def chunk_size(
 
 
 def with_rows(plan: Plan, rows: int) -> Plan:
-    """The plan with chunks of ``rows`` rows, which are also those of its blocks."""
+    """The plan with ``rows`` rows in each chunk and in each block."""
     return replace(plan, chunk_tokens=rows, block_tokens=rows)
 
 

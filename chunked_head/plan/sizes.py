@@ -56,10 +56,10 @@ class Buffer(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def peak_of(buffers: Iterable[Buffer], phase_sizes: Sequence[int] = (0, 0, 0, 0, 0)) -> int:
-    """Bytes in memory in the phase with the most bytes. ``phase_sizes``: bytes of further buffers in each of the five
-    phases."""
-    return max(map(sum, zip(phase_sizes, phase_bytes(buffers), strict=True)))
+def peak_of(buffers: Iterable[Buffer], other_bytes_by_phase: Sequence[int] = (0, 0, 0, 0, 0)) -> int:
+    """Bytes in memory in the phase with the most bytes. ``other_bytes_by_phase``: bytes of further buffers in
+    each of the five phases."""
+    return max(map(sum, zip(other_bytes_by_phase, phase_bytes(buffers), strict=True)))
 
 
 def phase_bytes(buffers: Iterable[Buffer]) -> list[int]:
