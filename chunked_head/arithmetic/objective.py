@@ -77,7 +77,7 @@ class Objective:
 
     @functools.cached_property
     def unit_slopes(self) -> Tensor:
-        """[tokens] -1; 0 where a token does not count. It is alpha and beta of the gradient of a target's
+        """[tokens] -1 for tokens that count, 0 for others: both alpha and beta in the gradient of a target's
         log-probability."""
         return (self.targets >= 0).to(self.dtype).neg_()
 

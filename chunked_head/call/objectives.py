@@ -153,8 +153,8 @@ def fields_of(
 
 
 def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
-    """[] ``1 / D`` in the statistics' dtype. D, the denominator of a loss, is 1 for a sum, or where nothing counts.
-    Returns 0 for a normalizer of 0, and nan if an id of the call is out of range."""
+    """[] ``1 / D`` in the statistics' dtype. D is the denominator of a loss: 1 for a sum, and for a mean over
+    nothing that counts. Returns 0 for a normalizer of 0, and nan if an id of the call is out of range."""
     call, one_or_nan = tokens.call, tokens.one_or_nan
     normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
     if (summand.reduction or call.reduction) != "mean":

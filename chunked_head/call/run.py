@@ -118,9 +118,9 @@ class CallFunction(torch.autograd.Function):
     """The autograd Function of a call, which returns its outputs; or of the calls on several streams of hidden states,
     which returns the sum of their losses.
 
-    ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. ``finished``: a
-    list to which statistics, values of summands and totals of metrics of each call are appended. Operands: the hidden
-    states of each call, weight, and bias or None; or logits.
+    ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. ``finished``: an
+    empty list, to which each call appends its statistics, values of summands and totals of metrics. Operands: the
+    hidden states of each call, weight, and bias or None; or logits.
     """
 
     @staticmethod
@@ -236,8 +236,8 @@ def refuse_batched(upstream: Tensor) -> None:
 class BackwardWork:
     """The work of one call's backward: all that it needs besides the tensors that autograd saves.
 
-    Autograd saves the operands; of each call statistics, where the call returns them (an attribute would keep their
-    graph alive), and a teacher's tensors, which are freed after backward.
+    Autograd saves the operands and a teacher's tensors, so that they are freed after backward. It also saves the
+    statistics where the call returns them, since an attribute would keep their graph alive.
     """
 
     work: LocalWork  # has empty tensors in place of a teacher's

@@ -42,8 +42,7 @@ class StreamsBuffer(GradientBuffer):
             grads.without_weight()
 
     def handed_over(self) -> None:
-        """The weight's gradient that one stream hands over: None, since the backward of all streams returns the sums
-        once."""
+        """Returns None as one stream's gradient of the weight, which the backward of all streams returns once."""
 
     def finished(self, backwards: Sequence[BackwardWork], upstream: Grads, has_late_gradients: bool) -> Tensor:
         """The sums in the weight's dtype; nan if an id of any stream was out of range. Drops the reference to them,

@@ -23,7 +23,7 @@ SEVERAL_FACTORS = ", several numbers a row: a gradient for each takes as many pr
 
 
 class Miss(NamedTuple):
-    """The reason why a candidate does not fit its budget: it has too few bytes for chunks of its least rows."""
+    """The reason why a candidate does not fit: its budget has too few bytes for chunks of the fewest rows."""
 
     missing_bytes: int  # bytes that the budget lacks
     needed_bytes: int  # bytes beside the gradients that the call needs with chunks of ``rows`` rows

@@ -108,8 +108,7 @@ OwnColumns = tuple[Tensor, Tensor | None, Tensor]
 
 
 def heavy_columns(stats: RowStats) -> OwnColumns | None:
-    """The ids, None and exact logits of heavy ids, whose e4m3 logits the exact ones replace; None for a call without
-    fp8."""
+    """A tuple of heavy ids, None, and the exact logits that replace their e4m3 logits; None for a call without fp8."""
     if stats.heavy_ids is None or stats.heavy_logits is None:
         return None
     return stats.heavy_ids, None, stats.heavy_logits
