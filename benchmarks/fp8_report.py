@@ -11,7 +11,7 @@ HEAD = "tokens x hidden x vocabulary"
 FLAT = "flat"
 TITLES = {
     "fp8_training": "Held-out loss, mean of three seeds",
-    "fp8_differences": "... less bf16's; bf16's seeds are grey",
+    "fp8_differences": "Held-out loss less the mean of bf16, whose seeds are grey",
 }
 Cell = Callable[[Callable[[str, str], dict[str, Any]]], str]
 
