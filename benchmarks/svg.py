@@ -65,6 +65,7 @@ def plot(
         corners = "L".join(f"{x:.1f} {y:.1f}" for x, y in edges)
         out.append(f'<path d="M{corners}Z" fill="{BAND}" fill-opacity="0.25"/>')
     numbers = list[tuple[float, float]]()  # places of dots' numbers
+    dots = [place(scale(x), scale(y)) for points in lines.values() if len(points) == 1 for x, y in points]
     for index, (name, points) in enumerate(lines.items()):
         color, places = COLORS[index % len(COLORS)], [place(scale(x), scale(y)) for x, y in points]
         words, row = name.replace("*", ""), floor + 62 + ROW * index
@@ -75,7 +76,8 @@ def plot(
         if len(points) == 1:
             (x, y), sides = places[0], (9, -19)  # on the right of its dot, on the left, then higher up
             tries = ((x + side, y + 5 - 15 * up) for up in range(len(lines)) for side in sides)
-            free = (spot for spot in tries if all(abs(spot[0] - a) >= 20 or abs(spot[1] - b) >= 15 for a, b in numbers))
+            taken = [*numbers, *[(a - 5, b + 5) for a, b in dots if (a, b) != (x, y)]]
+            free = (spot for spot in tries if all(abs(spot[0] - a) >= 13 or abs(spot[1] - b) >= 13 for a, b in taken))
             numbers.append(next(free))
             out.append(text(*numbers[-1], str(index + 1), f'{bold} text-anchor="start"'))
             out.append(text(left - 14, row, str(index + 1), f'{bold} text-anchor="end"'))
