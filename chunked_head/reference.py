@@ -196,7 +196,7 @@ def gradient_(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor, merged: Pie
 
 # ---------------------------------------------------------------- 6. the loop over chunks
 class Result(NamedTuple):
-    """Losses, metrics, and gradients of ``loss`` in the dtypes of their tensors."""
+    """Losses, metrics, and the gradients of ``loss``, each in the dtype of its operand."""
 
     loss: Tensor  # []: the sum of coefficient times part
     parts: dict[str, Tensor]  # [] each: the losses, reduced

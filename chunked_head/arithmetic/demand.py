@@ -243,9 +243,9 @@ def pair_up(
         )
     ((teacher, view),) = kinds
     # a user's loss of the sums may have a gradient that waits for them, whatever the slopes of the sums are
-    is_last = all(s.function.is_early and s.function.is_paired for s in sums)
-    is_last = is_last and all(summand.kind != "custom" for summand, _ in summand_views)
-    return teacher, Pairing(view, columns, statistics, is_last)
+    sums_come_last = all(s.function.is_early and s.function.is_paired for s in sums)
+    sums_come_last = sums_come_last and all(summand.kind != "custom" for summand, _ in summand_views)
+    return teacher, Pairing(view, columns, statistics, sums_come_last)
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:

@@ -243,8 +243,8 @@ class ScalarObjective(LossObjective):
         return ratio
 
     def one_or_nan_for(self, upstream: Tensor) -> Tensor:
-        """[] the factor of a caller's buffer, which cannot be scaled: ``one_or_nan`` if ``upstream`` [] is the expected
-        upstream gradient, else nan."""
+        """[] what gradients in a caller's buffer are multiplied by: ``one_or_nan`` if ``upstream`` [] is the expected
+        upstream gradient, else nan, since a buffer that others add to cannot be rescaled."""
         return torch.where(upstream == self.expected_upstream, self.one_or_nan, torch.nan).to(self.dtype)
 
     def token_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:

@@ -203,11 +203,11 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
         return
     is_bounded = sizes.store.bounds_rows and tokens.spec.backend.bounds_rows
     is_fixed, device = sizes.deterministic, tokens.call.device
-    dtypes = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
+    needs = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
     sums_over_segments = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
     sums_over_segments += [metric.label for metric, _ in tokens.structure.segment_metrics]
     refuse({
-        f"skip_ignored=True needs our own matmuls, which do not run these operands ({dtypes}); use 'wait' or False":
+        f"skip_ignored=True needs our own matmuls, which do not run these operands ({needs}); use 'wait' or False":
             sizes.skips and not is_bounded,
         f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
             is_fixed and device.type == "cpu" and not tokens.spec.backend.bounds_rows,
@@ -219,7 +219,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
             is_fixed and sums_over_segments and device.type == "cuda",
         "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
             is_fixed and sizes.demand.searches_logits,
-        f"deterministic=True needs our own matmuls, which do not run these operands ({dtypes}); leave it False":
+        f"deterministic=True needs our own matmuls, which do not run these operands ({needs}); leave it False":
             is_fixed and not is_bounded,
         'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':
             is_own_fp8 and not is_bounded,

@@ -241,7 +241,8 @@ def measures_of(call: Call[Any]) -> list[Summand | Metric]:
 
 
 def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
-    """A new Spec. Raises for everything wrong with the call that can be seen without the contents of tensors."""
+    """A new Spec. Raises what is wrong with the call as far as neither sizes nor the contents of tensors tell it.
+    ``numbers``: floats of the head, losses and metrics, which the key leaves out."""
     dtype, batch = call.check_arguments(), call.batch or {}
     check_losses(call)
     backend = backend_of(call.backend, call.device)

@@ -62,7 +62,8 @@ class Statistic:
 
     The record has its functions in PyTorch; ``kernels/statistics`` has its jit functions, NAME_add_piece and so on. A
     statistic with a ``width`` is a list: its first vector [rows, width] holds logits of ``width`` columns of each row,
-    its second one their ids, unless the caller has these. A list has no functions: stores pick it from their logits.
+    its second one their ids, unless the caller has these. A list has no ``row`` and no jit functions:
+    stores pick it from their logits.
     """
 
     name: str

@@ -4,8 +4,9 @@
     lm_eval.simple_evaluate(model=lm, tasks=["hellaswag", "wikitext"])
 
 or ``python -m chunked_head.integrations.lm_eval run --model chunked_head_hf ...``, which is lm-eval's own command line
-with this module imported. The model's logits are lazy (``patch_model``). The rows of a batch's continuations are one
-call of ``linear_logprobs``. Order, batches and the cache of contexts are lm-eval's code.
+with this module imported. The model's logits are lazy (``patch_model``). The continuations of a batch are scored in one
+call of ``linear_logprobs``, or of ``logits_logprobs`` where logits are computed. Order, batches and the cache of
+contexts are lm-eval's code.
 """
 
 from collections.abc import Sequence

@@ -264,16 +264,18 @@ def kl_to_reference(
     level: str = "token",
     **summand: Any,
 ) -> Losses:
-    """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: an estimate of KL(policy || reference) from the target.
+    """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: an estimate of KL(policy || reference) from the
+    target's log-probability.
 
     ``estimator``: "k3" is the formula above, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``.
 
-    Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens].
+    Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens]; segments for
+    ``level="segment"``, which needs ``bias_correction``.
     On samples of the policy, only k2 has the gradient of the KL: that of k1 is 0 on average, and that of k3 is another
     divergence's. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and the gradient of k2.
     ``bias_correction`` multiplies the value by r = exp(logprob - old_logprobs), which takes a gradient (DeepSeek-V3.2).
-    Without ``old_logprobs`` r is 1, with the gradient of r. With ``level="segment"`` r is exp of the mean log-ratio
-    over the token's segment.
+    Without ``old_logprobs`` r has the value 1 and the gradient of logprob. With ``level="segment"`` r is exp of the
+    mean log-ratio over the token's segment.
     ``log_ratio_clamp`` c clamps d to [-c, c]. ``kl_clamp`` c clamps the value to [-c, c] before ``bias_correction``.
     There is no gradient where a clamp acts, except that ``kl_clamp`` does not change the gradient of a "+".
     ``ratio_clamp`` clamps log r, see ``grpo``. ``summand``: ``SummandOptions``; rollout weights do not multiply this

@@ -215,9 +215,9 @@ def cpo(
     the pair term of contrastive preference optimisation (arXiv 2401.08417); ``dpo`` without a reference.
 
     ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. ``average``: the score is a mean over tokens rather
-    than a sum; None: for ``ipo`` only. ``alpha`` is as in ``simpo``, of sums (TRL) or with ``average`` of means
-    (AlphaPO's paper); for ``ipo`` exponents are at most 40. Fields: ``segments``, ``pairs``. ``summand``:
-    ``SummandOptions``.
+    than a sum; None: for ``ipo`` only. ``alpha``: as in ``simpo``, of this loss's scores: sums, as in TRL, or with
+    ``average`` means, as in AlphaPO's paper; its exponent is at most 80, for ``ipo`` 40. Fields: ``segments``,
+    ``pairs``. ``summand``: ``SummandOptions``.
 
     The paper adds the chosen segments' negative log-likelihood, which is a summand of its own:
     ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``, where

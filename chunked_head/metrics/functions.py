@@ -33,9 +33,9 @@ def make(
     needs: Iterable[str] = (),  # names of statistics
     **metric_fields: Any,
 ) -> Metric:
-    """A metric. Its default name is made of ``name`` (None: ``kind``), ``suffix``, the level "segment" and the
-    reduction if that is not "mean". ``metric_options``: the user's ``MetricOptions``. ``metric_fields``: further fields
-    of ``Metric``. TypeError or ValueError for wrong options."""
+    """A metric. Its default name joins ``name`` (None: ``kind``), ``suffix``, "segment" if that is the
+    ``level``, and ``reduce`` unless it is "mean". ``metric_options``: the user's ``MetricOptions``. ``metric_fields``:
+    further fields of ``Metric``. TypeError or ValueError for wrong options."""
     if metric_options:
         refuse_unknown("metrics", kind, metric_options, MetricOptions.__annotations__)
     if level != "token":

@@ -285,13 +285,13 @@ def gradient_buffers(
         if is_cast_at_end:
             yield Buffer("gradient of hidden, waiting", shape, hidden_sum_dtype, begin, HIDDEN)
     rows, is_cast_at_end = sizes.vocab + sizes.padding, weight_sum_dtype != sizes.weight_dtype
-    first = WEIGHT if sizes.returns_weight_grad and is_cast_at_end else begin
+    first_phase = WEIGHT if sizes.returns_weight_grad and is_cast_at_end else begin
     if sizes.returns_weight_grad:
-        yield Buffer("gradient of weight", (rows, sizes.hidden), sizes.weight_dtype, first, WEIGHT, "gradient")
+        yield Buffer("gradient of weight", (rows, sizes.hidden), sizes.weight_dtype, first_phase, WEIGHT, "gradient")
         if is_cast_at_end:
             yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_sum_dtype, begin, WEIGHT)
     if sizes.bias_grad:
-        yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first, WEIGHT, "gradient")
+        yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first_phase, WEIGHT, "gradient")
 
 
 def vector_buffers(plan: Plan) -> Iterator[Buffer]:

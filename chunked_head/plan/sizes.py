@@ -188,7 +188,7 @@ class Sizes:
 
     @property
     def keeps_sweep(self) -> bool:
-        """True where also a pass without gradients stores its logits."""
+        """True where logits are stored even in a pass without gradients."""
         return self.fp8 is not None or not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property

@@ -86,8 +86,8 @@ class SetStore(Store):
             out.by_name[statistic.vectors[0]].copy_(entry_logits[rows.tokens])
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        """Adds gradients of hidden states; or stores the gradient of logits that exist. If every row that counts has
-        a set, gradients of other rows become 0. ``finish`` makes the weight's gradient."""
+        """Adds gradients of hidden states; or stores the gradient of logits that exist. Gradients of rows without a
+        set become 0 if every row that counts has one, else they stay. ``finish`` makes the weight's gradient."""
         tokens, column_sets = rows.tokens, self.column_sets
         if not self.demand.columns_only:
             entries, row_transform = self.entries(tokens), of_rows(self.transform, tokens)

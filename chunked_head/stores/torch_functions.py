@@ -193,6 +193,7 @@ def merge_softmax(
     log_share = (lse_bases - first_base) - (neg_log_sums - first_neg_log_sum)
     piece_share = log_share.exp()
     log_sum = piece_share.sum(0).log()
+    # log p = (x - lse_base) + neg_log_sum
     lse_base, neg_log_sum = first_base[0], first_neg_log_sum[0] - log_sum
     softmax_values = {
         "lse_base": lse_base + zero_or_nan, "neg_log_sum": neg_log_sum, "lse": lse_base - neg_log_sum + zero_or_nan,
@@ -332,7 +333,12 @@ def dot_columns(
 
 
 def add_rows(
-    out: Tensor, table: Tensor, places: Tensor, factors: Tensor, table_rows: Tensor, is_grouped: bool = False
+    out: Tensor,
+    table: Tensor,
+    places: Tensor,
+    factors: Tensor,
+    table_rows: Tensor,
+    is_grouped: bool = False,  # equal places lie together already: of use to kernels alone
 ) -> None:
     is_entry = (places >= 0) & (table_rows >= 0)
     places, order = places[is_entry].sort(stable=True)

@@ -72,8 +72,8 @@ class EncodedDescriptor(NamedTuple):
     fields_by_address: dict[int, tuple]  # by the tensor's address
 
     def fields_at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
-        """The fields of the descriptor of the tensor at this place, whose address is ``address``; added to the
-        cache."""
+        """Encoded fields of a descriptor for the tensor at ``self.place``, which lies at ``address``; kept in
+        ``fields_by_address`` if the kernel takes fields."""
         descriptor = described(self.place.view(tensors), *self.block)
         if self.fields_of is None:
             return (descriptor,)

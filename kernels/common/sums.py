@@ -1,9 +1,9 @@
 """Sums over the vocabulary in kernels: the library's divergences, and the generator of kernels for a call's sums.
 
 ``NAME_terms(log_p, log_q, p, q, tie_tolerance, *numbers)`` returns f, a column's term of the sum, and its slope
-``df / d log p``, up to a multiple of p (``records.SumFunction``). A probability of 0 adds 0 to a sum, whatever its
-logarithm; a probability of nan makes the sum nan. Terms read differences of log-probabilities, so that equal rows of
-logits give exactly 0. Where terms are of a gradient, both logarithms are at least ``LOG_FLOOR``.
+``df / d log p``, to which any constant times p may be added (``records.SumFunction``). A probability of 0 adds 0 to a
+sum, whatever its logarithm; a probability of nan makes the sum nan. Terms read differences of log-probabilities, so
+that equal rows of logits give exactly 0. In kernels of gradients both logarithms are at least ``LOG_FLOOR``.
 
 The body of a kernel is written by hand. It takes tuples of pointers and numbers, and calls generated functions:
 ``ADD_SUMS`` for a list of sums (here), ``ADD_TERMS`` for the terms of a gradient (``gradients/identity.py``). A

@@ -125,8 +125,8 @@ def set_grad(
 ) -> None:
     """Writes the gradient of the logits of sets' entries to ``dlogits``. Entries that are in no row's set are not
     written."""
-    entries = sets.columns, None, sets.begins, sets.ends
-    row_grad(dlogits, Stored(logit, None), None, terms, None, (), None, 0, transform, entries=entries)
+    entry_arguments = sets.columns, None, sets.begins, sets.ends  # nothing is added to the gradient
+    row_grad(dlogits, Stored(logit, None), None, terms, None, (), None, 0, transform, entries=entry_arguments)
 
 
 def grad_logits(

@@ -48,7 +48,7 @@ def merge_strips(
     # scalars
     ratio,  # inverse temperature relative to the logits'; float or None for 1
     IS_FIRST_SOFTMAX: tl.constexpr,  # False: the sums are of another softmax, which may be over fewer columns
-    ZERO: tl.constexpr,
+    ZERO: tl.constexpr,  # jit function: sums of no pieces
     ADD_EXPONENTIALS: tl.constexpr,
     ADD_STRIPS: tl.constexpr,
     EXCHANGE_TARGET: tl.constexpr,
@@ -161,7 +161,7 @@ def merge_ranks(
     LSE_BASE: tl.constexpr,  # its index among a piece's numbers
     NEG_LOG_SUM: tl.constexpr,  # likewise
     TARGET_LOGIT: tl.constexpr,  # likewise
-    ZERO: tl.constexpr,
+    ZERO: tl.constexpr,  # jit function: sums of no pieces
     ADD_PIECE: tl.constexpr,
     MERGE_PIECES: tl.constexpr,
     NUM_VECTORS: tl.constexpr,

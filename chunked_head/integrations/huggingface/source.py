@@ -121,7 +121,7 @@ def watch_optimizers() -> None:
 
 
 def count_writes(optimizer: Any, *_: Any) -> None:
-    """Raises the versions of those parameters of lazy heads that an optimizer steps. A hook after each step."""
+    """Increments the version of each parameter of a lazy head that the optimizer updates: a hook after its steps."""
     head_parameters = {id(parameter) for head in LAZY_HEADS for parameter in head.parameters()}
     stepped_parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     torch.autograd.graph.increment_version(
