@@ -90,9 +90,8 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         with torch.set_grad_enabled(bool(sloped_leaves)):
             loss_leaves = leaves
             if sloped_leaves:
-                is_zero = (
-                    inputs.summand_factors[i] == 0
-                )  # a factor of 0 gives 0 by selection: the slope may be infinite
+                # a factor of 0 gives 0 by selection: the slope may be infinite
+                is_zero = inputs.summand_factors[i] == 0
                 loss_leaves = leaves | {
                     name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped_leaves.items()
                 }

@@ -80,12 +80,11 @@ class Statistic:
     # loss has no derivative by the statistic
     slopes: Callable[..., dict[str, torch.Tensor]] | None = field(default=None, compare=False, repr=False)
     ids: tuple[str, ...] = field(default=(), compare=False)  # names of vectors of ids: int32, in a list int64
-    of_softmax: bool = field(
-        default=False, compare=False
-    )  # each softmax has its own; False: all have one, of the logits
+    # each softmax has its own; False: all have one, of the logits
+    of_softmax: bool = field(default=False, compare=False)
     file: str = field(default="", compare=False)  # name of the file of its jit functions; "": the statistic's name
     # where softmaxes are over sets of columns, the error's name for what needs the statistic; "": sets have it too
-    feature_over_vocabulary: str = field(default="", compare=False)  # a feature that needs the whole vocabulary
+    feature_over_vocabulary: str = field(default="", compare=False)
     width: int = 0  # of a list: number of columns of each row; 0: the statistic is no list
 
     def __repr__(self) -> str:  # as ranks name it where their calls differ

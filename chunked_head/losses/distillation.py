@@ -261,9 +261,8 @@ def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tenso
 def counted_entries(teacher_logprobs: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
     """Mask [..., K] of the teacher's entries that count: those that are no padding and not masked out, and of entries
     with equal ids only the likeliest. ``ids`` None: no id is repeated."""
-    is_counted = ~(
-        teacher_logprobs <= MAX_PADDING_LOGPROB
-    )  # an entry of nan counts, so that the error shows in the loss
+    # an entry of nan counts, so that the error shows in the loss
+    is_counted = ~(teacher_logprobs <= MAX_PADDING_LOGPROB)
     if mask is not None:
         is_counted = is_counted & mask
     if ids is None:

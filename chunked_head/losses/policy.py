@@ -327,9 +327,8 @@ def estimated_kl(
         # without gradient: where the clamp acts, the estimate's slope may be infinite
         detached_value = kl_estimate(log_ratio_to_policy.detach(), estimator)
         is_outside = ~(detached_value.abs() <= kl_clamp) & ~log_ratio_to_policy.isnan()
-        detached_value = torch.where(
-            detached_value.isnan(), kl_clamp, detached_value
-        )  # nan is the difference of two infinities
+        # nan is the difference of two infinities
+        detached_value = torch.where(detached_value.isnan(), kl_clamp, detached_value)
         unclipped_values = kl_estimate(torch.where(is_outside, 0.0, log_ratio_to_policy), estimator)
         values = torch.where(is_outside, clamped(detached_value, kl_clamp), unclipped_values)
     if replaces_gradient:

@@ -304,9 +304,8 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
             yield from forward_candidates(sizes, request, weight_dtype, least_rows)
         if may_use_fp32:
             growth_bytes = 0 if request.explicit else 4 * sizes.weight_elements
-            wide_request = replace(
-                request, accumulate_dtype=torch.float32
-            )  # the caller's chunk overrides the default budget
+            # the caller's chunk overrides the default budget
+            wide_request = replace(request, accumulate_dtype=torch.float32)
             yield from forward_candidates(
                 sizes, wide_request, torch.float32, 1 if chunk_tokens else CHUNK_MULTIPLE, growth_bytes
             )
