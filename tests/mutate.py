@@ -68,7 +68,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # PyTorch's operations
     ("sign: the target's term", TORCH, "(row_terms.target, -row_terms.beta, row_terms.target_logit)", "(row_terms.target, row_terms.beta, row_terms.target_logit)", CROSS),
     ("sign: label smoothing's term", TORCH, "gradient -= row_terms.kappa[:, None]", "gradient += row_terms.kappa[:, None]", CROSS),
-    ("sign: entropy", "chunked_head/core/statistics.py", "log() - expected / block.total", "log() + expected / block.total", LINEAR + " -k 'test_loss and entropy'"),
+    ("sign: entropy", "chunked_head/core/statistics.py", "log() - sum_of_products / block.total", "log() + sum_of_products / block.total", LINEAR + " -k 'test_loss and entropy'"),
     ("scale: log-probabilities at another temperature", TORCH, "- start) * ratio - log_sum", "- start) - log_sum", LINEAR + " -k test_loss"),
     ("sign: KL(q || p)", DIVERGENCES, "weighted(q, log_q - log_p), -q", "weighted(q, log_p - log_q), -q", LINEAR + " -k 'test_loss and kl'"),
     ("swapped: shares of a mixture", DIVERGENCES, "return beta * weighted(log_q.exp()", "return (1.0 - beta) * weighted(log_q.exp()", LINEAR + " -k 'test_loss and jsd'"),
@@ -102,7 +102,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - {}, grad)", "tl.where(is_target, grad + {}, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= {} * omega", "grad += {} * omega", GRAD_LOGITS),
-    ("tie: total variation of equal probabilities", SUMS, "tl.where(p - q > tolerance, 0.0, tl.where(q - p > tolerance, 2.0 * p, p + 0.0 * q))", "tl.where(p - q > 0.0, 0.0, 2.0 * p)", LOGITS + " tests/functions/test_divergence.py -k 'known_columns or signs'"),
+    ("tie: total variation of equal probabilities", SUMS, "tl.where(p - q > max_difference, 0.0, tl.where(q - p > max_difference, 2.0 * p, p + 0.0 * q))", "tl.where(p - q > 0.0, 0.0, 2.0 * p)", LOGITS + " tests/functions/test_divergence.py -k 'known_columns or signs'"),
     ("scale: logit_scale left out of backward", "kernels/common/transform.py", "slope = slope * logit_scale", "slope = slope * 1.0", GRAD_LOGITS),
     ("scale: slope of a cap", "kernels/common/transform.py", "slope = 1.0 - capped * capped", "slope = 1.0 - capped", GRAD_LOGITS),
     ("scale: temperature of a token left out of backward", "kernels/common/transform.py", "slope = slope * row_scale", "slope = slope * 1.0", LOGPROBS + " -k temperature"),

@@ -1,5 +1,5 @@
-"""Checks of arguments, which raise before any work is done. The text of an error names the argument, what it must be,
-what it is, and a remedy."""
+"""Checks of a call's arguments, which raise before the call does any work. The text of an error names the argument,
+what it must be, what it is, and a remedy."""
 
 import difflib
 import inspect
@@ -13,15 +13,13 @@ from torch import Tensor
 
 from .divergences import SOFT_TARGETS
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of operands
 INFINITY = float("inf")
-PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values compare equal exactly if they mean the same
+PLAIN = frozenset({type(None), bool, int, float, str})  # types of options that caches compare by value
 BACKENDS = (None, "triton", "torch")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
-
-# largest number that a log-probability may become by rounding: of 16-bit logits below 256, less their logsumexp
-MAX_ROUNDED_LOGPROB = 0.5
-SWAPPED = "hidden and weight look swapped: hidden comes first"
+MAX_ROUNDED_LOGPROB = 0.5  # bound of log-probabilities, above 0 by the rounding of 16-bit logits below 256
+SWAPPED = "hidden and weight look swapped: hidden comes first"  # remedy of an error
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -31,8 +29,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    """Checks shapes, dtypes and devices of a head's operands, or of logits: ``rows`` are hidden states, and with a
-    weight of None logits. Returns the dtype of the matmuls, or of the logits."""
+    """Checks shapes, dtypes and devices of a head's operands, or of logits and their targets. ``rows``: hidden states;
+    logits if ``weight`` is None. Returns the dtype of the matmuls, or of the logits."""
     rows_name = "logits" if weight is None else "hidden"
     tensors = {rows_name: rows, "weight": weight, "target": target, "bias": bias}
     for argument, tensor in tensors.items():
@@ -63,7 +61,7 @@ def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, b
 
 
 def weight_remedy(rows: Tensor, weight: Tensor) -> str:
-    """The remedy, for an error's text, where the weight has another number of columns than the hidden states."""
+    """The remedy in the error for a weight whose number of columns differs from that of the hidden states."""
     if 0 in weight.shape or rows.shape[-1] != weight.shape[0]:
         return "if a sharding framework left an empty or partial weight, gather it first"
     remedies = [
@@ -75,13 +73,13 @@ def weight_remedy(rows: Tensor, weight: Tensor) -> str:
 
 
 def are_swapped(rows: Tensor, weight: Tensor, target: Tensor | None) -> bool:
-    """True where hidden states and weight are probably swapped: the weight has as many rows as there are targets."""
-    have_one_width = rows.dim() == 2 and weight.dim() > 1 and rows.shape[-1] == weight.shape[-1]
-    return have_one_width and target is not None and math.prod(weight.shape[:-1]) == target.numel()
+    """True if hidden states and weight are probably swapped: the weight has as many rows as there are targets."""
+    is_same_width = rows.dim() == 2 and weight.dim() > 1 and rows.shape[-1] == weight.shape[-1]
+    return is_same_width and target is not None and math.prod(weight.shape[:-1]) == target.numel()
 
 
 def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
-    """The remedy, for an error's text, where the target's shape is not the leading shape of hidden states or logits."""
+    """The remedy in the error for targets whose shape is not the leading shape of hidden states or logits."""
     rows_name, leading, shape = "logits" if weight is None else "hidden", tuple(rows.shape[:-1]), tuple(target.shape)
     if weight is not None and are_swapped(rows, weight, target):
         return SWAPPED
@@ -93,10 +91,10 @@ def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
 
 
 def matmul_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of the matmuls: autocast's where it is on and ``operands`` have a weight, else that of all operands,
-    the first of which are hidden states or logits. Raises if dtypes differ, are none of DTYPES, or are on the meta
-    device.
-    """
+    """Returns the dtype of the matmuls: under autocast, with a weight, autocast's dtype; else the operands' own.
+
+    ``operands``: by name, hidden states or logits first. TypeError if dtypes differ or are not in DTYPES. ValueError
+    for operands on the meta device."""
     for argument, tensor in operands.items():
         check_dtype(argument, tensor.dtype)
     rows_name, rows = next(iter(operands.items()))
@@ -131,8 +129,7 @@ def check_ids(argument: str, target: Tensor) -> None:
 def check_weights(
     argument: str, weights: Any, shape: tuple[int, ...] | None = None, device: torch.device | None = None
 ) -> None:
-    """Checks the type of class weights or token weights, and their shape and device unless ``shape`` or ``device`` is
-    None."""
+    """Checks the type of class weights or token weights. Checks their shape and device where these are not None."""
     check_tensor(argument, weights, optional=False)
     if shape is not None:
         check_shape(argument, weights, weights.shape == shape, f"{shape}", "nothing is broadcast")
@@ -146,8 +143,8 @@ def check_weights(
 
 
 def check_logprobs(argument: str, values: Tensor, most: float = MAX_ROUNDED_LOGPROB) -> None:
-    """Raises ValueError if a value is above ``most``, or if all values look like probabilities. For tensors on a CPU,
-    since it reads their values."""
+    """Raises ValueError if a value is above ``most`` or all values look like probabilities. Reads the values, so that
+    ``values`` must be on a CPU."""
     if not values.numel():
         return
     smallest, largest = map(float, values.aminmax())  # a nan compares as False
@@ -197,7 +194,7 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, ope
 
 
 def check_temperature(temperature: float | Tensor) -> None:
-    """Checks a temperature: the value of a number, or the type of a tensor with a number per token."""
+    """Checks the value of a temperature that is a number, and the dtype of a tensor with a number per token."""
     if not isinstance(temperature, Tensor):
         number(None, "temperature", temperature, 0.0, open_=True)
         return
@@ -224,8 +221,8 @@ def check_int(argument: str, value: int, least: int | None = None) -> None:
 
 
 def check_factor(argument: str, value: float | Tensor | None, device: torch.device | None = None) -> None:
-    """Checks a normalizer, a coefficient or an upstream gradient: None, a number, or a 0-d tensor, which has to be on
-    ``device`` unless that is None."""
+    """Checks a normalizer, a coefficient or an upstream gradient: None, a number, or a 0-d tensor. The tensor must be
+    on ``device``; None: on any device."""
     if value is None:
         return
     if isinstance(value, Tensor):
@@ -248,39 +245,38 @@ def name(dtype: torch.dtype) -> str:
 
 
 def number(
-    where: str | None, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
+    owner: str | None, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
 ) -> float:
-    """Returns ``value`` as a float. Raises unless it is a finite number in ``[least, most]``, or with ``open_`` in
-    ``(least, most]``: TypeError if it is no number, else ValueError. ``where``: the name of the factory whose argument
-    it is, for the error's text; None for an option of calls."""
+    """Returns ``value`` as a float. TypeError if it is no number; ValueError if it is infinite or outside of ``[least,
+    most]``, with ``open_`` of ``(least, most]``. ``owner``: in the error, the name of the function that has the
+    argument; None for an option of calls."""
     is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
     if is_number and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
         return float(value)
-    full_name = argument if where is None else f"{argument} of {where}"
+    full_name = argument if owner is None else f"{argument} of {owner}"
     interval = f"{'(' if open_ or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
     remedy = "; for T = 0 train on the argmax as the target" if argument.endswith("temperature") else ""
     raise (ValueError if is_number else TypeError)(f"{full_name} must be a number in {interval}, got {value!r}{remedy}")
 
 
-def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
-    """Returns ``value`` as a float. Raises, as ``number`` does, unless it is in ``[least, infinity]``, or with
-    ``open_`` in ``(least, infinity]``."""
+def bound(owner: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
+    """Returns ``value`` as a float, which may be infinity. Raises like ``number`` for a value below ``least``; with
+    ``open_`` also for ``least``."""
     if type(value) is float and (value > least or (value == least and not open_)):
         return value
-    return number(where, argument, value, least, open_=open_)
+    return number(owner, argument, value, least, open_=open_)
 
 
-def choice(where: str | None, argument: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    """Returns ``value``. Raises ValueError unless it is a string or None and among ``allowed``. ``where`` as in
-    ``number``."""
+def choice(owner: str | None, argument: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """Returns ``value``, a string or None. ValueError if it is not in ``allowed``. ``owner`` as in ``number``."""
     if not (value is None or isinstance(value, str)) or value not in allowed:
-        full_name = argument if where is None else f"{argument} of {where}"
+        full_name = argument if owner is None else f"{argument} of {owner}"
         raise ValueError(f"{full_name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
 
 
 def refuse(errors: Mapping[str, Any]) -> None:
-    """Raises ValueError with the first message whose value is true. ``errors``: by message whether the error holds."""
+    """Raises ValueError with the first message whose condition is true. ``errors``: conditions by message."""
     for message, is_wrong in errors.items():
         if is_wrong:
             raise ValueError(message)
@@ -294,14 +290,14 @@ def flag(argument: str, value: Any) -> bool:
 
 
 def nearest(name: Any, names: Iterable[str]) -> str:
-    """The end of an error's text that suggests the name most similar to ``name``; "" if no name is similar."""
+    """A suggestion for the end of an error's text: the name most similar to ``name``; "" if no name is similar."""
     similar_names = difflib.get_close_matches(str(name), names, 1)
     return f"; did you mean {similar_names[0]!r}?" if similar_names else ""
 
 
-# by the name of another library's option: the name of an option of ours, and the remedy for functions that have that
-# option
-INSTEAD = {
+# by an option's name that another library or function has: the option of ours that replaces it, and the remedy's text
+# for functions that have our option
+REMEDIES_BY_OPTION = {
     "cu_seqlens": ("segment_lengths", "pass segment_lengths=cu_seqlens.cpu(), which may be cumulated"),
     "num_items_in_batch": ("normalizer", "pass normalizer=num_items_in_batch"),
     "temperature": ("label_smoothing", "linear_loss takes it: linear_loss(..., losses.cross_entropy(), temperature=T)"),
@@ -313,8 +309,8 @@ INSTEAD = {
 
 
 def answer_names(module: str, hints: Mapping[str, str]) -> None:
-    """Gives a module a ``__getattr__``, whose error for a missing name says what to use in its place, or which name is
-    similar. ``hints``: by what to use, names of other libraries in small letters without ``_``, separated by spaces."""
+    """Gives a module a ``__getattr__`` that raises AttributeError for a missing name, with a remedy or a similar name.
+    ``hints``: by remedy, names of other libraries, separated by spaces, in small letters without ``_``."""
     package, remedies = sys.modules[module], {name: remedy for remedy, names in hints.items() for name in names.split()}
 
     def missing(name: str) -> NoReturn:
@@ -322,35 +318,34 @@ def answer_names(module: str, hints: Mapping[str, str]) -> None:
         hint = f"; that is {remedy}" if remedy else "" if name.startswith("__") else nearest(name, package.__all__)
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
-    vars(package)["__getattr__"] = missing  # unseen by type checkers, which would take every name
+    # through vars, since type checkers that saw a __getattr__ would accept every name
+    vars(package)["__getattr__"] = missing
 
 
 def remedy_for(unknown: Any, options: Collection[str]) -> str:
-    """The end of an error's text, with a remedy for the option ``unknown``, which is not among ``options``."""
-    required_option, remedy = INSTEAD.get(unknown, ("", ""))
+    """A remedy for the end of an error's text about the option ``unknown``, which is not in ``options``."""
+    required_option, remedy = REMEDIES_BY_OPTION.get(unknown, ("", ""))
     return f"; {remedy}" if required_option in options else nearest(unknown, options)
 
 
 def refuse_unknown(module: str, kind: str, options: Iterable[str], common: Iterable[str]) -> None:
-    """Raises TypeError for an option that is neither a parameter of ``chunked_head.<module>.<kind>`` nor in ``common``,
-    the options that all kinds take."""
+    """Raises TypeError for an option that the factory ``chunked_head.<module>.<kind>`` does not take. ``common``:
+    options that every factory takes."""
     unknown = sorted(set(options) - set(common))
     if unknown:
-        factory = getattr(sys.modules[f"{PACKAGE}.{module}"], kind)
-        parameters = inspect.signature(factory).parameters.values()
+        parameters = inspect.signature(getattr(sys.modules[f"{PACKAGE}.{module}"], kind)).parameters.values()
         names = dict.fromkeys([*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *common])
         hint = remedy_for(unknown[0], names)
         raise TypeError(f"{module}.{kind} has no option {unknown[0]!r}{hint}; its options are {', '.join(names)}")
 
 
 def in_a_line(error: BaseException) -> str:
-    """The type and text of an error, in one line."""
+    """The type and text of an error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def mismatch(cached: str, made_for: Any, used_for: Any) -> RuntimeError:
-    """The error to raise where a call finds a cached object that was made for a call of another kind, since their keys
-    are equal and should not be."""
+    """Returns the error for a cached object that a call of another kind has made: two kinds of calls share a key."""
     return RuntimeError(
         f"{cached} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
         "mistake in chunked_head and none of yours; please report it with the losses, metrics and options of the "

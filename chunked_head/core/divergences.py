@@ -1,8 +1,8 @@
 """The library's sums over the vocabulary: divergences of the student's softmax p and a dense teacher's q.
 
-NAME_terms is a function of ``log p`` and ``log q`` that returns f, the term of a sum, and its slope ``df / d log p``,
-up to a multiple of p. It is in PyTorch here and in Triton in ``kernels/common/sums.py``. A probability of 0 adds 0 to a
-sum, whatever its logarithm; a probability of nan makes the sum nan.
+The function NAME_terms of ``log p`` and ``log q`` returns f, the term of a sum, and its slope ``df / d log p``. Any
+multiple of p may be added to the slope. ``kernels/common/sums.py`` has the same functions in Triton. A probability of 0
+adds 0 to a sum, even if a logarithm is infinite; a probability of nan makes the sum nan.
 """
 
 import math
@@ -26,8 +26,8 @@ def forward_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 def reverse_kl_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Terms of KL(p || q), ``f = p (log p - log q)``, with log q of at least LOG_FLOOR."""
-    term = weighted(log_p.exp(), log_p - log_q.clamp(min=LOG_FLOOR))
-    return term, term
+    values = weighted(log_p.exp(), log_p - log_q.clamp(min=LOG_FLOOR))
+    return values, values
 
 
 def teacher_entropy_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,38 +47,38 @@ def jsd_terms(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor
 def tvd_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Terms of the total variation, ``f = |p - q| / 2``."""
     p, q = log_p.exp(), log_q.exp()
-    return (p - q).abs() / 2, -part_below(p, q) / 2
+    return (p - q).abs() / 2, -below_q(p, q) / 2
 
 
 def tvd_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
     """The gradient of the total variation, ``p (sign(p - q) - sum_j p_j sign_j) / 2``. ``total``: the sum of slopes.
 
     Where p and q hardly overlap, the sign and the sum are both nearly 1, and the gradient is their small difference.
-    Since rounded probabilities do not add up to exactly 1, 1 is subtracted from each sign before the sum. For a column
-    with p above 2/3 the sign follows from the sum, as in the kernels."""
-    p, q, below = log_p.exp(), log_q.exp(), -2 * total
-    by_sum = torch.where(below < 1 - p / 2, 0.0, torch.where(below > 1 + p / 2, 2 * p, p))
-    return (p * below - torch.where(p > 0.75, by_sum, part_below(p, q))) / 2
+    Rounded probabilities do not add up to exactly 1, so 1 is subtracted from each sign before the sum. For p above 3/4
+    the sum decides the sign, as in the kernels."""
+    p, q, sum_below = log_p.exp(), log_q.exp(), -2 * total
+    by_sum = torch.where(sum_below < 1 - p / 2, 0.0, torch.where(sum_below > 1 + p / 2, 2 * p, p))
+    return (p * sum_below - torch.where(p > 0.75, by_sum, below_q(p, q))) / 2
 
 
 def overlap_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Terms of the overlap, ``f = min(p, q)``."""
     p, q = log_p.exp(), log_q.exp()
-    return torch.minimum(p, q), part_below(p, q) / 2
+    return torch.minimum(p, q), below_q(p, q) / 2
 
 
 def overlap_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
-    """The gradient of the overlap, which is 1 minus the total variation."""
+    """The gradient of the overlap. The overlap is 1 minus the total variation."""
     return -tvd_gradient(log_p, log_q, -total)
 
 
 def weighted(p: Tensor, values: Tensor) -> Tensor:
-    """``p * values``; 0 where p is 0, whatever the value."""
+    """``p * values``; 0 where p is 0, even if the value is infinite or nan."""
     return torch.where(p == 0, 0.0, p * values)
 
 
-def part_below(p: Tensor, q: Tensor) -> Tensor:
-    """``p (1 - sign(p - q))``; nan where p or q is nan."""
+def below_q(p: Tensor, q: Tensor) -> Tensor:
+    """``p (1 - sign(p - q))``: 2 p where p is below q, p where they are equal, else 0; nan where one of them is nan."""
     return p * (1 - (p - q).sign()) + 0.0 * q  # the sign of nan is 0
 
 
@@ -89,8 +89,7 @@ class Sum(NamedTuple):
     numbers: tuple[float, ...] = ()
 
 
-# by name: functions of the sums that a loss or metric may read
-DIVERGENCES = {
+DIVERGENCES = {  # by name
     function.name: function
     for function in (
         SumFunction("forward_kl", forward_kl_terms, -1.0),
@@ -101,5 +100,5 @@ DIVERGENCES = {
         SumFunction("teacher_entropy", teacher_entropy_terms, None),
     )
 }
-# users' functions by name; the recipe of a compiled graph holds those that it reads, so that they outlive this cache
+# by name: users' functions. The recipe of a compiled graph holds its functions, so that they outlive this cache
 TRACED: Cache[str, SumFunction] = Cache(256)

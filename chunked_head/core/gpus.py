@@ -1,8 +1,8 @@
-"""The table of GPU architectures: what each can do, and the tiles of our matmuls on it. No other file asks a device for
-its architecture. Needs no Triton.
+"""The table of GPU architectures: abilities, and the tiles of our matmuls. No other file asks a device for its
+architecture. Needs no Triton.
 
-An unlisted NVIDIA GPU has the row of the newest older architecture of its generation, as machine code does. On other
-devices, and before sm_80 (no bf16 matmuls), BLAS makes fp32 logits.
+An unlisted NVIDIA GPU gets the row of its generation's newest listed architecture that is older. Other devices, and
+GPUs before sm_80, have no row: BLAS makes fp32 logits there.
 """
 
 import functools
@@ -18,20 +18,19 @@ RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset of 
 
 
 class Gpu(NamedTuple):
-    """A row of the table: a GPU architecture. Only Hopper's tiles have been measured on such a GPU."""
+    """A row of the table: a GPU architecture. Only tiles of Hopper have been measured."""
 
-    name: str
-    shared_bytes: int  # shared memory of a program, a bound that tests check
-    multiprocessors: int  # their number, which a plan assumes where no such GPU is present
+    name: str  # of the architecture, such as "sm_90"
+    shared_bytes: int  # bytes of shared memory of a program, a bound that tests check
+    multiprocessors: int  # number that a plan assumes where no such GPU is present
     logits: Tile  # tile of the logits' matmul
-    # tile of the gradients' products; its step over rows is at most the rows of any other tile, so that it reads no row
-    # that was not written
-    product: Tile
+    # the step over rows is at most the number of rows of any other tile, so that no unwritten row is read
+    product: Tile  # tile of the gradients' products
     few_rows: Tile | None = None  # tile of the logits' matmul for few rows, where reading the weight takes the time
     own_dhidden: bool = False  # our product for dhidden is faster than BLAS's
-    # minimum and maximum number of rows with which our product stores dweight as fast as BLAS's; (0, -1): none
+    # minimum and maximum number of rows with which our product for dweight is as fast as BLAS's; (0, -1): none
     own_dweight_rows: tuple[int, int] = (0, -1)
-    warp_size: int = 32  # threads of a warp
+    warp_size: int = 32  # number of threads of a warp
     fp32_products: str = "tf32x3"  # Triton's ``input_precision`` for small products of fp32 operands
     fp8: bool = False  # tensor cores multiply e4m3 (OCP's) operands
     e4m3_gradients: bool = False  # measured: the gradients' products of e4m3 operands are faster
@@ -43,22 +42,22 @@ class Gpu(NamedTuple):
         return hash(self.name)  # a plan's sizes are looked up at each call
 
     def logits_tile(self, rows: int) -> Tile:
-        """The tile of the logits' matmul for a chunk of ``rows`` rows. Both tiles have the same strips
-        (``strips_of``)."""
+        """The tile of the logits' matmul for a chunk of ``rows`` rows. The strips (``strips_of``) are the same for all
+        numbers of rows."""
         return self.few_rows if self.few_rows is not None and rows <= self.few_rows.block_m else self.logits
 
     def strip_width(self, relative: bool) -> int:
-        """The number of columns of a strip: of ``relative`` logits RELATIVE_STRIP, of exponentials a tile's columns."""
+        """The number of columns of a strip: RELATIVE_STRIP for ``relative`` logits, a tile's width for exponentials."""
         return RELATIVE_STRIP if relative else self.logits.block_n
 
     def strips_of(self, vocab: int, relative: bool) -> int:
-        """The number of strips in a row of ``vocab`` logits. The last tile has all its strips, even past the last
-        column."""
+        """The number of strips in a row of ``vocab`` logits, including strips of the last tile beyond the
+        last column."""
         return cdiv(vocab, self.logits.block_n) * (self.logits.block_n // self.strip_width(relative))
 
 
 def hopper(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
-    """A row for Hopper: the tensor copy engine, accumulators in registers, 227 KB of shared memory."""
+    """A row for Hopper: operands by the tensor copy engine, accumulators in registers, 227 KB of shared memory."""
     few_rows = Tile(block_m=64, warps=4, stages=4)
     logits, product = Tile(e4m3_stages=4), Tile()
     own_products: dict[str, Any] = {"own_dhidden": True, "own_dweight_rows": (512, 1024)}
@@ -68,15 +67,15 @@ def hopper(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
 
 
 def blackwell(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
-    """A row for Blackwell: the tensor copy engine, and accumulators in tensor memory, of which 256 columns at a time
-    would not fit the registers. sm_120, of the same generation, has neither and runs as Ampere."""
+    """A row for Blackwell: operands by the tensor copy engine, accumulators in tensor memory. Tiles have 128 columns,
+    since 256 would not fit in registers. sm_120 lacks the engine and tensor memory, and has a row of ``ampere``."""
     logits = Tile(block_n=128, warps=4, per_multiprocessor=2)
     return Gpu(name, shared_bytes, multiprocessors, logits, product=Tile(), fp8=True)
 
 
 def ampere(name: str, shared_bytes: int, multiprocessors: int, fp8: bool = False) -> Gpu:
-    """A row for Ampere and others without the tensor copy engine: loads through pointers. Two of three stages lie in
-    shared memory, 96 KB."""
+    """A row for Ampere and others without the tensor copy engine: loads through pointers. Two of the three stages take
+    96 KB of shared memory."""
     tile = Tile(described=False)
     return Gpu(name, shared_bytes, multiprocessors, tile, product=tile, fp8=fp8)
 
@@ -101,8 +100,7 @@ GPUS = {
     )
 }
 
-# names of cards by architecture
-CARDS = {
+CARDS = {  # names of cards by architecture
     "sm_80": ("A100", "A30"),
     "sm_86": ("RTX 3090", "A40", "A10"),
     "sm_89": ("RTX 4090", "L40S", "L4"),
@@ -116,16 +114,16 @@ CARDS = {
 
 
 def gpu_named(text: str) -> Gpu | None:
-    """The table's row for the name of an architecture, such as "sm_90", or of a card, such as "H100" or "rtx4090"; None
-    for any other name."""
-    word = text.lower().replace(" ", "").replace("-", "")
-    names = {card.lower().replace(" ", ""): name for name, cards in CARDS.items() for card in cards}
-    return GPUS.get(word) or GPUS.get(names.get(word, ""))
+    """The row for the name of an architecture, such as "sm_90", or of a card, such as "H100" or "rtx4090"; None for any
+    other name."""
+    name = text.lower().replace(" ", "").replace("-", "")
+    architectures = {card.lower().replace(" ", ""): gpu_name for gpu_name, cards in CARDS.items() for card in cards}
+    return GPUS.get(name) or GPUS.get(architectures.get(name, ""))
 
 
 def run_as(name: str) -> Gpu:
-    """The table's row for the name of an architecture. Under Triton's interpreter the row has tiles for small tensors
-    and 4 multiprocessors, so that tests run the persistent loop."""
+    """The row for the name of an architecture. Under Triton's interpreter the row gets small tiles and 4
+    multiprocessors, so that tests run the persistent loop."""
     gpu = GPUS[name]
     if not INTERPRETED:
         return gpu
@@ -140,16 +138,15 @@ def run_as(name: str) -> Gpu:
     )  # fmt: skip
 
 
-ARCHITECTURE_OVERRIDE = os.environ.get(
-    "CHUNKED_HEAD_ARCH"
-)  # an architecture that replaces the present GPU's, for tests; or None
+# name of the architecture that replaces the present GPU's, for tests; None: nothing is replaced
+ARCHITECTURE_OVERRIDE = os.environ.get("CHUNKED_HEAD_ARCH")
 if ARCHITECTURE_OVERRIDE is not None and ARCHITECTURE_OVERRIDE not in GPUS:
     raise ValueError(f"CHUNKED_HEAD_ARCH must be one of {', '.join(GPUS)}, got {ARCHITECTURE_OVERRIDE!r}")
 
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The table's row for a device's architecture; None if our matmuls do not run on it."""
+    """The row for a device's architecture; None if our matmuls do not run on the device."""
     if ARCHITECTURE_OVERRIDE is not None:
         return run_as(ARCHITECTURE_OVERRIDE)
     if INTERPRETED or (device.type == "cuda" and not torch.cuda.is_available()):
@@ -162,15 +159,15 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def newest(major: int, minor: int) -> Gpu | None:
-    """The row of the newest listed architecture of the generation ``major`` that is not newer than ``major.minor``;
-    None if no listed one is that old."""
+    """The row of the newest listed architecture of the generation ``major`` up to ``major.minor``; None if no listed
+    architecture of the generation is as old."""
     older_names = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
     return next((GPUS[name] for name in older_names if name in GPUS), None)
 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """The number of the device's multiprocessors; without a GPU that in the table's row, or 0 without a row."""
+    """The number of a device's multiprocessors: without a GPU the number in ``gpu_of``'s row, 0 without a row."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count
     gpu = gpu_of(device)
@@ -178,8 +175,8 @@ def multiprocessors_of(device: torch.device) -> int:
 
 
 def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> int:
-    """The number of programs of a persistent matmul with a result [rows, columns]: as many as the GPU runs at a time,
-    and no more than the result has tiles."""
+    """The number of programs of a persistent matmul with a result [rows, columns]: the number that the GPU runs at a
+    time, or the number of the result's tiles if that is smaller."""
     tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     return min(tile.per_multiprocessor * multiprocessors_of(device), tiles)
 
@@ -192,20 +189,20 @@ class DhiddenSplit(NamedTuple):
 
 
 UNCUT = DhiddenSplit()
-MAX_PIECES = 16  # most parts of a tile
-MIN_STEPS = 4  # least number of steps over the vocabulary in a part
+MAX_PIECES = 16  # maximum number of parts of a tile
+MIN_STEPS = 4  # minimum number of steps over the vocabulary in a part
 SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # results of ``dhidden_split`` by its arguments
 
 
 def dhidden_split(
     tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, max_units: int | None = None
 ) -> DhiddenSplit:
-    """The split with which dhidden's product takes the least time, because all multiprocessors work nearly to its end.
-    ``max_units``: the number of parts for which there is memory; None: four for each multiprocessor.
+    """The split with which dhidden's product takes the least time. ``max_units``: the number of parts for which there
+    is memory; None: four for each multiprocessor.
 
     144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles only. Cut into 11 parts each, these
-    12 take an eleventh of a turn. Writing and reading a part's sums takes about 0.2 % of a turn, and memory, so that
-    each part counts as 0.5 % of a turn.
+    12 tiles take an eleventh of a turn. Writing and reading a part's sums takes about 0.2 % of a turn. Since the sums
+    also take memory, each part counts as 0.5 % of a turn.
     """
     max_units = 4 * multiprocessors if max_units is None else max_units
     key = tile, rows, hidden, vocab, multiprocessors, max_units

@@ -1,4 +1,5 @@
-"""``Cache``, the table for all that is kept from call to call, and ``empty``, which makes the tensors of a sweep."""
+"""``Cache``, the table for all that is kept from call to call, and ``empty``, which allocates the tensors of a
+sweep."""
 
 import itertools
 import threading
@@ -9,15 +10,13 @@ import torch
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-# by a thread's identifier: the ``recording.Recorder`` of the sweep that the thread runs
-RECORDERS: dict[int, Any] = {}
+RECORDERS: dict[int, Any] = {}  # by a thread's identifier: the ``recording.Recorder`` of the thread's sweep
 
 
 class Cache(Generic[Key, Value]):
-    """A table of at most ``capacity`` values by key, of which the least recently used are removed first. Whatever the
-    library keeps from call to call is in one.
+    """A table of at most ``capacity`` values by key. The least recently used values are removed first.
 
-    Threads may share a cache. Keys compare as in a dict: where 1, 1.0 and True must differ, a key has their types too.
+    Threads may share a cache. Keys compare as in a dict: where 1, 1.0 and True must differ, a key includes their types.
     Finding a value takes no lock and hashes the key once.
     """
 
@@ -36,9 +35,9 @@ class Cache(Generic[Key, Value]):
         return value
 
     def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key; if the key has none, it gets the value ``make()``. ``make`` runs without the lock, since
-        it may take seconds and may use this cache. If two threads call ``make`` for one key at a time, both get the
-        value of the thread that finishes first."""
+        """Returns the value of a key, and first adds ``make()`` if there is none. ``make`` runs without the lock, since
+        it may take seconds and may use this cache. If two threads call ``make`` for one key at a time, both get
+        the value that is added first."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._add(key, make(), replaces=False)
@@ -51,7 +50,7 @@ class Cache(Generic[Key, Value]):
         self._add(key, value, replaces=True)
 
     def _add(self, key: Key, value: Value, replaces: bool) -> list[Any]:
-        removed = []  # removed values, freed after the lock is released: a destructor may use this cache
+        removed = []  # values, freed after the lock is released: a destructor may use this cache
         with self._lock:
             entries = self._entries
             entry = entries.setdefault(key, [value, 0])
@@ -89,8 +88,8 @@ def recorder() -> Any:
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty`` for tensors of stores, statistics and gradients. The thread's ``Recorder``, if it has one, notes
-    the tensor."""
+    """Returns ``torch.empty`` for tensors of stores, statistics and gradients. A ``Recorder`` of this thread adds the
+    tensor to its memory."""
     tensor = torch.empty(*shape, dtype=dtype, device=device)
     if RECORDERS and (active_recorder := recorder()) is not None:
         active_recorder.add_memory(tensor)

@@ -1,5 +1,5 @@
-"""``outside``, which runs a function outside of a graph of ``torch.compile``. The decorator of ``outside`` imports the
-compiler, so that this module is imported only while a graph is traced."""
+"""``outside``, which runs a function outside of a graph of ``torch.compile``. This module imports the compiler, so it
+is itself imported only while a graph is traced."""
 
 from collections.abc import Callable
 from typing import Any

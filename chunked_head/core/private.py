@@ -1,5 +1,5 @@
-"""Functions that use private names of torch, looked up at first use. Without such a name a function takes a slower way,
-or leaves a check to torch."""
+"""Functions that use private names of torch, looked up at first use. Where torch lacks a name, the function takes a
+slower way or leaves a check to torch."""
 
 import functools
 from collections.abc import Callable
@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 
 @functools.cache
 def private(*names: str) -> tuple[Any, ...] | None:
-    """The objects of torch with these names, such as ``"_C._current_graph_task_id"``; None if torch lacks any of
-    them."""
+    """Returns the objects of torch with ``names``, such as ``"_C._current_graph_task_id"``; None if torch lacks a
+    name."""
     objects = []
     for name in names:
         value: Any = torch
@@ -28,16 +28,18 @@ def private(*names: str) -> tuple[Any, ...] | None:
 
 
 @functools.cache
-def answering() -> Any:
-    """The class of a dispatch mode for autograd's anomaly mode, which checks each gradient, in all threads, for nan.
-    Inside of the dispatch mode it sees a nan only in rows where ``mask`` [rows] is true; with None in no row, as a
-    trace needs, whose tensors have no numbers. None if torch has no such modes."""
+def nan_filter() -> Any:
+    """Returns ``NanFilter``, the class of a dispatch mode; None if torch has no dispatch modes.
+
+    Autograd's anomaly mode checks each gradient, in all threads, for nan. Inside of ``NanFilter(mask)`` the check sees
+    only rows where ``mask`` [rows] is true. Inside of ``NanFilter(None)`` it sees no nan: a trace's tensors have no
+    numbers."""
     mode_classes = private("utils._python_dispatch.TorchDispatchMode")
     if mode_classes is None:
         return None
     base: Any = mode_classes[0]
 
-    class Answer(base):
+    class NanFilter(base):
         def __init__(self, mask: Tensor | None):
             super().__init__()
             self.mask = mask
@@ -51,19 +53,19 @@ def answering() -> Any:
                 return result
             return result & mask.view(-1, *[1] * (result.dim() - 1))
 
-    return Answer
+    return NanFilter
 
 
 def anomalies_at(mask: Tensor | None) -> AbstractContextManager[Any]:
-    """A context in which autograd's anomaly mode checks only those rows of gradients where ``mask`` [rows] is true;
-    None: no row. Other rows may have nan, which is replaced by 0 later."""
+    """A context in which autograd's anomaly mode checks only rows of gradients where ``mask`` [rows] is true; no row if
+    it is None. A nan in another row is replaced by 0 later."""
     checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    return answering()(mask) if checks_nan and answering() is not None else nullcontext()
+    return nan_filter()(mask) if checks_nan and nan_filter() is not None else nullcontext()
 
 
 def in_own_thread(function: Callable[[], Result]) -> Result:
-    """Returns ``function()``, called in a new thread, where torch's hooks and switched-off dispatch keys do not apply.
-    The stream, and whether gradients and inference mode are on, are as in this thread."""
+    """Calls ``function()`` in a new thread, without this thread's hooks and switched-off dispatch keys, and returns the
+    result. The new thread has this thread's stream, grad mode and inference mode."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
@@ -76,8 +78,8 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
 
 
 def is_traced() -> bool:
-    """True while torch.compile traces, and inside of a transform of torch.func: tensors may have no values there. True
-    also if this version of torch cannot tell."""
+    """True while torch.compile traces and inside of a transform of torch.func, where tensors may have no values. Also
+    True if torch lacks the name that tells."""
     if torch.compiler.is_compiling():
         return True
     transforms_active = private("_C._are_functorch_transforms_active")
@@ -85,8 +87,8 @@ def is_traced() -> bool:
 
 
 def breaks_graph(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Returns ``torch.compiler.disable(function)``, except that the compiler is not imported until a graph is
-    traced."""
+    """Decorates a function that runs outside of graphs, as ``torch.compiler.disable`` does, but imports the compiler
+    only while a graph is traced."""
 
     @functools.wraps(function)
     def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -1,8 +1,8 @@
-"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit, the two largest logits, and
-two lists of logits: those of columns that the caller names, and the k largest.
+"""Statistics of a row of logits beside its softmax: entropy, weighted sum, largest logit, the two largest logits. Two
+lists of logits are statistics too: logits of columns that the caller names, and the k largest.
 
-Each is a record, ``records.Statistic``, of PyTorch functions; jit functions of its name are in ``kernels/statistics``.
-Kernels, stores, messages of ranks, plans and the losses' arithmetic loop over statistics and name none.
+A ``records.Statistic`` holds a statistic's functions in PyTorch; ``kernels/statistics`` has its jit functions. Kernels,
+stores, messages between ranks, plans and the losses' arithmetic loop over statistics without naming any.
 """
 
 import functools
@@ -15,13 +15,13 @@ from torch import Tensor
 from .records import RowBlock, Shares, Statistic
 from .tiles import ELSEWHERE
 
-Softmax = tuple[Tensor, Tensor, Tensor]  # lse_base, neg_log_sum and lse of a softmax, [rows] each
+LogSums = tuple[Tensor, Tensor, Tensor]  # lse_base, neg_log_sum and lse of a softmax, [rows] each
 
 
 def entropy_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """The entropy ``-sum p log p``; a probability of 0 adds 0, whatever its logarithm."""
-    expected = torch.where(block.e == 0, 0.0, block.e * block.z).sum(1)
-    return (block.total.log() - expected / block.total,)
+    """The entropy ``-sum p log p`` of each row; a probability of 0 adds 0."""
+    sum_of_products = torch.where(block.e == 0, 0.0, block.e * block.z).sum(1)
+    return (block.total.log() - sum_of_products / block.total,)
 
 
 def entropy_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
@@ -31,39 +31,39 @@ def entropy_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor
     return (torch.where(p > 0, p * (vectors[0] - log_p), 0.0).sum(0),)
 
 
-def entropy_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+def entropy_values(vectors: Sequence[Tensor], log_sums: LogSums, ratio: float, columns: int) -> dict[str, Tensor]:
     return {"entropy": vectors[0]}
 
 
 def entropy_slopes(grad: Tensor, entropy: Tensor, ratio: float) -> dict[str, Tensor]:
-    """Coefficients of the entropy's gradient, ``d entropy / d x_j = -ratio p_j (log p_j + entropy)``."""
+    """Coefficients for the entropy's derivative, ``d entropy / d x_j = -ratio p_j (log p_j + entropy)``."""
     scaled_grad = ratio * grad
     return {"alpha": -scaled_grad * entropy, "eta": -scaled_grad}
 
 
 def weighted_sum_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """The weighted sum ``sum_j omega_j x_j``, omega the class weights, or 1 without class weights."""
+    """The weighted sum ``sum_j omega_j x_j`` of each row. ``omega``: the class weights; 1 without class weights."""
     weights = block.class_weights
     # masked_fill, so that a logit of -inf with weight 0 gives 0 and not nan
-    weighted = block.x if weights is None else (block.x * weights).masked_fill_(weights == 0, 0.0)
-    return (weighted.sum(1),)
+    weighted_logits = block.x if weights is None else (block.x * weights).masked_fill_(weights == 0, 0.0)
+    return (weighted_logits.sum(1),)
 
 
 def sum_of_pieces(vectors: Sequence[Tensor], shares: Shares | None = None) -> tuple[Tensor, ...]:
     return (vectors[0].sum(0),)
 
 
-def weighted_sum_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
+def weighted_sum_values(vectors: Sequence[Tensor], log_sums: LogSums, ratio: float, columns: int) -> dict[str, Tensor]:
     return {"weighted_sum": vectors[0] * ratio, "mean_logit": vectors[0] * (ratio / columns)}
 
 
 def weighted_sum_slopes(grad: Tensor, weighted_sum: Tensor, ratio: float) -> dict[str, Tensor]:
-    """The coefficient of the weighted sum's gradient, ``d weighted_sum / d x_j = omega_j``, whatever the ratio."""
+    """The coefficient for the weighted sum's derivative, ``d weighted_sum / d x_j = omega_j`` at any ratio."""
     return {"kappa": -grad}
 
 
 def top_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """Returns the largest logit and the first column that has it."""
+    """Returns the largest logit of each row and the first column with this logit."""
     if block.columns is None:
         return block.top, block.x.argmax(1)
     return block.top, torch.where(block.x == block.top[:, None], block.columns, ELSEWHERE).amin(1)
@@ -72,13 +72,12 @@ def top_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
 def top_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
     logits, ids = vectors
     largest = logits.amax(0)
-    # the first column of equal logits
-    first = torch.where(logits == largest, ids, torch.inf).amin(0)
-    return largest, torch.where(first.isinf(), ids[0], first)
+    first_ids = torch.where(logits == largest, ids, torch.inf).amin(0)  # of equal logits the first column
+    return largest, torch.where(first_ids.isinf(), ids[0], first_ids)
 
 
-def top_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (largest, ids), (lse_base, neg_log_sum, _) = vectors, softmax
+def top_values(vectors: Sequence[Tensor], log_sums: LogSums, ratio: float, columns: int) -> dict[str, Tensor]:
+    (largest, ids), (lse_base, neg_log_sum, _) = vectors, log_sums
     return {"argmax": ids.to(torch.int64), "top_logprob": ((largest * ratio - lse_base) + neg_log_sum).detach()}
 
 
@@ -105,7 +104,7 @@ WEIGHTED_SUM = Statistic(
 
 
 def runner_up_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
-    """Returns the two largest logits, of which equal ones count as two."""
+    """Returns the two largest logits of each row, which are equal where two columns have the largest."""
     largest_two = block.x.topk(min(2, block.x.shape[1])).values
     return block.top, largest_two[:, 1] if largest_two.shape[1] > 1 else torch.full_like(block.top, -torch.inf)
 
@@ -114,8 +113,8 @@ def runner_up_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tens
     return torch.cat(list(vectors)).topk(2, 0).values.unbind()
 
 
-def runner_up_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (_, runner_up), (lse_base, neg_log_sum, _) = vectors, softmax
+def runner_up_values(vectors: Sequence[Tensor], log_sums: LogSums, ratio: float, columns: int) -> dict[str, Tensor]:
+    (_, runner_up), (lse_base, neg_log_sum, _) = vectors, log_sums
     return {"runner_up_logprob": ((runner_up * ratio - lse_base) + neg_log_sum).detach()}
 
 
@@ -128,8 +127,8 @@ RUNNER_UP = Statistic(
 )  # fmt: skip
 
 
-def column_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    x, (lse_base, neg_log_sum, lse) = (vectors[0] * ratio).t(), softmax
+def column_values(vectors: Sequence[Tensor], log_sums: LogSums, ratio: float, columns: int) -> dict[str, Tensor]:
+    x, (lse_base, neg_log_sum, lse) = (vectors[0] * ratio).t(), log_sums
     # the value without the rounding of lse, with its gradient
     return {"topk_logprobs": ((x - lse_base) + neg_log_sum + (lse.detach() - lse)).t()}
 
@@ -144,8 +143,8 @@ def top_k_of_pieces(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return largest, ids.gather(1, indices)
 
 
-def top_k_values(vectors: Sequence[Tensor], softmax: Softmax, ratio: float, columns: int) -> dict[str, Tensor]:
-    (logits, ids), (lse_base, neg_log_sum, _) = vectors, softmax
+def top_k_values(vectors: Sequence[Tensor], log_sums: LogSums, ratio: float, columns: int) -> dict[str, Tensor]:
+    (logits, ids), (lse_base, neg_log_sum, _) = vectors, log_sums
     return {"top_k_logprobs": (logits - lse_base[:, None]) + neg_log_sum[:, None], "top_k_ids": ids}
 
 
@@ -160,32 +159,34 @@ TOP_K = Statistic(
 STATISTICS = ENTROPY, WEIGHTED_SUM, TOP, RUNNER_UP  # in the order in which ranks send them
 LISTS = COLUMNS, TOP_K
 OF_LOSSES = *STATISTICS, COLUMNS  # statistics that losses and metrics may read
-# names of the values that losses and metrics may read of them
-WORDS = tuple([word for statistic in OF_LOSSES for word in statistic.words])
-# names of values by which a loss has no derivative
+WORDS = tuple([word for s in OF_LOSSES for word in s.words])  # names of the values that losses and metrics may read
+# names of values without a derivative
 WITHOUT_SLOPE = frozenset(word for s in (*STATISTICS, *LISTS) for word in s.words if s.slopes is None)
 
 
 @functools.cache
 def statistics_at(view: int) -> tuple[Statistic, ...]:
-    """The statistics that losses may read at a view. Those of the logits are read at view 0 only."""
+    """The statistics that losses may read at a view. Statistics that all softmaxes share are read at view 0 only."""
     return tuple([statistic for statistic in OF_LOSSES if statistic.of_softmax or view == 0])
 
 
 def lists_of(words: Container[str], columns: int, top_k: int) -> tuple[Statistic, ...]:
-    """The lists of which a value is among ``words``, the names of the values that are read. ``columns``, ``top_k``: the
-    widths of COLUMNS and TOP_K; 0 for no such list."""
+    """The lists with a value in ``words``, the names of the values that are read. ``columns``, ``top_k``: the widths of
+    COLUMNS and TOP_K; 0 for no such list."""
     lists = [replace(s, width=width) for s, width in zip(LISTS, (columns, top_k), strict=True)]
     return tuple([s for s in lists if s.width and any(word in words for word in s.words)])
 
 
 def needed(words: Iterable[tuple[str, int]], views: int) -> tuple[tuple[Statistic, ...], ...]:
-    """For each of ``views`` softmaxes the statistics that are needed, lists left out. ``words``: names of the values
-    that are read, each with the view at which it is read."""
-    pairs = {(word, view) for word, word_view in words for view in (word_view, None)}
+    """For each view the statistics that are needed, without lists. ``words``: pairs of a value's name and the view at
+    which the value is read. ``views``: number of softmaxes."""
+    words_at_views = set(words)
+    all_words = {word for word, _ in words_at_views}
 
     def is_needed(statistic: Statistic, view: int) -> bool:
-        return any((word, view if statistic.of_softmax else None) in pairs for word in statistic.words)
+        if not statistic.of_softmax:
+            return not all_words.isdisjoint(statistic.words)
+        return any((word, view) in words_at_views for word in statistic.words)
 
     def needed_at(view: int) -> tuple[Statistic, ...]:
         return tuple([s for s in statistics_at(view) if s not in LISTS and is_needed(s, view)])

@@ -6,46 +6,44 @@ from typing import NamedTuple
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-# stands in targets for an id that counts but lies on another rank
-ELSEWHERE = 1 << 30
-BEHIND = -2  # stands in a list of kept ids for an entry after the last
-# lower bound of log p and log q in sums: with a probability of 0, KL(p || q) would be infinite
-LOG_FLOOR = -1e4
+ELSEWHERE = 1 << 30  # in targets: an id that counts but lies on another rank
+BEHIND = -2  # in a list of kept ids: an entry after the last
+LOG_FLOOR = -1e4  # lower bound of log p and log q in sums: with a probability of 0, KL(p || q) would be infinite
 
 
 def cdiv(size: int, step: int) -> int:
-    """``ceil(size / step)``. On the host it is ten times as fast as ``triton.cdiv``, which kernels may call."""
+    """Returns ``ceil(size / step)``. On the host ``triton.cdiv`` takes ten times as long."""
     return -(-size // step)
 
 
 def power_of_2(size: int) -> int:
-    """The smallest power of 2 from ``size`` on."""
+    """Returns the smallest power of 2 that is at least ``size``."""
     return 1 << (size - 1).bit_length()
 
 
 STRIPS_AT_ONCE = 8  # strips of relative logits that one program turns into gradients
-E4M3_ROWS = 64 if INTERPRETED else 128  # rows, and columns, of exponentials that are rounded to e4m3 at a time
+E4M3_ROWS = 64 if INTERPRETED else 128  # a block of exponentials that is rounded to e4m3 has as many rows and columns
 PRODUCT_ROWS = 128  # most rows of logits' gradients that dweight's product reads at a time
 
 
 LARGEST_E4M3, LEAST_SCALE = 448.0, 1e-30  # largest number of e4m3; least scale, whose inverse is finite
 SAMPLED_ROWS = 4  # rows of a weight from which its scale is estimated
-# An id of a row is heavy if its probability is above 2^LEAST_HEAVY_LOG2; in a row where more than HEAVY ids may be
-# above, if it is above twice or four times as much. A row has at most HEAVY heavy ids. Logits of e4m3 operands err by
-# less than MARGIN_LOG2 in base 2: ids whose e4m3 logit is above the threshold less that margin are candidates, and
-# their exact logits decide.
+# An id of a row is heavy if its probability is above a threshold: 2^LEAST_HEAVY_LOG2, or twice or four times as much in
+# a row where more than HEAVY ids could be heavy. A row has at most HEAVY heavy ids. Logits of e4m3 operands err by less
+# than MARGIN_LOG2 in base 2: an id is a candidate if its e4m3 logit is above the threshold less that margin, and its
+# exact logit decides.
 LEAST_HEAVY_LOG2, MARGIN_LOG2, HEAVY = -8.0, 0.25, 64
 
 
 class Quantised(NamedTuple):
-    """A matrix in e4m3, one byte a number: ``values * scale`` is the matrix, rounded.
+    """A matrix in e4m3, one byte per number: ``values * scale`` is the matrix, rounded.
 
-    Of hidden states, the component of each row along one direction [columns] was subtracted before: ``common`` has it.
+    From rows of hidden states, a multiple of one direction [columns] was subtracted before: ``common`` has the factors.
     """
 
     values: torch.Tensor  # [rows, columns] float8_e4m3fn, contiguous
     scale: torch.Tensor  # [rows] fp32, or [] for all rows; nan if an element of the row, or of all rows, is not finite
-    common: torch.Tensor | None = None  # [rows] fp32: components along the direction; None: nothing was subtracted
+    common: torch.Tensor | None = None  # [rows] fp32 factors of the direction; None: nothing was subtracted
 
 
 Matrix = torch.Tensor | Quantised  # an operand of the logits' products
@@ -57,10 +55,10 @@ class Tile(NamedTuple):
     block_m: int = 128  # rows of the result
     block_n: int = 256  # columns of the result
     block_k: int = 64  # step over k
-    group_m: int = 16  # rows of tiles that are made before the next column of tiles
-    warps: int = 8
-    stages: int = 3  # of the pipeline that loads operands
-    per_multiprocessor: int = 1  # programs that a multiprocessor runs at a time
+    group_m: int = 16  # number of rows of tiles that are made before the next column of tiles
+    warps: int = 8  # number of warps of a program
+    stages: int = 3  # number of stages of the pipeline that loads operands
+    per_multiprocessor: int = 1  # number of programs that a multiprocessor runs at a time
     described: bool = True  # True: the tensor copy engine loads operands (descriptors); False: loads through pointers
     e4m3_stages: int | None = None  # number of stages for e4m3 operands; None: the same number
 
@@ -70,15 +68,15 @@ class Tile(NamedTuple):
         return self.block_m * self.block_n
 
     def for_operand(self, matrix: Matrix) -> "Tile":
-        """The tile for operands like ``matrix``: of e4m3 the step over k has twice as many elements, so that it has as
-        many bytes as of 16 bits."""
+        """The tile for operands of the type of ``matrix``. The step over k has twice as many elements for e4m3, hence
+        as many bytes as for 16 bits."""
         if not isinstance(matrix, Quantised):
             return self
         return self._replace(block_k=self.block_k * 2, stages=self.e4m3_stages or self.stages)
 
 
 def row_block(columns: int) -> tuple[int, int]:
-    """Returns the number of columns that a program reads at a time, and its warps, for kernels with a program for each
-    row."""
+    """For kernels with one program per row: returns the number of columns that a program reads at a time, and the
+    number of its warps."""
     block = min(power_of_2(columns), 1024 if INTERPRETED else 8192)
     return max(block, 128), 4 if block < 2048 else 16

@@ -1,7 +1,7 @@
-"""Writes a function of numbers as Triton source, from its trace in PyTorch.
+"""Writes a PyTorch function of numbers as Triton source, from a trace of the function.
 
-A trace consists of elementwise operations. The tables below have the Triton expression of each operation that may be in
-one. A subclass of ``Writer`` defines how inputs are read, and the shape of values.
+A trace is a graph of elementwise operations; tables give the Triton expression of each operation. A subclass of
+``Writer`` writes how inputs are loaded.
 """
 
 import math
@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from .private import answering
+from .private import nan_filter
 
 TRITON_DTYPES = {
     torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
 }  # fmt: skip
-# aten's operations in three tables: operands are cast to the result's dtype, to their common dtype, or to truth values
+# Triton expressions by aten operation, {0} and {1} its operands. By table, operands are cast to the result's dtype, to
+# their common dtype, or to bool
 ARITHMETIC = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
     "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "abs": "tl.abs({0})",
@@ -35,7 +36,7 @@ LOGICAL = {"logical_and": "{0} & {1}", "bitwise_and": "{0} & {1}", "bitwise_or":
 SAME_NUMBERS = {"detach", "alias", "clone", "expand", "view", "_to_copy", "lift_fresh_copy"}
 FILL_VALUES = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
 FILL_ARGUMENTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # index of the filling argument
-POWERS = {1: "{0}", 2: "{0} * {0}"}
+POWERS = {1: "{0}", 2: "{0} * {0}"}  # by exponent: an expression without a power
 
 
 class NoKernelError(Exception):
@@ -43,66 +44,66 @@ class NoKernelError(Exception):
 
 
 def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tensor]) -> fx.GraphModule:
-    """The trace of ``function``, for tensors of the shapes and dtypes of ``samples``. NoKernelError if this version of
-    torch cannot trace it."""
+    """The trace of ``function`` for tensors like ``samples``. NoKernelError if this version of torch cannot trace."""
     try:
         from torch.fx.experimental.proxy_tensor import make_fx
     except ImportError as error:
         raise NoKernelError("this torch traces in another way") from error
-    answer = answering()
-    if answer is None:
+    filter_class = nan_filter()
+    if filter_class is None:
         raise NoKernelError("this torch has other modes")
 
     def without_anomalies(operands: list[Tensor]) -> list[Tensor]:
-        with answer(None):  # another thread may switch on anomaly mode meanwhile
+        with filter_class(None):  # another thread may switch on anomaly mode meanwhile
             return function(operands)
 
     return make_fx(without_anomalies, tracing_mode="fake")(samples)
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the operation that a node calls, without the prefix ``aten.``; of an input node the input's name."""
+    """The name of a node's operation without the prefix ``aten.``; for an input node the name of the input."""
     return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
 
 
 def has_one_reader(node: fx.Node) -> bool:
-    """True for a node that makes a new tensor which one other node reads: that node may overwrite it."""
+    """True if a node makes a new tensor that only one other node reads. The reader may overwrite the tensor."""
     return node.op == "call_function" and len(node.users) == 1 and name_of(node) not in {*SAME_NUMBERS, "select"}
 
 
 class Writer:
     """Writes the lines of source that compute the values of a trace; equal expressions are computed once."""
 
-    shape = "(BLOCK,)"  # expression of the shape of values
-    overrides: ClassVar[dict[str, str]] = {}  # by operation of ARITHMETIC: an expression in place of the table's
+    shape = "(BLOCK,)"  # source of the shape that values have in the kernel
+    overrides: ClassVar[dict[str, str]] = {}  # by operation: an expression in place of the one in ARITHMETIC
 
     def __init__(self, traced: fx.GraphModule):
-        self.lines: list[str] = []
-        self.names: dict[str, str] = {}  # names of values by expression, so that each is computed once
-        self.values: dict[fx.Node, str] = {}
+        self.lines: list[str] = []  # of the source
+        self.names: dict[str, str] = {}  # by expression: name of the variable that holds it
+        self.values: dict[fx.Node, str] = {}  # by node: name of the variable that holds its value
         self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
         (output_node,) = traced.graph.find_nodes(op="output")
         outputs: Any = output_node.args[0]
         self.outputs: list[fx.Node] = list(outputs)
 
     def read(self, node: fx.Node) -> str:
-        """The name of the variable that holds an input. A subclass writes the line that loads it."""
+        """Returns the name of an input's variable. A subclass implements it and writes the line that loads the
+        input."""
         raise NotImplementedError
 
     def select(self, vector: fx.Node, dim: int, i: int) -> str:
-        """The expression of element ``i`` of an input along ``dim``. NoKernelError unless a subclass has such
-        inputs."""
+        """Returns the name of a variable with element ``i`` of an input along ``dim``. NoKernelError here; a subclass
+        may have inputs of several dimensions."""
         raise NoKernelError(str(vector))
 
     def assign(self, expression: str) -> str:
-        """The name of a variable with the value of ``expression``, for which a line is written if there is none."""
+        """Returns the name of the variable that holds ``expression``. Writes a line for a new expression."""
         if expression not in self.names:
             self.names[expression] = f"v{len(self.names)}"
             self.lines.append(f"{self.names[expression]} = {expression}")
         return self.names[expression]
 
     def value(self, node: fx.Node) -> str:
-        """The name of a variable with the value of a node. NoKernelError for an operation that no table has."""
+        """Returns the name of a variable with the value of a node. NoKernelError if its operation is in no table."""
         if node.op != "call_function":
             raise NoKernelError(node.op)
         operation, dtype = name_of(node), node.meta["val"].dtype
@@ -126,10 +127,8 @@ class Writer:
         if operation == "clamp":
             bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
             x = self.cast(node.args[0], dtype)
-            for side, comparison in (
-                ("min", "<"),
-                ("max", ">"),
-            ):  # a nan compares false with either and stays, as in PyTorch
+            # a nan compares false with both bounds and stays, as in PyTorch
+            for side, comparison in (("min", "<"), ("max", ">")):
                 if bounds.get(side) is not None:
                     bound = self.cast(bounds[side], dtype)
                     x = self.assign(f"tl.where({x} {comparison} {bound}, {bound}, {x})")
@@ -152,11 +151,12 @@ class Writer:
         raise NoKernelError(str(operation))
 
     def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
-        """The name of a variable with the value of ``template``, formatted with ``args`` cast to ``dtype``."""
+        """Returns the name of a variable with the expression ``template`` of the operands ``args``, cast to
+        ``dtype``."""
         return self.assign(template.format(*[self.cast(arg, dtype) for arg in args]))
 
     def constant(self, number: Any, dtype: torch.dtype) -> str:
-        """The name of a variable with a number, or with a node's value, in ``dtype``."""
+        """Returns the name of a variable of ``dtype`` with the value of a number or node."""
         if isinstance(number, fx.Node):
             return self.cast(number, dtype)
         number = float(number) if dtype.is_floating_point else int(number)
@@ -164,7 +164,7 @@ class Writer:
         return self.assign(f"tl.full({self.shape}, {literal}, {TRITON_DTYPES[dtype]})")
 
     def cast(self, value: Any, dtype: torch.dtype) -> str:
-        """The name of a variable with an operand, a node or a number, cast to ``dtype``."""
+        """Returns the name of a variable with an operand, cast to ``dtype``. ``value``: a node or a number."""
         if not isinstance(value, fx.Node):
             return self.constant(value, dtype)
         source_dtype = value.meta["val"].dtype

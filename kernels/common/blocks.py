@@ -1,7 +1,7 @@
 """Functions with which kernels load, multiply, cast and store tiles of matrices.
 
 A ``matrix`` is a tuple (descriptor, pointer, stride from row to row in elements, number of rows, number of columns).
-Either the descriptor is None and the pointer is that of the first element, or the pointer is None and not read.
+Either the descriptor or the pointer to the first element is None.
 """
 
 import triton
@@ -16,14 +16,14 @@ LARGEST_E4M3 = tl.constexpr(tiles.LARGEST_E4M3)
 
 @triton.jit
 def column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns the left and the right half of the columns of ``x``; no data moves between threads."""
+    """Returns the left and the right half of the columns of ``x``. No data moves between threads."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def multiple_of_8(elements):
-    """``elements`` rounded up to a multiple of 8 (16 bytes of 16-bit elements), in a form from which the compiler sees
-    the multiple."""
+    """Returns ``elements`` rounded up to a multiple of 8 (16 bytes of 16-bit elements). The compiler sees that the
+    result is a multiple."""
     return (elements + 7) // 8 * 8
 
 
@@ -32,7 +32,7 @@ def load_tile(matrix, row_start, column_start, ROWS: tl.constexpr, COLUMNS: tl.c
     """Loads a tile [ROWS, COLUMNS] of a matrix with contiguous columns; elements past its last row and column are 0.
 
     Rows in memory are padded to a multiple of 8 columns. With EXACT the padding is read as 0, by single elements if the
-    number of columns is odd. Without EXACT the tile has what the padding holds, and 16 bytes are read at a time."""
+    number of columns is odd. Without EXACT the tile contains the padding's numbers, and 16 bytes are read at a time."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row_start, column_start])
@@ -46,8 +46,9 @@ def load_tile(matrix, row_start, column_start, ROWS: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def load_rows(matrix, row_start, column_start, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Loads a tile as ``load_tile`` does, but rows past the matrix's last row are copies of that row, which is faster
-    than a mask. The number of columns is a multiple of 8. EVEN: no tile extends past the last column."""
+    """Loads a tile [ROWS, COLUMNS] of a matrix. Rows past the last row are copies of the last row, which is faster than
+    a mask. Columns past the last column are 0. The number of columns is a multiple of 8. EVEN: no tile extends past
+    the last column."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row_start, column_start])
@@ -71,8 +72,8 @@ def dot(a, b, acc):
 
 @triton.jit
 def to_e4m3(x):
-    """Casts ``x`` fp32 to e4m3: to the nearest number, of two equally near ones to the one with an even last bit. The
-    interpreter rounds wrongly, so that under it ``x`` is rounded before the cast."""
+    """Casts ``x`` fp32 to e4m3, to the nearest number, ties to even. The interpreter's cast rounds wrongly, so that
+    ``x`` is rounded before the cast there."""
     if INTERPRETED:
         exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 2.0**-6))), -6.0)
         unit = tl.exp2(exponent - 3.0)
@@ -93,9 +94,9 @@ def descaled(
     offs_col,
     columns,
 ):
-    """From the product of e4m3 operands to the logits: times the scales [rows] of hidden states and [] of the weight,
-    plus the outer product of ``hidden_common`` [rows] and ``weight_common`` [columns] fp32, a part of the hidden states
-    that was subtracted before they were rounded. With pointers of None it returns ``product`` unchanged."""
+    """Returns logits from the product of e4m3 operands: multiplies by the scales of hidden states and weight, and adds
+    the outer product of ``hidden_common`` and ``weight_common``. This is the logits' share of the direction that was
+    subtracted from hidden states (``Quantised``). A pointer of None leaves out the scales, or the outer product."""
     if hidden_scale_ptr is not None:
         scale = tl.load(hidden_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(weight_scale_ptr)
         product = product * scale[:, None]
@@ -108,7 +109,7 @@ def descaled(
 
 @triton.jit
 def to_type_of(matrix, value):
-    """Casts ``value`` to the dtype of the matrix."""
+    """Casts ``value`` to the dtype of a matrix."""
     if matrix[0] is not None:
         return rounded(value, matrix[0].dtype)
     else:
@@ -117,8 +118,8 @@ def to_type_of(matrix, value):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """Casts ``value`` to ``dtype``, to the nearest number. The interpreter's cast to bf16 truncates, so that under it
-    the value is rounded before."""
+    """Casts ``value`` to ``dtype``, to the nearest number. The interpreter's cast to bf16 truncates, so that ``value``
+    is rounded before the cast there."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
         nearest = ((bits + 32767 + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -128,8 +129,7 @@ def rounded(value, dtype: tl.constexpr):
 
 @triton.jit
 def store_tile(matrix, row_start, column_start, tile):
-    """Casts ``tile`` to the matrix's dtype and stores it. The padding of a row to a multiple of 8 columns is written
-    too."""
+    """Casts ``tile`` to the matrix's dtype and stores it, also to the padding of rows to a multiple of 8 columns."""
     desc, ptr, stride, rows, columns = matrix
     tile = to_type_of(matrix, tile)
     if desc is not None:
@@ -143,8 +143,8 @@ def store_tile(matrix, row_start, column_start, tile):
 
 @triton.jit
 def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns the row and the column of tile number ``tile``, counted in tiles. Within a group of GROUP_M rows of tiles
-    the row runs fastest, so that tiles that run at the same time read the same columns from L2."""
+    """Returns the indices of the row of tiles and of the column of tiles that tile number ``tile`` is in. Numbers run
+    down the rows within a group of GROUP_M rows of tiles, so that concurrent tiles read the same columns from L2."""
     group = tile // (GROUP_M * tiles_n)
     group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
     tile_in_group = tile % (GROUP_M * tiles_n)
@@ -153,8 +153,8 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def counted_rows(count_ptr, first_row, rows):
-    """The number of the chunk's rows that count. ``count_ptr``: [] number of the call's rows that count, which come
-    first; None: all count. ``first_row``: the chunk's first row in the call. ``rows``: number of the chunk's rows."""
+    """The number of the chunk's rows that count. The call's rows that count come first: ``count_ptr`` [] has their
+    number; None: all count. ``first_row``: index of the chunk's first row. ``rows``: number of the chunk's rows."""
     if count_ptr is not None:
         return tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), rows).to(tl.int32)
     else:

@@ -1,4 +1,4 @@
-"""Mathematical functions that generated kernels call, as exact as PyTorch's."""
+"""Elementwise functions that generated kernels call, as accurate as PyTorch's."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from triton.language.extra import libdevice
 
 from ...core import tiles
 
-# the interpreter has none of libdevice's functions, and numpy's are exact
+# the interpreter lacks libdevice; its own functions are accurate
 INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 
 
@@ -63,5 +63,5 @@ def sigmoid(x):
 def logaddexp(x, y):
     largest = tl.where((x > y) | (x != x), x, y)
     # a difference of equal infinities would be nan
-    neg_distance = tl.where(x == y, 0.0, -tl.abs(x - y))
-    return largest + log1p(exp(neg_distance))
+    neg_difference = tl.where(x == y, 0.0, -tl.abs(x - y))
+    return largest + log1p(exp(neg_difference))

@@ -1,12 +1,12 @@
 """Launches of compiled kernels without the work that Triton repeats before each launch.
 
-The first launch of a kind is Triton's, which compiles. Later launches find the compiled kernel by one key, and call the
-C function that Triton's launches end with.
+Triton does the first launch with a new key, and compiles the kernel. Later launches find the compiled kernel by the key
+and call the C function that Triton's launches end with.
 
 Triton specialises a kernel for integers that are 1 or a multiple of 16, and for pointers that are aligned to 16 bytes.
-Sizes that depend on the number of tokens are not specialised, since their code does not gain by it. The number of
-tokens decides only whether a chunk's products are stored or added, whether tiles of dhidden are cut, and whether a size
-needs 64 bits.
+Sizes that depend on the number of tokens are not specialised, since that makes no kernel faster. The number of tokens
+decides only whether a chunk's products are stored or added, whether tiles of dhidden are cut, and whether a size needs
+64 bits.
 """
 
 import copy
@@ -28,21 +28,21 @@ from ...core.tiles import INTERPRETED
 OLDEST_TRITON, NEWEST_TRITON = (3, 5), (3, 9)
 # Triton's option by which a product and a sum become one instruction; from Triton 3.10 on it is off by default
 FUSED = {"enable_fp_fusion": True}
-# Triton's settings that differ from the defaults, by name; and the functions called before and after each launch
+# Triton's settings that differ from the defaults, by name
 RUNTIME_SETTINGS, COMPILATION_SETTINGS = vars(knobs.runtime), vars(knobs.compilation)
 NONE_FIELDS = (None,)  # the fields of a descriptor that is None
-LAUNCH_HOOKS = [
+LAUNCH_HOOKS = [  # two lists: functions that Triton calls before, and after, each launch
     getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
 ]
 
 
 def specialization(parameter: Any) -> str:
-    """The Python expression of a kernel's argument, part of the key of compiled kernels: for another value of the
-    expression Triton compiles the kernel again.
+    """The Python source of what Triton specialises a kernel for of one argument. The launch function evaluates the
+    source as a part of the key of compiled kernels.
 
-    The value is, for a constant, the constant; for a descriptor its dtype and block; for a pointer its dtype, and
-    whether the address is a multiple of 16 bytes; for an integer whether it is 1, a multiple of 16, and within 32 bits;
-    for any other argument its type.
+    For a constant this is its value; for a descriptor its dtype and block; for a pointer its dtype, and whether the
+    address is a multiple of 16 bytes; for an integer whether it is 1, a multiple of 16, and within 32 bits; for any
+    other argument its type.
     """
     name = parameter.name
     if parameter.is_constexpr:
@@ -61,9 +61,8 @@ def specialization(parameter: Any) -> str:
 
 
 def c_argument(parameter: Any) -> str:
-    """The Python expression of what the C function gets for a kernel's argument: for a pointer the tensor's address,
-    for a descriptor its fields. In the source it stands after the argument's ``specialization``, whose variables it
-    reads.
+    """The Python source of what the C function gets for one argument of a kernel: for a tensor its address, for a
+    descriptor its fields. This source reads variables that the source of ``specialization`` sets before.
     """
     name = parameter.name
     if parameter.is_constexpr:
@@ -76,7 +75,7 @@ def c_argument(parameter: Any) -> str:
     return name
 
 
-# source of the launching function that each kernel gets, since a loop over the arguments takes twice as long
+# source of a kernel's launch function, without a loop over the arguments, which would take twice as long
 LAUNCH_SOURCE = """
 def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
     device = current_device()
@@ -98,13 +97,13 @@ def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
 
 
 class DescriptorFields:
-    """A function from a descriptor to the fields that the C function takes for it, for the descriptor at one position
-    of a compiled kernel's arguments."""
+    """A function that returns the fields which a kernel's C function takes in place of a descriptor. Each argument of a
+    compiled kernel that is a descriptor has its own function."""
 
     def __init__(self, expand_descriptors: Callable[..., Sequence[Any]] | None, num_leading: int, is_unpacked: bool):
-        """``expand_descriptors``: Triton's function that expands descriptors among its arguments, around a function
-        that returns all of them; None if the C function takes descriptors. ``num_leading``: number of arguments before
-        the kernel's. ``is_unpacked``: the kernel's follow one by one, not as a tuple."""
+        """``expand_descriptors``: Triton's function that returns its arguments with each descriptor replaced by its
+        fields; None if the C function takes descriptors. ``num_leading``: number of the C function's arguments before
+        the kernel's. ``is_unpacked``: the kernel's arguments follow one by one; False: as a tuple."""
         self.expand, self.leading, self.is_unpacked = expand_descriptors, (None,) * num_leading, is_unpacked
 
     def __call__(self, descriptor: Any) -> tuple:
@@ -119,11 +118,12 @@ class DescriptorFields:
 
 
 class Compiled:
-    """A compiled kernel and its launch: ``run(x, y, z, stream, *prefix, *arguments)`` if ``is_unpacked``, else
-    ``run(x, y, z, stream, *prefix, arguments)``, with the kernel's arguments as a tuple."""
+    """A compiled kernel. ``run(x, y, z, stream, *prefix, *arguments)`` launches it; if not ``is_unpacked``, ``run(x, y,
+    z, stream, *prefix, arguments)``."""
 
     def __init__(self, kernel: Any, num_arguments: int, descriptor_indices: Sequence[int]):
-        """``kernel``: Triton's compiled kernel. ``descriptor_indices``: of the arguments that may be descriptors."""
+        """``kernel``: Triton's compiled kernel. ``descriptor_indices``: indices of arguments that may be
+        descriptors."""
         self.kernel, self.is_unpacked, self.run = kernel, True, kernel.run
         self.prefix: tuple = kernel.function, kernel.packed_metadata, None, None, None  # no hooks
         function, expand_by_index = c_function(kernel, num_arguments), dict[int, Callable[..., Any]]()
@@ -141,12 +141,12 @@ class Compiled:
 
 
 def c_function(kernel: Any, num_arguments: int) -> tuple[Callable[..., None], tuple, bool] | None:
-    """Returns the C function that launches a compiled kernel; the values that the function takes between the stream and
-    the kernel's arguments; and whether the function takes these one by one (True) or as a tuple (False). None if
-    Triton's launch does more than call the function."""
+    """Returns the C function that launches a compiled kernel; the values that it takes between the stream and the
+    kernel's arguments; and whether it takes the kernel's arguments one by one (True) or as a tuple (False). Returns
+    None if Triton's launch does more than call the function."""
     run = kernel.run
     function = getattr(run, "launch", None)
-    if inspect.isfunction(function):  # around that in C, for descriptors
+    if inspect.isfunction(function):  # a Python function for descriptors, which calls the C function
         function = inspect.getclosurevars(function).nonlocals.get("launcher")
     scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if not inspect.isbuiltin(function) or scratch != [0, 0]:
@@ -163,15 +163,15 @@ def c_function(kernel: Any, num_arguments: int) -> tuple[Callable[..., None], tu
 
 
 def is_known() -> bool:
-    """True where kernels can be launched by their C function: on an NVIDIA GPU, with a version of Triton from
-    OLDEST_TRITON to NEWEST_TRITON, not interpreted."""
+    """True if kernels can be launched by their C function: on an NVIDIA GPU, not interpreted, with a version of Triton
+    from OLDEST_TRITON to NEWEST_TRITON."""
     version = tuple(int(number) for number in triton.__version__.split(".")[:2])
     compiles = torch.cuda.is_available() and torch.version.hip is None and not INTERPRETED
     return compiles and OLDEST_TRITON <= version <= NEWEST_TRITON
 
 
 def is_plain(kernel: Any) -> bool:
-    """True for a kernel that Triton has compiled synchronously, with its default settings."""
+    """True if ``kernel`` is a compiled kernel, not a future, and Triton's settings are the defaults."""
     has_changed_settings = (
         knobs.runtime.debug
         or getattr(knobs.runtime, "add_stages_inspection_hook", None)
@@ -181,15 +181,15 @@ def is_plain(kernel: Any) -> bool:
 
 
 class Launcher:
-    """A kernel that is launched as Triton's are: ``kernel[grid](*arguments, **constants)``, with all constants by name.
+    """A kernel with Triton's call, ``kernel[grid](*arguments, **constants)``; constants are passed by name.
 
-    If Triton might do more than launch a compiled kernel (under the interpreter, with a hook or a setting, in an
-    unknown version), Triton launches it.
+    Where Triton might do more than launch a compiled kernel (under the interpreter, with a hook or a setting, in an
+    unknown version), Triton launches the kernel.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        # two threads that launch with a new key at the same time both compile the kernel; one of the results is kept
+        # if two threads launch with one new key at the same time, both compile, and one result stays
         self.compiled_by_key: Cache[tuple, Compiled] = Cache(4096)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -229,7 +229,7 @@ class Launcher:
             active_recorder.record_call(run, *arguments)
 
     def direct(self) -> bool:
-        """True where Triton would do no more than launch what it has compiled."""
+        """True if Triton would do no more than launch a compiled kernel."""
         has_settings = any(RUNTIME_SETTINGS.values()) or any(COMPILATION_SETTINGS.values())
         return not (has_settings or self.kernel.pre_run_hooks or any(LAUNCH_HOOKS))
 
@@ -247,14 +247,14 @@ class Launcher:
         self.compiled_by_key[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
 
 
-# names of kernels' arguments that are sizes and depend on the number of tokens, or else on the call: not specialised
+# names of arguments for which kernels are not specialised: sizes that depend on the number of tokens or on the call
 PER_CALL = (
     "entries", "first_row", "ids_per_token", "length", "most_parts", "numel", "picked",
     "pieces", "programs", "rows", "second_numel", "step", "steps", "tokens", "units",
     *[f"vector_index{i}" for i in range(32)],
 )  # fmt: skip
-# names of pointers to one number, or to one or a few numbers per row: they may start at any row, and no thread reads
-# several rows at once, so that alignment does not matter
+# names of pointers to one number, or to a few numbers per row. They may point to any row, and no thread reads several
+# rows at once, so that kernels are not specialised for their alignment
 PER_ROW = (
     "added_ptr", "alpha_ptr", "begin_ptr", "beta_ptr", "column_ptr", "count_ptr", "counted_ptr", "divisor_ptr",
     "end_ptr", "factor_ptr", "hidden_factor_ptr", "hidden_scale_ptr", "ids_ptr", "inverse_ptr", "level_ptr",
@@ -269,6 +269,6 @@ PER_ROW = (
 
 
 def kernel(function: Callable) -> Launcher:
-    """Decorates a kernel: returns a ``Launcher`` of ``triton.jit(function)``. Functions that kernels call have
-    ``triton.jit`` as their decorator."""
+    """Decorates a kernel: returns a ``Launcher`` of ``triton.jit(function)``. Functions that kernels call are decorated
+    with ``triton.jit`` instead."""
     return Launcher(triton.jit(function, do_not_specialize=PER_CALL, do_not_specialize_on_alignment=PER_ROW))

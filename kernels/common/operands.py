@@ -1,6 +1,6 @@
-"""Arguments that launches of several folders make: memory of strips, and matrices as descriptors or pointers.
+"""Arguments of launches in several folders: memory of strips, and matrices as descriptors or pointers.
 
-Triton checks each new descriptor, so that equal descriptors (address, shape, block) are made once.
+Triton checks each new descriptor, which takes time: a descriptor of one address, shape and block is made once.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from ...core.records import Statistic, StatisticOutputs, Stored, TeacherSoftmax
 from ...core.tiles import Matrix, Quantised, Tile, cdiv
 from .launcher import is_known
 
-STRIP_ROWS = 16  # strides are multiples of it, so that Triton reads vectors
+STRIP_ROWS = 16  # strides from strip to strip are multiples of this, so that Triton loads vectors
 
 
 def strip_rows(rows: int) -> int:
-    """The stride from strip to strip of vectors [strips, rows]: ``rows`` rounded up to a multiple of STRIP_ROWS."""
+    """The stride of tensors [strips, rows] from strip to strip: ``rows`` rounded up to a multiple of STRIP_ROWS."""
     return cdiv(rows, STRIP_ROWS) * STRIP_ROWS
 
 
 def strip_stride(stored: Stored, teacher: TeacherSoftmax | None) -> int:
-    """The stride from strip to strip of the offsets of ``stored`` and, if it has any, of ``teacher``; 0 if both have
-    raw logits. The assertion: buffers of both have equally many rows, so that the strides are equal."""
+    """The stride from strip to strip of the offsets of relative logits; 0 without any. Offsets of student and teacher
+    must have the same stride."""
     stored_logits = (stored,) if teacher is None else (stored, teacher.stored)
     strides = {logits.offset.stride(0) for logits in stored_logits if logits.offset is not None} or {0}
     assert len(strides) == 1, "buffers of relative logits are for equally many rows"
@@ -32,20 +32,16 @@ def strip_stride(stored: Stored, teacher: TeacherSoftmax | None) -> int:
 
 
 def teacher_operands(teacher: TeacherSoftmax | None) -> tuple[Any, ...]:
-    """The arguments of a generated kernel that a dense teacher gives, in the order of ``sums.FLAT``; none without a
-    teacher."""
+    """A generated kernel's arguments for a dense teacher, in the order of ``sums.FLAT``; none without a teacher."""
     if teacher is None:
         return ()
     return *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
 
 
 class Strips(NamedTuple):
-    """What the logits matmul writes for each strip of columns and each row: tensors [strips, rows] fp32.
+    """Tensors [strips, rows] fp32 that the logits matmul writes, with strides of ``strip_rows``."""
 
-    A strip's rows start at a multiple of STRIP_ROWS elements.
-    """
-
-    offset: torch.Tensor  # subtracted from logits before they are exponentiated or stored
+    offset: torch.Tensor  # subtracted from logits before the exponential or the store
     sums: tuple[torch.Tensor, ...]  # for each softmax the sum of exponentials
     statistics: tuple[tuple[StatisticOutputs, ...], ...]  # for each softmax, the tensors of each of its statistics
 
@@ -77,7 +73,7 @@ class Strips(NamedTuple):
         return [tensor for group in self.statistics for outputs in group for tensor in outputs.tensors]
 
     def all_sums(self) -> torch.Tensor:
-        """One vector [n] fp32 over the memory of all tensors but the offsets, for another use once the rows' statistics
+        """The memory of all tensors but ``offset`` as one vector [n] fp32, for another use once the rows' statistics
         are merged."""
         tensor_count, first = len(self.sums) + len(self.statistic_tensors), self.sums[0]
         return first.as_strided((tensor_count * first.shape[0] * first.stride(0),), (1,))
@@ -98,8 +94,8 @@ class Strips(NamedTuple):
 
 
 def as_quantised(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns the fields of ``Quantised``: the matrix in memory, its scale (None for 1), and ``common``, the part of it
-    that was subtracted before it was rounded (None if nothing was)."""
+    """Returns the fields of a ``Quantised`` matrix: values, scale and ``common``; for another matrix the matrix itself,
+    None and None."""
     return matrix if isinstance(matrix, Quantised) else (matrix, None, None)
 
 
@@ -107,7 +103,7 @@ DESCRIPTORS: Cache[tuple, TensorDescriptor] = Cache(4096)
 
 
 class Address:
-    """The address and dtype of a tensor. Stands for the tensor in a cached descriptor, which outlives the tensor."""
+    """The address and dtype of a tensor, in place of the tensor in a cached descriptor, which outlives the tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self.address, self.dtype = tensor.data_ptr(), tensor.dtype
@@ -117,7 +113,7 @@ class Address:
 
 
 def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """``TensorDescriptor.from_tensor(tensor, [rows, columns])`` of a matrix, cached by address, shape and block."""
+    """Returns ``TensorDescriptor.from_tensor(tensor, [rows, columns])``, cached by address, shape and block."""
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, rows, columns
     descriptor = DESCRIPTORS.get(key)
     if descriptor is None:
@@ -130,22 +126,22 @@ def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
 
 
 def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
-    """The argument for a matrix's stride from row to row: its stride for tiles that load through pointers; 0, which no
-    kernel reads, for tiles with descriptors and for None."""
+    """A kernel's argument for the stride of a matrix from row to row: 0 for tiles with descriptors, which read no
+    stride, and for None."""
     return 0 if tensor is None or tile.described else tensor.stride(0)
 
 
 def even(columns: int, tile: Tile) -> bool:
-    """True where a loop over a matrix's columns needs no mask: their number is a multiple of the tile's step, or the
-    tensor copy engine fills with zeros."""
+    """True if a loop over a matrix's columns needs no mask: ``columns`` is a multiple of the tile's step, or the tensor
+    copy engine fills with zeros."""
     return tile.described or columns % tile.block_k == 0
 
 
 def matrix(
     tensor: torch.Tensor | None, rows: int, columns: int, tile: Tile
 ) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
-    """Returns the two arguments of a kernel for a matrix: a descriptor with blocks of ``rows`` by ``columns``, and
-    None; or, for tiles that load through pointers, None and the tensor."""
+    """Returns a kernel's two arguments for a matrix: a descriptor with blocks [rows, columns], and None; or, for tiles
+    that load through pointers, None and the tensor."""
     if tensor is None or not tile.described:
         assert tensor is None or tensor.stride(1) == 1, "columns are contiguous"
         return None, tensor

@@ -1,13 +1,13 @@
 """A sweep as a list of steps, recorded once and run again on other tensors.
 
 Sweeps of equal sizes allocate tensors of the same sizes, launch the same kernels and multiply the same matrices; only
-addresses differ. A ``Recorder`` observes one sweep. For each tensor among the arguments of a step it notes the place:
-the input or allocated tensor whose memory it is in, and the offset in bytes. A ``Recording`` allocates such tensors
-again, computes the addresses, and runs the steps.
+addresses differ. A ``Recorder`` observes one sweep. A tensor of the sweep is an input or comes from ``empty``. Each
+argument of a step that is a tensor has a place: the tensor of the sweep that contains the argument, and an offset in
+bytes. A ``Recording`` allocates such tensors again, computes the addresses, and runs the steps.
 
-``Recorder.finish`` returns None if a sweep cannot be recorded: a step's tensor is in the memory of no input and no
-tensor from ``empty``, or of two of them; or an operator of torch has written to one of them, which its version shows. A
-result of another operator has memory of its own, so that a step that reads it is noticed.
+``Recorder.end`` returns None if a sweep cannot be recorded: a step's argument lies in no tensor of the sweep, as the
+results of torch's operators do; inputs share memory; or an operator outside of the steps has written to a tensor of the
+sweep, as the tensor's version shows.
 """
 
 import functools
@@ -25,30 +25,30 @@ from ...core.memory import RECORDERS
 from .launcher import COMPILATION_SETTINGS, LAUNCH_HOOKS, RUNTIME_SETTINGS, Compiled, Launcher
 from .operands import described
 
-MAX_STEPS = 4096  # of a recording
-ALIGNMENT = 16  # bytes: the alignment of pointers for which Triton specialises kernels
-ALLOCATOR_ALIGNMENT = 512  # bytes: that of torch's allocator
-MAX_ADDRESSES = 64  # most addresses for which a descriptor's encoded fields are kept
+MAX_STEPS = 4096  # maximum number of steps of a recording
+ALIGNMENT = 16  # bytes, the alignment of pointers for which Triton specialises kernels
+ALLOCATOR_ALIGNMENT = 512  # bytes, the alignment of torch's allocations
+MAX_ADDRESSES = 64  # maximum number of addresses for which a descriptor's encoded fields are kept
 
 
 class TensorPlace(NamedTuple):
-    """A tensor in the memory of an input or an allocated tensor of the sweep."""
+    """A tensor within the memory of a slot, which is an input or an allocated tensor of the sweep."""
 
-    slot: int  # index in ``Recorder.tensors`` of the tensor in whose memory it is
-    offset: int  # bytes from that tensor's beginning to this one's
+    slot: int  # index in ``Recorder.tensors``
+    offset: int  # bytes from the slot's beginning to the tensor's
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def moved(self, slot: int, offset: int) -> "TensorPlace":
-        """The same tensor in the memory of slot ``slot``, at ``offset`` bytes."""
+        """The same tensor at another slot and offset."""
         return self._replace(slot=slot, offset=offset)
 
     def view(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor at this place. ``tensors``: one for each slot."""
+        """Returns the tensor, a view of its slot. ``tensors``: one for each slot."""
         base = tensors[self.slot]
-        begin = base.storage_offset() * base.element_size() + self.offset
-        first_element, remainder = divmod(begin, self.dtype.itemsize)
+        begin_byte = base.storage_offset() * base.element_size() + self.offset
+        first_element, remainder = divmod(begin_byte, self.dtype.itemsize)
         assert not remainder
         if base.dtype == self.dtype:
             return base.as_strided(self.shape, self.stride, first_element)
@@ -56,7 +56,7 @@ class TensorPlace(NamedTuple):
 
 
 def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
-    """Number of bytes from the beginning of a strided tensor's first element to the end of its last one."""
+    """The number of bytes from the first byte to the last byte of a strided tensor."""
     if 0 in shape:
         return 0
     return (sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * itemsize
@@ -83,8 +83,8 @@ class EncodedDescriptor(NamedTuple):
         return fields
 
 
-# a kind ("constants", "pointers", "views" or "descriptors"), an index in the recorder's list of that name, and for a
-# descriptor the index of one of its fields, else 0
+# the name of a list of the recorder ("constants", "pointers", "views" or "descriptors"), an index in the list, and the
+# index of a descriptor's field, else 0
 Argument = tuple[str, int, int]
 
 
@@ -92,10 +92,10 @@ class Recorder:
     """Collects the steps of a sweep on ``inputs`` while they run in this thread."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
-        self.tensors: list[torch.Tensor] = []  # inputs, then allocated ones; kept, so that addresses differ
-        self.ranges: list[tuple[int, int]] = []  # for each tensor the addresses of its beginning and its end
-        self.versions: list[int] = []  # for each tensor the version that it has if only recorded steps write to it
-        self.constants: list[Any] = [None]  # element 0 stands for the stream
+        self.tensors: list[torch.Tensor] = []  # inputs, then allocated tensors; referenced, so that addresses differ
+        self.ranges: list[tuple[int, int]] = []  # for each tensor the addresses of its beginning and end
+        self.versions: list[int] = []  # for each tensor its version if only recorded steps write to it
+        self.constants: list[Any] = [None]  # arguments that are equal in all replays; the first stands for the stream
         self.pointers: list[tuple[int, int]] = []  # slot and offset of each pointer
         self.views: list[TensorPlace] = []  # tensors that are arguments of torch's functions
         self.descriptors: list[EncodedDescriptor] = []
@@ -118,12 +118,12 @@ class Recorder:
         self.versions.append(0 if self.is_refused else tensor._version)
 
     def add_memory(self, tensor: torch.Tensor) -> None:
-        """``add_tensor`` of a tensor that the sweep has allocated."""
+        """Gives a tensor that the sweep has allocated the next slot."""
         self.add_tensor(tensor)
         self.is_refused |= not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT > 0
 
     def place_at(self, address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> TensorPlace:
-        """The place of a tensor that begins at ``address``. Refuses the sweep if that is in no slot's memory."""
+        """The place of a tensor that begins at ``address``. Refuses the sweep if no slot contains the tensor."""
         end = address + extent(shape, stride, dtype.itemsize)
         for slot, (begin, range_end) in enumerate(self.ranges):
             if begin <= address < range_end and end <= range_end:
@@ -132,27 +132,27 @@ class Recorder:
         return TensorPlace(0, 0, dtype, tuple(shape), tuple(stride))
 
     def place_of(self, tensor: torch.Tensor) -> TensorPlace:
-        """``place_at`` of a tensor's address; an empty tensor has to be a slot's own."""
-        if tensor.numel() == 0:  # an empty tensor has no memory
+        """The place of a tensor. Refuses the sweep if no slot contains it."""
+        if tensor.numel() == 0:  # without memory, so that it must be the slot's tensor itself
             slot = next((slot for slot, recorded in enumerate(self.tensors) if recorded is tensor), None)
             self.is_refused |= slot is None
             return TensorPlace(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
         return self.place_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
     def add_constant(self, value: Any) -> Argument:
-        """Adds an argument that is the same in each replay."""
+        """Adds an argument that is equal in all replays."""
         self.constants.append(value)
         return "constants", len(self.constants) - 1, 0
 
     def pointer(self, tensor: torch.Tensor) -> Argument:
-        """Adds a kernel's argument that is the tensor's address."""
+        """Adds the tensor's address as an argument of a kernel."""
         pointer = self.place_of(tensor)[:2]
         if pointer not in self.pointers:
             self.pointers.append(pointer)
         return "pointers", self.pointers.index(pointer), 0
 
     def view(self, tensor: torch.Tensor) -> Argument:
-        """Adds a function's argument that is the tensor itself."""
+        """Adds the tensor itself as an argument of a function."""
         self.views.append(self.place_of(tensor))
         return "views", len(self.views) - 1, 0
 
@@ -172,8 +172,8 @@ class Recorder:
         compiled: Compiled,
         c_arguments: Sequence[Any],
     ) -> None:
-        """Records a launch by a kernel's C function. ``arguments``: the kernel's tensors, descriptors and numbers.
-        ``c_arguments``: the C function's arguments, with the kernel's constants and the fields of descriptors."""
+        """Records a launch by a kernel's C function. ``arguments``: of the kernel, without its constants.
+        ``c_arguments``: of the C function, with addresses, constants and the fields of descriptors."""
         remaining_arguments, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
         recorded: list[Argument] = []
         for i, parameter in enumerate(launcher.kernel.params):
@@ -193,8 +193,8 @@ class Recorder:
     def record_call(
         self, function: Callable[..., Any], *arguments: Any, written_tensors: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Records a call of ``function``: a launch by Triton, or operators of torch. ``written_tensors``: for each
-        operator that has written to one of the arguments, that argument."""
+        """Records a call of ``function``: a launch by Triton, or operators of torch. ``written_tensors``: the arguments
+        to which operators have written, once for each write."""
         recorded: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
@@ -208,15 +208,15 @@ class Recorder:
         self.steps.append((function, recorded))
 
     def end(self, results: Sequence[torch.Tensor], num_sharing: int = 0) -> "Recording | None":
-        """Returns the recording, or None if the sweep cannot be recorded. A replay returns new tensors in place of
-        ``results``; the first ``num_sharing`` of these may be views of one tensor."""
+        """Returns the recording; None if the sweep cannot be recorded. A replay returns new tensors in place of
+        ``results``; the first ``num_sharing`` of them may be views of one tensor."""
         places = [self.place_of(result) for result in results]
-        are_allocations = all(
+        fill_slots = all(
             self.tensors[place.slot].shape == result.shape
             and self.tensors[place.slot].dtype == result.dtype and result.is_contiguous()
             for place, result in zip(places, results, strict=True)
         )  # fmt: skip
-        if self.is_refused or not are_allocations or len(self.steps) > MAX_STEPS:
+        if self.is_refused or not fill_slots or len(self.steps) > MAX_STEPS:
             return None
         if any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True)):
             return None
@@ -224,7 +224,7 @@ class Recorder:
 
 
 def is_row(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """True for an fp32 vector as long as ``reference``, whose size is a multiple of ALIGNMENT bytes."""
+    """True for an fp32 vector as long as ``reference``, of a multiple of ALIGNMENT bytes."""
     return tensor.dtype == torch.float32 and tensor.shape == reference.shape and tensor.nbytes % ALIGNMENT == 0
 
 
@@ -236,20 +236,20 @@ def run_with_tuple(run: Callable[..., Any], num_leading: int, *arguments: Any) -
 class Recording:
     """The allocations and steps of a sweep, without its tensors.
 
-    A replay makes one list of constants, addresses, views and fields of descriptors. Each step takes its arguments from
-    this list by their indices.
+    A replay makes one list, the argument pool, of constants, addresses, views and fields of descriptors. Each step
+    picks its arguments from the pool by index.
     """
 
     def __init__(self, recorder: Recorder, results: Sequence[int], num_sharing: int):
         """``results``: slots of the results. ``num_sharing`` as in ``Recorder.end``."""
-        # results have memory of their own; all other tensors are in one block of bytes, freed at the end of the replay
+        # results have separate memory; all other tensors are in one block of bytes, freed at the end of the replay
         tensors, separate_slots = recorder.tensors, dict.fromkeys(s for s in results if s >= recorder.num_inputs)
-        # results that may share memory and are vectors of one length become rows of one tensor, each of them aligned
+        # results that may share memory and are vectors of one length become aligned rows of one matrix
         row_slots = [slot for slot in results[:num_sharing] if is_row(tensors[slot], reference=tensors[results[0]])]
         separate_slots = [slot for slot in separate_slots if slot not in row_slots]
         self.row_matrix_shape = (len(row_slots), tensors[row_slots[0]].numel()) if row_slots else None
         self.allocations = [(tensors[slot].shape, tensors[slot].dtype, tensors[slot].device) for slot in separate_slots]
-        # by slot at recording: the slot at replay, and the offset in bytes
+        # by slot of the recorder: the slot of a replay, and the offset in bytes
         replay_places = {
             slot: (i, 0) for i, slot in enumerate([*range(recorder.num_inputs), *row_slots, *separate_slots])
         }
@@ -273,7 +273,7 @@ class Recording:
         self.kernels = recorder.kernels  # a reference, since Triton unloads kernels without one
         self.launchers = list(dict.fromkeys([launcher for launcher, _ in recorder.kernels]))
         self.hooks = [launcher.kernel.pre_run_hooks for launcher in self.launchers]
-        # numbers of elements of the argument pool: of each constant, pointer and view one, of a descriptor its fields
+        # how many elements of the argument pool each argument takes
         sizes = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
         sizes += [encoded.num_fields for encoded in self.descriptors]
         pool_indices = list(itertools.accumulate(sizes, initial=0))
@@ -289,15 +289,15 @@ class Recording:
         self.steps = [(run, getter(arguments)) for run, arguments in recorder.steps]
 
     def usable(self) -> bool:
-        """True where Triton's launches would do no more than launch compiled kernels: no hook, no changed setting."""
+        """True if no hook is set and no setting is changed, so that Triton would only launch compiled kernels."""
         has_hooks = LAUNCH_HOOKS[0] or LAUNCH_HOOKS[1] or any(self.hooks)
         return not (RUNTIME_SETTINGS or COMPILATION_SETTINGS or has_hooks) or all(
             launcher.direct() for launcher in self.launchers
         )
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Runs the steps on inputs of the same shapes, dtypes and strides, and returns the sweep's results. Returns
-        None, before any step, if the recording is not usable or an allocated tensor is not aligned."""
+        """Runs the steps and returns the sweep's results. ``inputs``: of the recorded shapes, dtypes and strides.
+        Returns None, before any step, if the recording is not usable or an allocated tensor is not aligned."""
         if not self.usable():
             return None
         allocated = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocations]

@@ -1,16 +1,15 @@
 """Sums over the vocabulary in kernels: the library's divergences, and the generator of kernels for a call's sums.
 
 ``NAME_terms(log_p, log_q, p, q, tie_tolerance, *numbers)`` returns f, a column's term of the sum, and its slope
-``df / d log p``, to which any constant times p may be added (``records.SumFunction``). A probability of 0 adds 0 to a
-sum, whatever its logarithm; a probability of nan makes the sum nan. Terms read differences of log-probabilities, so
-that equal rows of logits give exactly 0. In kernels of gradients both logarithms are at least ``LOG_FLOOR``.
+``df / d log p``. Any constant times p may be added to the slope (``records.SumFunction``). A probability of 0 adds 0 to
+a sum; a probability of nan makes the sum nan. Terms read differences of log-probabilities, so that equal rows of logits
+give exactly 0. In kernels of gradients both logarithms are at least ``LOG_FLOOR``.
 
 The body of a kernel is written by hand. It takes tuples of pointers and numbers, and calls generated functions:
 ``ADD_SUMS`` for a list of sums (here), ``ADD_TERMS`` for the terms of a gradient (``gradients/identity.py``). A
-generated kernel, whose arguments are the elements of these tuples, calls the body. Triton could not launch the body
-itself: ``do_not_specialize`` would not reach elements of tuples, and Triton's cache would tell functions in tuples
-apart by name only.
-"""
+generated kernel takes the elements of these tuples as arguments and calls the body. Triton cannot launch the body:
+``do_not_specialize`` does not reach elements of tuples, and Triton's cache tells functions in tuples apart by name
+only."""
 
 import inspect
 import itertools
@@ -39,16 +38,16 @@ def floored(log_p):
 
 
 @triton.jit
-def part_below(
+def below_q(
     p,
     q,
-    tie_tolerance,  # relative difference up to which probabilities count as equal; None for 0
+    tie_tolerance,  # relative difference up to which p and q count as equal; None for 0
 ):
-    """``p (1 - sign(p - q))``; nan where p or q is nan."""
-    tolerance = 0.0 * p
+    """``p (1 - sign(p - q))``: 2 p where p is below q, p where they are equal, else 0; nan where one of them is nan."""
+    max_difference = 0.0 * p
     if tie_tolerance is not None:
-        tolerance = tl.maximum(p, q) * tie_tolerance
-    return tl.where(p - q > tolerance, 0.0, tl.where(q - p > tolerance, 2.0 * p, p + 0.0 * q))
+        max_difference = tl.maximum(p, q) * tie_tolerance
+    return tl.where(p - q > max_difference, 0.0, tl.where(q - p > max_difference, 2.0 * p, p + 0.0 * q))
 
 
 @triton.jit
@@ -95,23 +94,23 @@ def jsd_terms(log_p, log_q, p, q, tie_tolerance, beta):
 
 @triton.jit
 def tvd_terms(log_p, log_q, p, q, tie_tolerance):
-    return 0.5 * tl.abs(p - q), -0.5 * part_below(p, q, tie_tolerance)
+    return 0.5 * tl.abs(p - q), -0.5 * below_q(p, q, tie_tolerance)
 
 
 @triton.jit
 def tvd_gradient(log_p, log_q, p, q, total, tie_tolerance):
-    """``p (sign(p - q) - sum p sign) / 2``, computed with 1 subtracted from both signs.
+    """``p (sign(p - q) - sum_j p_j sign_j) / 2``, computed with 1 subtracted from each sign. ``total``: sum of slopes.
 
-    For a column with p above 2/3 the sign follows from the sum. Where student and teacher both put nearly all
-    probability on one column, the sign of ``p - q`` could else differ between the sum and the column by rounding."""
-    below = -2.0 * total
-    by_sum = tl.where(below < 1.0 - 0.5 * p, 0.0, tl.where(below > 1.0 + 0.5 * p, 2.0 * p, p))
-    return 0.5 * (p * below - tl.where(p > 0.75, by_sum, part_below(p, q, tie_tolerance)))
+    For p above 3/4 the sum decides the sign. Where student and teacher both put nearly all probability on one column,
+    the sign of ``p - q`` could else differ between the sum and the column by rounding."""
+    sum_below = -2.0 * total
+    by_sum = tl.where(sum_below < 1.0 - 0.5 * p, 0.0, tl.where(sum_below > 1.0 + 0.5 * p, 2.0 * p, p))
+    return 0.5 * (p * sum_below - tl.where(p > 0.75, by_sum, below_q(p, q, tie_tolerance)))
 
 
 @triton.jit
 def overlap_terms(log_p, log_q, p, q, tie_tolerance):
-    return tl.where(p < q, p, q + 0.0 * p), 0.5 * part_below(p, q, tie_tolerance)
+    return tl.where(p < q, p, q + 0.0 * p), 0.5 * below_q(p, q, tie_tolerance)
 
 
 @triton.jit
@@ -121,7 +120,7 @@ def overlap_gradient(log_p, log_q, p, q, total, tie_tolerance):
 
 @triton.jit
 def within(term, in_columns):
-    """The term of a user's function, 0 where ``in_columns`` is false; None: all columns are inside."""
+    """Returns ``term`` of a user's function; 0 where ``in_columns`` is false. None: true for all columns."""
     if in_columns is None:
         return term
     else:
@@ -130,41 +129,38 @@ def within(term, in_columns):
 
 @triton.jit
 def user_slope(slope, p, in_columns):
-    """The slope of a user's function; 0 where ``in_columns`` is false, and where p is 0 and the slope nan."""
+    """Returns ``slope`` of a user's function; 0 where ``in_columns`` is false, and for a slope of nan where p is 0."""
     return within(tl.where((p != 0.0) | (slope == slope), slope, 0.0), in_columns)
 
 
 @triton.jit
 def user_term(coefficient, slope, p, in_columns):
-    """``coefficient`` times the slope of a user's function; 0 for a coefficient of 0, even if the slope is infinite."""
+    """``coefficient`` times ``user_slope``; 0 for a coefficient of 0, even if the slope is infinite."""
     return tl.where(coefficient != 0.0, coefficient * user_slope(slope, p, in_columns), 0.0)
 
 
 class SumKind(NamedTuple):
-    """What the code of a kernel depends on of a sum over the vocabulary."""
+    """The properties of a sum over the vocabulary on which the code of a kernel depends."""
 
     function: SumFunction
     view: int = 0  # index of the softmax p
     has_value: bool = False  # the kernel makes the sum
-    has_total: bool = False  # the kernel makes the sum of the slopes; with ``has_term``, it reads that sum
+    has_total: bool = False  # the kernel makes the sum of the slopes; with ``has_term`` it reads this sum
     has_term: bool = False  # the kernel makes the sum's term of a gradient
 
 
 class KernelCode(NamedTuple):
-    """What a generated kernel is made of besides its body: functions and constants that it passes to the body."""
+    """The functions and constants that a generated kernel passes to its body."""
 
     functions: list[str]  # sources of the jit functions that the body takes as constants
     constants: dict[str, Any]  # by the name of a constexpr argument of the body: its value, or the name of a function
-    tuple_lengths: dict[
-        str, int
-    ]  # by the name of an argument of the body that is a tuple of FLAT: its number of elements
+    tuple_lengths: dict[str, int]  # by the name of a tuple of FLAT that the body takes: its number of elements
     scope: dict[str, Any]  # by name: objects that the sources name and this file lacks
 
 
 HEADER = "@triton.jit\ndef {}:\n    "
 ADD_SUMS = "add_sums(sums, logs, log_q, in_columns, scalars, tie_tolerance)"
-# by the name of a body's argument that is a tuple: names of the generated kernel's arguments that are the tuple's
-# elements; {} is the index of an element
+# by the name of a tuple that bodies take: names of its elements, which generated kernels take. {} is an index
 FLAT: dict[str, tuple[str, ...]] = {
     "output_ptrs": ("output{}_ptr",), "coefficient_ptrs": ("coefficient{}_ptr",), "scalars": ("scalar{}",),
     "sum_ptrs": ("sum{}_ptr",), "strip_ptrs": ("strip{}_ptr",), "vector_indices": ("vector_index{}",),
@@ -177,12 +173,12 @@ FLAT: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 KERNELS: Cache[tuple, Launcher] = Cache(256)  # generated kernels by the arguments of ``kernel_of``
-SOURCE_NUMBERS = itertools.count()  # a number for each generated source
+SOURCE_NUMBERS = itertools.count()  # makes the names of generated sources differ
 
 
 def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) -> Any:
-    """Executes ``source`` with the globals ``scope`` and returns its function ``name``. The source stays readable for
-    Triton until ``owner`` is freed; None: until the function is."""
+    """Executes ``source`` with the globals ``scope`` and returns its function ``name``. Triton can read the source
+    until ``owner`` is freed; None: until the function is freed."""
     file = f"<chunked_head {name} {next(SOURCE_NUMBERS)}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), scope)
@@ -206,8 +202,8 @@ def add_sums(kinds: Sequence[SumKind]) -> str:
 
 
 def logarithms(kinds: Sequence[SumKind], is_floored: bool) -> list[str]:
-    """The lines of source that compute the probabilities and logarithms that the sums read. ``is_floored``: all sums
-    read logarithms of at least LOG_FLOOR; else only users' functions do."""
+    """The source lines that compute the sums' probabilities and logarithms. Logarithms are at least LOG_FLOOR for
+    users' functions, and with ``is_floored`` for all sums."""
     views = sorted({kind.view for kind in kinds})
     variables = [f"p{view}" for view in views] + ["q"] * any(kind.function.is_paired for kind in kinds)
     lines = [f"log_p{view} = logs[{view}]" for view in views]
@@ -217,7 +213,8 @@ def logarithms(kinds: Sequence[SumKind], is_floored: bool) -> list[str]:
 
 
 def term_calls(kinds: Sequence[SumKind], is_floored: bool) -> Iterable[str]:
-    """For each sum the expression that returns a column's term and slope. ``is_floored`` as in ``logarithms``."""
+    """Yields for each sum the source of the call that returns a column's term and slope. ``is_floored`` as in
+    ``logarithms``."""
     first_scalar = 0
     for function, view, *_ in kinds:
         p = f"p{view}"
@@ -229,12 +226,12 @@ def term_calls(kinds: Sequence[SumKind], is_floored: bool) -> Iterable[str]:
 
 
 def user_functions(kinds: Sequence[SumKind]) -> list[str]:
-    """Sources of the users' functions among the sums, without repetition."""
+    """The sources of users' functions that sums read, without repetition."""
     return list({kind.function.name: kind.function.source for kind in kinds if kind.function.source}.values())
 
 
 def code_of_sums(kinds: Sequence[SumKind]) -> KernelCode:
-    """The code of a kernel that makes sums: ``ADD_SUMS``."""
+    """The code of a kernel that makes sums over the vocabulary."""
     num_sums = sum(kind.has_value + kind.has_total for kind in kinds)
     tuple_lengths = {"output_ptrs": num_sums, "scalars": sum(kind.function.numbers for kind in kinds)}
     tuple_lengths["teacher"] = any(kind.function.is_paired for kind in kinds)
@@ -245,16 +242,16 @@ def code_of_sums(kinds: Sequence[SumKind]) -> KernelCode:
 def kernel_of(
     body: Any, name: str, kinds: Hashable, code_of_kinds: Callable[[Any], KernelCode] = code_of_sums
 ) -> Launcher:
-    """Returns the generated kernel called ``name`` around the jit function ``body``, made at first use. Its arguments
-    are the body's, with the elements of FLAT's tuples in place of the tuples. ``kinds``: the argument of
-    ``code_of_kinds``, which returns the kernel's code."""
+    """Returns the generated kernel ``name`` that calls the jit function ``body``; generates it at first use. The kernel
+    takes the body's arguments, with the elements of FLAT's tuples in place of the tuples. Its code is
+    ``code_of_kinds(kinds)``."""
     return KERNELS.get_or_make(
         (name, body.fn, code_of_kinds, kinds), lambda: generate(body, name, code_of_kinds(kinds))
     )
 
 
 def generate(body: Any, name: str, code: KernelCode) -> Launcher:
-    """Generates the kernel of ``kernel_of``."""
+    """Generates the kernel ``name``, which calls ``body``."""
     parameters, arguments = list[str](), list[str]()
     for parameter in inspect.signature(body.fn).parameters.values():
         if parameter.name in FLAT:
@@ -274,8 +271,8 @@ def generate(body: Any, name: str, code: KernelCode) -> Launcher:
 
 
 def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[SumKind, ...], list[Any], list[float]]:
-    """Returns the kinds of ``sums``, the tensors that they are written to and the numbers of their functions, the
-    latter two in the order of a generated kernel's arguments."""
+    """Returns the kinds of ``sums``; and the tensors to write and the numbers of the functions, in the order in which a
+    generated kernel takes them."""
     kinds = [SumKind(output.function, has_value=True, has_total=output.total is not None) for output in sums]
     tensors = [tensor for output in sums for tensor in (output.value, output.total) if tensor is not None]
     return tuple(kinds), tensors, [number for output in sums for number in output.numbers]

@@ -1,7 +1,7 @@
-"""Functions that load stored logits and return them as the softmax sees them.
+"""Functions that load stored logits and return the softmax's logits, with bias, scale and cap.
 
-Raw logits get bias, scale and cap when they are loaded. Relative logits have these already, and get their strip's
-offset back.
+Raw logits get bias, scale and cap after the load. Relative logits have these already, and get the offset of their strip
+added.
 """
 
 import triton
@@ -17,8 +17,8 @@ ln_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent of ``x`` fp32."""
-    # 1 - 2 / (e^2x + 1) saturates to 1 and -1 without overflow; near 0, where the difference cancels, a series
+    """The hyperbolic tangent of ``x`` fp32: ``1 - 2 / (e^2x + 1)``, which saturates at 1 and -1; near 0 a series,
+    since the difference cancels."""
     near_zero = x * (1.0 - x * x * (1.0 / 3.0 - x * x * (2.0 / 15.0 - x * x * (17.0 / 315.0))))
     return tl.where(tl.abs(x) < 0.1, near_zero, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
 
@@ -30,7 +30,7 @@ def transform_logits(
     softcap,  # float or None for no cap
     row_scale,  # last factor of a row's logits; None for 1
 ):
-    """From raw logits to those that the softmax sees: ``row_scale * softcap * tanh(logit_scale * x / softcap)``."""
+    """Returns the softmax's logits: ``row_scale * softcap * tanh(logit_scale * x / softcap)``."""
     if logit_scale is not None:
         x = x * logit_scale
     if softcap is not None:
@@ -47,7 +47,7 @@ def transform_derivative(
     softcap,
     row_scale,
 ):
-    """``d transformed / d raw``, computed from the transformed logit; 1.0 without a transform."""
+    """The derivative of the transformed logit with respect to the raw one; 1.0 without a transform."""
     slope = 1.0
     if softcap is not None:
         capped = x / softcap
@@ -91,7 +91,7 @@ def load_column(ptr, offs_row, in_rows):
 
 @triton.jit
 def load_columns(pointers, offs_row, in_rows, COUNT: tl.constexpr):
-    """``load_column`` of each of COUNT vectors. ``pointers``: a tuple of as many pointers. Returns a tuple."""
+    """Returns a tuple: ``load_column`` of each pointer in the tuple ``pointers``, whose length is COUNT."""
     columns = (load_column(pointers[0], offs_row, in_rows),)
     for i in tl.static_range(1, COUNT):
         columns = columns + (load_column(pointers[i], offs_row, in_rows),)
@@ -111,8 +111,8 @@ def load_row(
     softcap,
     row_scale,
 ):
-    """Loads the columns ``offs`` of one row. Returns their logits as the softmax sees them, [n] fp32; any numbers where
-    ``in_columns`` is false."""
+    """Returns the softmax's logits in the columns ``offs`` of one row, [n] fp32; any numbers where ``in_columns`` is
+    false."""
     x = tl.load(logits_ptr + offs, mask=in_columns, other=float("-inf")).to(tl.float32)
     if strip_offset_ptr is not None:
         offset_pointers = strip_offset_ptr + (offs // STRIP).to(tl.int64) * strip_stride + row
@@ -129,21 +129,21 @@ def load_block(
     logits_ptr,  # [rows, columns]: raw, or fp16 relative to strips' offsets in base 2
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
-    offs_row,  # [rows of the block] indices of rows
-    in_rows,  # their mask
+    offs_row,  # [rows of the block] indices
+    in_rows,  # [rows of the block] mask
     strip_stride,  # from strip to strip of the offsets
     logits_stride,  # from row to row of the logits
-    first_column,  # the first of ``offs``, if these are in one strip; None: in several strips; unread for raw logits
-    offs,  # [columns of the block]
-    in_columns,  # their mask
+    first_column,  # the first of ``offs`` if all are in one strip; None: in several strips; unread for raw logits
+    offs,  # [columns of the block] indices
+    in_columns,  # [columns of the block] mask
     logit_scale,
     softcap,
     row_scale,
     lse_base=None,  # [rows of the block, 1], for relative logits: returns log p = (x - lse_base) + neg_log_sum, not x
     neg_log_sum=None,
 ):
-    """Loads a block of rows and columns. Returns logits as the softmax sees them, fp32. Outside of rows and columns
-    relative logits are -inf; raw ones are any numbers."""
+    """Returns the softmax's logits of a block, [rows, columns] fp32. Outside of ``in_rows`` and ``in_columns`` relative
+    logits are -inf; raw logits are any numbers."""
     pointers = logits_ptr + offs_row.to(tl.int64)[:, None] * logits_stride + offs[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     if strip_offset_ptr is not None:

@@ -1,9 +1,9 @@
-"""The logits matmul whose epilogue writes the gradient of the raw logits, from statistics that an earlier sweep made.
+"""The logits matmul whose epilogue writes the gradient of the raw logits, from statistics of an earlier sweep.
 
 ``grad_logits`` is the body of generated kernels: the persistent GEMM of ``exp_logits.py`` with the terms of
-``identity.py`` in its epilogue, for losses without a teacher. No logit is stored. Rows that do not count get 0. A
-target's column gets the terms of any other column, without beta's, since a comparison for each element would cost 3 to
-10 % of the matmul; kernels of ``row_grad`` overwrite these columns, from exact logits.
+``identity.py`` in the epilogue, for losses without a teacher. No logit is stored. Rows that do not count get 0. The
+epilogue leaves out beta's term: comparing each column with the target would cost 3 to 10 % of the matmul. ``row_grad``
+overwrites the targets' columns, from exact logits.
 """
 
 import triton
@@ -41,7 +41,7 @@ def grad_logits(
     target_ptr,  # [rows] int64, -1 where a row does not count
     lse_base_ptrs,  # a tuple, for each softmax [rows] fp32: log p = (ratio x - lse_base) + neg_log_sum
     neg_log_sum_ptrs,  # a tuple, for each softmax [rows] fp32
-    coefficient_ptrs,  # a tuple of [rows] fp32: coefficients, and sums of slopes, that ADD_TERMS reads
+    coefficient_ptrs,  # a tuple of [rows] fp32: the coefficients that ADD_TERMS reads
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
@@ -64,7 +64,7 @@ def grad_logits(
     GROUP_M: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,  # no tile extends past the hidden size
 ):
-    """``dlogits = g(hidden @ weight.T)``, g the gradient of ``identity.py``."""
+    """Writes ``dlogits = g(hidden @ weight.T)``, g the gradient of ``identity.py`` without the target's term."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     dlogits_matrix = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns

@@ -1,9 +1,9 @@
-"""The gradient of raw logits x by one formula, a function of values in registers that all kernels of gradients call:
+"""The formula of the gradient of raw logits x, on values in registers. All kernels of gradients call its functions:
 
     g_j = sum of p_j (alpha + eta log p_j) over softmaxes - beta 1[j = target] - kappa omega_j
-        + sum of c s_j over the call's sums over the vocabulary, s the slope of such a sum (``common/sums.py``)
+        + sum of c s_j over the call's sums over the vocabulary, s the slope of a sum (``common/sums.py``)
 
-times the slope of scale and cap. ``ADD_TERMS`` is generated with the code of the terms that a call has.
+The kernels multiply g by the derivative of scale and cap. ``ADD_TERMS`` is generated from the terms that a call has.
 """
 
 import itertools
@@ -18,21 +18,21 @@ from ..common.transform import log2_e, times
 
 @triton.jit
 def softmax_term(log_p, alpha):
-    """The softmax's term of a gradient without an entropy, ``p alpha``."""
+    """The softmax's term without an entropy, ``p alpha``."""
     return tl.exp2(log_p * log2_e) * alpha
 
 
 @triton.jit
 def entropy_term(log_p, alpha, eta):
-    """The softmax's term with an entropy, ``p (alpha + eta log p)``; 0 for p = 0, and nan if p is nan."""
+    """The softmax's term with an entropy, ``p (alpha + eta log p)``; 0 for p = 0, nan for a nan."""
     p = tl.exp2(log_p * log2_e)
     return tl.where(p != 0.0, p * (alpha + eta * log_p), 0.0)
 
 
 @triton.jit
 def fused_softmax_term(x, offs, lse_base, neg_log_sum, ratio, width, alpha):
-    """``p alpha`` from logits ``x``, with one multiply-add in the exponent; 0 for columns from ``width`` on. The
-    relative error, ``1e-7 |lse_base|``, is below that of rounding to 16 bits."""
+    """``p alpha`` from logits ``x``, with one multiply-add in the exponent; 0 in columns from ``width`` on. The
+    relative error, ``1e-7 |lse_base|``, is below the error of rounding to 16 bits."""
     z = times(x, ratio)
     log2_shift = tl.broadcast_to((neg_log_sum - lse_base) * log2_e, z.shape)
     return cut(alpha * tl.exp2(tl.fma(z, tl.full(z.shape, log2_e, tl.float32), log2_shift)), offs, width, 0.0)
@@ -40,14 +40,14 @@ def fused_softmax_term(x, offs, lse_base, neg_log_sum, ratio, width, alpha):
 
 @triton.jit
 def log_probability(x, offs, lse_base, neg_log_sum, ratio, width):
-    """``log p`` of the softmax of ``ratio * x``; -inf for columns from ``width`` on. None for a ratio of 1, and for a
-    width of all columns."""
+    """``log p`` of the softmax of ``ratio * x``; -inf in columns from ``width`` on. A ratio of None is 1, a width of
+    None all columns."""
     return cut((times(x, ratio) - lse_base) + neg_log_sum, offs, width, float("-inf"))
 
 
 @triton.jit
 def cut(values, offs, width, fill):
-    """Returns ``values``, with ``fill`` in columns from ``width`` on; a width of None is above all columns."""
+    """Returns ``values`` with ``fill`` in columns from ``width`` on; None: in no column."""
     return values if width is None else tl.where(offs < width, values, fill)
 
 
@@ -58,7 +58,7 @@ def log_probabilities(
     softmaxes,  # a tuple of four: for all softmaxes the lse_bases and neg_log_sums [rows, 1], the ratios and the widths
     NUM_SOFTMAXES: tl.constexpr,
 ):
-    """A tuple of ``log p`` [rows, columns], one for each softmax."""
+    """Returns a tuple with ``log p`` [rows, columns] of each softmax."""
     lse_bases, neg_log_sums, ratios, widths = softmaxes
     logs = (log_probability(x, offs, lse_bases[0], neg_log_sums[0], ratios[0], widths[0]),)
     for i in tl.static_range(1, NUM_SOFTMAXES):
@@ -68,7 +68,7 @@ def log_probabilities(
 
 @triton.jit
 def column_mask(offs, width):
-    """The mask of columns below ``width``; None, for all columns, if ``width`` is None."""
+    """The mask of columns below ``width``; None if ``width`` is None, for all columns."""
     if width is None:
         return
     else:
@@ -76,17 +76,17 @@ def column_mask(offs, width):
 
 
 class GradientKind(NamedTuple):
-    """What the code of a kernel depends on of a gradient."""
+    """The properties of a gradient on which the code of a kernel depends."""
 
     num_softmaxes: int
-    has_coefficients: tuple[bool, ...]  # whether there is alpha, then eta, of each softmax; then beta and kappa
-    sums: tuple[SumKind, ...]
+    has_coefficients: tuple[bool, ...]  # for each softmax whether it has alpha, whether eta; then beta and kappa
+    sums: tuple[SumKind, ...]  # over the vocabulary, with a term or made along with the gradient
     has_entries: bool = False  # the gradient is of few columns of each row, the entries
     is_fused: bool = False  # the first softmax's term is ``fused_softmax_term``
 
 
-# by name of a term: its line of source in ADD_TERMS. {i} stands for the index of a softmax, {} for a coefficient, which
-# the comment names (``core/stats.py``, ``Coefficients``)
+# by name of a term: its source line in ADD_TERMS. {i} is the index of a softmax, {} a coefficient that the comment
+# names (``core/stats.py``, ``Coefficients``)
 TERMS = {
     "softmax": "grad += softmax_term(logs[{i}], {})",  # alpha
     "entropy": "grad += entropy_term(logs[{i}], {}, {})",  # alpha, eta
@@ -102,8 +102,8 @@ ADD_TERMS = (
 
 
 def code_of_gradient(kind: GradientKind) -> KernelCode:
-    """The code of a kernel of gradients. ``ADD_TERMS`` is the function that returns ``grad`` with all terms added;
-    ``ADD_SUMS`` adds up the sums over the vocabulary that are made along with the gradient."""
+    """The code of a kernel of gradients. The function ``ADD_TERMS`` adds all terms to a gradient. ``ADD_SUMS`` adds a
+    block of columns to the sums over the vocabulary that are made along with the gradient."""
     lines, coefficient_indices = ["lse_bases, neg_log_sums, ratios, widths = softmaxes"], itertools.count()
     coefficients = (f"coefficients[{index}]" for index in coefficient_indices)
     *has_softmax_coefficients, has_beta, has_kappa = kind.has_coefficients
@@ -144,7 +144,7 @@ def code_of_gradient(kind: GradientKind) -> KernelCode:
 
 
 def slope_term(sum_kind: SumKind, coefficient: str) -> str:
-    """The expression of a sum's term in a gradient, made of ``coefficient`` and the variable ``slope``."""
+    """The source of a sum's term in a gradient: ``coefficient`` times the variable ``slope``."""
     if not sum_kind.function.source:
         return f"{coefficient} * slope"
     in_columns = "in_columns" if sum_kind.function.is_paired else f"column_mask(offs, widths[{sum_kind.view}])"

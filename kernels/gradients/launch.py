@@ -1,4 +1,4 @@
-"""Launches of the kernels of logits' gradients on torch tensors: grids, block sizes, warps."""
+"""Launches of the kernels for the gradients of logits, on torch tensors: grids, block sizes, warps."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from .row_grad import level_rows_kernel, scale_kernel, scale_rows_kernel
 
 
 def row_programs(columns: int) -> int:
-    """The number of programs that share a row of ``columns`` relative logits."""
+    """The number of programs that share one row of ``columns`` relative logits."""
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
@@ -72,14 +72,14 @@ def row_grad(
     tie_tolerance: float | None,  # relative difference up to which probabilities count as equal; None for 0
     first_column: int,  # column of the vocabulary that column 0 is
     transform: Transform,
-    counted: CountedRows = ALL_ROWS,  # rows behind the last that counts may be left unwritten
-    # for columns that each row has of its own, [rows, n] each: ids (-1 for none), a gradient to add, exact logits
+    counted: CountedRows = ALL_ROWS,  # rows behind the last row that counts may stay unwritten
+    # columns of each row that have exact logits, three tensors [rows, n]: ids (-1 for none), a gradient to add, logits
     own_columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    # columns of entries, gradients to add (or None), and of sets the begins and ends of rows (else None); or four None
+    # of entries: columns, gradients to add (or None), and for sets the begins and ends of rows (else None)
     entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    """Writes the gradient of the logits of all columns to ``dlogits``; with ``entries``, of their columns only.
-    ``own_columns``: a second launch overwrites these columns, from their exact logits."""
+    """Writes the gradient of the logits to ``dlogits``: in all columns, or with ``entries`` only in theirs. A second
+    launch overwrites ``own_columns``, from exact logits."""
     rows, columns, entries_per_row = len(terms.target), dlogits.shape[-1], None
     # one program walks over a row, since a narrower gradient overwrites logits of earlier columns
     block_rows, column_programs = 1, 1
@@ -123,8 +123,7 @@ def set_grad(
     terms: Terms,
     transform: Transform,
 ) -> None:
-    """Writes the gradient of the logits of sets' entries to ``dlogits``. Entries that are in no row's set are not
-    written."""
+    """Writes the gradient of the logits of sets' entries to ``dlogits``. Entries of no row's set stay unwritten."""
     entry_arguments = sets.columns, None, sets.begins, sets.ends  # nothing is added to the gradient
     row_grad(dlogits, Stored(logit, None), None, terms, None, (), None, 0, transform, entries=entry_arguments)
 
@@ -140,8 +139,7 @@ def grad_logits(
     tile: Tile,
     counted: CountedRows = ALL_ROWS,
 ) -> None:
-    """Writes to ``dlogits`` the gradient of the logits ``hidden @ weight.T``, without the targets' terms, from known
-    statistics in ``terms``."""
+    """Writes the gradient of the logits ``hidden @ weight.T`` to ``dlogits``, without the targets' terms."""
     tile = tile.for_operand(weight)
     hidden, hidden_scale, hidden_common = as_quantised(hidden)
     weight, weight_scale, weight_common = as_quantised(weight)
@@ -163,19 +161,19 @@ def grad_logits(
 
 def level_rows(
     exp: torch.Tensor,  # [rows, vocab] 16 bit
-    factors: torch.Tensor,  # [3, rows] fp32: softmax_factor, target_factor, ratio
-    hidden: torch.Tensor | None,  # [rows, hidden] contiguous, multiplied by the softmax factor in place; None: none is
+    factors: torch.Tensor,  # [3, rows] fp32, written: softmax_factor, target_factor, ratio
+    hidden: torch.Tensor | None,  # [rows, hidden] contiguous, multiplied by the softmax factor in place
     strips: Strips,
-    strip_width: int,  # columns of a strip
+    strip_width: int,  # number of columns of a strip
     level: torch.Tensor,  # [rows] fp32: the offset that a row's exponentials get
     logprob: torch.Tensor,  # [rows] fp32
     terms: Terms,  # of one softmax, alpha and beta
     transform: Transform,  # without a cap
     counted: CountedRows = ALL_ROWS,
-    occurrences: torch.Tensor | None = None,  # [rows] int32: tokens of the call with the row's target
-    is_apart: bool = False,  # exponentials at targets become 0 in all rows
+    occurrences: torch.Tensor | None = None,  # [rows] int32: number of the call's tokens with the row's target
+    clears_targets: bool = False,  # exponentials at targets become 0 in all rows
 ) -> None:
-    """Brings the exponentials of each row to its level, and writes the rows' factors (``row_grad.py``)."""
+    """Brings each row's exponentials to the row's level, and writes the rows' factors (``row_grad.py``)."""
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
     hidden_size = 0 if hidden is None else hidden.shape[1]
@@ -185,7 +183,7 @@ def level_rows(
         strips.offset, strips.sums[0], level, terms.target, occurrences, terms.target_logit, *softmax[:2], logprob,
         softmax.alpha, terms.beta, *counted, rows, vocab, strip_count, strips.offset.stride(0), exp.stride(0),
         hidden_size, transform.logit_scale, transform.row_scale,
-        BLOCK_ROWS=block_rows, STRIP=strip_width, IS_APART=is_apart, SPLITS=splits,
+        BLOCK_ROWS=block_rows, STRIP=strip_width, CLEARS_TARGETS=clears_targets, SPLITS=splits,
         BLOCK=min(power_of_2(max(hidden_size, 1)), 256), num_warps=4,
     )  # fmt: skip
 
@@ -197,8 +195,8 @@ def scale(
     one_or_nan: torch.Tensor | None = None,  # [] a second factor
     second: torch.Tensor | None = None,  # contiguous, of any shape
 ) -> None:
-    """``out = source * factor * one_or_nan``, for contiguous tensors of one shape; ``out`` may be ``source``.
-    ``second``, if given, is multiplied by the same factors in place."""
+    """Writes ``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``.
+    Multiplies ``second`` by the same factors in place."""
     block, max_programs = 4096, 8 * multiprocessors_of(source.device)
     numel, second_numel = source.numel(), 0 if second is None else second.numel()
     programs = min(max_programs, cdiv(numel, block))
@@ -210,8 +208,8 @@ def scale(
 
 
 def scale_rows(out: torch.Tensor, source: torch.Tensor, factors: torch.Tensor) -> None:
-    """``out = source * factors[:, None]`` for contiguous tensors [rows, columns], 0 where a factor is 0; ``out`` may be
-    ``source``."""
+    """Writes ``out = source * factors[:, None]`` for contiguous tensors [rows, columns], 0 where a factor is 0. ``out``
+    may be ``source``."""
     rows, columns = source.shape
     if rows:
         block = min(2048, power_of_2(columns))

@@ -1,23 +1,22 @@
 """Gradients of raw logits [rows, columns], which overwrite the stored logits or exponentials of a chunk.
 
-``row_grad`` makes gradients from logits, by ``identity.py``: for all columns, or for few columns of each row, the
-entries, whose exact logits [n] it takes. It also makes those sums over the vocabulary that no gradient depends on,
-[rows] fp32, one part per program. It is the body of kernels that are generated for the terms of a call
-(``common/sums.py``).
+``row_grad`` computes gradients from logits, by ``identity.py``: for all columns, or for a few columns of each row from
+their exact logits [n], the entries. It also computes those sums over the vocabulary that the gradient does not depend
+on, [rows] fp32 for each program that shares a row. It is the body of generated kernels (``common/sums.py``).
 
-``level_rows_kernel`` prepares exponentials E that ``exp_logits`` has stored, so that E takes the place of dlogits in
-products. It brings a row's E to one offset, its level; writes factors [rows] fp32; and multiplies hidden states, the
-other operand of dweight, by the softmax factor:
+``level_rows_kernel`` prepares exponentials E that ``exp_logits`` has stored, so that products read E in place of
+dlogits. It rescales E so that each row has one offset, the row's level; writes factors [rows] fp32; and multiplies
+hidden states, the other operand of dweight, by the softmax factor:
 
     E = exp(x - level),  dlogits[i] = softmax_factor[i] E[i] + target_factor[i] onehot(target[i])
     softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta - softmax_factor E(target)
 
-If more than ``MAX_APART_TOKENS`` tokens have a row's target, the kernel writes a 16-bit number into E(target),
-``ratio``, with which target_factor is nearly 0: in a frequent id's row of dweight the sums of softmax terms and of
-targets' terms nearly cancel, and must cancel before the row is rounded. For a rarer target E(target) becomes 0, and the
-target's term is added to dweight after the product. That term is most of the row, which is then rounded once.
+If more than ``MAX_RARE_TOKENS`` tokens of the call have a row's target, the kernel writes a 16-bit number ``ratio``
+into E(target), with which target_factor is nearly 0. In dweight's row of a frequent id, softmax terms and targets'
+terms nearly cancel, and must cancel before the row is rounded. For a rarer target E(target) becomes 0, and the target's
+term is added to dweight after the product. This term is most of dweight's row, which is then rounded once.
 
-``scale_kernel`` multiplies gradients [numel] by their last factor, known only in backward, in place or with a cast:
+``scale_kernel`` multiplies gradients [numel] by a factor that is known only in backward, in place or with a cast:
 
     out = in * factor * one_or_nan
 
@@ -36,24 +35,24 @@ from ..common.transform import load_block, load_column, load_columns, log2_e, tr
 from .identity import log_probabilities
 
 PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
-# relative error of dweight in two chunks: with 4 it is 1.66e-3 on flat heads and 1.96e-3 on Zipf's, with 0 it is
-# 2.56e-3 and 1.93e-3
-MAX_APART_TOKENS = tl.constexpr(4)
-MIN_FACTOR = tl.constexpr(2.0**-80)  # least softmax factor; it and its inverse are far inside bf16's range
+# most tokens of a rare target. Relative error of dweight in two chunks: with 4 it is 1.66e-3 on flat heads and 1.96e-3
+# on Zipf's, with 0 it is 2.56e-3 and 1.93e-3
+MAX_RARE_TOKENS = tl.constexpr(4)
+MIN_FACTOR = tl.constexpr(2.0**-80)  # minimum softmax factor; bf16's range contains the factor and its inverse
 
 
 @triton.jit
 def row_grad(
     # outputs
     dlogits_ptr,  # [rows, columns], may overwrite logits of at least as many bits; of sets' entries [n] fp32
-    output_ptrs,  # a tuple, for each sum over the vocabulary [COLUMN_PROGRAMS, rows] fp32: each program's part of it
+    output_ptrs,  # a tuple, for each sum over the vocabulary [COLUMN_PROGRAMS, rows] fp32: each program's sum
     # inputs
     logits_ptr,  # [rows, columns]: raw, or fp16 relative to strips' offsets; of entries [n] fp32, exact
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
-    # None: the gradients of all columns are made. Else of entries only, a tuple of pointers and a number: column_ptr
-    # [n] int64 or int32, -1 for none; added_ptr [n] fp32, added to the column's gradient, or None; begin_ptr and
-    # end_ptr [rows] int64, the range of a row's entries, or None where each row has ``entries_per_row`` entries
+    # None: gradients of all columns. Else of entries only, a tuple: column_ptr [n] int64 or int32, -1 for none;
+    # added_ptr [n] fp32, added to the column's gradient, or None; begin_ptr and end_ptr [rows] int64, the range of a
+    # row's entries, or None; entries_per_row, the number of entries of each row without begin_ptr
     entries,
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where a row does not count
@@ -91,11 +90,11 @@ def row_grad(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # columns or entries at a time; those of a strip where logits are relative
 ):
-    """``dlogits = g(logits)``, g the gradient of ``identity.py``; 0 where a row does not count.
+    """Writes ``dlogits = g(logits)``, g the gradient of ``identity.py``; 0 where a row does not count.
 
-    With entries, it overwrites the gradients of their columns, made from exact logits: with a rounded ``p``, the
-    difference ``p - t`` would lose all accuracy where the student is near the teacher's ``t``. A column with two
-    entries is written once, with the terms of both."""
+    With entries it writes the gradients of their columns only. Entries have exact logits: with a rounded ``p`` the
+    difference ``p - q`` would lose all accuracy where the student is near a teacher's ``q``. If several entries of a
+    row have one column, the first of them writes it, with the added gradients of all."""
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
@@ -116,7 +115,7 @@ def row_grad(
     is_counted = target >= 0
     target = (target - first_column).to(tl.int32)[:, None]
     # Without a second softmax or a cap, relative logits are loaded as log-probabilities, with one addition per element.
-    # Rows that do not count are not loaded and write no part of a sum.
+    # Rows that do not count are not loaded and write no sum.
     LOADS_LOG_PROBABILITIES: tl.constexpr = strip_offset_ptr is not None and NUM_SOFTMAXES == 1 and softcap is None
     if LOADS_LOG_PROBABILITIES:
         in_rows = in_rows & is_counted
@@ -215,8 +214,8 @@ def row_grad(
         tl.store(pointers, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
     if NUM_SUMS > 0:
         for i in tl.static_range(NUM_SUMS):
-            partial_pointers = output_ptrs[i] + column_program * partial_stride + offs_row
-            tl.store(partial_pointers, tl.sum(sums[i], 1), mask=in_rows)
+            sum_pointers = output_ptrs[i] + column_program * partial_stride + offs_row
+            tl.store(sum_pointers, tl.sum(sums[i], 1), mask=in_rows)
 
 
 @kernel
@@ -227,7 +226,7 @@ def level_rows_kernel(
     # outputs
     softmax_factor_ptr,  # [rows] fp32: factor of E in dlogits
     target_factor_ptr,  # [rows] fp32: dlogits at the target, less softmax_factor * E(target)
-    ratio_ptr,  # [rows] fp32: E(target) as this kernel writes it
+    ratio_ptr,  # [rows] fp32: E(target) after this kernel
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32, read where the sum is negative; elsewhere the offset is target_logit
     strip_sum_ptr,  # [strips, rows] fp32
@@ -254,12 +253,12 @@ def level_rows_kernel(
     row_scale_ptr,  # [rows] fp32, or None for 1
     BLOCK_ROWS: tl.constexpr,
     STRIP: tl.constexpr,
-    IS_APART: tl.constexpr,  # E(target) becomes 0 in all rows
+    CLEARS_TARGETS: tl.constexpr,  # E(target) becomes 0 in all rows
     SPLITS: tl.constexpr,  # number of programs that share a block of rows
     BLOCK: tl.constexpr,  # elements of hidden states at a time
 ):
-    """Writes the factors of rows, and brings all strips of a row to the row's level. Nearly all strips have it
-    already."""
+    """Writes the factors of rows, and brings all strips of a row to the row's level. Nearly all strips already are at
+    this level."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     level = tl.load(level_ptr + offs_row, mask=in_rows, other=0.0)
@@ -286,10 +285,10 @@ def level_rows_kernel(
         # e^-60 of the largest
         in_vocab = is_writer & is_counted & (target < vocab)
         has_ratio = in_vocab & (level == target_logit) & (tl.abs(factor) > MIN_FACTOR)
-        if IS_APART:
+        if CLEARS_TARGETS:
             has_ratio &= target < 0
         if occurrences_ptr is not None:
-            has_ratio &= tl.load(occurrences_ptr + offs_row, mask=in_rows, other=0) > MAX_APART_TOKENS
+            has_ratio &= tl.load(occurrences_ptr + offs_row, mask=in_rows, other=0) > MAX_RARE_TOKENS
         ratio = target_term / tl.where(has_ratio, factor, 1.0)
         has_ratio &= tl.abs(ratio) < 1.0 / MIN_FACTOR
         stored_ratio = tl.where(has_ratio, ratio, 0.0).to(exp_ptr.dtype.element_ty)
@@ -321,8 +320,8 @@ def level_rows_kernel(
 
 
 @triton.jit
-def scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """``out = in * factor`` for the blocks ``program``, ``program + programs`` and so on of [numel] elements."""
+def scale_blocks(out_ptr, in_ptr, factor, numel, program, programs, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Writes ``out = in * factor`` for every ``programs``-th block of [numel] elements, from block ``program`` on."""
     if EVEN:
         numel = numel // 16 * 16  # the compiler sees it, and reads vectors
     offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -337,7 +336,7 @@ def scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK: tl.cons
 def scale_kernel(
     # outputs
     out_ptr,  # [numel], may be the input itself
-    second_ptr,  # [second_numel] to be scaled in place as well, or None
+    second_ptr,  # [second_numel], scaled in place; or None
     # inputs
     in_ptr,  # [numel]
     factor_ptr,  # [] on the device
@@ -345,13 +344,13 @@ def scale_kernel(
     # sizes
     numel,
     second_numel,
-    programs,  # number of programs that scale ``in_ptr``; further ones scale ``second_ptr``
+    programs,  # number of programs that scale ``in_ptr``; further programs scale ``second_ptr``
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,  # numel is a multiple of 16
     SECOND_EVEN: tl.constexpr,  # second_numel is a multiple of 16
     IN_PLACE: tl.constexpr,  # out_ptr is in_ptr
 ):
-    """``out = in * factor * one_or_nan``, and ``second *= factor * one_or_nan``."""
+    """Writes ``out = in * factor * one_or_nan``, and ``second *= factor * one_or_nan``."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if one_or_nan_ptr is not None:
         factor *= tl.load(one_or_nan_ptr)
@@ -359,12 +358,12 @@ def scale_kernel(
     if (not IN_PLACE) or factor != 1.0:
         program, all_programs = tl.program_id(0), tl.num_programs(0)
         if second_ptr is None:
-            scale_part(out_ptr, in_ptr, factor, numel, program, all_programs, BLOCK, EVEN)
+            scale_blocks(out_ptr, in_ptr, factor, numel, program, all_programs, BLOCK, EVEN)
         elif program < programs:
-            scale_part(out_ptr, in_ptr, factor, numel, program, programs, BLOCK, EVEN)
+            scale_blocks(out_ptr, in_ptr, factor, numel, program, programs, BLOCK, EVEN)
         else:
             second_program, second_programs = program - programs, all_programs - programs
-            scale_part(
+            scale_blocks(
                 second_ptr, second_ptr, factor, second_numel, second_program, second_programs, BLOCK, SECOND_EVEN
             )
 
@@ -377,7 +376,7 @@ def scale_rows_kernel(
     columns,
     BLOCK: tl.constexpr,
 ):
-    """``out[row] = in[row] * factor[row]``; 0 where the factor is 0, even if the row of ``in`` has nan."""
+    """Writes ``out[row] = in[row] * factor[row]``; 0 where the factor is 0, even if ``in[row]`` has nan."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr + row)
     for block in range(0, tl.cdiv(columns, BLOCK)):

@@ -1,11 +1,11 @@
-"""dhidden [rows, hidden]: the product of logits' gradients, or of exponentials E in their place, with the weight.
+"""dhidden [rows, hidden]: the product of the weight with logits' gradients, or with exponentials E.
 
     dhidden (+)= grad [rows, vocab] @ weight [vocab, hidden]
     dhidden (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
 
 ``dhidden_kernel`` is a persistent GEMM. It reads the number of rows that count on the device; later rows take no time.
-Programs make tiles in turns. Each tile of the last turn may be cut into parts over the vocabulary, which several
-programs multiply; the last program to finish a part of a tile adds up all its parts, in a fixed order.
+Programs compute tiles in turns. Each tile of the last turn may be cut into parts over the vocabulary, which several
+programs multiply. The program that finishes last adds up all parts of the tile, in a fixed order.
 """
 
 import triton
@@ -25,7 +25,7 @@ def store_dhidden(
     num_counted,  # number of the chunk's rows that count
     ADD: tl.constexpr,  # adds to what dhidden holds
 ):
-    """Applies the factors to a block of the product, and stores it to dhidden or adds it."""
+    """Applies the factors to a block of the product, and stores the block to dhidden or adds it."""
     dhidden_ptr, hidden = dhidden_and_size
     weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr = factor_ptrs
     offs_row = row_start + tl.arange(0, grad.shape[0])
@@ -50,12 +50,11 @@ def store_dhidden(
 
 @triton.jit
 def cut_tiles(tiles, most_parts, units, programs):
-    """Returns how many of the ``tiles`` are not cut, the first ones, and the number of parts into which each later tile
-    is cut.
+    """Returns the number of uncut tiles, which come first, and the number of parts of each later tile.
 
-    If the last turn has fewer tiles than there are ``programs``, each of its tiles is cut into up to ``most_parts``
-    parts. ``units``: the number of parts for which there is memory; since fewer rows may count than the host assumed,
-    the last turn may have more tiles than the host expected.
+    Tiles of the last turn are cut into up to ``most_parts`` parts if they are fewer than ``programs``. ``units``: the
+    number of parts for which there is memory. Fewer rows may count than the host assumed, so that the last turn may
+    have more tiles than the host expected.
     """
     last_turn_tiles = tiles % programs
     num_parts = tl.maximum(tl.minimum(units // tl.maximum(last_turn_tiles, 1), most_parts), 1)
@@ -72,7 +71,7 @@ def dhidden_kernel(
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; or None
     grad_ptr,  # the same where it has no descriptor; else None
     weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]; or None
-    weight_ptr,  # the same, always given
+    weight_ptr,  # the same, never None
     count_ptr,  # [] int64: rows of the call that count; None for all
     target_ptr,  # [rows] int64, -1 where the row does not count; None without factors
     softmax_factor_ptr,  # [rows] fp32, or None for 1 and no target's term
@@ -93,7 +92,7 @@ def dhidden_kernel(
     EVEN_VOCAB: tl.constexpr,  # rows of the gradient need no mask: their padding is read as 0, or there is none
     BLOCK_ROWS: tl.constexpr,  # rows of a cut tile that are added up at a time
 ):
-    """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``"""
+    """Writes ``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``."""
     num_counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(num_counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
@@ -174,8 +173,8 @@ def finish_dhidden_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Makes dhidden from BLAS's fp32 product of exponentials and the weight: applies the factors and adds the targets'
-    terms."""
+    """Writes ``dhidden = softmax_factor * product + target_factor * weight[target]``, with BLAS's product of
+    exponentials and the weight; 0 where a row does not count."""
     row, column = tl.program_id(0) * BLOCK_ROWS, tl.program_id(1) * BLOCK_COLUMNS
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, BLOCK_ROWS, BLOCK_COLUMNS, False)
     factor_ptrs = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
@@ -202,7 +201,7 @@ def finish_with_sparse_kernel(
     BLOCK_IDS: tl.constexpr,  # power of 2 from NUM_IDS on
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """``dhidden = softmax_factor * product + sum_i term[i] weight[place[i]]``; 0 where a row does not count."""
+    """Writes ``dhidden = softmax_factor * product + sum_i term[i] weight[place[i]]``; 0 where a row does not count."""
     row = tl.program_id(0).to(tl.int64)
     if row < counted_rows(count_ptr, first_row, rows):
         offs_col = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

@@ -1,19 +1,19 @@
 """The weight's gradient [vocab, hidden].
 
-``dweight_kernel`` is the product of logits' gradients, or of exponentials in their place, with hidden states: a
-persistent GEMM as in ``dhidden.py``, in which rows after those that count take no time.
+``dweight_kernel`` multiplies logits' gradients, or exponentials, with hidden states. It is a persistent GEMM; rows
+after the last row that counts take no time.
 
     dweight (+)= grad [rows, vocab] .T @ hidden [rows, hidden]
 
-``add_rows_kernel`` adds terms of single logits to rows of an output. Each of n entries e has the row of the output, its
-place, and a row of hidden states or of the weight; entries are sorted by place, and each place's terms are summed in
-fp32. The kernel adds the targets' terms that exponentials lack; and for softmaxes over sets of columns it makes all of
-dweight and, with rows of the weight, all of dhidden.
+``add_rows_kernel`` adds terms of single logits to rows of an output. An entry e is one logit: it has a place, which is
+a row of the output, and a row of hidden states or of the weight. Entries are sorted by place, and the terms of each
+place are summed in fp32. The kernel adds the targets' terms that exponentials lack. For softmaxes over sets of columns
+it computes all of dweight and, with rows of the weight, all of dhidden.
 
     out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]] + ratio[e] (s - bf16(s)),  s = softmax_factor[e] rows[row[e]]
 
-The weight's gradient of frequent ids is summed in fp32: ``pick_columns_kernel`` copies these ids' columns of logits'
-gradients, of which a product makes their rows, and ``put_rows_kernel`` writes the rows over the rounded ones.
+The rows of frequent ids are summed in fp32: ``pick_columns_kernel`` copies the columns of these ids from logits'
+gradients, a product computes the ids' rows of dweight, and ``put_rows_kernel`` writes them over the rounded rows.
 """
 
 import triton
@@ -25,8 +25,8 @@ from ..common.launcher import kernel
 
 @triton.jit
 def add_or_store(matrix, row_start, column_start, tile, ADD: tl.constexpr, IS_ATOMIC: tl.constexpr):
-    """Adds ``tile`` to a matrix (ADD) or stores it there. IS_ATOMIC: memory adds; a launch adds to each element once,
-    so that bits do not depend on an order."""
+    """Adds ``tile`` to a matrix (ADD) or stores it there. IS_ATOMIC: by an atomic addition. A launch adds to each
+    element once, so that the order of additions does not change bits."""
     if ADD and IS_ATOMIC:
         matrix[0].atomic_add([row_start, column_start], tile)
     else:
@@ -63,7 +63,7 @@ def dweight_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """``dweight (+)= grad.T @ hidden``"""
+    """Writes ``dweight (+)= grad.T @ hidden``."""
     num_counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(vocab, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
@@ -111,8 +111,8 @@ def dweight_kernel(
 def sort_columns_kernel(
     # outputs
     sorted_ptr,  # [entries] int32
-    order_ptr,  # [entries] int64: for each column of ``sorted_ptr`` its index in ``column_ptr``
-    occurrences_ptr,  # [entries] int32: for each of ``column_ptr`` the number of columns that equal it; or None
+    order_ptr,  # [entries] int64: for each column in ``sorted_ptr`` its index in ``column_ptr``
+    occurrences_ptr,  # [entries] int32: for each column in ``column_ptr`` the number of equal columns; or None
     # inputs
     column_ptr,  # [entries] int32 or int64
     # sizes
@@ -120,8 +120,8 @@ def sort_columns_kernel(
     BLOCK: tl.constexpr,
     BLOCK_COMPARED: tl.constexpr,
 ):
-    """A stable sort in one launch: a column's place is the number of columns that are smaller, or equal and before
-    it."""
+    """Sorts columns in ascending order. The sort is stable: the new index of a column is the number of smaller columns,
+    plus the number of equal columns before it."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(column_ptr + entry, mask=entry < entries, other=0).to(tl.int32)
     num_before = tl.zeros((BLOCK, BLOCK_COMPARED), dtype=tl.int32)
@@ -197,8 +197,8 @@ def put_rows_kernel(
 
 @triton.jit
 def entry_and_row(entry_pointers, position, mask):
-    """Returns the entries at ``position`` [n] of the sorted order, and their rows. Both are -1 where ``mask`` is false;
-    a row is -1 too where the entry has no row. ``entry_pointers``: a tuple, ``row_ptr``, ``order_ptr`` and
+    """Returns the entries at ``position`` [n] of the sorted order, and the entries' rows. Both are -1 where ``mask`` is
+    false. A row is also -1 if the entry has none. ``entry_pointers``: a tuple of ``row_ptr``, ``order_ptr`` and
     ENTRIES_PER_ROW."""
     row_ptr, order_ptr, ENTRIES_PER_ROW = entry_pointers
     entry = tl.where(mask, position, -1).to(tl.int64)
@@ -212,8 +212,8 @@ def entry_and_row(entry_pointers, position, mask):
 
 @triton.jit
 def load_terms(rows_ptr, factor_ptrs, entry, row, offs_col, width, stride):
-    """The terms [n, columns] fp32 of n entries at the columns ``offs_col``; 0 where ``row`` is -1. ``factor_ptrs``: a
-    tuple, ``factor_ptr``, ``softmax_factor_ptr`` and ``ratio_ptr``."""
+    """Returns the terms of entries at the columns ``offs_col``, [entries, columns] fp32; 0 where ``row`` is -1.
+    ``factor_ptrs``: a tuple of ``factor_ptr``, ``softmax_factor_ptr`` and ``ratio_ptr``."""
     factor_ptr, softmax_factor_ptr, ratio_ptr = factor_ptrs
     has_row = row >= 0
     row_pointers = rows_ptr + row[:, None] * stride + offs_col[None, :]
@@ -244,7 +244,8 @@ def add_piece(
     BLOCK_SCAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the terms of all places whose first entry is in the piece, with the last place's entries in later pieces."""
+    """Adds the terms of all places whose first entry is in the piece. The last place may have entries in later pieces;
+    they are added too."""
     end = (piece + 1) * BLOCK_PIECE
     position = piece * BLOCK_PIECE + tl.arange(0, BLOCK_PIECE)
     offs_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -308,10 +309,10 @@ def add_rows_kernel(
     BLOCK_SCAN: tl.constexpr,  # places that are compared at a time
     PRECISION: tl.constexpr,  # Triton's ``input_precision`` for fp32 operands
 ):
-    """Adds the term of each entry to the row of the output that is the entry's place.
+    """Adds the term of each entry to the entry's place, a row of the output.
 
-    Sorted entries are divided into pieces. A program adds up all entries of the places that begin in its piece: so the
-    order of every sum is fixed, and a sum is rounded once.
+    Sorted entries are divided into pieces. A program adds up all entries of the places that begin in its piece. The
+    order of each sum is therefore fixed, and a sum is rounded once.
     """
     entry_pointers = row_ptr, order_ptr, ENTRIES_PER_ROW
     factor_ptrs = factor_ptr, softmax_factor_ptr, ratio_ptr

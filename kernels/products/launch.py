@@ -1,4 +1,4 @@
-"""Launches of the kernels that make dhidden and dweight, on torch tensors."""
+"""Launches of the kernels for dhidden and dweight, on torch tensors."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,14 @@ from ..common.operands import as_quantised, matrix, row_stride
 from .dhidden import dhidden_kernel, finish_dhidden_kernel, finish_with_sparse_kernel
 from .dweight import add_rows_kernel, dweight_kernel, pick_columns_kernel, put_rows_kernel, sort_columns_kernel
 
-PIECE_ENTRIES = 16  # entries of a piece, whose sums ``add_rows_kernel`` makes at a time
-SPARSE_PIECES = 16  # pieces for each program where most entries have no place
-MAX_COMPARED = 8192  # most entries that are sorted by comparison of all pairs, in one launch in place of torch's ten
+PIECE_ENTRIES = 16  # number of entries that ``add_rows_kernel`` sums at a time, a piece
+SPARSE_PIECES = 16  # number of pieces for each program where most entries have no place
+MAX_COMPARED = 8192  # most entries that one launch sorts by comparing all pairs, in place of torch's ten launches
 
 
 class RowFactors(NamedTuple):
-    """Factors per row that turn a product of exponentials and the weight into dhidden; all None where the product is
-    dhidden."""
+    """Factors per row that turn the product of exponentials and the weight into dhidden. All are None if the product
+    is dhidden itself."""
 
     target: torch.Tensor | None = None  # [rows] int64: the target's row of the weight, -1 where a row does not count
     softmax: torch.Tensor | None = None  # [rows] fp32: factor of the product
@@ -38,13 +38,13 @@ def dhidden(
     counted: CountedRows = ALL_ROWS,
     add: bool = False,  # True: adds to ``out``; False: stores
     split: DhiddenSplit = UNCUT,
-    scratch: torch.Tensor | None = None,  # [split.units * elements of a tile or more] fp32, for parts of cut tiles
-    finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: counters of finished parts of cut tiles
+    scratch: torch.Tensor | None = None,  # [n] fp32 for parts of cut tiles, n at least split.units * tile.elements
+    finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: numbers of finished parts of cut tiles
 ) -> None:
-    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``."""
+    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``; ``factors`` has the last three."""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
     is_cut = split.pieces > 1
-    # with cut tiles, a program for each multiprocessor, as the split assumes
+    # the split assumes one program per multiprocessor
     programs = multiprocessors_of(grad.device) if is_cut else programs_of(tile, rows, hidden, grad.device)
     dhidden_kernel[(programs,)](
         out, *((scratch, finished) if is_cut else (None, None)),
@@ -63,7 +63,8 @@ def finish_dhidden(
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     factors: RowFactors,
 ) -> None:
-    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count."""
+    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count. ``factors`` has
+    softmax, at_target and target."""
     (rows, hidden), block = product.shape, min(power_of_2(product.shape[1]), 1024)
     finish_dhidden_kernel[cdiv(rows, 4), cdiv(hidden, block)](
         out, product, weight, *factors, rows, hidden, BLOCK_ROWS=4, BLOCK_COLUMNS=block, num_warps=4
@@ -76,15 +77,15 @@ def finish_with_sparse(
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     target: torch.Tensor,  # [rows] int64, -1 where a row does not count
     softmax_factor: torch.Tensor,  # [rows] fp32
-    places: torch.Tensor,  # [rows, n] int32: ids whose dlogits the product lacks, -1 for none
+    ids: torch.Tensor,  # [rows, n] int32: ids whose dlogits the product lacks, -1 for none
     terms: torch.Tensor,  # [rows, n] fp32: dlogits of these ids
     counted: CountedRows = ALL_ROWS,
 ) -> None:
-    """Writes ``out = softmax_factor * product + sum_i terms[i] * weight[places[i]]``; 0 where a row does not count."""
-    (rows, hidden), num_ids = product.shape, places.shape[1]
+    """Writes ``out = softmax_factor * product + sum_i terms[i] * weight[ids[i]]``; 0 where a row does not count."""
+    (rows, hidden), num_ids = product.shape, ids.shape[1]
     block = min(power_of_2(hidden), 1024)
     finish_with_sparse_kernel[rows, cdiv(hidden, block)](
-        out, product, weight, target, softmax_factor, places, terms, *counted, rows, hidden,
+        out, product, weight, target, softmax_factor, ids, terms, *counted, rows, hidden,
         NUM_IDS=num_ids, BLOCK_IDS=power_of_2(num_ids), BLOCK_COLUMNS=block, num_warps=4,
     )  # fmt: skip
 
@@ -93,13 +94,12 @@ def dweight(
     out: torch.Tensor,  # [vocab, hidden] contiguous
     grad: Matrix,  # [rows, vocab] 16 bit; or e4m3 [vocab, padded rows]
     hidden: Matrix,  # [rows, hidden] contiguous; or e4m3 [hidden, padded rows]
-    is_first: bool,  # True: stores to ``out``; False: adds
+    is_first: bool,  # True: stores to ``out``; False: adds to ``out``
     tile: Tile,
     counted: CountedRows = ALL_ROWS,
-    # with e4m3 operands: sums of grad [vocab] and the mean of hidden states [hidden], fp32, whose outer product is
-    # added
+    # with e4m3 operands: sums of grad [vocab] and mean of hidden states [hidden], fp32. Their outer product is added
     common: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
-    promoted: int | None = None,  # rows whose e4m3 products tensor cores sum before the sum is added in fp32; None: all
+    promoted: int | None = None,  # number of rows that tensor cores sum before the sum is added in fp32; None: all
 ) -> None:
     """Writes ``out (+)= grad.T @ hidden``."""
     scale, (vocab, hidden_size) = None, out.shape
@@ -125,15 +125,15 @@ def dweight(
 
 
 class SortedColumns(NamedTuple):
-    """Columns of entries in ascending order, from a stable sort."""
+    """Columns of entries, sorted in ascending order; the sort is stable."""
 
     columns: torch.Tensor  # [entries] int32
-    order: torch.Tensor | None  # [entries] int64: a column's index before the sort; None: columns were sorted already
+    order: torch.Tensor | None  # [entries] int64: index of each column before the sort; None: 0, 1, 2, ...
     occurrences: torch.Tensor | None = None  # [entries] int32, in the order before the sort: number of equal columns
 
 
 def sort_columns(columns: torch.Tensor, counts_occurrences: bool = False) -> SortedColumns:
-    """Sorts ``columns`` [entries] int32 or int64."""
+    """Sorts ``columns`` [entries] int32 or int64. ``counts_occurrences``: also returns the occurrences."""
     entries = columns.shape[0]
     if entries > MAX_COMPARED:
         columns = columns.to(torch.int32)  # half as many passes as for int64
@@ -154,7 +154,7 @@ def sort_columns(columns: torch.Tensor, counts_occurrences: bool = False) -> Sor
 
 
 def sort_sparse(columns: torch.Tensor) -> tuple[SortedColumns, torch.Tensor]:
-    """Sorts ``columns`` [entries] int32. Also returns how many of them are -1, [1] int64; these come first."""
+    """Sorts ``columns`` [entries] int32. Also returns how many columns are -1, [1] int64; these columns come first."""
     dtypes = torch.int32, torch.int64
     sorted_columns, order = (empty(len(columns), dtype=dtype, device=columns.device) for dtype in dtypes)
     num_none = empty(1, dtype=torch.int64, device=columns.device)
@@ -163,7 +163,7 @@ def sort_sparse(columns: torch.Tensor) -> tuple[SortedColumns, torch.Tensor]:
 
 
 def sort_into(sorted_columns: torch.Tensor, order: torch.Tensor, num_none: torch.Tensor, columns: torch.Tensor) -> None:
-    """``sort_sparse`` into given tensors, as one step of a recording."""
+    """Sorts as ``sort_sparse`` does, into the first three tensors, as one step of a recording."""
     torch.sort(columns, stable=True, out=(sorted_columns, order))
     torch.sum(sorted_columns < 0, 0, keepdim=True, out=num_none)
     if RECORDERS and (active_recorder := recorder()) is not None:
@@ -206,14 +206,14 @@ def add_rows(
     factors: torch.Tensor,  # [entries] fp32
     # [entries / entries_per_row] int64 or int32: rows of entries, -1 for none; None: 0, 1, 2, ...
     row: torch.Tensor | None = None,
-    is_grouped: bool = False,  # equal places lie together already, and are int32
+    is_grouped: bool = False,  # places are int32, and equal places are neighbours
     # softmax_factor and ratio, [entries] fp32 each
     products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
     entries_per_row: int = 1,  # number of neighbouring entries that have the same row; above 1 most places are -1
 ) -> None:
     """Adds ``out[places[i]] += factors[i] * rows[row[i // entries_per_row]]`` for each entry i. Each sum is rounded
-    once and has the same bits in every run. With ``products`` the term of an entry is larger by ``ratio (s -
-    bf16(s))``, where s is ``softmax_factor`` times the entry's row."""
+    once and has the same bits in every run. With ``products`` the kernel also adds ``ratio (s - bf16(s))`` to
+    ``out[places[i]]``, where s is ``softmax_factor`` times the entry's row."""
     num_none, is_sparse = None, entries_per_row > 1
     if is_grouped:
         places = SortedColumns(places, None)
