@@ -260,7 +260,7 @@ class Call(Generic[Result]):
     @property
     def local_width(self) -> int:
         """Number of the weight's rows (or logits' columns) on this rank that stand for an id."""
-        return self.vocab if self.shard is None else self.shard.columns
+        return self.vocab if self.shard is None else self.shard.num_columns
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -356,15 +356,7 @@ def call_of(
     if options.keys() - DEFAULTS.keys():
         refuse_names(function, options.keys() - DEFAULTS.keys())
     if not PLAIN_TYPES.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
-        vocab_size_and_parallel = options.get("vocab_size"), options.get("parallel")
-        local_arguments = local_operands(hidden, weight, target, options.get("bias"), *vocab_size_and_parallel)
-        hidden, weight, target = local_arguments.hidden, local_arguments.weight, local_arguments.target
-        options = {
-            **options,
-            "bias": local_arguments.bias,
-            "vocab_size": local_arguments.vocab_size,
-            "parallel": local_arguments.parallel,
-        }
+        (hidden, weight, target), options = local_operands(hidden, weight, target, options)
     if not isinstance(weight, Tensor):
         checks.check_tensor("weight", weight, optional=False)
     return Call(function=function, rows=hidden, weight=weight, target=target, **options, **call_fields)

@@ -258,7 +258,7 @@ def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
     teacher_vocab = check_dense_teacher(call, field_names, dtype, is_autocast)  # has the dtype of the student's matmuls
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in field_names else 0
     if call.outputs and call.outputs != ("values",):
-        most_top_k, top_k = call.vocab if call.shard is None else min(call.shard.rows), call.top_k
+        most_top_k, top_k = call.vocab if call.shard is None else min(call.shard.ids_by_rank), call.top_k
         checks.refuse({
             "target is None, and log-probabilities are those of targets; pass token ids":
                 call.target is None and not call.losses.terms,

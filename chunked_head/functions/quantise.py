@@ -55,9 +55,10 @@ def quantise(
     })  # fmt: skip
     if num_rows is not None:
         checks.check_int("vocab_size", num_rows, 1)
-    _, _, _, _, vocab, parallel = local_operands(local_weight, weight, None, None, vocab_size, parallel)
+    _, layout_options = local_operands(local_weight, weight, None, {"vocab_size": vocab_size, "parallel": parallel})
+    parallel = layout_options["parallel"]
     if isinstance(parallel, VocabParallel):
-        num_rows = parallel.split(len(local_weight), vocab)[1][parallel.rank]
+        num_rows = parallel.split(len(local_weight), layout_options["vocab_size"])[1][parallel.rank]
     num_rows = len(local_weight) if num_rows is None else num_rows
     local_weight = local_weight.detach()
     hidden_text = None if hidden is None else f"{list(hidden.shape)} {hidden.dtype} on {hidden.device}"

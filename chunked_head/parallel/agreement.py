@@ -1,14 +1,14 @@
 """The check that all ranks make the same call, and the messages of calls.
 
 Every call begins with a message of fixed size, its agreement: hashes of the call's fields, and the fields as text. The
-kind of a call is its fields without their numbers. From the kinds of the last calls, all ranks expect the same kind of
-the next call.
+kind of a call is its fields without their numbers. All ranks expect the same kind of the next call, by the kinds of the
+last calls.
 
 A call of the expected kind sends its messages without waiting. The device compares the ranks' agreements, and makes
 results nan if they differ. The host reads the comparison at the next call, and raises then. A call of another kind
-waits for the comparison, and raises at once if ranks differ. Other ranks, whose call is of the expected kind, do not
-wait and send its messages. So the rank that raises first takes part in those messages, with nan: no rank waits for a
-message that never comes, or receives a message of another size.
+waits for the comparison, and raises at once if ranks differ. A rank whose call is of the expected kind does not wait,
+and sends the messages of that kind. So a rank that raises takes part in these messages first, with nan: no rank waits
+for a message that never comes, or receives a message of another size.
 """
 
 import hashlib
@@ -31,27 +31,23 @@ MAX_VALUE_LETTERS = 160  # of a field's value in an error
 MESSAGE_BYTES = 4096  # of a rank's agreement
 NUM_HASHES = 2  # hashes of 8 bytes in front of an agreement's text
 HISTORY_LENGTH = 8  # number of last calls from which the kind of the next call is expected
-# floats in fields, on which no message's size depends
-NUMBER_PATTERN = re.compile(r"\b\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)\b")
-
-
-class Message(NamedTuple):
-    """A message of a call after its agreement."""
-
-    collective: Callable[..., Any]  # the function of torch.distributed
-    num_elements: int  # of this rank's tensor, or of its part of the result
-    dtype: torch.dtype
+# a float in the text of a field; no message's size depends on floats
+FLOAT_PATTERN = re.compile(r"\b\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)\b")
+# a message after the agreement: function of torch.distributed, number of elements of this rank's tensor (in a
+# reduce-scatter, of this rank's part of the result), and their dtype
+Message = tuple[Callable[..., Any], int, torch.dtype]
 
 
 class Agreement(NamedTuple):
-    """This rank's first message of a call, which says what the call is."""
+    """This rank's first message of a call: it tells other ranks what the call is."""
 
     kind_hash: int  # hash of the call's fields without numbers
     message: Tensor  # [MESSAGE_BYTES / 8] int64 on the device: hashes of kind and call, and the fields as text
     written_event: Any  # event after the GPU's stream has written the message; None on a CPU
 
     def message_on(self, stream: Any) -> Tensor:
-        """The message, for a send on ``stream`` of the GPU (None on a CPU), which waits until it is written."""
+        """The message, to be sent on the GPU's ``stream`` (None on a CPU). Makes the stream wait until the message is
+        written."""
         if self.written_event is not None:
             stream.wait_event(self.written_event)
             self.message.record_stream(stream)
@@ -59,13 +55,15 @@ class Agreement(NamedTuple):
 
 
 class GroupHistory:
-    """The last calls of a process group, equal on all its ranks, and the result of the last comparison."""
+    """The kinds and messages of a process group's last calls, equal on all ranks, and the last comparison's result."""
 
     def __init__(self, device: torch.device):
         self.recent_kinds = deque[int](maxlen=HISTORY_LENGTH)  # hashes of the kinds of the last calls
-        self.next_kinds: Cache[tuple[int, ...], int] = Cache(4096)  # by kinds of consecutive calls
+        self.next_kinds: Cache[tuple[int, ...], int] = Cache(
+            4096
+        )  # by kinds of consecutive calls, the kind that followed
         self.messages_by_kind: Cache[int, list[Message]] = Cache(4096)  # messages of a forward pass
-        self.recorded_messages: list[Message] | None = None  # of the present call, if its kind is new; else None
+        self.recorded_messages: list[Message] | None = None  # of the present call if its kind is new, else None
         self.agreements: Cache[str, Agreement] = Cache(64)  # by the call's text
         self.captured_agreements: list[Agreement] = []  # agreements that captured CUDA graphs send, kept alive
         self.zero_or_nan = torch.zeros((), dtype=torch.float32, device=device)
@@ -76,15 +74,15 @@ class GroupHistory:
         self.error = ""  # set after calls of two kinds, which leave the ranks out of step
 
     def expected_kind(self) -> int | None:
-        """The kind that the next call is expected to have: the kind that came next when ``recent_kinds`` were last the
-        same; else the kind that came next after the last call of the present last kind; else that last kind. None
-        before the first call."""
+        """The hash of the kind that the next call is expected to have; None before the first call. It is the kind that
+        last followed all of ``recent_kinds``. If none has, it is the kind that last followed the kind of the last call.
+        If none has either, it is the kind of the last call."""
         recent_kinds = tuple(self.recent_kinds)
         next_kind = self.next_kinds.get(recent_kinds) or self.next_kinds.get(recent_kinds[-1:])
         return next_kind or (recent_kinds[-1] if recent_kinds else None)
 
     def add_call(self, kind_hash: int) -> None:
-        """Adds a call of a kind to the history, before its messages."""
+        """Adds a call to the history, before the call sends its messages."""
         recent_kinds = tuple(self.recent_kinds)
         if recent_kinds:
             self.next_kinds[recent_kinds] = self.next_kinds[recent_kinds[-1:]] = kind_hash
@@ -94,8 +92,8 @@ class GroupHistory:
             self.recorded_messages = self.messages_by_kind[kind_hash] = []
 
     def check_last_call(self) -> None:
-        """ValueError if the last call was not the same on all ranks. The host waits for the comparison only, which the
-        device runs before the rest of that call."""
+        """Raises ValueError if ranks made different calls last. The host waits for the comparison alone, which
+        the device runs before the rest of that call."""
         if self.unread_comparison is not None:
             (written_event, agreements, layout), self.unread_comparison = self.unread_comparison, None
             if written_event is not None:
@@ -105,13 +103,13 @@ class GroupHistory:
                 error = difference_in_words(agreements, layout)
                 if (agreements[:, 0] != agreements[0, 0]).any():
                     self.error = error
-                self.zero_or_nan.zero_()  # the calls had one kind and so equal messages: the next call can run
+                self.zero_or_nan.zero_()  # calls of one kind have equal messages: the next call can run
                 raise ValueError(error)
         if self.error:
             raise ValueError(self.error)
 
     def send_nan(self, kind_hash: int | None, group: Any) -> None:
-        """Sends nan in all messages of a call of a kind, since other ranks send the messages of such a call."""
+        """Takes part in all messages of a call of this kind, with nan: other ranks have begun such a call."""
         num_ranks, device = distributed.get_world_size(group), self.zero_or_nan.device
         for collective, num_elements, dtype in (kind_hash and self.messages_by_kind.get(kind_hash)) or ():
             fill_value = torch.nan if dtype.is_floating_point else 0
@@ -121,42 +119,37 @@ class GroupHistory:
             )
             if collective is distributed.all_reduce:
                 collective(tensor, group=group)
+            elif collective is distributed.all_gather_into_tensor:
+                collective(gathered_tensor, tensor, group=group)
             else:
-                collective(
-                    *(
-                        (gathered_tensor, tensor)
-                        if collective is distributed.all_gather_into_tensor
-                        else (tensor, gathered_tensor)
-                    ),
-                    group=group,
-                )
+                collective(tensor, gathered_tensor, group=group)
 
 
 # histories by process group and device; keys are groups, since a later group may have the name of an earlier one
-RANKS: WeakKeyDictionary[Any, dict[torch.device, GroupHistory]] = WeakKeyDictionary()
+HISTORIES: WeakKeyDictionary[Any, dict[torch.device, GroupHistory]] = WeakKeyDictionary()
 
 
-def agrees_each_time(device: torch.device) -> bool:
+def waits_for_comparison(device: torch.device) -> bool:
     """True if the host waits for the comparison of every call: on a CPU, where waiting costs nothing."""
     return device.type == "cpu"
 
 
 def is_captured(device: torch.device) -> bool:
-    """True while a CUDA graph captures the calls on a device."""
+    """True while a CUDA graph captures the work on ``device``."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def agree(fields: dict[str, str], group: Any, device: torch.device, layout: str) -> Tensor:
-    """Compares the fields of a call over the ranks of ``group``. Returns a 0-d fp32 tensor on the device: 0, or nan if
-    they differ. ValueError if the host knows that they differ, in this call or in the last one. ``layout``:
+    """Compares the fields of a call over the ranks of ``group``. Returns [] fp32 on ``device``: 0, or nan if fields
+    differ. ValueError if the host knows that fields differ, in this call or in the last one. ``layout``:
     "TokenParallel" or "VocabParallel", for errors."""
-    is_captured_call, ranks_by_device = is_captured(device), RANKS.setdefault(group, {})
+    is_captured_call, histories = is_captured(device), HISTORIES.setdefault(group, {})
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    call_text, history = repr(sorted(fields.items())), ranks_by_device.get(device)
+    call_text, history = repr(sorted(fields.items())), histories.get(device)
     if is_captured_call and (history is None or history.agreements.get(call_text) is None):
         raise RuntimeError(f"a call of {layout} that ranks have not agreed on cannot be captured: run it once before")
     if history is None:
-        history = ranks_by_device[device] = GroupHistory(device)
+        history = histories[device] = GroupHistory(device)
     if not is_captured_call:
         history.check_last_call()
     agreement = history.agreements.get_or_make(call_text, lambda: agreement_of(fields, device))
@@ -166,11 +159,11 @@ def agree(fields: dict[str, str], group: Any, device: torch.device, layout: str)
     expected_kind = history.expected_kind()
     if is_captured_call:
         history.captured_agreements.append(agreement)
-    elif agrees_each_time(device) or agreement.kind_hash != expected_kind:
-        host_agreements = waited_for(agreements)
+    elif waits_for_comparison(device) or agreement.kind_hash != expected_kind:
+        host_agreements = read_agreements(agreements)
         if (host_agreements[:, :NUM_HASHES] != host_agreements[0, :NUM_HASHES]).any():
             error = difference_in_words(host_agreements, layout)
-            if expected_kind in host_agreements[:, 0].tolist() and not agrees_each_time(device):
+            if expected_kind in host_agreements[:, 0].tolist() and not waits_for_comparison(device):
                 history.error = error
                 history.send_nan(expected_kind, group)
             raise ValueError(error)
@@ -184,8 +177,8 @@ def agree(fields: dict[str, str], group: Any, device: torch.device, layout: str)
     return history.zero_or_nan
 
 
-def waited_for(agreements: Tensor) -> Tensor:
-    """The agreements as a CPU tensor; the host waits for the device."""
+def read_agreements(agreements: Tensor) -> Tensor:
+    """Copies the agreements to the CPU; the host waits for the device."""
     return agreements.cpu()
 
 
@@ -195,13 +188,13 @@ def hash_of_fields(fields: dict[str, str]) -> int:
 
 
 def without_numbers(value: str) -> str:
-    """A field's value with the word "number" in the place of each float."""
-    return NUMBER_PATTERN.sub("number", value) if "." in value or "e-" in value or "e+" in value else value
+    """The text of a field's value, with the word "number" in place of each float."""
+    return FLOAT_PATTERN.sub("number", value) if "." in value or "e-" in value or "e+" in value else value
 
 
 def agreement_of(fields: dict[str, str], device: torch.device) -> Agreement:
-    """This rank's agreement on a call with these fields. If the text is too long, long values are cut; if that is not
-    enough, the text is left out."""
+    """This rank's agreement for a call with ``fields``. Long values are cut until the text fits into the message. If
+    cuts are not enough, the text has no fields."""
     call_hash = hash_of_fields(fields)
     kind_hash = hash_of_fields({name: without_numbers(value) for name, value in fields.items()})
     text_bytes, max_letters = b"", MAX_VALUE_LETTERS
@@ -222,8 +215,8 @@ def agreement_of(fields: dict[str, str], device: torch.device) -> Agreement:
 
 
 def difference_in_words(agreements: Tensor, layout: str) -> str:
-    """The text of an error, equal on all ranks: the first field that differs, its value on rank 0, and its value on the
-    first rank where it differs. ``agreements`` [ranks, MESSAGE_BYTES / 8] int64 on the CPU."""
+    """The text of an error, equal on all ranks. It names a field that differs, its value on rank 0, and its value on
+    the first rank that made another call. ``agreements`` [ranks, MESSAGE_BYTES / 8] int64 on the CPU."""
     call_hashes = agreements[:, 1].tolist()
     differing_rank = next(rank for rank, call_hash in enumerate(call_hashes) if call_hash != call_hashes[0])
     fields_by_rank = [
@@ -247,8 +240,8 @@ def difference_in_words(agreements: Tensor, layout: str) -> str:
 
 
 def split_remedy(fields_by_rank: list[dict[str, str]]) -> str:
-    """The end of the text of an error for ranks with different numbers of rows of the head: the argument to pass. "" if
-    the fields do not say."""
+    """The end of an error's text for ranks that hold different numbers of the head's rows: the argument to pass. ""
+    if a rank's field lacks the numbers, or has been cut."""
     if not all(fields.get(ROWS, "").endswith("]") for fields in fields_by_rank):
         return ""
     rows_by_rank = [json.loads(fields[ROWS])[rank] for rank, fields in enumerate(fields_by_rank)]
@@ -259,42 +252,41 @@ def split_remedy(fields_by_rank: list[dict[str, str]]) -> str:
 
 
 def text_bytes_of(message: Tensor) -> bytes:
-    """The compressed text of an agreement."""
+    """The compressed text in an agreement's message [MESSAGE_BYTES / 8] int64."""
     return bytes(message[NUM_HASHES:].contiguous().view(torch.uint8).tolist())
 
 
 def begin_backward(group: Any) -> None:
-    """Ends the recording of a forward pass's messages, before backward sends messages. ValueError if the last call was
-    not the same on all ranks, since a rank that has raised sends no messages of a backward."""
-    for device, history in RANKS.get(group, {}).items():
+    """Ends the recording of a forward pass's messages, before backward sends messages. ValueError if ranks made
+    different calls last: a rank that has raised sends no messages of a backward."""
+    for device, history in HISTORIES.get(group, {}).items():
         history.recorded_messages = None
         if not is_captured(device):
             history.check_last_call()
 
 
 def recording_collective(collective: Callable[..., Any], tensor: Tensor, group: Any) -> Callable[..., Any]:
-    """Returns ``collective``. First adds a message of ``tensor`` to the recorded messages of the present call, if the
-    kind of that call is new."""
-    history = RANKS.get(group, {}).get(tensor.device)
+    """Returns ``collective``. If the present call is the first of its kind, records the message that ``collective``
+    sends: one with the size and dtype of ``tensor``."""
+    history = HISTORIES.get(group, {}).get(tensor.device)
     if history is not None and history.recorded_messages is not None and not is_captured(tensor.device):
-        history.recorded_messages.append(Message(collective, tensor.numel(), tensor.dtype))
+        history.recorded_messages.append((collective, tensor.numel(), tensor.dtype))
     return collective
 
 
 def all_reduce(tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-    """``torch.distributed.all_reduce``, recorded among the call's messages if its kind is new
-    (``recording_collective``)."""
+    """``torch.distributed.all_reduce``, recorded in the first call of a kind (``recording_collective``)."""
     return recording_collective(distributed.all_reduce, tensor, group)(tensor, group=group, async_op=async_op)
 
 
 def all_gather(gathered_tensor: Tensor, tensor: Tensor, group: Any) -> None:
-    """``torch.distributed.all_gather_into_tensor``, recorded as by ``all_reduce``."""
+    """``torch.distributed.all_gather_into_tensor``, recorded in the first call of a kind."""
     recording_collective(distributed.all_gather_into_tensor, tensor, group)(gathered_tensor, tensor, group=group)
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Any) -> Any:
-    """An asynchronous ``torch.distributed.reduce_scatter_tensor``, recorded as by ``all_reduce``; returns its
-    ``Work``."""
+    """Starts ``torch.distributed.reduce_scatter_tensor``, recorded in the first call of a kind. Returns torch's
+    ``Work``, to be waited for."""
     return recording_collective(distributed.reduce_scatter_tensor, output, group)(
         output, tensor, group=group, async_op=True
     )

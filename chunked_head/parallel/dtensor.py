@@ -1,43 +1,31 @@
 """DTensor operands of a call as this rank's tensors, with the layout of ranks that their placements describe."""
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.checks import is_dtensor
-from .groups import TokenParallel, VocabParallel, part_sizes
+from .groups import VocabParallel, part_sizes
 
-Parallel = VocabParallel | TokenParallel | None
-Target = TypeVar("Target", Tensor, Tensor | None)
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))  # types of operands that need no conversion
 
 
-class LocalOperands(NamedTuple, Generic[Target]):
-    """Operands of a call as plain tensors, and the ``vocab_size`` and ``parallel`` that follow from placements."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Target
-    bias: Tensor | None
-    vocab_size: int | None
-    parallel: Parallel
-
-
 def local_operands(
-    hidden: Any,  # tensors, or DTensors
+    hidden: Any,  # a tensor or DTensor; so are weight, target and the option "bias"
     weight: Any,
-    target: Target,
-    bias: Tensor | None,
-    vocab_size: int | None,
-    parallel: Parallel,
-) -> LocalOperands[Target]:
-    """The operands as plain tensors, through which gradients flow.
+    target: Any,
+    options: Mapping[str, Any],
+) -> tuple[tuple[Any, Any, Any], Any]:
+    """Returns hidden states, weight and targets as this rank's plain tensors, through which gradients flow, and the
+    options for a call on these tensors: "bias" is plain too, "vocab_size" and "parallel" follow from placements.
 
-    A weight with ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary; a weight with ``Replicate()`` is
+    A weight with ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary. A weight with ``Replicate()`` is
     complete. Hidden states have ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
     ValueError for other placements.
     """
+    bias, vocab_size, parallel = options.get("bias"), options.get("vocab_size"), options.get("parallel")
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
@@ -55,11 +43,11 @@ def local_operands(
             "hidden.to_local() for this rank's tokens, or hidden.full_tensor()"
         )
     hidden, weight, target, bias = (local_part(operand) for operand in (hidden, weight, target, bias))
-    return LocalOperands(hidden, weight, target, bias, vocab_size, parallel)
+    return (hidden, weight, target), {**options, "bias": bias, "vocab_size": vocab_size, "parallel": parallel}
 
 
 class WaitForCollective(torch.autograd.Function):
-    """Waits for an asynchronous collective. Returns its result as a plain tensor, which kernels can read."""
+    """Waits for an asynchronous collective, and returns the collective's result as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -71,8 +59,8 @@ class WaitForCollective(torch.autograd.Function):
 
 
 def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor; any other value unchanged. If an asynchronous collective makes it, such as
-    ``redistribute(async_op=True)``, the device waits for that."""
+    """This rank's part of a DTensor as a plain tensor; any other value unchanged. If an asynchronous collective writes
+    the tensor (``redistribute(async_op=True)``), the device waits for the collective."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():
@@ -87,7 +75,7 @@ WEIGHT_REMEDY = (
 
 
 def vocabulary_mesh(weight: Any) -> Any:
-    """The one-dimensional mesh over which a weight's rows are split; None if all ranks have all rows. ValueError for
+    """The one-dimensional mesh over which a DTensor's rows are split; None if every rank has all rows. ValueError for
     other placements."""
     sharded_dims = [(i, placement) for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not sharded_dims:
@@ -104,8 +92,8 @@ def vocabulary_mesh(weight: Any) -> Any:
 
 
 def local_tokens(hidden: Any, target: Any, mesh: Any) -> tuple[Tensor, Any, bool]:
-    """Returns this rank's hidden states and targets as plain tensors, and whether they are of this rank's part of the
-    tokens (True) or of all tokens (False). ValueError for other placements."""
+    """Returns this rank's hidden states and targets, and a bool: True if they are a part of the tokens, False if they
+    are all tokens. ``mesh``: the weight's. ValueError for placements that no head takes."""
     if not is_dtensor(hidden):
         return hidden, target, False
     sharded_placements = [placement for placement in hidden.placements if not placement.is_replicate()]

@@ -1,5 +1,4 @@
-"""``TokenParallel`` and ``VocabParallel``, layouts of a call over ranks; and ``shift_targets``, for sequences over
-ranks."""
+"""Layouts of a call over ranks, ``TokenParallel`` and ``VocabParallel``; ``shift_targets`` for sequences over ranks."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ LAYOUTS = ("contiguous", "zigzag")  # layouts of sequences over ranks
 
 
 class GroupLayout:
-    """Base class of the layouts: a process group whose ranks share a call."""
+    """Base class of ``TokenParallel`` and ``VocabParallel``: a process group whose ranks share a call."""
 
     group: Any
 
@@ -38,18 +37,17 @@ class GroupLayout:
 class TokenParallel(GroupLayout):
     """Ranks of ``group`` hold different tokens of one batch: data-parallel, sequence- or context-parallel.
 
-    A rank's loss and parts are its shares of those of the whole batch: their ``all_reduce(SUM)`` is the number to log.
-    Gradients are those of the whole batch's loss. The gradient of ``hidden`` is complete; that of ``weight`` is this
-    rank's share, which the framework adds up with ``all_reduce(SUM)``, as it does for all other parameters.
+    The loss and the parts on a rank are shares of the batch's loss and parts: ``all_reduce(SUM)`` gives the numbers to
+    log. Gradients are gradients of the batch's loss. The gradient of ``hidden`` is complete. The gradient of ``weight``
+    is this rank's share: the framework adds up shares with ``all_reduce(SUM)``, as for all other parameters.
 
     - Denominators count the tokens (segments, pairs, class weights of targets) of all ranks. A ``normalizer`` that you
-      pass must be that of the whole batch.
-    - The tokens of a segment may lie on several ranks, under the same id; the segment counts once. Ids,
-      ``num_segments``, ``pairs``, fields per segment and per pair and constant fields are those of the whole batch,
-      equal on all ranks. ``batch.segment_sum``, ``segment_mean`` and ``segment_count`` in a loss that you write are
-      over all ranks' tokens. Segment (or pair) i is in the share of rank ``i % ranks``, whichever ranks have its
-      tokens.
-    - ``out.metrics`` are those of the whole batch, equal on all ranks.
+      pass must be the denominator of the whole batch.
+    - The tokens of a segment may lie on several ranks, under the same id; the segment counts once. ``num_segments``,
+      ``pairs``, fields per segment, fields per pair and constant fields must be equal on all ranks: they describe the
+      whole batch. In a loss that you write, ``batch.segment_sum``, ``segment_mean`` and ``segment_count`` are over all
+      ranks' tokens. Segment (or pair) i is in the share of rank ``i % ranks``, whichever ranks have its tokens.
+    - ``out.metrics`` are metrics of the whole batch, equal on all ranks.
     - The upstream gradient of the loss must be the same on all ranks, as a loss scale is.
 
     docs/guides/multi-gpu.md lists the messages. An id out of range on one rank makes loss, metrics and gradients nan on
@@ -58,9 +56,9 @@ class TokenParallel(GroupLayout):
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same calls
             in the same order, each with any number of tokens, 0 included.
-        average: multiply the loss, and so the gradients, by the number of ranks, for frameworks that average gradients
-            over the group (DDP's and FSDP's default) rather than sum them. Then the mean of the losses over ranks is
-            the batch's loss. Parts and metrics are not multiplied.
+        average: True: the loss, and so the gradients, are multiplied by the number of ranks, for frameworks that
+            average gradients over the group (DDP's and FSDP's default) and do not sum them. The mean of the ranks'
+            losses is the batch's loss. Parts and metrics are not multiplied.
     """
 
     group: Any = None
@@ -73,21 +71,21 @@ class TokenParallel(GroupLayout):
 
 @dataclass(frozen=True)
 class VocabParallel(GroupLayout):
-    """Ranks of ``group`` each hold some rows of the head, in the order of ranks. ``weight``, ``bias`` and a teacher's
-    head are this rank's rows; for ``logits_loss``, ``logits`` are this rank's columns.
+    """Each rank of ``group`` holds some rows of the head, in the order of ranks. ``weight``, ``bias`` and a teacher's
+    head are this rank's rows. For ``logits_loss``, ``logits`` are this rank's columns.
 
-    Every rank passes the same targets, fields and options. It gets the same loss, metrics and values per token, the
-    complete gradient of ``hidden``, and the gradient of this rank's rows of ``weight``.
+    Every rank passes the same targets, fields and options. Every rank gets the same loss, metrics and values per token,
+    the complete gradient of ``hidden``, and the gradient of its own rows of ``weight``.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes.
-        rows: number of rows of each rank, ``[ranks]``. None: the same number on all ranks; or with ``vocab_size`` the
-            sizes of ``torch.chunk`` (DTensor's ``Shard(0)``).
-        sequence_sharded: True: a rank passes hidden states, targets and fields of its part of the tokens, the same
-            number on every rank, in the order of ranks, and gets values of those tokens. Hidden states are gathered
-            chunk by chunk, and their gradients reduce-scattered.
-        reduce_dhidden: False: the gradient of ``hidden`` is this rank's share, which the graph that made ``hidden``
-            sums over ranks (Megatron's ``copy_to_tensor_model_parallel_region``).
+        rows: number of rows on each rank, ``[ranks]``. None: the same number on all ranks; or, if the rows fit, the
+            sizes of ``torch.chunk`` (DTensor's ``Shard(0)``) for ``vocab_size`` rows.
+        sequence_sharded: True: each rank has a part of the tokens, in the order of ranks, and of the same size. A rank
+            passes hidden states, targets and fields of its tokens, and gets values of its tokens. Hidden states are
+            gathered chunk by chunk, and their gradients reduce-scattered.
+        reduce_dhidden: False: the gradient of ``hidden`` is this rank's share. The graph that made ``hidden`` must sum
+            the shares over ranks (Megatron's ``copy_to_tensor_model_parallel_region``).
         tokens: a ``TokenParallel`` of the ranks that hold the same rows of the head and different tokens; or None.
     """
 
@@ -114,18 +112,20 @@ class VocabParallel(GroupLayout):
             )
         object.__setattr__(self, "rows", rows)
 
-    def split(self, rows: int, vocab_size: int | None) -> tuple[int, tuple[int, ...]]:
+    def split(self, num_rows: int, vocab_size: int | None) -> tuple[int, tuple[int, ...]]:
         """Returns the number of ids of the vocabulary, and the number of ids on each rank [ranks], both without
-        padding. ``rows``: number of rows of the head, or of columns of logits, on this rank. ValueError, before any
-        message, for numbers that this rank alone knows to be wrong."""
+        padding. ``num_rows``: number of the head's rows, or of the logits' columns, on this rank. ValueError if
+        numbers are wrong as far as this rank knows; no message has been sent then."""
         if self.rows is not None:
             rows_by_rank = self.rows
-        elif vocab_size is not None and rows == part_sizes(vocab_size, self.ranks)[self.rank]:
+        elif vocab_size is not None and num_rows == part_sizes(vocab_size, self.ranks)[self.rank]:
             rows_by_rank = part_sizes(vocab_size, self.ranks)
         else:
-            rows_by_rank = (rows,) * self.ranks
-        if rows_by_rank[self.rank] != rows:
-            raise ValueError(f"rank {self.rank} holds {rows} ids, rows of VocabParallel says {rows_by_rank[self.rank]}")
+            rows_by_rank = (num_rows,) * self.ranks
+        if rows_by_rank[self.rank] != num_rows:
+            raise ValueError(
+                f"rank {self.rank} holds {num_rows} ids, rows of VocabParallel says {rows_by_rank[self.rank]}"
+            )
         vocab = sum(rows_by_rank) if vocab_size is None else vocab_size
         if vocab > sum(rows_by_rank):
             raise ValueError(
@@ -136,7 +136,8 @@ class VocabParallel(GroupLayout):
             raise ValueError(f"vocabularies of ranks are of at most {MAX_IDS - 1} ids, got {vocab}")
         first_ids = [sum(rows_by_rank[:rank]) for rank in range(self.ranks)]
         ids_by_rank = tuple(
-            max(0, min(num_rows, vocab - first_id)) for num_rows, first_id in zip(rows_by_rank, first_ids, strict=True)
+            max(0, min(row_count, vocab - first_id))
+            for row_count, first_id in zip(rows_by_rank, first_ids, strict=True)
         )
         if 0 in ids_by_rank:
             raise ValueError(
@@ -147,13 +148,14 @@ class VocabParallel(GroupLayout):
 
 
 def part_sizes(vocab: int, ranks: int) -> tuple[int, ...]:
-    """Number of rows in each of ``torch.chunk``'s pieces: equal, but the last ones are smaller or empty."""
+    """Sizes [ranks] of the pieces of ``vocab`` rows that ``torch.chunk`` makes; 0 where it makes no piece."""
     rows_per_rank = math.ceil(vocab / ranks)
     return tuple(max(0, min(rows_per_rank, vocab - rank * rows_per_rank)) for rank in range(ranks))
 
 
 def process_group(group: Any, layout: str) -> Any:
-    """The process group for ``group``: a process group, a one-dimensional mesh, or None for all processes."""
+    """The process group that ``group`` stands for: a process group, a one-dimensional mesh, or None (all processes).
+    ``layout``: the caller's name, for errors."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise RuntimeError(f"{layout} needs torch.distributed.init_process_group() to have been called")
     if group is None:
@@ -179,31 +181,31 @@ def shift_targets(
     dim: int = -1,
     layout: str = "contiguous",
 ) -> Tensor:
-    """``target[..., t + shift]`` at t, for sequences of which each rank of ``group`` holds slices.
+    """Shifts sequences of targets of which each rank of ``group`` holds slices: the result has target t + shift at t.
 
-    It replaces the argument ``shift`` of ``linear_cross_entropy`` if no rank has a complete sequence. One message sends
-    the first ``shift`` ids of every slice. The last ``shift`` tokens of a sequence predict nothing and get
-    ``ignore_index``.
+    The function stands in for the argument ``shift`` of ``linear_cross_entropy`` where no rank has a complete sequence.
+    One message sends the first ``shift`` ids of every slice. The last ``shift`` tokens of a sequence predict nothing
+    and get ``ignore_index``.
 
     Args:
         target: token ids [...] int64 or int32; along ``dim`` this rank's part of each sequence.
         group: a process group, a one-dimensional DeviceMesh, or None for all processes; every rank of it calls.
         shift: distance to the predicted token, at least 1 and at most the length of a slice.
         ignore_index: the target of tokens that predict nothing.
-        dim: the dimension that sequences run along.
-        layout: ``"contiguous"``: rank r of R holds slice r of R, which may differ in length. ``"zigzag"``, the balanced
-            layout of PyTorch's and Megatron's context parallelism: rank r holds slices r and 2R - 1 - r of 2R equal
-            slices, one after the other.
+        dim: the dimension of ``target`` that sequences run along.
+        layout: ``"contiguous"``: rank r of R holds slice r of R slices, which may differ in length. ``"zigzag"``: rank
+            r holds slices r and 2R - 1 - r of 2R equal slices, one after the other. This is the balanced layout of
+            PyTorch's and Megatron's context parallelism.
 
     Returns:
         A tensor of the shape and dtype of ``target``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: an argument, which the message names, is wrong; raised before any message.
+        TypeError, ValueError, RuntimeError: an argument is wrong; raised before any message is sent.
     """
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
-        target_in_words = getattr(target, "dtype", type(target).__name__)
-        raise TypeError(f"target of shift_targets must be an int64 or int32 tensor, got {target_in_words}")
+        target_text = getattr(target, "dtype", type(target).__name__)
+        raise TypeError(f"target of shift_targets must be an int64 or int32 tensor, got {target_text}")
     for name, value, least_value in (("shift", shift, 1), ("ignore_index", ignore_index, None), ("dim", dim, None)):
         check_int(f"{name} of shift_targets", value, least_value)
     if not -target.dim() <= dim < target.dim():
@@ -212,10 +214,10 @@ def shift_targets(
     group = process_group(group, "shift_targets")
     num_ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
     slices_per_rank = 2 if layout == "zigzag" else 1
-    length = target.shape[dim]
-    if length % slices_per_rank or length // slices_per_rank < shift:
+    num_ids = target.shape[dim]
+    if num_ids % slices_per_rank or num_ids // slices_per_rank < shift:
         raise ValueError(
-            f"target of shift_targets has {length} ids along dimension {dim}; layout={layout!r} with shift={shift} "
+            f"target of shift_targets has {num_ids} ids along dimension {dim}; layout={layout!r} with shift={shift} "
             + (
                 f"takes {slices_per_rank} equal slices of at least {shift}"
                 if slices_per_rank > 1
@@ -226,17 +228,17 @@ def shift_targets(
     first_ids = torch.stack([ids.narrow(dim, 0, shift) for ids in slices])
     first_ids_by_rank = first_ids.new_empty(num_ranks, *first_ids.shape)
     distributed.all_gather_into_tensor(first_ids_by_rank.view(-1), first_ids.view(-1), group=group)
-    slice_positions = (rank, 2 * num_ranks - 1 - rank)[:slices_per_rank]  # places of this rank's slices in the sequence
+    slice_indices = (rank, 2 * num_ranks - 1 - rank)[:slices_per_rank]  # of this rank in the sequence
     shifted_slices = []
-    for ids, position in zip(slices, slice_positions, strict=True):
-        next_position = position + 1
-        if next_position == slices_per_rank * num_ranks:
+    for ids, slice_index in zip(slices, slice_indices, strict=True):
+        next_index = slice_index + 1
+        if next_index == slices_per_rank * num_ranks:
             next_ids = torch.full_like(first_ids[0], ignore_index)
         else:
             next_ids = (
-                first_ids_by_rank[next_position, 0]
-                if next_position < num_ranks
-                else first_ids_by_rank[2 * num_ranks - 1 - next_position, 1]
+                first_ids_by_rank[next_index, 0]
+                if next_index < num_ranks
+                else first_ids_by_rank[2 * num_ranks - 1 - next_index, 1]
             )
         shifted_slices += [ids.narrow(dim, shift, ids.shape[dim] - shift), next_ids]
     return torch.cat(shifted_slices, dim)

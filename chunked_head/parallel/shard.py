@@ -14,20 +14,20 @@ from .agreement import agree, all_gather, all_reduce
 from .groups import MAX_IDS, ROWS, VocabParallel
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
 
-# difference of two ranks' sums of a row of hidden states, relative to its sum of absolute values, up to which they are
-# sums of one row, rounded differently
-HIDDEN_TOLERANCE = 1e-3
+# largest difference of two ranks' sums of one row of hidden states, relative to the row's sum of absolute values: ranks
+# may have rounded the row differently
+MOST_RELATIVE_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's part of the vocabulary in a call, and the messages between ranks. The order of messages follows from
-    the plan, which is equal on all ranks."""
+    """This rank's part of the vocabulary in a call, and the messages between ranks. All ranks have the same plan, and
+    so send messages in the same order."""
 
     parallel: VocabParallel
-    vocab: int  # ids on all ranks
-    rows: tuple[int, ...]  # ids on each rank
-    compares_hidden: bool = False  # ranks compare hidden states rather than targets, to find different tokens
+    vocab: int  # number of ids on all ranks together
+    ids_by_rank: tuple[int, ...]  # number of ids on each rank
+    compares_hidden: bool = False  # ranks compare hidden states, and not targets, to notice different tokens
     zero_or_nan: Tensor | None = None  # [] 0, or nan if ranks make different calls
 
     @property
@@ -36,48 +36,46 @@ class Shard:
 
     @functools.cached_property
     def local_ids(self) -> slice:
-        """The range of ids of the vocabulary that this rank has."""
+        """The range of the vocabulary's ids that this rank has."""
         rank = self.parallel.rank
-        first_id = sum(self.rows[:rank])
-        return slice(first_id, first_id + self.rows[rank])
+        first_id = sum(self.ids_by_rank[:rank])
+        return slice(first_id, first_id + self.ids_by_rank[rank])
 
     @property
-    def columns(self) -> int:
+    def num_columns(self) -> int:
         """Number of ids on this rank."""
         return self.local_ids.stop - self.local_ids.start
 
     @property
     def size_fields(self) -> dict[str, int]:
-        """Fields of ``Sizes`` that depend on ranks, by name."""
+        """The fields of ``Sizes`` that depend on ranks, by name."""
         ranks = self.parallel.ranks
         hidden_ranks = ranks if self.parallel.sequence_sharded else 1
-        return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.rows)}
+        return {"ranks": ranks, "hidden_ranks": hidden_ranks, "largest_part": max(self.ids_by_rank)}
 
     def local_targets(self, target: Tensor) -> Tensor:
-        """Targets [tokens] as this rank's columns: ``ELSEWHERE`` for ids of other ranks, and -1 for -1."""
-        columns, last_column = target - self.local_ids.start, self.columns - 1
+        """Targets [tokens] as columns of this rank: ``ELSEWHERE`` for an id of another rank, -1 for -1."""
+        columns, last_column = target - self.local_ids.start, self.num_columns - 1
         return columns.masked_fill_(columns.clamp(0, last_column) != columns, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
-        """``ids`` [tokens, K] of the vocabulary as this rank's columns: -1 for ids of other ranks, and for -1."""
+        """The vocabulary's ``ids`` [tokens, K] as columns of this rank: -1 for an id of another rank, and for -1."""
         is_local = (ids >= self.local_ids.start) & (ids < self.local_ids.stop)
         return torch.where(is_local, ids - self.local_ids.start, -1)
 
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
-        """Compares the fields of a call over ranks. Returns a copy of the shard whose ``zero_or_nan`` is the result.
+        """Compares the fields of a call over ranks. Returns a copy of the shard, with the result as ``zero_or_nan``.
         ValueError if the host knows that the fields differ."""
-        shard_fields = {ROWS: str(list(self.rows)), "vocab_size": str(self.vocab)}
+        shard_fields = {ROWS: str(list(self.ids_by_rank)), "vocab_size": str(self.vocab)}
         shard_fields["sequence_sharded"] = str(self.parallel.sequence_sharded)
         return replace(self, zero_or_nan=agree(shard_fields | fields, self.group, device, "VocabParallel"))
 
     def token_checks(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens] numbers that are equal on ranks with equal tokens: ``target`` modulo 2^24, which floats hold
-        exactly."""
+        """``target`` [tokens] modulo 2^24 in ``dtype``: numbers that ranks compare, exact in fp32."""
         return (target % MAX_IDS).to(dtype)
 
     def add_targets(self, target_logit: Tensor) -> None:
-        """Sums ``target_logit`` [rows] over ranks, in place. A row's logit is 0 on all ranks but the one that has its
-        target."""
+        """Sums ``target_logit`` [rows] over ranks, in place. A logit is 0 on ranks without the row's target."""
         all_reduce(target_logit, self.group)
 
     def merge_stats(
@@ -85,42 +83,42 @@ class Shard:
         merge_ranks: Callable[[GatheredStats, RowStats], None],
         hidden: Tensor,  # [rows, hidden]
         target: Tensor,  # [rows]
-        token_checks: Tensor,
+        token_checks: Tensor,  # [rows] numbers that differ where ranks have different tokens
         stats: RowStats,
         demand: Demand,
         known_targets: bool,
     ) -> None:
-        """Sends this rank's statistics of a chunk in one message, and merges those of all ranks into ``stats``, the
-        statistics over the vocabulary, by a backend's ``merge_ranks``.
+        """Sends this rank's statistics ``stats`` of a chunk in one message. Merges all ranks' statistics by a backend's
+        ``merge_ranks``, and writes statistics over the vocabulary to ``stats``.
 
-        The message also has ``token_checks`` [rows], or if ``compares_hidden`` sums of the hidden states. If these
-        differ between ranks, results are nan: a data-parallel group may have been passed by mistake. ``known_targets``:
-        every rank has the complete logits of the targets.
+        The message also has ``token_checks`` [rows], or with ``compares_hidden`` the sum of each row of hidden states.
+        If these numbers differ between ranks, results are nan: a data-parallel group may have been passed by mistake.
+        ``known_targets``: every rank has the complete logits of the targets.
         """
         layout, dtype = layout_of(demand), stats.lse.dtype
         for name, vector_form in layout.forms.items():
             if vector_form.ids is not None and vector_form.sent:  # ids that are not sent stay columns of this rank
                 stats.by_name[name].add_(self.local_ids.start)
-        checks = hidden.sum(1, dtype=dtype) if self.compares_hidden else token_checks
-        message = pack(stats, layout.places, checks)
+        check_numbers = hidden.sum(1, dtype=dtype) if self.compares_hidden else token_checks
+        message = pack(stats, layout.places, check_numbers)
         gathered_messages = message.new_empty(self.parallel.ranks, *message.shape)
         all_gather(gathered_messages.view(-1, message.shape[1]), message, self.group)
-        is_same_token = gathered_messages[:, -1] == checks
+        is_same_token = gathered_messages[:, -1] == check_numbers
         if self.compares_hidden:
             # ranks may have rounded the same hidden states differently, so the comparison is not exact
             hidden_norms = torch.linalg.vector_norm(hidden, 1, dim=1, dtype=dtype)
-            is_same_token = (gathered_messages[:, -1] - checks).abs() <= HIDDEN_TOLERANCE * hidden_norms
+            is_same_token = (gathered_messages[:, -1] - check_numbers).abs() <= MOST_RELATIVE_DIFFERENCE * hidden_norms
         assert self.zero_or_nan is not None
         zero_or_nan = torch.where(is_same_token.all(), self.zero_or_nan, torch.nan).to(dtype)
         merge_ranks(GatheredStats(gathered_messages, demand, target, known_targets, zero_or_nan), stats)
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
-        """Sums over ranks, in place, the statistics that are sums over the vocabulary: one message for the chunk."""
+        """Sums over ranks, in place, the statistics that are sums over the vocabulary; sends one message."""
         local_sums = [stats.by_name[name] for name in names_of_sums(demand)]
         message = torch.stack(local_sums)
         all_reduce(message, self.group)
-        for local_sum, total_sum in zip(local_sums, message, strict=True):
-            local_sum.copy_(total_sum)
+        for local_sum, total in zip(local_sums, message, strict=True):
+            local_sum.copy_(total)
 
     def hidden_gradient(self) -> SummedRows | ScatteredRows | None:
         """The object that sums the gradient of hidden states over ranks; None if each rank keeps its share."""
@@ -128,20 +126,21 @@ class Shard:
             return ScatteredRows(self.group)
         return SummedRows(self.group) if self.parallel.reduce_dhidden else None
 
-    def gathered(self, hidden: Tensor, rows: int) -> GatheredRows | None:
-        """The object that gathers chunks of up to ``rows`` rows of ``hidden`` from all ranks; None if each rank has all
-        rows."""
-        return GatheredRows(hidden, rows, self.group) if self.parallel.sequence_sharded else None
+    def gathered(self, hidden: Tensor, most_rows: int) -> GatheredRows | None:
+        """The object that gathers chunks of ``hidden`` from all ranks, up to ``most_rows`` rows each; None if every
+        rank has all rows."""
+        return GatheredRows(hidden, most_rows, self.group) if self.parallel.sequence_sharded else None
 
     def own_tokens(self, values: Tensor) -> Tensor:
-        """Values of this rank's tokens, differentiable. ``values`` [tokens, ...]: those of all ranks' tokens."""
+        """Selects this rank's tokens from ``values`` [tokens of all ranks, ...]; differentiable. Returns
+        ``values`` if all tokens are this rank's."""
         if not self.parallel.sequence_sharded:
             return values
         return values.unflatten(0, (-1, self.parallel.ranks))[:, self.parallel.rank]
 
     def upstream_of_all_ranks(self, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Upstream gradients of values per token, of all ranks' tokens. ``upstream``: those of this rank's tokens, and
-        0 for other ranks' tokens."""
+        """Sums upstream gradients [tokens of all ranks] over ranks, if ranks have different tokens. ``upstream``: 0
+        for tokens of other ranks."""
         if not self.parallel.sequence_sharded:
             return upstream
         summed_gradients = [None if gradient is None else gradient.clone() for gradient in upstream]

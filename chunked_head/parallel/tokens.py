@@ -1,6 +1,6 @@
-"""Messages of ranks that hold different tokens of a batch: sums, counts, metrics.
+"""Messages between ranks that hold different tokens of a batch: sums, counts, metrics.
 
-The number of messages depends on a call's losses and metrics only, and not on its tokens, plan or gradients.
+The number of messages depends on a call's losses and metrics, and on nothing else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,16 @@ from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Each of ``values`` summed over ranks, in its shape and dtype. One message has all values, in float64, which is
-    exact for counts."""
+    """Sums over ranks of ``values``, each sum in the shape and dtype of its value. One message carries all values in
+    float64, in which counts are exact."""
     message = torch.cat([value.reshape(-1).double() for value in values])
     all_reduce(message, group)
-    sums_of_values = message.split([value.numel() for value in values])
-    return [
-        value_sum.view(value.shape).to(value.dtype) for value_sum, value in zip(sums_of_values, values, strict=True)
-    ]
+    flat_sums = message.split([value.numel() for value in values])
+    return [total.view(value.shape).to(value.dtype) for total, value in zip(flat_sums, values, strict=True)]
 
 
 class AddOverRanks(torch.autograd.Function):
-    """A sum over ranks. Its gradient is summed over ranks too, since each rank differentiates its share of the loss."""
+    """A sum over ranks. Backward sums gradients over ranks too: each rank differentiates its share of the loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -43,8 +41,7 @@ class AddOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RankSums:
-    """Counts and denominators over the tokens of all ranks, made before the logits, and sums over segments of all
-    ranks' tokens."""
+    """Counts and denominators over the tokens of all ranks, and the sum over ranks of sums over segments."""
 
     parallel: TokenParallel
     counts: Mapping[str, Tensor]  # [num_segments] fp32, by field of segment ids: number of tokens that count
@@ -55,16 +52,14 @@ class RankSums:
         return AddOverRanks.apply(local_sums, self.parallel.group)
 
     def own_share(self, num_values: int, device: torch.device) -> Tensor:
-        """[num_values] bool: true for the segments or pairs whose values are in this rank's share of the loss: those
-        whose index modulo the number of ranks is the rank."""
+        """[num_values] bool, for segments or pairs: true where the value is in this rank's share of the loss, which is
+        where the index modulo the number of ranks is the rank."""
         return torch.arange(num_values, device=device) % self.parallel.ranks == self.parallel.rank
 
 
 def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
-    """Metrics over the tokens of all ranks, equal on all ranks, by one message. Counts are those of all ranks
-    already."""
+    """Metrics over the tokens of all ranks, by name, equal on all ranks; takes one message. ``metrics``: their sums and
+    extrema are this rank's, their counts are all ranks'."""
     reduced_metrics = over_ranks(metrics, parallel.group, sums_counts=False, gather=all_gather)
-    return {
-        name: replace(value, whole_of=Group.from_process_group(parallel.group))
-        for name, value in reduced_metrics.items()
-    }
+    group = Group.from_process_group(parallel.group)
+    return {name: replace(value, whole_of=group) for name, value in reduced_metrics.items()}

@@ -109,5 +109,5 @@ def said(function: Callable[[], Any]) -> str:
 
 def as_on_a_gpu(function: Callable[[], Any]) -> Any:
     """Where the host would have to wait for what others send, and so waits only for calls that nobody expects."""
-    with mock.patch("chunked_head.parallel.agreement.agrees_each_time", lambda device: False):
+    with mock.patch("chunked_head.parallel.agreement.waits_for_comparison", lambda device: False):
         return function()

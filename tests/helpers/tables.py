@@ -18,7 +18,8 @@ EMPTIED = (
     "core.statistics.statistics_at", "core.stats.vectors_at",
     "core.gpus.SPLITS", "core.gpus.gpu_of", "core.gpus.multiprocessors_of",
     "kernels.common.operands.DESCRIPTORS", "kernels.common.sums.KERNELS", "losses.base.FACTORY_RESULTS",
-    "losses.sums.SUM_FUNCTIONS", "losses.user_checks.CHECK_RESULTS", "parallel.agreement.RANKS", "plan.planner.PLANS",
+    "losses.sums.SUM_FUNCTIONS", "losses.user_checks.CHECK_RESULTS", "parallel.agreement.HISTORIES",
+    "plan.planner.PLANS",
 )  # fmt: skip
 # what is no result of an earlier call
 STAYING = {

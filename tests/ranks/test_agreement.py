@@ -141,7 +141,7 @@ def drifting(device: str, name: str) -> dict[str, Any]:
         waits.append(every)
         return every.cpu()
 
-    with mock.patch.object(agreement, "waited_for", wait):
+    with mock.patch.object(agreement, "read_agreements", wait):
         values = [said(step(s, 0.01 * i)) for i in range(1, 5)]
     loss = step(s, 0.3 if s.rank else 0.2)()
     grads = torch.autograd.grad(loss, s.hidden)
