@@ -1,2 +1,2 @@
-"""Calls inside of ``torch.compile``: custom operators whose arguments are tensors and the key of a recipe, which holds
-all other arguments."""
+"""Calls inside of ``torch.compile``: custom operators. Their arguments are tensors and the key of a recipe, which holds
+all other arguments of the call."""

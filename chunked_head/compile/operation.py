@@ -21,20 +21,19 @@ from .recipes import TASKS, described
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-# names of the arguments that are operands
-OPERANDS = ("hidden", "weight", "bias", "logits")  # arguments that operators take apart from other tensors
+OPERANDS = ("hidden", "weight", "bias", "logits")  # names of the arguments that operators take apart from other tensors
 # names of the arguments with which a call runs outside of graphs: process groups, lengths of segments (new numbers at
 # every step), weights in e4m3
-EAGER = ("parallel", "segment_lengths", "fp8_weight")
+EAGER_ARGUMENTS = ("parallel", "segment_lengths", "fp8_weight")
 # by public function's name: the function from the operator's outputs and the arguments to the result
 IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
 
 
 def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
-    """Decorates a function from arguments to a ``Call``: the public function runs that call and returns its result.
+    """Decorator for a function that makes a ``Call`` of its arguments. Returns the public function, which runs the call
+    and returns the call's result.
 
-    Under ``torch.compile`` ``function`` runs while the graph is traced, on tensors without data, and its checks raise
-    then.
+    Under ``torch.compile`` ``function`` runs while the graph is traced, on tensors without data. Its checks raise then.
     """
     function_name, signature = function.__name__, inspect.signature(function)
     names = tuple(signature.parameters)
@@ -44,7 +43,7 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
             arguments = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-            is_eager = any(arguments.get(name) is not None for name in EAGER)
+            is_eager = any(arguments.get(name) is not None for name in EAGER_ARGUMENTS)
             is_eager = is_eager or type(arguments.get("hidden")) in (list, tuple)  # several streams
             is_eager = is_eager or any(is_dtensor(arguments[name]) for name in OPERANDS if name in arguments)
             may_be_in_graph = not is_eager and not arguments.get("inplace")
@@ -77,7 +76,7 @@ def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable
 def execute(
     function: Callable[..., Call[Result] | Streams[Result]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
-    """Makes the call of a public function's arguments and runs it eagerly. The result is differentiable."""
+    """Makes the call by ``function``, runs the call eagerly, and returns the call's result, which is differentiable."""
     call = function(*args, **kwargs)
     calls = (call,) if isinstance(call, Call) else call.calls
     try:
@@ -91,9 +90,10 @@ def execute(
 
 
 def as_operator(name: str, arguments: dict[str, Any]) -> Any:
-    """The result of one operator call in the graph being traced; None where no operator can stand for the call.
+    """Puts a call of the public function ``name`` into the present graph, as one operator. Returns the function's
+    result; None for arguments that have a user's function.
 
-    A compiler traces this function, so it uses nothing but tuples, attributes and the operator.
+    This function uses nothing but tuples, attributes and the operator, since a compiler traces it.
     """
     from .tracing import registered
 
@@ -110,7 +110,7 @@ def as_operator(name: str, arguments: dict[str, Any]) -> Any:
         arguments = arguments | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * normalizer}
     tensors: list[Tensor] = []
     described_arguments = tuple(
-        [(key, described(value, tensors)) for key, value in arguments.items() if key not in OPERANDS]
+        [(argument, described(value, tensors)) for argument, value in arguments.items() if argument not in OPERANDS]
     )
     autocast_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     key, is_grad_enabled = registered(name, described_arguments, autocast_dtype), torch.is_grad_enabled()
@@ -121,6 +121,7 @@ def as_operator(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def in_graph_values(outputs: list[Tensor], arguments: dict[str, Any]) -> Tensor:
-    """Values per token [...], the operator's first output, each at its target's position."""
-    rows = arguments["hidden"] if "hidden" in arguments else arguments["logits"]
-    return at_targets(outputs[0], rows.shape[:-1], arguments.get("shift", 0))
+    """The operator's first output, values per token [tokens], in the shape of the targets [...]. Each value stands at
+    the position of its target."""
+    hidden_or_logits = arguments["hidden"] if "hidden" in arguments else arguments["logits"]
+    return at_targets(outputs[0], hidden_or_logits.shape[:-1], arguments.get("shift", 0))

@@ -1,15 +1,16 @@
 """The two operators of compiled graphs: ``forward``, with its autograd formula, and ``backward``.
 
 ``forward`` returns the call's values first: one vector for each of ``Call.outputs``; or the loss [], and one vector of
-its parts and metrics (``SCALAR``). If an operand takes a gradient, further outputs follow:
+parts and metrics (``SCALAR``). If an operand takes a gradient, further outputs follow:
 
-- for a loss of hidden states, the expected upstream gradient [], and the operands' gradients for it;
-- for values per token, if only hidden states take a gradient (``has_unit_rows``), a factor per token that is 0 where
-  one does not count, and the rows of hidden's gradient for upstream gradients of 1;
+- for a loss of hidden states, the expected upstream gradient [], and the gradients of the operands for this upstream
+  gradient;
+- for values per token, if hidden states alone take a gradient (``has_unit_rows``), a factor for each token, which is 0
+  where the token does not count, and the rows of hidden's gradient for upstream gradients of 1;
 - for every other call (``has_late_gradients``), statistics, from which ``backward`` makes the gradients.
 
-Arguments of both operators: ``operands``, hidden states, weight and perhaps bias, or logits; ``tensors``, all other
-tensors of the call; ``key``, the key of its recipe; ``needs_grad``, for each operand whether it takes a gradient.
+Both operators take ``operands`` (hidden states, weight and perhaps bias; or logits), ``tensors`` (all other tensors of
+the call), ``key`` (of the call's recipe) and ``needs_grad`` (for each operand, whether it takes a gradient).
 """
 
 import functools
@@ -17,7 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from ..core.stats import RowStats, layout_of
 from ..metrics import MetricValue
 from ..plan.planner import find_late_plan
 from ..stores.gradients import Gradients
-from .recipes import recipe_of
+from .recipes import call_of_recipe
 
 FORWARD = "(Tensor[] operands, Tensor[] tensors, str key, bool[] needs_grad) -> Tensor[]"  # schema of the operator
 BACKWARD = (
@@ -44,29 +45,15 @@ BACKWARD = (
 )
 SCALAR = ("loss", "packed")  # names of the outputs of a call that returns one loss
 INTEGERS = ("argmax", "top_k_ids")  # names of the outputs that are int64
-# names of the outputs that take no gradient
-WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")  # names of outputs
+WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")  # names of the outputs that take no gradient
 
 
 # ---- the dispatcher's state in a graph
 
 
-class Dispatch(NamedTuple):
-    """Private objects of ``torch._C`` that read and set a thread's dispatch keys."""
-
-    keys: Any  # the enumeration of dispatch keys
-    key_set: Any  # the class of a set of dispatch keys
-    included: Callable[[], Any]  # returns the keys that this thread includes
-    guard: Callable[[Any, Any], Any]  # context that includes a set of keys and excludes another
-
-
+# private names of torch: the enumeration of dispatch keys; the class of sets of keys; a function that returns the keys
+# that this thread includes; a context in which the thread includes one set of keys and excludes another
 DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
-
-
-def dispatch() -> Dispatch | None:
-    """The objects of ``Dispatch``; None if this torch lacks one of them."""
-    dispatch_objects = private(*DISPATCH)
-    return None if dispatch_objects is None else Dispatch(*dispatch_objects)
 
 
 def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -76,25 +63,24 @@ def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., li
 
     @functools.wraps(function)
     def with_dispatch(*args: Any) -> list[Tensor]:
-        dispatch_objects = dispatch()
+        dispatch_objects = private(*DISPATCH)
         if dispatch_objects is None:
             return in_own_thread(functools.partial(function, *args))
-        with dispatch_objects.guard(dispatch_objects.included(), switched_off()):
+        key_enum, key_set_class, included_keys, key_guard = dispatch_objects
+        with key_guard(included_keys(), autocast_keys(key_enum, key_set_class)):
             return function(*args)
 
     return with_dispatch
 
 
 @functools.cache
-def switched_off() -> Any:
-    """The set of autocast's dispatch keys, the only ones that ``outside_of_graphs`` leaves switched off."""
-    dispatch_objects = dispatch()
-    assert dispatch_objects is not None
-    autocast_keys = dispatch_objects.key_set(dispatch_objects.keys.Undefined)
-    for name in dir(dispatch_objects.keys):
+def autocast_keys(key_enum: Any, key_set_class: Any) -> Any:
+    """The set of autocast's dispatch keys, the only keys that ``outside_of_graphs`` leaves switched off."""
+    key_set = key_set_class(key_enum.Undefined)
+    for name in dir(key_enum):
         if name.startswith("Autocast"):
-            autocast_keys = autocast_keys.add(getattr(dispatch_objects.keys, name))
-    return autocast_keys
+            key_set = key_set.add(getattr(key_enum, name))
+    return key_set
 
 
 # ---- the forward operator
@@ -103,9 +89,9 @@ def switched_off() -> Any:
 def prepared_call(
     key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tokens, HeadWork | LogitsWork, Sequence[Any]]:
-    """Returns the tokens, the work and its operands, as ``prepared`` does, of a call: the recipe of ``key``, on these
-    tensors."""
-    call, spec = recipe_of(key).call(operands, tensors)
+    """Makes the call of a recipe on these tensors. Returns the call's tokens, its work and the operands of the work, as
+    ``prepared`` does."""
+    call, spec = call_of_recipe(key, operands, tensors)
     hidden_grad, weight_grad, bias_grad = (*needs_grad, False, False)[:3]
     return prepared(tokens_of(call, spec), (hidden_grad, weight_grad, bias_grad))
 
@@ -116,8 +102,8 @@ def has_late_gradients(call: Call[Any]) -> bool:
 
 
 def has_unit_rows(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bool:
-    """True for calls on hidden states that return values per token, if the plan expects an upstream gradient of just
-    one of these values, and hidden states are the only operand that takes a gradient."""
+    """True if ``forward`` returns rows of hidden's gradient: the call returns values per token, the plan counts on
+    an upstream gradient of one of these values only, and hidden states are the only operand that takes a gradient."""
     is_only_hidden = call.weight is not None and not any(needs_grad[1:])
     return bool(call.outputs) and spec.num_row_factors == 1 and is_only_hidden
 
@@ -140,20 +126,21 @@ def forward(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad:
 
 
 def returned_values(tokens: Tokens, objective: Objective, stats: RowStats) -> list[Tensor]:
-    """The operator's first outputs: values per token in the caller's order; or the loss [] and ``packed``."""
+    """The first outputs of ``forward``: values per token in the caller's order; or the loss [], and the vector that
+    ``pack_results`` returns."""
     packing = tokens.packing
     outputs, loss_values, metric_totals = objective.results(stats)
     if isinstance(objective, ScalarObjective):
         metric_values = objective.metric_values(stats, metric_totals)
-        return [*outputs, packed(tokens.call, loss_values, metric_values, objective.dtype)]
+        return [*outputs, pack_results(tokens.call, loss_values, metric_values, objective.dtype)]
     return [*outputs] if packing is None else [packing.unpack(values) for values in outputs]
 
 
-def packed(
+def pack_results(
     call: Call[Any], loss_values: Sequence[Tensor], metrics: dict[str, MetricValue], dtype: torch.dtype
 ) -> Tensor:
-    """One vector: the summands' reduced values, then of each metric sums and count, or the extremum, in the caller's
-    order. ``metrics``: values by label."""
+    """Returns one vector: the reduced value of each summand, then for each metric of the call its sums and its count,
+    or its extremum. ``metrics``: values by label."""
     numbers = [*loss_values]
     for metric in call.metrics:
         value = metrics[metric.label]
@@ -164,8 +151,8 @@ def packed(
 def counts_and_rows(
     tokens: Tokens, work: HeadWork | LogitsWork, operands: Sequence[Any], stats: RowStats, grads: Gradients | None
 ) -> list[Tensor]:
-    """Returns two tensors: [tokens], 1 where a token counts, else 0, but nan for all tokens if any id is out of range;
-    and the rows of hidden's gradient at upstream gradients of 1."""
+    """Returns a factor for each token and the rows of hidden's gradient for upstream gradients of 1. Factors [tokens]
+    are 1 where a token counts, else 0; all are nan if any id is out of range."""
     objective, hidden = work.objective, tokens.call.rows
     assert isinstance(work, HeadWork)
     if grads is not None:
@@ -174,18 +161,18 @@ def counts_and_rows(
         unit_coefficients = objective.unit_coefficients(stats, slice(0, len(objective.targets)))
         rows, *_ = work.recompute(operands, stats, unit_coefficients)
     assert rows is not None
-    token_counts = -objective.unit_slopes if work.packing is None else work.packing.unpack(-objective.unit_slopes)
+    token_factors = -objective.unit_slopes if work.packing is None else work.packing.unpack(-objective.unit_slopes)
     dtype = gradient_dtypes(tokens.call, tokens.spec)[0]
-    return [token_counts * objective.one_or_nan, rows.to(dtype).view(hidden.shape)]
+    return [token_factors * objective.one_or_nan, rows.to(dtype).view(hidden.shape)]
 
 
 def expected_gradients(
     tokens: Tokens, work: HeadWork | LogitsWork, operands: Sequence[Any], stats: RowStats, grads: Gradients | None
 ) -> tuple[Tensor, Grads]:
-    """Returns the expected upstream gradient [], and the operands' gradients for it.
+    """Returns the expected upstream gradient [], and the gradients of the operands for this upstream gradient.
 
-    ``grads``: gradients of the forward sweep, not yet multiplied by the upstream gradient; None if the plan makes
-    gradients in backward: then this function makes them.
+    ``grads``: gradients of the forward sweep, not multiplied by the upstream gradient yet. None: the plan makes
+    gradients in backward, and this function runs the sweep of that backward.
     """
     objective = work.objective
     assert isinstance(objective, ScalarObjective) and isinstance(work, HeadWork)
@@ -207,32 +194,31 @@ def expected_gradients(
 
 
 def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """The dtypes of the operator's gradients of hidden states, weight and bias, before they are multiplied by the
-    upstream gradient: the operand's dtype; fp32 if ``accumulate_dtype`` is fp32, and for fp16, whose range an
-    unscaled gradient may exceed."""
+    """The dtypes of gradients of hidden states, weight and bias among the outputs of ``forward``. Gradients of hidden
+    states and weight have the operand's dtype. They have fp32 at least if ``accumulate_dtype`` is fp32, and for fp16
+    matmuls: the upstream gradient comes later, and an unscaled gradient may exceed the range of fp16. The bias's
+    gradient always has fp32 at least."""
     assert call.weight is not None
-    hidden, weight = call.rows.dtype, call.weight.dtype
+    hidden_dtype, weight_dtype = call.rows.dtype, call.weight.dtype
     wide_dtype = torch.promote_types(spec.dtype, torch.float32)
     if spec.dtype == torch.float16 or call.accumulate_dtype == torch.float32:
-        return torch.promote_types(hidden, wide_dtype), torch.promote_types(weight, wide_dtype), wide_dtype
-    return hidden, weight, wide_dtype
+        hidden_dtype = torch.promote_types(hidden_dtype, wide_dtype)
+        weight_dtype = torch.promote_types(weight_dtype, wide_dtype)
+    return hidden_dtype, weight_dtype, wide_dtype
 
 
 def in_shape(grads: Grads, operands: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
     """The gradients that are not None, each viewed in the shape of its operand."""
-    gradient_iterator = iter([grad for grad in grads if grad is not None])
-    return [
-        next(gradient_iterator).view(operand.shape)
-        for operand, needs in zip(operands, needs_grad, strict=True)
-        if needs
-    ]
+    present_grads = [grad for grad in grads if grad is not None]
+    shapes = [operand.shape for operand in itertools.compress(operands, needs_grad)]
+    return [grad.view(shape) for grad, shape in zip(present_grads, shapes, strict=True)]
 
 
 @forward.register_fake
 def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, needs_grad: list[bool]) -> list[Tensor]:
-    """Tensors without data of the shapes and dtypes of ``forward``'s outputs, for tracing. Raises for wrong
-    arguments."""
-    call, spec = recipe_of(key).call(operands, tensors)
+    """Tensors without data, in the shapes and dtypes of ``forward``'s outputs: a compiler traces with them. Raises for
+    wrong arguments."""
+    call, spec = call_of_recipe(key, operands, tensors)
     first_operand, dtype = operands[0], spec.statistics_dtype
     token_count = math.prod(first_operand.shape[:-1])
     packed_count = len(call.losses.terms)
@@ -249,15 +235,10 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
         rows = first_operand.new_empty(first_operand.shape, dtype=gradient_dtypes(call, spec)[0])
         return [*values, first_operand.new_empty(token_count, dtype=dtype), rows]
     if has_late_gradients(call):
-        return [
-            *values,
-            *RowStats.empty(token_count, layout_of(spec.demand), dtype, first_operand.device).by_name.values(),
-        ]
-    dtypes = gradient_dtypes(call, spec)
-    grads = [
-        operand.new_empty(operand.shape, dtype=grad_dtype)
-        for operand, grad_dtype in zip(operands, dtypes, strict=False)
-    ]
+        stats = RowStats.empty(token_count, layout_of(spec.demand), dtype, first_operand.device)
+        return [*values, *stats.by_name.values()]
+    operands_and_dtypes = zip(operands, gradient_dtypes(call, spec), strict=False)
+    grads = [operand.new_empty(operand.shape, dtype=grad_dtype) for operand, grad_dtype in operands_and_dtypes]
     return [*values, first_operand.new_empty((), dtype=dtype), *itertools.compress(grads, needs_grad)]
 
 
@@ -293,85 +274,73 @@ def backward_outputs(
 # ---- autograd's formula of the forward operator
 
 
-class SavedGradients(NamedTuple):
-    """A state of autograd's formula: it has saved the expected upstream gradient, and the gradients for it."""
-
-    dtypes: list[torch.dtype]  # dtypes of the operands that take a gradient
-
-
-class SavedRows(NamedTuple):
-    """A state of autograd's formula: it has saved [tokens] 1 where a token counts, else 0, and rows of hidden's
-    gradient."""
-
-    dtype: torch.dtype  # of hidden states
-
-
-class SavedStatistics(NamedTuple):
-    """A state of autograd's formula: it has saved operands, other tensors and statistics, in this order."""
-
-    operands: int  # number of operands
-    tensors: int  # number of other tensors
-    values: int  # number of outputs whose upstream gradients ``backward`` takes
+# what autograd has saved, by ``ctx.saved_kind``: "gradients": the expected upstream gradient, and the operands'
+# gradients for it; "rows": a factor for each token, and rows of hidden's gradient; "statistics": operands, other
+# tensors of the call, and statistics
 
 
 def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    """Saves on ``ctx`` the tensors that ``differentiate`` reads."""
+    """Saves on ``ctx`` what ``differentiate`` reads."""
     operands, tensors, key, needs_grad = inputs
-    call, spec = recipe_of(key).call(operands, tensors)
+    call, spec = call_of_recipe(key, operands, tensors)
     output_names = call.outputs or SCALAR
     outputs_without_gradient = [
         value for name, value in zip(output_names, output, strict=False) if name in WITHOUT_GRADIENT
     ]
     tensors_for_gradients = output[len(output_names) :]
     ctx.mark_non_differentiable(*outputs_without_gradient, *tensors_for_gradients)
-    ctx.key, ctx.needs_grad, ctx.tensors = key, needs_grad, len(tensors)
+    ctx.key, ctx.needs_grad, ctx.num_tensors, ctx.num_values = key, needs_grad, len(tensors), len(call.outputs) or 1
+    ctx.dtypes = [operand.dtype for operand in itertools.compress(operands, needs_grad)]
     if has_unit_rows(call, spec, needs_grad):
-        ctx.saved = SavedRows(operands[0].dtype)
+        ctx.saved_kind = "rows"
         ctx.save_for_backward(*tensors_for_gradients)
     elif has_late_gradients(call):
-        ctx.saved = SavedStatistics(len(operands), len(tensors), len(call.outputs) or 1)
+        ctx.saved_kind = "statistics"
         ctx.save_for_backward(*operands, *tensors, *tensors_for_gradients)
     else:
-        ctx.saved = SavedGradients([operand.dtype for operand in itertools.compress(operands, needs_grad)])
+        ctx.saved_kind = "gradients"
         ctx.save_for_backward(*tensors_for_gradients)
 
 
 def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
     """Gradients of ``forward``'s arguments; a compiler traces this function."""
-    if isinstance(ctx.saved, SavedStatistics):
-        grads = late_gradients(ctx, ctx.saved, upstream)
-    elif isinstance(ctx.saved, SavedRows):
-        grads = [scaled_rows(ctx, ctx.saved, upstream[0])]
+    if ctx.saved_kind == "statistics":
+        grads = late_gradients(ctx, upstream[: ctx.num_values])
+    elif ctx.saved_kind == "rows":
+        grads = [scaled_rows(ctx, upstream[0])]
     else:
-        grads = scaled_gradients(ctx, ctx.saved, upstream[0])
-    gradient_iterator = iter(grads)
-    return [next(gradient_iterator) if needs else None for needs in ctx.needs_grad], [None] * ctx.tensors, None, None
+        grads = scaled_gradients(ctx, upstream[0])
+    grad_iterator = iter(grads)
+    operand_grads = [next(grad_iterator) if has_grad else None for has_grad in ctx.needs_grad]
+    return operand_grads, [None] * ctx.num_tensors, None, None
 
 
-def late_gradients(ctx: Any, saved: SavedStatistics, upstream: list[Tensor]) -> list[Tensor]:
-    """Gradients that the operator ``backward`` makes from statistics."""
-    saved_tensors, num_inputs = [*ctx.saved_tensors], saved.operands + saved.tensors
-    operands, tensors = saved_tensors[: saved.operands], saved_tensors[saved.operands : num_inputs]
-    return backward(operands, tensors, saved_tensors[num_inputs:], upstream[: saved.values], ctx.key, ctx.needs_grad)
+def late_gradients(ctx: Any, upstream: list[Tensor]) -> list[Tensor]:
+    """Gradients of the operands, which the operator ``backward`` makes from statistics. ``upstream``: of the call's
+    values."""
+    saved_tensors, num_operands = [*ctx.saved_tensors], len(ctx.needs_grad)
+    num_inputs = num_operands + ctx.num_tensors
+    operands, tensors = saved_tensors[:num_operands], saved_tensors[num_operands:num_inputs]
+    return backward(operands, tensors, saved_tensors[num_inputs:], upstream, ctx.key, ctx.needs_grad)
 
 
-def scaled_rows(ctx: Any, saved: SavedRows, upstream: Tensor) -> Tensor:
-    """Saved rows times their tokens' upstream gradients [tokens]; 0 where a token does not count, or where its
-    upstream gradient is 0."""
-    token_counts, rows = ctx.saved_tensors
-    row_factor = torch.where(token_counts == 0, 0.0, upstream * token_counts).view(*rows.shape[:-1], 1)
+def scaled_rows(ctx: Any, upstream: Tensor) -> Tensor:
+    """The gradient of hidden states: each saved row times its token's upstream gradient. A row is 0 where the token
+    does not count, or where the upstream gradient is 0. ``upstream`` [tokens]."""
+    token_factors, rows = ctx.saved_tensors
+    row_factor = torch.where(token_factors == 0, 0.0, upstream * token_factors).view(*rows.shape[:-1], 1)
     wide_rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return torch.where(row_factor == 0, 0.0, wide_rows * row_factor).to(saved.dtype)
+    return torch.where(row_factor == 0, 0.0, wide_rows * row_factor).to(ctx.dtypes[0])
 
 
-def scaled_gradients(ctx: Any, saved: SavedGradients, upstream: Tensor) -> list[Tensor]:
-    """The saved gradients, multiplied by the ratio [] of the upstream gradient to the expected upstream gradient."""
+def scaled_gradients(ctx: Any, upstream: Tensor) -> list[Tensor]:
+    """The saved gradients, multiplied by the ratio of ``upstream`` [] to the expected upstream gradient."""
     expected_upstream, *grads = ctx.saved_tensors
     ratio = torch.where(upstream == expected_upstream, 1.0, upstream / expected_upstream)
     # plain arithmetic: a compiler runs it in place, since nothing else reads these gradients
     return [
         (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
-        for grad, dtype in zip(grads, saved.dtypes, strict=True)
+        for grad, dtype in zip(grads, ctx.dtypes, strict=True)
     ]
 
 

@@ -1,13 +1,13 @@
 """Recipes: the arguments of a call without its tensors. The operator in a graph takes the tensors and the recipe's key.
 
-``described`` separates tensors from the rest. A compiler traces it, and so guards every value that it reads.
-``restored`` is its inverse at run time.
+``described`` separates tensors from other arguments. A compiler traces ``described``, and so guards every value that
+the function reads. ``restored`` puts tensors and other arguments together again at run time.
 """
 
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,54 +20,54 @@ from ..core.divergences import DIVERGENCES, TRACED, Sum
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 
-# by kind: a class whose objects are described by their fields, and the names of the fields that its constructor takes
+# by kind: a class whose objects ``described`` takes apart, and the names of the fields that its constructor takes
 RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {
-    kind: (record, tuple([field.name for field in fields(record) if field.init]))
-    for kind, record in (("summand", Summand), ("metric", Metric))
+    kind: (record_class, tuple([field.name for field in fields(record_class) if field.init]))
+    for kind, record_class in (("summand", Summand), ("metric", Metric))
 }
-FORMAT = 4  # version of the operators' outputs, a part of keys, which are on disk with graphs: raise it with a change
+FORMAT_VERSION = 4  # of the operators' outputs; a part of keys, which are on disk with graphs: raise it with a change
 
 TASKS: dict[str, Callable[..., Any]] = {}  # functions from arguments to a ``Call``, by the public function's name
-# recipes by key, one for each call in a traced graph; never removed, since the graph's code has the key, and no event
-# tells when that code is freed
-RECIPES: dict[str, "Recipe"] = {}
+# by key, the recipe of each call in a traced graph: the public function's name, its arguments as ``described`` returns
+# them, and autocast's dtype when the call was traced (None: autocast was off). A recipe is never removed: the graph's
+# code has the key, and no event tells when that code is freed
+RECIPES: dict[str, tuple[str, tuple, torch.dtype | None]] = {}
 FUNCTIONS = dict(DIVERGENCES)  # functions of sums over the vocabulary, by the name that recipes have
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A public function's name and its arguments without tensors."""
-
-    function: str
-    arguments: tuple  # as ``described`` returns them
-    autocast: torch.dtype | None  # autocast's dtype when the call was traced; None: autocast was off
-
-    def call(self, operands: list[Tensor], tensors: list[Tensor]) -> tuple[Call[Any], Spec]:
-        """Returns the call on these tensors, and its Spec. Arguments are checked as by the public function."""
-        arguments = {name: restored(value, tensors) for name, value in self.arguments}
-        if len(operands) > 2:
-            arguments["bias"] = operands[2]
-        if arguments.get("accumulate_into") is not None:
-            raise ValueError(
-                "accumulate_into does not go with torch.compile, whose graphs hold operators that change none of their "
-                "arguments; leave it None there, or call from outside of the compiled function"
-            )
-        skip_ignored = arguments.get("skip_ignored")
-        if skip_ignored == "wait":
-            raise ValueError('skip_ignored="wait" does not go with torch.compile: a graph waits for nothing; use True')
-        with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            call = TASKS[self.function](*operands[:2], **arguments)
-            spec = spec_of(call)
-        if skip_ignored and not spec.backend.bounds_rows:
-            raise ValueError(
-                "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
-                "that count out, and a graph's tensors do not change their sizes by what is in them"
-            )
-        return call, spec
+def call_of_recipe(key: str, operands: list[Tensor], tensors: list[Tensor]) -> tuple[Call[Any], Spec]:
+    """Makes the call of a recipe on these tensors. Returns the call and its Spec. Raises as the public function does
+    for wrong arguments, and RuntimeError in a process that has not traced the call."""
+    if key not in RECIPES:
+        raise RuntimeError(
+            f"the graph asks for a call {key!r} that this process has not traced; a graph goes with the process that "
+            "compiled it: compile the function here"
+        )
+    function, described_arguments, autocast = RECIPES[key]
+    arguments = {name: restored(value, tensors) for name, value in described_arguments}
+    if len(operands) > 2:
+        arguments["bias"] = operands[2]
+    if arguments.get("accumulate_into") is not None:
+        raise ValueError(
+            "accumulate_into does not go with torch.compile, whose graphs hold operators that change none of their "
+            "arguments; leave it None there, or call from outside of the compiled function"
+        )
+    skip_ignored = arguments.get("skip_ignored")
+    if skip_ignored == "wait":
+        raise ValueError('skip_ignored="wait" does not go with torch.compile: a graph waits for nothing; use True')
+    with torch.autocast(operands[0].device.type, dtype=autocast, enabled=autocast is not None):
+        call = TASKS[function](*operands[:2], **arguments)
+        spec = spec_of(call)
+    if skip_ignored and not spec.backend.bounds_rows:
+        raise ValueError(
+            "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
+            "that count out, and a graph's tensors do not change their sizes by what is in them"
+        )
+    return call, spec
 
 
 def described(value: Any, tensors: list[Tensor]) -> tuple:
-    """``value`` as nested tuples of plain values; its tensors are appended to ``tensors``."""
+    """``value`` as nested tuples of plain values. Appends the value's tensors to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return "tensor", len(tensors) - 1
@@ -75,9 +75,9 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
         return "losses", described(value.terms, tensors)
     if isinstance(value, Sum):
         return "sum", (value.function.name, value.numbers)
-    for kind, (record, names) in RECORDS.items():
-        if isinstance(value, record):
-            return kind, tuple([described(getattr(value, name), tensors) for name in names])
+    for kind, (record_class, field_names) in RECORDS.items():
+        if isinstance(value, record_class):
+            return kind, tuple([described(getattr(value, name), tensors) for name in field_names])
     if isinstance(value, Mapping):
         return "mapping", tuple([(name, described(item, tensors)) for name, item in value.items()])
     if type(value) in (list, tuple):
@@ -89,7 +89,7 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
 
 
 def restored(description: tuple, tensors: list[Tensor]) -> Any:
-    """The value that ``described`` has described; ``tensors``: the list that it appended to."""
+    """The value that ``described`` has turned into ``description``. ``tensors``: the list with the value's tensors."""
     kind, content = description
     if kind == "tensor":
         return tensors[content]
@@ -99,8 +99,9 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
         name, numbers = content
         return Sum(FUNCTIONS[name], numbers)
     if kind in RECORDS:
-        record, names = RECORDS[kind]
-        return record(**{name: restored(field, tensors) for name, field in zip(names, content, strict=True)})
+        record_class, field_names = RECORDS[kind]
+        names_and_fields = zip(field_names, content, strict=True)
+        return record_class(**{name: restored(field, tensors) for name, field in names_and_fields})
     if kind == "mapping":
         return {name: restored(item, tensors) for name, item in content}
     if kind == "tuple":
@@ -109,19 +110,19 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
-    """Stores the recipe of a call and returns its key, which is equal in every process, since compiled graphs are kept
-    on disk. Returns "" for arguments with a user's function, which no graph holds."""
-    if is_users(arguments):
+    """Stores a recipe and returns its key. The key is equal in all processes, since compiled graphs are kept on disk.
+    Returns "" if ``arguments`` have a user's function, since no graph holds such a call."""
+    if has_users_function(arguments):
         return ""
     note_functions(arguments)
-    digest = hashlib.sha256(text_of((FORMAT, arguments, autocast)).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(text_of((FORMAT_VERSION, arguments, autocast)).encode()).hexdigest()[:24]
     key = f"{function}-{digest}"
-    RECIPES.setdefault(key, Recipe(function, arguments, autocast))
+    RECIPES.setdefault(key, (function, arguments, autocast))
     return key
 
 
 def text_of(value: Any) -> str:
-    """A text of plain values: different values have different texts."""
+    """A text for ``value``, nested tuples of plain values; different values have different texts."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(text_of, value))})"
     if isinstance(value, tuple):
@@ -135,18 +136,18 @@ def text_of(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def is_users(value: Any) -> bool:
-    """True if ``value``, nested tuples of plain values and functions, has a function that is not the library's own."""
+def has_users_function(value: Any) -> bool:
+    """True if ``value``, nested tuples of plain values and functions, has a function that a user has written."""
     if isinstance(value, functools.partial):
         value = (value.func, value.args, *value.keywords.values())
     if isinstance(value, tuple):
-        return any(map(is_users, value))
+        return any(map(has_users_function, value))
     return callable(value) and not isinstance(value, type) and not is_library(value)
 
 
 def note_functions(description: Any) -> None:
-    """Adds the functions of sums over the vocabulary in a description to ``FUNCTIONS``, where ``restored`` finds
-    them."""
+    """Adds functions of sums over the vocabulary to ``FUNCTIONS``, for ``restored``. ``description``: from
+    ``described``."""
     if isinstance(description, tuple):
         if len(description) == 2 and description[0] == "sum" and isinstance(description[1], tuple):
             name = description[1][0]
@@ -154,13 +155,3 @@ def note_functions(description: Any) -> None:
                 FUNCTIONS[name] = function
         for element in description:
             note_functions(element)
-
-
-def recipe_of(key: str) -> Recipe:
-    """The recipe of a key; RuntimeError in a process that has not traced its call."""
-    if key not in RECIPES:
-        raise RuntimeError(
-            f"the graph asks for a call {key!r} that this process has not traced; a graph goes with the process that "
-            "compiled it: compile the function here"
-        )
-    return RECIPES[key]

@@ -13,7 +13,7 @@ TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSe
 ROOT = Path(__file__).resolve().parents[2]
 # caches and results of functions, each where it is made, without the package's name
 EMPTIED = (
-    "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.switched_off", "core.divergences.TRACED",
+    "arithmetic.evaluate.KERNELS", "call.spec.SPECS", "compile.operators.autocast_keys", "core.divergences.TRACED",
     "core.private.nan_filter", "core.private.private", "core.stats.LAYOUTS", "functions.cross_entropy.LOSS_CACHE",
     "core.statistics.statistics_at", "core.stats.vectors_at",
     "core.gpus.SPLITS", "core.gpus.gpu_of", "core.gpus.multiprocessors_of",
