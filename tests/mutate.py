@@ -62,7 +62,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("key: a plan without the request", "chunked_head/plan/planner.py", "PLANS.get_or_make((sizes, request), ", "PLANS.get_or_make((sizes, Request()), ", KEYS + " -k of_requests"),
     ("key: a recording without strides", "chunked_head/call/recording.py", "(x.dtype, x.shape, x.stride(), x", "(x.dtype, x.shape, x", KEYS + " -k one_spec"),
     ("key: a recipe without autocast", "chunked_head/compile/recipes.py", "text_of((FORMAT_VERSION, arguments, autocast))", "text_of((FORMAT_VERSION, arguments))", KEYS + " -k recipes"),
-    ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "key = values_key, question, ", "key = values_key, ", KEYS + " -k found_out"),
+    ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "key = values_key, check_key, ", "key = values_key, ", KEYS + " -k found_out"),
     ("key: a factory without its options", "chunked_head/losses/base.py", "repr((args, options))", "repr(args)", KEYS + " -k by_their_numbers"),
     ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSS_CACHE.get_or_make(coefficients, ", "LOSS_CACHE.get_or_make(coefficients[:1], ", KEYS + " -k by_their_numbers"),
     # PyTorch's operations
@@ -206,7 +206,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("TRL: direction of a divergence", "chunked_head/integrations/trl.py", '"beta": beta, "entropy": True', '"beta": 1.0 - beta, "entropy": True', "tests/frameworks/test_trl_seams.py"),
     ("frozen: rows without their factors", "kernels/gradients/row_grad.py", "factor = tl.load(factor_ptr + row)", "factor = tl.load(factor_ptr + row) * 0.0 + 1.0", "tests/functions/test_frozen_head.py -k upstream"),
     ("frozen: factors in another order than rows", "chunked_head/call/sweep.py", "factors = self.packing.unpack(factors)", "factors = factors", "tests/functions/test_frozen_head.py -k upstream"),
-    ("frozen: losses of lse taken for losses of log-probabilities", "chunked_head/arithmetic/demand.py", "summand.builtin and summand.reads_target for", "summand.builtin for", "tests/functions/test_frozen_head.py -k products"),
+    ("frozen: losses of lse taken for losses of log-probabilities", "chunked_head/arithmetic/demand.py", "summand.is_builtin and summand.reads_target for", "summand.is_builtin for", "tests/functions/test_frozen_head.py -k products"),
     ("frozen: a gradient of entropies that rows do not have", "chunked_head/call/run.py", "all(gradient is None for gradient in upstream[1:])", "True", "tests/functions/test_frozen_head.py -k entropies"),
 )]  # fmt: skip
 

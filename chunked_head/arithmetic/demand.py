@@ -64,15 +64,15 @@ class Structure:
         return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views))
 
     @functools.cached_property
-    def builtin(self) -> bool:
-        """True where all losses and metrics are the library's own."""
-        return all(measure.builtin for measure, _ in (*self.summands, *self.metrics))
+    def is_builtin(self) -> bool:
+        """True where the functions of all losses and metrics are the library's."""
+        return all(measure.is_builtin for measure, _ in (*self.summands, *self.metrics))
 
     @functools.cached_property
     def of_logprobs(self) -> bool:
         """True where losses are functions of the targets' log-probabilities at the first view, and of nothing else."""
         # of the library's losses those that read lse alone read no target, and others read a statistic beside it
-        reads_targets = all(summand.builtin and summand.reads_target for summand, _ in self.summands)
+        reads_targets = all(summand.is_builtin and summand.reads_target for summand, _ in self.summands)
         return reads_targets and self.leaves <= {"logprob", "lse"}
 
     @functools.cached_property
@@ -180,7 +180,7 @@ def structure_of(
         sums=sums,
         rank_one=leaf_names <= {"logprob", "lse"} and not sums,
         columns_only=bool(columns and summands)
-        and all(s.of_columns for s in summands)
+        and all(s.reads_only_teacher_ids for s in summands)
         and not metrics
         and len(views) == 1,
         values=sum(structure.widths),

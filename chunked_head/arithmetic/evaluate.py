@@ -96,7 +96,7 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
                     name: torch.where(is_zero, leaf.detach(), leaf) for name, leaf in sloped_leaves.items()
                 }
             mask, stats = share_mask(summand.unit, batch), stats_at(structure, summand, view, loss_leaves)
-            if summand.builtin:
+            if summand.is_builtin:
                 values = summand.function(stats, batch, **summand.options, **inputs.tensors[i])
             else:
                 values = values_of_user(summand, stats, batch, mask, inputs.tensors[i])
@@ -128,14 +128,14 @@ def values_of(structure: Structure, leaves: Named, inputs: Inputs) -> tuple[Name
         stats_key = (
             view,
             metric.reads_target,
-            metric.builtin,
+            metric.is_builtin,
             metric.needs,
             *structure.sum_vectors[metric, view].items(),
         )
         if stats_key not in metric_stats:
             metric_stats[stats_key] = stats_at(structure, metric, view, leaves)
         stats = metric_stats[stats_key]
-        if metric.builtin:
+        if metric.is_builtin:
             value = metric.function(stats, batch, **metric.options)
         else:
             value = values_of_user(metric, stats, batch, mask)
@@ -170,7 +170,7 @@ def stats_at(structure: Structure, measure: Summand | Metric, view: int, leaves:
         del values["logprob"]  # a call without targets has none
     for statistic in OF_LOSSES:
         names = vectors_at(statistic, view)
-        is_needed = not measure.builtin or not measure.needs.isdisjoint(statistic.words)
+        is_needed = not measure.is_builtin or not measure.needs.isdisjoint(statistic.words)
         if is_needed and names[0] in leaves:
             softmax = leaves["lse_base" + suffix], leaves["neg_log_sum" + suffix], lse
             values |= statistic.values([leaves[name] for name in names], softmax, ratio, structure.vocab)
@@ -213,7 +213,7 @@ def arithmetic_of(
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
     """Returns the kernel for inputs of these kinds, or None where there is no kernel; and the list of the kernel's
     arguments."""
-    if not structure.builtin:
+    if not structure.is_builtin:
         return None, []
     argument_tensors = [
         *leaves.values(),

@@ -111,7 +111,7 @@ def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
                 f"loss {measure.label} needs batch['teacher_logits'], or teacher_hidden with teacher_weight":
                     not (has_logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
             })  # fmt: skip
-        if not measure.builtin:
+        if not measure.is_builtin:
             withheld = {*TEACHER_FIELDS, *(segment_fields if call.num_segments is None else ())}
             field_names += [field for field in batch if field not in withheld]
     return list(dict.fromkeys(field_names)), field_kinds

@@ -148,7 +148,7 @@ def fields_of(
         tokens.spec.withheld,
         tokens.rank_sums,
     )
-    fields["keeps_coefficients"] = not structure.builtin and torch.is_grad_enabled()
+    fields["keeps_coefficients"] = not structure.is_builtin and torch.is_grad_enabled()
     return fields
 
 
@@ -168,7 +168,7 @@ def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
         return one_or_nan * (1.0 / normalizer if normalizer else 0.0)
     if summand.unit != "token":
         denominator = count_units(summand.unit, tokens)
-    elif summand.counted is None:
+    elif summand.denominator_terms_of is None:
         return tokens.inverse
     else:
         denominator = local_total(summand, tokens) if tokens.rank_sums is None else tokens.rank_sums.totals[summand]
@@ -207,7 +207,7 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
     batch = tokens.batch
     id_fields = [name for name in ID_FIELDS if name in batch]
     summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
-    weighted_summands = [summand for summand in summands if summand.counted is not None]
+    weighted_summands = [summand for summand in summands if summand.denominator_terms_of is not None]
     local_sums = [tokens.counted, tokens.one_or_nan]
     local_sums += [batch.segment_count(name) for name in id_fields]
     local_sums += [local_total(summand, tokens) for summand in weighted_summands]
@@ -227,9 +227,9 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:
     """[] the sum, over this rank's tokens, of what each adds to the loss's default denominator, in the statistics'
     dtype."""
-    assert summand.counted is not None
+    assert summand.denominator_terms_of is not None
     batch, dtype = tokens.batch, tokens.one_or_nan.dtype
-    return torch.where(batch.mask, summand.counted(batch, **summand.tensors).to(dtype), 0.0).sum()
+    return torch.where(batch.mask, summand.denominator_terms_of(batch, **summand.tensors).to(dtype), 0.0).sum()
 
 
 def shown(value: Any) -> str:

@@ -46,7 +46,7 @@ def is_recordable(plan: Plan, objective: Objective) -> bool:
         and objective.teacher is None
         and objective.column_sets is None
         and objective.columns is None
-        and objective.structure.builtin
+        and objective.structure.is_builtin
         and not objective.exchanges
         and not getattr(objective, "keeps_coefficients", False)
     )

@@ -194,7 +194,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         tuple(map(vocabulary_sums.index, vocabulary_sums)),
     )
     key = option_key, call.unplanned, autocast_and_grad_mode, tensor_key, function_key
-    return key, (head_numbers, *[measure.settings for measure in measures])
+    return key, (head_numbers, *[measure.number_key for measure in measures])
 
 
 def metadata_of(tensors: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
@@ -288,12 +288,12 @@ def decided(
     num_row_factors = len(call.planned[:2])
     if is_coupled:
         num_row_factors = 1 if structure.of_logprobs else 2
-    is_separable = call.weight is not None and not call.skip_ignored and all(s.separable for s in summands)
+    is_separable = call.weight is not None and not call.skip_ignored and all(s.is_separable for s in summands)
     return Spec(
         dtype=dtype,
         statistics_dtype=torch.promote_types(dtype, torch.float32),
         backend=backend,
-        structure=bare(structure) if all(measure.builtin for measure in measures_of(call)) else None,
+        structure=bare(structure) if all(measure.is_builtin for measure in measures_of(call)) else None,
         demand=demand,
         field_names=tuple(field_names),
         field_kinds=field_kinds,

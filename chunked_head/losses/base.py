@@ -1,9 +1,7 @@
-"""Losses: functions of per-token statistics, the fields that they read, and the reduction of their values.
+"""``Losses``, a sum of losses with coefficients; ``Summand``, one loss; ``Measure``, the base of losses and metrics.
 
-A ``Summand`` is one loss. ``Losses`` is a sum of summands with coefficients, and what the functions that users call
-return: ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel: kernels make the statistics that it
-``needs``, and take the coefficients that autograd derives from it. ``Measure`` is what losses and metrics have in
-common.
+Functions that users call return ``Losses``: ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel.
+Kernels make the statistics that the loss ``needs``, and take the coefficients that autograd derives from the loss.
 """
 
 import functools
@@ -67,14 +65,12 @@ FIELDS: dict[str, Field] = {
 
 KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")  # fields of kind "kept"
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense teacher
-# names of statistics that a loss may need besides `logprob` and `lse`, which every call has; DENSE_STATISTICS are those
-# of a dense teacher
-STATISTICS = WORDS  # names of statistics
-DENSE_STATISTICS = (*DIVERGENCES, "teacher_argmax")
+STATISTICS = WORDS  # names of statistics that a loss may need besides ``logprob`` and ``lse``, which every call has
+DENSE_STATISTICS = (*DIVERGENCES, "teacher_argmax")  # names of statistics of a dense teacher
 
 
 class Teacher(NamedTuple):
-    """The options by which the logits of a loss's dense teacher become its distribution ``q``."""
+    """Options that turn the logits of a dense teacher into the teacher's distribution ``q``."""
 
     temperature: float | None = None  # None: the loss's temperature
     logit_scale: float = 1.0
@@ -83,10 +79,10 @@ class Teacher(NamedTuple):
 
 
 class SummandOptions(TypedDict, total=False):
-    """Options of every loss. An option that is None has the value of the call's argument of its name.
+    """Options of every loss. An option that is None takes the value of the call's argument of the same name.
 
-    ``temperature`` divides the logits that the loss reads. ``token_weights`` multiply each token's value, but do not
-    enter the denominator: a tensor of target's shape, or the name of a token field of ``batch``. ``normalizer`` is the
+    ``temperature`` divides the logits that the loss reads. ``token_weights``, a tensor of target's shape or the name of
+    a token field of ``batch``, multiply each token's value and do not enter the denominator. ``normalizer`` is the
     denominator for ``reduction="mean"``: a number, a 0-d tensor, or the name of a constant field. ``name`` is the key
     of the loss in ``out.parts``.
     """
@@ -98,11 +94,9 @@ class SummandOptions(TypedDict, total=False):
     name: str | None
 
 
-SUMMAND_OPTION_NAMES = tuple(SummandOptions.__annotations__)  # of ``SummandOptions``
-
-
-PACKAGE = __name__.rpartition(".")[0] + "."  # begin of the names of modules in ``chunked_head.losses``
-LIBRARY = __name__.partition(".")[0] + "."  # begin of the names of all modules of this library
+SUMMAND_OPTION_NAMES = tuple(SummandOptions.__annotations__)
+PACKAGE = __name__.rpartition(".")[0] + "."  # "chunked_head.losses."
+LIBRARY = __name__.partition(".")[0] + "."  # "chunked_head."
 
 
 def is_library(function: Any) -> bool:
@@ -119,14 +113,14 @@ class Measure:
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)  # compiled code depends on all of them but floats
     needs: frozenset[str] = frozenset()  # names of statistics
-    fields: Collection[str] = ()  # a tuple of names of required fields
-    optional_fields: tuple[str, ...] = ()  # names
+    fields: Collection[str] = ()  # names of required fields; a tuple
+    optional_fields: tuple[str, ...] = ()  # names of optional fields
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # fields that FIELDS does not list
-    scope: Scope = "token"  # what a value depends on: its own token alone, or others too
-    unit: Unit = "token"  # of which there is one value each
+    scope: Scope = "token"  # "token": a value depends on its own token alone; "segment": on other tokens too
+    unit: Unit = "token"  # what has one value: a token, a segment or a pair
     reads_target: bool = True
     temperature: float | None = None
-    name: str | None = None  # the user's
+    name: str | None = None  # name that the user chose
     # sums over the vocabulary, by the name of the statistic
     sums: Mapping[str, Sum] = field(default_factory=dict, kw_only=True)
 
@@ -141,7 +135,7 @@ class Measure:
     @property
     def text(self) -> str:
         """Text of the call that made the measure, such as "grpo(clip_high=0.28)"; the label if no function of
-        ``chunked_head.losses`` or ``metrics`` made it."""
+        ``chunked_head.losses`` or ``metrics`` made the measure."""
         factory, args, options = vars(self).get("origin", (None, (), {}))
         if factory is None:
             return self.label
@@ -159,33 +153,34 @@ class Measure:
 
     @functools.cached_property
     def key_and_numbers(self) -> tuple[Hashable, tuple[float, ...]]:
-        """Returns a key of the function and its options without floats, and the floats. Code is compiled for the key,
-        and takes the floats as arguments. Returns None and () for a user's function."""
+        """Returns a key of the function and of the options without their floats, and a tuple of those floats. Compiled
+        code is found by the key and takes the floats as arguments. Returns None and () for a user's function."""
         numbers: list[float] = []
         options = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
         return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
 
     @functools.cached_property
-    def builtin(self) -> bool:
-        """True if ``function`` is the library's, which reads its arguments only. A user's function may read anything
-        else, so that no cache that outlives a call depends on its results."""
+    def is_builtin(self) -> bool:
+        """True for a function of the library, which reads its arguments only. A user's function may read anything, so
+        no cache that outlives a call depends on the results of such a function."""
         return self.key_and_numbers[0] is not None
 
     def with_numbers(self, numbers: Iterator[Any]) -> Self:
-        """A copy in which each float of the options is replaced by the next of ``numbers``, floats or 0-d tensors."""
+        """A copy in which the next of ``numbers``, a float or a 0-d tensor, replaces each float of the options."""
         return replace(self, options={name: join_numbers(value, numbers) for name, value in self.options.items()})
 
     @functools.cached_property
-    def settings(self) -> tuple:
-        """A key of the numbers that ``signature`` leaves out: those of options, temperature, teacher and sums."""
+    def number_key(self) -> tuple:
+        """A key of the numbers that ``signature`` leaves out: floats of the options, temperature, options of the
+        teacher, and numbers of the sums."""
         _, numbers = self.key_and_numbers
         teacher, sum_numbers = getattr(self, "teacher", None), [vocab_sum.numbers for vocab_sum in self.sums.values()]
         return numbers, self.temperature, teacher, *sum_numbers
 
     @property
-    def reads(self) -> tuple:
-        """A key of what the measure reads in a call: name, fields, statistics, sums, scope, whether it reads the
-        target, and the type of the temperature."""
+    def inputs_key(self) -> tuple:
+        """A key of the measure's name, of the fields, statistics and sums that the function reads, of the scope, of
+        ``reads_target``, and of the temperature's type."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
         functions_by_name = tuple([(name, vocab_sum.function) for name, vocab_sum in self.sums.items()])
         return (
@@ -204,14 +199,14 @@ class Measure:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Summand(Measure):
-    """One loss of a sum of losses. Its function returns unreduced values."""
+    """One loss of a sum of losses. ``function`` returns unreduced values."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # [vocab] each, by argument of ``function``
-    separable: bool = True  # for scope "segment": each value depends on the tokens of one segment or pair only
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # tensors [vocab], by argument of ``function``
+    is_separable: bool = True  # for scope "segment": each value depends on the tokens of one segment or pair only
     teacher: Teacher | None = None  # None without a dense teacher
     # a function (batch, **tensors) -> [n] whose sum is the default denominator; None: each token counts 1
-    counted: Callable[..., Tensor] | None = None
-    of_columns: bool = False  # the function reads logits at ``teacher_ids`` only, up to a constant, and no lse
+    denominator_terms_of: Callable[..., Tensor] | None = None
+    reads_only_teacher_ids: bool = False  # the function reads logits of ``teacher_ids`` up to a constant, and no lse
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
@@ -228,21 +223,21 @@ class Summand(Measure):
 
     @property
     def key(self) -> tuple:
-        """A key that is equal for summands that compile to the same code."""
+        """A key. Summands of equal keys compile to the same code."""
         teacher_key = None if self.teacher is None else split_numbers(self.teacher, [])
         return self.key_and_numbers[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher_key
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """A key that is equal for summands that differ in numbers at most."""
+        """A key. Summands of equal signatures differ at most in the values of numbers and tensors."""
         weights_key = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
         normalizer_key: Hashable = self.normalizer
         if isinstance(normalizer_key, Tensor):
             normalizer_key = (normalizer_key.shape, normalizer_key.dtype, normalizer_key.device)
         elif normalizer_key is not None and not isinstance(normalizer_key, str):
             normalizer_key = "a number"
-        further_key = self.kind, self.separable, self.counted, self.of_columns
-        return self.key, self.reads, self.reduction, weights_key, normalizer_key, further_key
+        further_key = self.kind, self.is_separable, self.denominator_terms_of, self.reads_only_teacher_ids
+        return self.key, self.inputs_key, self.reduction, weights_key, normalizer_key, further_key
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -290,18 +285,18 @@ class Losses:
 
 
 def value_in_words(value: Any) -> str:
-    """A text for the value of an option, in a few characters: a tensor by its shape, a function by its name."""
+    """A short text for the value of an option: the shape of a tensor, the name of a function, else the value."""
     if isinstance(value, Tensor):
         return f"tensor{list(value.shape)}"
     return f"{value:.6g}" if type(value) is float else getattr(value, "__name__", repr(value))
 
 
-# one function that makes a loss of a user's function: ``user.py``, which imports this file, appends it
+# has one function, which makes a loss of a user's function; ``user.py`` imports this file and appends the function
 FUNCTION_LOSS_MAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []
 
 
 def as_losses(loss: Any, argument: str = "loss") -> Losses:
-    """``loss`` itself if it is a ``Losses``; a plain function as ``custom(function, scope="token")``. TypeError for
+    """Returns ``loss`` if it is a ``Losses``, and ``custom(loss, scope="token")`` for a plain function. TypeError for
     anything else."""
     if isinstance(loss, Losses):
         return loss
@@ -382,9 +377,9 @@ def make(
 
 
 def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
-    """A key of ``values``, which are plain values or tuples of such; None for other values. Floats are appended to
-    ``numbers``, and the key has only their type. Strings, flags, None and ints, which decide the code, are in the key
-    with their types."""
+    """A key of ``values``, which are plain values or tuples of plain values; None if any value is something else.
+    Appends floats to ``numbers``; the key has only their type. Strings, flags, None and ints decide the code, and are
+    in the key with their types."""
     key: list[Any] = [type(values)]
     for value in values:
         value_type = type(value)
@@ -401,7 +396,7 @@ def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashab
 
 
 def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:
-    """``value`` in which each float, also in nested tuples, is replaced by the next of ``numbers``."""
+    """A copy of ``value`` in which the next of ``numbers`` replaces each float, also in nested tuples."""
     if type(value) is float:
         return next(numbers)
     if not isinstance(value, tuple):

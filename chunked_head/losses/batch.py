@@ -1,5 +1,4 @@
-"""The arguments of losses and metrics: ``Stats``, statistics of tokens, and ``Batch``, fields; and functions of numbers
-per token that several losses share."""
+"""``Stats`` and ``Batch``, the arguments of losses and metrics, and functions per token that several losses share."""
 
 import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping
@@ -11,8 +10,8 @@ from torch import Tensor
 
 
 class Copies(Mapping[str, Tensor]):
-    """Tensors by name, as copies, so that a user's function may write to them. A tensor is copied when it is first
-    read."""
+    """A mapping of names to copies of tensors, which a user's function may write to. Each tensor is copied when it is
+    first read."""
 
     def __init__(self, original_tensors: Mapping[str, Tensor]):
         self.original_tensors, self.copies = original_tensors, dict[str, Tensor]()
@@ -47,7 +46,7 @@ class Stats:
     """
 
     def __init__(self, values: Mapping[str, Tensor]):
-        self.values, self.read = values, set[str]()  # names of the statistics that were read
+        self.values, self.names_read = values, set[str]()
 
     def __getattr__(self, name: str) -> Tensor:
         values = self.__dict__.get("values", {})
@@ -56,7 +55,7 @@ class Stats:
                 f"statistic {name!r} was not asked for; there are {', '.join(values)}. What a loss or metric reads in "
                 f"some calls alone it declares: losses.custom(needs=[{name!r}])"
             )
-        self.read.add(name)
+        self.names_read.add(name)
         return values[name]
 
     def __dir__(self) -> list[str]:
@@ -64,12 +63,12 @@ class Stats:
 
 
 class Batch(Mapping[str, Tensor]):
-    """Fields of n tokens of a call: token fields [n, ...], and the call's fields per segment and pair, and constants.
+    """Fields of a call for n of its tokens: token fields [n, ...], fields per segment and per pair, and constants.
 
     Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] holds
     valid ids (0 where a token does not count). ``mask`` [n] bool is true where a token counts. ``batch.advantages`` is
-    ``batch["advantages"]``. If ranks hold different tokens, the n tokens are this rank's; sums, counts and means over
-    segments are of all ranks' tokens.
+    ``batch["advantages"]``. If ranks hold different tokens, the n tokens are this rank's, and sums, counts and means
+    over segments include the tokens of all ranks.
     """
 
     def __init__(
@@ -79,19 +78,19 @@ class Batch(Mapping[str, Tensor]):
         num_segments: int | None,
         vocab: int,
         rank_sums: Any = None,  # parallel.tokens.RankSums, where ranks hold different tokens
-        withheld: Collection[str] = (),  # fields of the call that no loss or metric has declared
+        withheld: Collection[str] = (),  # names of the call's fields that no loss or metric has declared
     ):
-        self.withheld, self.read = withheld, set[str]()  # names of the fields that were read
+        self.withheld, self.names_read = withheld, set[str]()
         self.fields, self.num_segments, self.vocab, self.rank_sums = fields, num_segments, vocab, rank_sums
-        # values that several metrics of a call read, by name, with the statistics that they were computed from
-        self.memo = dict[Hashable, tuple["Stats", Tensor]]()
+        # by key: a tensor that several metrics of a call read, and the statistics that the tensor was computed from
+        self.shared_values = dict[Hashable, tuple["Stats", Tensor]]()
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 
     def copies(self) -> "Batch":
-        """A batch whose tensors are copies, for a call of a user's function, which may write to them."""
+        """A batch of copied tensors, which a user's function may write to."""
         copied_batch, rank_sums = copy.copy(self), self.rank_sums
-        copied_batch.fields, copied_batch.read = Copies(self.fields), set()
+        copied_batch.fields, copied_batch.names_read = Copies(self.fields), set()
         copied_batch.mask, copied_batch.target = self.mask.clone(), self.target.clone()
         copied_batch.rank_sums = None if rank_sums is None else replace(rank_sums, counts=Copies(rank_sums.counts))
         return copied_batch
@@ -102,7 +101,7 @@ class Batch(Mapping[str, Tensor]):
                 f"field {name!r} of this call was not asked for; declare it, losses.custom(fields=[{name!r}]) or "
                 f"Metric(fields=({name!r},)), and give num_segments where it is of segments"
             )
-        self.read.add(name)
+        self.names_read.add(name)
         if name not in self.fields:
             raise KeyError(
                 f"field {name!r} is not in the batch of this call; it has {', '.join(self.fields) or 'none'}; add it, "
@@ -125,8 +124,8 @@ class Batch(Mapping[str, Tensor]):
         return len(self.fields)
 
     def segment_sum(self, values: Tensor, name: str = "segments") -> Tensor:
-        """Sums [num_segments] of ``values`` [n] over each segment's tokens that count; tokens of segment -1 are in
-        no sum. ``name``: the field of segment ids."""
+        """Sums [num_segments] of ``values`` [n] over each segment's tokens that count. No sum contains tokens of
+        segment -1. ``name``: name of the field of segment ids."""
         assert self.num_segments is not None
         segment_ids = self[name]
         in_segment = self.mask & (segment_ids >= 0)
@@ -140,8 +139,8 @@ class Batch(Mapping[str, Tensor]):
         return local_sums if self.rank_sums is None else self.rank_sums.segment_sum(local_sums)
 
     def segment_place(self, name: str = "segments") -> Tensor:
-        """[n] int64: of each token, the number of earlier tokens of its segment that count. ValueError if ranks hold
-        different tokens."""
+        """[n] int64: for each token that counts, the number of earlier tokens of its segment that count. ValueError if
+        ranks hold different tokens."""
         if self.rank_sums is not None:
             raise ValueError(
                 "a token's place in its segment, which ld_alpha needs, is not known where ranks hold different tokens "
@@ -163,19 +162,18 @@ class Batch(Mapping[str, Tensor]):
         return self.segment_sum(torch.ones_like(self.mask, dtype=torch.float32), name)
 
     def segment_mean(self, values: Tensor, name: str = "segments") -> Tensor:
-        """Means [num_segments] of ``values`` [n] over each segment's tokens that count; 0 for a segment without such
-        tokens."""
+        """Means [num_segments] of ``values`` [n] over each segment's tokens that count; 0 where no token counts."""
         return self.segment_sum(values, name) / self.segment_count(name).clamp(min=1.0).to(values.dtype)
 
     def per_token(self, values: Tensor, name: str = "segments") -> Tensor:
-        """[n] the value of each token's segment in ``values`` [num_segments]; 0 for tokens of segment -1."""
+        """[n] for each token, the element of ``values`` [num_segments] of its segment; 0 for tokens of segment -1."""
         segment_ids = self[name]
         return torch.where(segment_ids >= 0, values[segment_ids.clamp(min=0)], 0.0)
 
 
 def clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Values clamped to [-bound, bound]; unchanged if ``bound`` is None. The gradient is 0 where the clamp acts, also
-    for infinite values. A nan stays nan."""
+    """Values clamped to [-bound, bound]; unchanged if ``bound`` is None. The gradient of a clamped value is 0, also of
+    an infinite value. A nan stays nan."""
     if bound is None:
         return values
     # torch.clamp's gradient at a bound depends on torch's version, and on whether the bound is a tensor
@@ -188,8 +186,8 @@ def gate(x: Tensor) -> Tensor:
 
 
 def kl_estimate(difference: Tensor, estimator: str) -> Tensor:
-    """An estimate of KL(sampling policy || other policy): ``estimator`` is "k1", "abs", "k2" or "k3" (Schulman 2020).
-    ``difference``: log-probabilities under the other policy minus those under the sampling policy."""
+    """An estimate of KL(sampling policy || other policy) by ``estimator`` "k1", "abs", "k2" or "k3" (Schulman 2020).
+    ``difference``: the log-probability under the other policy minus that under the sampling policy."""
     if estimator == "k1":
         return -difference
     if estimator == "abs":

@@ -1,11 +1,10 @@
 """Distillation losses, from a dense teacher or from K log-probabilities of a teacher per token.
 
-In all docstrings ``p`` is the student's distribution, and ``q`` the teacher's, which takes no gradient.
+In all docstrings ``p`` is the student's distribution, and ``q`` the teacher's. ``q`` takes no gradient.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,15 +15,13 @@ from ..core.divergences import Sum
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, sharing_results
 from .batch import Batch, Stats
 
-NO_SUMS: Mapping[str, Sum] = MappingProxyType({})
-
 
 class TeacherOptions(SummandOptions, total=False):
     """Options of every loss with a dense teacher.
 
     The teacher's logits are ``teacher_softcap * tanh(teacher_logit_scale * y / teacher_softcap) / T``; without
-    ``teacher_softcap`` they are ``teacher_logit_scale * y / T``, where y are the logits of its head. T is
-    ``teacher_temperature``, or ``temperature`` if that is None. ``t_squared`` multiplies value and gradient by
+    ``teacher_softcap`` they are ``teacher_logit_scale * y / T``. Here y are the logits of the teacher's head, and T is
+    ``teacher_temperature`` or, if None, ``temperature``. ``t_squared`` multiplies value and gradient by
     ``temperature ** 2`` (Hinton et al., 1503.02531).
     """
 
@@ -45,8 +42,8 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     [..., H_t] with ``teacher_weight`` [V_t, H_t] and optionally ``teacher_bias`` [V_t]. Logits and hidden states are
     indexed like the student's hidden states. The target may be None; of a target only ``ignore_index`` is read. The
     sizes of the vocabularies may differ by up to 1023, the padding of a head: then both distributions are over the
-    first ``min(V, V_t)`` ids. With ``vocab_size``, the teacher may have any number of ids from it up. ``teacher``:
-    ``TeacherOptions``.
+    first ``min(V, V_t)`` ids. With the call's ``vocab_size``, the teacher may have any number of ids that is not below
+    ``vocab_size``. ``teacher``: ``TeacherOptions``.
     """
     choice("losses.forward_kl", "form", form, ("kl", "cross_entropy"))
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
@@ -56,8 +53,8 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
 def reverse_kl(**teacher: Any) -> Losses:
     """``(p * (p / q).log()).sum(-1)``: KL(p || q) to a dense teacher. Fields and options are those of ``forward_kl``.
 
-    If the teacher excludes an id that the student does not (a logit of -inf), the divergence is infinite. ``log q`` is
-    taken as -1e4 for that id, so that value and gradient are large but finite. ``jsd`` is bounded.
+    If the teacher excludes an id (by a logit of -inf) that the student does not exclude, the divergence is infinite.
+    ``log q`` is taken as -1e4 for that id, so that value and gradient are large but finite. ``jsd`` is bounded.
     """
     return dense("reverse_kl", ("reverse_kl",), teacher)
 
@@ -89,8 +86,8 @@ def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any)
     of the trained drafter ``p`` (Samarin et al., 2602.23881; ``speculators``). Fields and other options are those of
     ``forward_kl``.
 
-    ``form="log"``: ``-log(max(a, least))``. Its gradient is that of ``tvd`` divided by ``a``, and 0 for ``a`` below
-    ``least``. ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd``, with ``w = exp(-eta * a)`` without gradient.
+    ``form="log"``: ``-log(max(a, least))``, whose gradient is the gradient of ``tvd`` divided by ``a``, or 0 for ``a``
+    below ``least``. ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd``, where ``w = exp(-eta * a)`` has no gradient.
     """
     choice("losses.lk", "form", form, ("log", "hybrid"))
     eta, least = number("losses.lk", "eta", eta, 0.0), number("losses.lk", "least", least, 0.0, 1.0, open_=True)
@@ -120,17 +117,15 @@ def dense(
     beta: float | None = None,
     function: Callable[..., Tensor] = _sum_of,
     options: dict[str, Any] | None = None,
-    sums: Mapping[str, Sum] = NO_SUMS,
+    sums: Mapping[str, Sum] | None = None,
 ) -> Losses:
-    """A loss of a dense teacher: ``function`` of ``statistics``, by default their sum times the factor of
-    ``t_squared``. ``teacher_options``: the user's ``TeacherOptions``. ``beta``: of the JSD. ``sums``: sums over the
-    vocabulary that define further statistics, by name. TypeError or ValueError for wrong options."""
+    """A loss of a dense teacher: ``function`` of ``statistics``, by default the sum of the statistics times the factor
+    of ``t_squared``. ``teacher_options``: the user's ``TeacherOptions``. ``beta``: of the JSD. ``sums``: further
+    statistics that are sums over the vocabulary, by name. TypeError or ValueError for wrong options."""
     refuse_unknown("losses", kind, teacher_options, TeacherOptions.__annotations__)
     loss_name, summand_options = f"losses.{kind}", dict(teacher_options)
-    temperature, softcap = (
-        summand_options.pop("teacher_temperature", None),
-        summand_options.pop("teacher_softcap", None),
-    )
+    temperature = summand_options.pop("teacher_temperature", None)
+    softcap = summand_options.pop("teacher_softcap", None)
     logit_scale = number(loss_name, "teacher_logit_scale", summand_options.pop("teacher_logit_scale", 1.0))
     factor = squared_temperature(loss_name, summand_options.get("temperature"), summand_options.pop("t_squared", False))
     teacher = Teacher(
@@ -142,7 +137,7 @@ def dense(
     options = {"statistics": statistics} if options is None else options
     return make(
         kind, function, summand_options, {"factor": factor, **options}, needs=statistics,
-        optional_fields=TEACHER_FIELDS, reads_target=False, teacher=teacher, sums=sums,
+        optional_fields=TEACHER_FIELDS, reads_target=False, teacher=teacher, sums=sums or {},
     )  # fmt: skip
 
 
@@ -172,7 +167,7 @@ def topk_kl(
     ``divergence`` is ``forward`` KL(t || s), ``reverse`` KL(s || t), ``jsd`` (``beta``: 0 is forward, 1 reverse) or
     ``tvd``. ``normalize`` says over which outcomes:
 
-    - ``tail``: over K + 1 outcomes, the last of which is any other id.
+    - ``tail``: over K + 1 outcomes, of which the last is any other id.
     - ``vocab``: over the vocabulary, where the teacher's probability of other ids is 0. ``forward`` is below 0 where
       ``t`` sums to less than 1; ``reverse`` leaves out other ids, whose terms are infinite; ``jsd`` and ``tvd`` count
       ``rest_s``.
@@ -199,7 +194,7 @@ def topk_kl(
         fields=("teacher_ids", "teacher_logprobs"),
         optional_fields=("teacher_mask",),
         reads_target=False,
-        of_columns=normalize == "topk",
+        reads_only_teacher_ids=normalize == "topk",
     )
 
 
@@ -233,15 +228,15 @@ def topk_options(
     return {
         "divergence": divergence,
         "normalize": normalize,
-        "beta": beta if divergence == "jsd" else 0.5,  # unread by the others; an equal value shares the kernel
+        "beta": beta if divergence == "jsd" else 0.5,  # only jsd reads it; calls with equal options share a kernel
         "teacher_renormalize": renormalize,
         "teacher_temperature": temperature,
     }
 
 
 def squared_temperature(function_name: str, temperature: Any, t_squared: bool) -> float:
-    """Factor of a loss's values: ``temperature ** 2`` with ``t_squared``, else 1. ValueError for ``t_squared`` without
-    a temperature; ``function_name``: for errors."""
+    """Factor of a loss's values: ``temperature ** 2`` if ``t_squared``, else 1. ValueError for ``t_squared`` without a
+    temperature. ``function_name``: for errors."""
     if not flag(f"t_squared of {function_name}", t_squared):
         return 1.0
     if temperature is None:
@@ -252,15 +247,15 @@ def squared_temperature(function_name: str, temperature: Any, t_squared: bool) -
 def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:
     student = stats.topk_logprobs
     teacher = batch["teacher_logprobs"].to(student.dtype)
-    is_counted = batch.get("teacher_entries")  # made once for all tokens of a call
+    is_counted = batch.get("teacher_entries")  # the result of ``counted_entries`` for all tokens of a call, if computed
     if is_counted is None:
         is_counted = counted_entries(teacher, batch["teacher_ids"], batch.get("teacher_mask"))
     return topk_divergence(student, teacher, is_counted, **options) * factor
 
 
 def counted_entries(teacher_logprobs: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Mask [..., K] of the teacher's entries that count: those that are no padding and not masked out, and of entries
-    with equal ids only the likeliest. ``ids`` None: no id is repeated."""
+    """Mask [..., K] of the teacher's entries that count. An entry counts if it is no padding, if ``mask`` is true, and
+    if no entry of the same id is likelier. ``ids`` None: no two entries have the same id."""
     # an entry of nan counts, so that the error shows in the loss
     is_counted = ~(teacher_logprobs <= MAX_PADDING_LOGPROB)
     if mask is not None:
@@ -278,8 +273,8 @@ def counted_entries(teacher_logprobs: Tensor, ids: Tensor | None, mask: Tensor |
 
 def check_teacher(argument: str, teacher_logprobs: Tensor, is_counted: Tensor, is_normalized: bool) -> None:
     """ValueError if a teacher's numbers are no log-probabilities, or with ``is_normalized`` if the probabilities of a
-    token add up to more than 1. Tensors on other devices than the CPU are not checked, since the host would wait.
-    ``argument``: name of ``teacher_logprobs``, for errors."""
+    token add up to more than 1. Reads numbers on the host. ``argument``: name of
+    ``teacher_logprobs``, for errors."""
     if not is_counted.any():
         return
     check_logprobs(argument, teacher_logprobs[is_counted], MAX_ROUNDED_LOGPROB if is_normalized else INFINITY)
@@ -301,14 +296,14 @@ def topk_divergence(
     teacher_renormalize: bool,
     teacher_temperature: float,
 ) -> Tensor:
-    """Values [...] of ``topk_kl`` from the student's and the teacher's log-probabilities of ids."""
+    """Values [...] of ``topk_kl``, from log-probabilities of ids under the student and under the teacher."""
     has_entries = is_counted.any(-1)
     log_p = torch.where(is_counted, student, EXCLUDED_LOGPROB)
     log_q = torch.where(is_counted, teacher.detach(), EXCLUDED_LOGPROB)
     if teacher_renormalize or teacher_temperature != 1:
         tempered_logprobs = log_q / teacher_temperature
         log_sum = tempered_logprobs.logsumexp(-1, keepdim=True)
-        if not teacher_renormalize:  # over K and the rest as one outcome, -inf where nothing is left
+        if not teacher_renormalize:  # the sum is over K + 1 outcomes; the log-probability of the last may be -inf
             remainder = -torch.expm1(log_q.logsumexp(-1, keepdim=True))
             log_remainder = torch.where(remainder > 0, remainder, 0.0).log()
             log_sum = torch.logaddexp(log_sum, log_remainder / teacher_temperature)
@@ -333,24 +328,24 @@ def topk_divergence(
 
 
 def remainder_of(log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two tensors [...]: the remainder, which is 1 minus the sum of probabilities over the last dimension; and
-    the logarithm of the remainder, or of the dtype's epsilon where the remainder is smaller."""
+    """Returns two tensors [...]: the remainder, which is 1 minus the sum of probabilities over the last dimension, and
+    the logarithm of the remainder clamped to at least the dtype's epsilon."""
     remainder = (-torch.expm1(log_probabilities.logsumexp(-1))).clamp(min=0.0)
     return remainder, remainder.clamp(min=torch.finfo(remainder.dtype).eps).log()
 
 
 def divergence_of(
-    q: Tensor,  # the teacher's probabilities, [..., K] or [...] as all tensors here
+    q: Tensor,  # [..., K] or [...], the teacher's probabilities; all tensors have this shape
     log_q: Tensor,
     log_p: Tensor,
     finite_log_p: Tensor,  # log_p, clamped to finite numbers
     divergence: str,
     beta: float,
-    is_counted: Tensor | None,  # [..., K] bool; None: the terms are returned and not summed
+    is_counted: Tensor | None,  # bool; None: the terms are returned and not summed
     p: Tensor | None = None,  # None: exp(finite_log_p)
 ) -> Tensor:
-    """A divergence [...]: its terms summed over the entries that count; the terms themselves if ``is_counted`` is
-    None."""
+    """Returns the terms of a divergence summed over the entries that count [...]. If ``is_counted`` is None, returns
+    the terms in the shape of ``q``."""
     if p is None:
         p = finite_log_p.exp()
     if divergence == "forward":

@@ -43,7 +43,7 @@ def cross_entropy(
     if class_weights is not None:
         check_weights(f"class_weights of {loss_name}", class_weights)
         check_shape(f"class_weights of {loss_name}", class_weights, class_weights.dim() == 1, "[vocab]")
-        summand_fields |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight}
+        summand_fields |= {"tensors": {"class_weights": class_weights}, "denominator_terms_of": _target_weight}
     return make("cross_entropy", _cross_entropy, summand, options, **summand_fields)
 
 
@@ -127,7 +127,7 @@ def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
 def z_loss(**summand: Any) -> Losses:
     """``lse ** 2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 
-    ``lse`` is that of the scaled and capped logits, divided by the loss's temperature. The target may be None.
+    ``lse`` is the logsumexp of the scaled and capped logits divided by the loss's temperature. The target may be None.
     ``summand``: ``SummandOptions``.
     """
     return make("z_loss", _z_loss, summand, reads_target=False)

@@ -2,7 +2,6 @@
 
 In all docstrings ``r = exp(logprob - old_logprobs)``, and ``A`` are the advantages. Losses are to be minimised. Entropy
 bonus and KL to a reference are summands of their own. Normalisers (GRPO, Dr. GRPO, DAPO ...): ``chunked_head.weights``.
-Losses per segment (``policy_segments``) use functions of this file too.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +19,12 @@ class PolicyOptions(SummandOptions, total=False):
 
     ``rollout``: weights against the mismatch of rollout engine and trainer. The detached factor
     ``v = exp(old_logprobs - rollout_logprobs)`` multiplies the values of this loss, and of no other summand. Without
-    ``old_logprobs``, v is made of the detached ``logprob`` instead. "truncate" clamps v to [rollout_min, rollout_max].
+    ``old_logprobs``, v is computed from the detached ``logprob``. "truncate" clamps v to [rollout_min, rollout_max].
     "mask" sets v outside of that interval to 0; such a token still counts in every denominator. A token of weight 0 has
     value 0, whatever its ratio is. None, the default: no weights.
-    ``rollout_level``: "token" (default), or "segment": v of a segment is from the sum of its log-ratios, and v = 1 for
-    tokens of segment -1. Losses per segment at level "token" take the mean of the segment's weights.
+    ``rollout_level``: "token" (default), or "segment": the tokens of a segment share the v of the sum of their
+    log-ratios, and v = 1 for tokens of segment -1. Losses per segment at level "token" take the mean of the segment's
+    weights.
     ``rollout_max``: 2 by default for "truncate", 3 for "mask". ``rollout_min``: 0 by default.
     """
 
@@ -35,7 +35,7 @@ class PolicyOptions(SummandOptions, total=False):
 
 
 class Rollout(NamedTuple):
-    """Options of the rollout weights, after their check."""
+    """Checked options of rollout weights."""
 
     mode: str  # "truncate" or "mask"
     level: str  # "token" or "segment"
@@ -151,8 +151,8 @@ def _sapo(
 
 
 def checked_clip(loss_name: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
-    """Options of ``clipped_ratio``: ``low`` is 1 - clip_low, ``high`` 1 + clip_high; ``delta`` lowers ``high`` or
-    becomes the ``ceiling`` of the ratio where A < 0. TypeError or ValueError for wrong numbers; ``loss_name``: for
+    """Options of ``clipped_ratio``: ``low`` is 1 - clip_low and ``high`` is 1 + clip_high. ``delta`` lowers ``high`` or
+    raises the ``ceiling`` of the ratio where A < 0. TypeError or ValueError for wrong numbers. ``loss_name``: for
     errors."""
     low, high = 1.0 - number(loss_name, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(loss_name, "clip_high", clip_high)
     if delta is None:
@@ -168,12 +168,12 @@ def checked_clamp(loss_name: str, value: float | None, argument: str = "ratio_cl
 
 
 def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:
-    """log r of each token [n]. Without the field ``old_logprobs`` its value is 0 and its gradient by ``logprob`` 1."""
+    """log r of each token [n]. Without the field ``old_logprobs``, log r is 0 and its gradient by ``logprob`` is 1."""
     return stats.logprob - old_logprobs(stats, batch)
 
 
 def old_logprobs(stats: Stats, batch: Batch) -> Tensor:
-    """The field ``old_logprobs`` [n]; without it the detached log-probabilities."""
+    """The field ``old_logprobs`` [n]; the detached ``logprob`` in a batch without this field."""
     return batch["old_logprobs"] if "old_logprobs" in batch else stats.logprob.detach()
 
 
@@ -208,7 +208,7 @@ def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
 
 
 def weighted_advantages(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """Advantages [n] times rollout weights [n]; the advantages themselves without ``rollout``."""
+    """Advantages [n] times rollout weights [n]; unchanged advantages if ``rollout`` is None."""
     return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
 
 
@@ -219,8 +219,8 @@ def make_policy(
     policy: dict[str, Any],
     unit: str | None = None,  # None: a loss per token that reads no segments
 ) -> Losses:
-    """A policy loss. ``policy``: the user's ``PolicyOptions``; those of rollout weights become the option ``rollout``
-    of ``function``. TypeError or ValueError for wrong options."""
+    """A policy loss. ``policy``: the user's ``PolicyOptions``. The options of rollout weights become the argument
+    ``rollout`` of ``function``. TypeError or ValueError for wrong options."""
     loss_name, summand_options, rollout = f"losses.{kind}", dict(policy), None
     refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
     mode, level = summand_options.pop("rollout", None), summand_options.pop("rollout_level", "token")
@@ -271,14 +271,14 @@ def kl_to_reference(
 
     Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens]; segments for
     ``level="segment"``, which needs ``bias_correction``.
-    On samples of the policy, only k2 has the gradient of the KL: that of k1 is 0 on average, and that of k3 is another
-    divergence's. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and the gradient of k2.
-    ``bias_correction`` multiplies the value by r = exp(logprob - old_logprobs), which takes a gradient (DeepSeek-V3.2).
-    Without ``old_logprobs`` r has the value 1 and the gradient of logprob. With ``level="segment"`` r is exp of the
-    mean log-ratio over the token's segment.
+    On samples of the policy, only k2 has the gradient of the KL. The gradient of k1 is 0 on average, and k3 has the
+    gradient of another divergence. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and the
+    gradient of k2. ``bias_correction`` multiplies the value by r = exp(logprob - old_logprobs), which takes a gradient
+    (DeepSeek-V3.2). Without ``old_logprobs``, r is 1 with the gradient of logprob. With ``level="segment"``, r is exp
+    of the mean log-ratio over the token's segment.
     ``log_ratio_clamp`` c clamps d to [-c, c]. ``kl_clamp`` c clamps the value to [-c, c] before ``bias_correction``.
     There is no gradient where a clamp acts, except that ``kl_clamp`` does not change the gradient of a "+".
-    ``ratio_clamp`` clamps log r, see ``grpo``. ``summand``: ``SummandOptions``; rollout weights do not multiply this
+    ``ratio_clamp`` clamps log r, see ``grpo``. ``summand``: ``SummandOptions``. Rollout weights do not multiply this
     loss.
     """
     loss_name = "losses.kl_to_reference"
@@ -325,12 +325,12 @@ def estimated_kl(
         values = kl_estimate(log_ratio_to_policy, estimator)
     else:
         # without gradient: where the clamp acts, the estimate's slope may be infinite
-        detached_value = kl_estimate(log_ratio_to_policy.detach(), estimator)
-        is_outside = ~(detached_value.abs() <= kl_clamp) & ~log_ratio_to_policy.isnan()
+        detached_values = kl_estimate(log_ratio_to_policy.detach(), estimator)
+        is_outside = ~(detached_values.abs() <= kl_clamp) & ~log_ratio_to_policy.isnan()
         # nan is the difference of two infinities
-        detached_value = torch.where(detached_value.isnan(), kl_clamp, detached_value)
-        unclipped_values = kl_estimate(torch.where(is_outside, 0.0, log_ratio_to_policy), estimator)
-        values = torch.where(is_outside, clamped(detached_value, kl_clamp), unclipped_values)
+        detached_values = torch.where(detached_values.isnan(), kl_clamp, detached_values)
+        unclamped_values = kl_estimate(torch.where(is_outside, 0.0, log_ratio_to_policy), estimator)
+        values = torch.where(is_outside, clamped(detached_values, kl_clamp), unclamped_values)
     if replaces_gradient:
         k2_estimate = kl_estimate(log_ratio_to_policy, "k2")
         return values.detach() + (k2_estimate - k2_estimate.detach())

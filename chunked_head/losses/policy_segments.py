@@ -38,7 +38,7 @@ def gspo(
     "token": the segment's value at each of its tokens, and the mean is over tokens. Tokens of segment -1 have value 0,
     and count in the mean over tokens.
     ``level``: "segment", or "token" for GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` (sg: without gradient)
-    with each token's advantage; for ``weighting="segment"`` the value is the mean of these over the segment.
+    with each token's advantage; for ``weighting="segment"`` a segment's value is the mean over its tokens.
     ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient where
     the clamp acts. The paper clips at 3e-4 and 4e-4. ``policy``: ``PolicyOptions``.
     """
@@ -203,7 +203,6 @@ def _vespo(
 
 
 def _weighted_segment_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """[num_segments] the mean advantage of each segment, times the mean rollout weight of its tokens if there are
-    rollout weights."""
+    """[num_segments] the mean advantage of each segment, with ``rollout`` times the segment's mean rollout weight."""
     advantages = batch.segment_mean(batch["advantages"])
     return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))

@@ -1,7 +1,7 @@
 """Preference losses of segments and of pairs of segments: ORPO, KTO, DPO and its variants, SimPO, CPO.
 
-A segment's score is the sum, or the mean, of ``logprob - ref_logprobs`` over its tokens that count; 0 without such a
-token. Each token's difference is taken first, since the difference of two long sums would round away the score. The
+A segment's score is the sum, or the mean, of ``logprob - ref_logprobs`` over the segment's tokens that count; 0 if none
+counts. Each token's difference is taken first, since the difference of two long sums would round away the score. The
 field ``pair_weights`` [P] of a batch multiplies the values of pairs (``weights.wpo``).
 """
 
@@ -22,9 +22,9 @@ def orpo(beta: float = 0.1, **summand: Any) -> Losses:
     """``-beta * F.logsigmoid(odds.log()[chosen] - odds.log()[rejected])`` per pair, with ``odds = P / (1 - P)`` and
     ``P = segment_mean(logprob).exp()``: the odds-ratio term of ORPO (arXiv 2403.07691).
 
-    Fields: ``segments``, ``pairs``. The paper adds the negative log-likelihood of prompt and chosen completion. It is a
-    summand of its own, as ``cpo`` says, with ``nll_mask`` true on the chosen sequences' prompts and completions, and
-    ``segments`` -1 on prompts (whose targets must not be ``ignore_index``). ``summand``: ``SummandOptions``.
+    Fields: ``segments``, ``pairs``. The paper adds the negative log-likelihood of prompt and chosen completion: add it
+    as the docstring of ``cpo`` says, with ``nll_mask`` true on the chosen sequences' prompts and completions, and
+    ``segments`` -1 on prompts. The prompts' targets must not be ``ignore_index``. ``summand``: ``SummandOptions``.
     """
     beta = number("losses.orpo", "beta", beta, 0.0)
     return make("orpo", _orpo, summand, {"beta": beta}, fields=("segments", "pairs"), scope="segment", unit="pair")
@@ -56,12 +56,12 @@ def kto(
     2402.01306).
 
     ``average`` makes ``u`` the mean over tokens. ``desirable`` is the field ``segment_labels``. ``kl`` is the constant
-    field ``kl_baseline`` (0-d, [1] or [num_segments]), without gradient and clamped to at least 0; without the field it
-    is 0.
+    field ``kl_baseline`` (0-d, [1] or [num_segments]), without gradient and clamped to at least 0. Without this field,
+    ``kl`` is 0.
 
     Fields: ``segments``, ``segment_labels`` [num_segments] (true: desirable), ``ref_logprobs`` unless
     ``reference_free``; ``kl_baseline`` is optional. There is one value per segment. The denominator is the number of
-    segments with a token that counts; it does not contain the weights. ``summand``: ``SummandOptions``.
+    segments with a token that counts, whatever the weights are. ``summand``: ``SummandOptions``.
     """
     loss_name = "losses.kto"
     options = {
@@ -86,24 +86,22 @@ def _kto(
     average: bool,
     has_reference: bool,
 ) -> Tensor:
-    segment_scores = segment_totals(scores(stats, batch, has_reference), batch, average)
+    segment_scores = segment_totals(score_terms(stats, batch, has_reference), batch, average)
     baseline = batch.get("kl_baseline")
     if baseline is not None:
         segment_scores = segment_scores - baseline.detach().clamp(min=0).to(segment_scores.dtype)
-    desirable = batch["segment_labels"]
-    return torch.where(
-        desirable, desirable_weight * gate(-beta * segment_scores), undesirable_weight * gate(beta * segment_scores)
-    )
+    desirable_values = desirable_weight * gate(-beta * segment_scores)
+    return torch.where(batch["segment_labels"], desirable_values, undesirable_weight * gate(beta * segment_scores))
 
 
-def scores(stats: Stats, batch: Batch, has_reference: bool) -> Tensor:
-    """[n] each token's term of its segment's score: ``logprob - ref_logprobs`` if ``has_reference``, else
+def score_terms(stats: Stats, batch: Batch, has_reference: bool) -> Tensor:
+    """[n] what each token adds to its segment's score: ``logprob - ref_logprobs`` if ``has_reference``, else
     ``logprob``."""
     return stats.logprob - batch["ref_logprobs"] if has_reference else stats.logprob
 
 
 def segment_totals(values: Tensor, batch: Batch, average: bool) -> Tensor:
-    """[num_segments] the sum of ``values`` [n] over each segment's tokens that count, or if ``average`` their mean."""
+    """[num_segments] the sum, if ``average`` the mean, of ``values`` [n] over each segment's tokens that count."""
     return batch.segment_mean(values) if average else batch.segment_sum(values)
 
 
@@ -151,9 +149,9 @@ def dpo(
     reverse KL). It is for variants that read only the difference of scores. Exponents are clamped to at most 80 (40 for
     ``ipo``, which squares them), without gradient above.
 
-    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411) multiplies the tokens of a pair's longer segment past the length of its
-    shorter segment. A segment of several pairs is compared with the shortest of their segments. Not with
-    ``TokenParallel``.
+    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411) multiplies the tokens of a pair's longer segment past the length of the
+    pair's shorter segment. A segment of several pairs is compared with the shortest segment of these pairs. ValueError
+    with ``TokenParallel``.
 
     Fields: ``segments``, ``pairs`` [P, 2] of (chosen, rejected) segment ids, and ``ref_logprobs`` unless
     ``reference_free``. There is one value per pair, and the mean is over pairs. ``average``: the score is a mean over
@@ -191,8 +189,9 @@ def simpo(
     segment_mean(logprob)``: SimPO (arXiv 2405.14734).
 
     ``alpha`` other than 0 is AlphaPO (2501.03884): it replaces a score u by ``(1 - exp(-alpha * u)) / alpha``, with
-    exponents of at most 80. ``label_smoothing`` is as in ``dpo``. Fields: ``segments``, ``pairs``. ``cpo`` says how to
-    add the chosen segments' NLL. The argument of the paper's code is ``gamma / beta``. ``summand``: ``SummandOptions``.
+    exponents of at most 80. ``label_smoothing`` is as in ``dpo``. Fields: ``segments``, ``pairs``. The docstring of
+    ``cpo`` says how to add the chosen segments' NLL. The paper's code takes ``gamma / beta`` in place of ``gamma``.
+    ``summand``: ``SummandOptions``.
     """
     further_options = {
         "margin": number("losses.simpo", "gamma", gamma),
@@ -215,14 +214,14 @@ def cpo(
     the pair term of contrastive preference optimisation (arXiv 2401.08417); ``dpo`` without a reference.
 
     ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. ``average``: the score is a mean over tokens rather
-    than a sum; None: for ``ipo`` only. ``alpha``: as in ``simpo``, of this loss's scores: sums, as in TRL, or with
-    ``average`` means, as in AlphaPO's paper; its exponent is at most 80, for ``ipo`` 40. Fields: ``segments``,
-    ``pairs``. ``summand``: ``SummandOptions``.
+    than a sum; None: for ``ipo`` only. ``alpha`` replaces scores as in ``simpo``: sums, as in TRL, or with ``average``
+    means, as in AlphaPO's paper. Exponents are at most 80, for ``ipo`` 40. Fields: ``segments``, ``pairs``.
+    ``summand``: ``SummandOptions``.
 
     The paper adds the chosen segments' negative log-likelihood, which is a summand of its own:
     ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``, where
-    ``batch["nll_mask"]`` is true on the chosen segments' tokens. The normalizer makes it the mean over these tokens;
-    without it the sum is divided by the number of all tokens that count.
+    ``batch["nll_mask"]`` is true on the chosen segments' tokens. With this normalizer the summand is the mean over
+    these tokens; without it the sum is divided by the number of all tokens that count.
     """
     choice("losses.cpo", "variant", variant, CPO_VARIANTS)
     power = -number("losses.cpo", "alpha", alpha)
@@ -261,12 +260,12 @@ def make_paired(
         **further_options,
     }
     fields = ("segments", "pairs", *["ref_logprobs"] * has_reference)
-    separable = variant not in SORTING_VARIANTS
-    # in variants that compare a pair with all others, pairs have no weights
-    optional_fields = ("pair_weights",) if separable else ()
+    is_separable = variant not in SORTING_VARIANTS
+    # pairs that are compared with all others have no weights
+    optional_fields = ("pair_weights",) if is_separable else ()
     return make(
         kind, _paired, summand, options, fields=fields, optional_fields=optional_fields, scope="segment", unit="pair",
-        separable=separable,
+        is_separable=is_separable,
     )  # fmt: skip
 
 
@@ -289,12 +288,12 @@ def pair_values(
     ld_alpha: float | None = None,
 ) -> Tensor:
     """Values [P] of a loss of pairs, without ``pair_weights``. ``eps``: label smoothing. ``has_reference``: scores are
-    relative to ``ref_logprobs``. ``margin``: subtracted from the difference of scores. ``tau``: of discopop. ``power``:
-    of ``transformed_scores``."""
+    relative to ``ref_logprobs``. ``margin`` is subtracted from ``beta`` times the difference of scores. ``tau`` is an
+    option of discopop, ``power`` of ``transformed_scores``."""
     if variant in SORTING_VARIANTS:
         first_scores, second_scores = sorted_scores(stats, batch, average, has_reference, variant == "aot")
     else:
-        token_scores = scores(stats, batch, has_reference)
+        token_scores = score_terms(stats, batch, has_reference)
         if ld_alpha is not None:
             token_scores = torch.where(is_past_shorter(batch), token_scores * ld_alpha, token_scores)
         max_exponent = MAX_EXPONENT / 2 if variant == "ipo" else MAX_EXPONENT  # IPO squares exponentials
@@ -333,8 +332,8 @@ def pair_values(
 
 
 def transformed_scores(scores: Tensor, power: float | None, max_exponent: float) -> Tensor:
-    """``(exp(power * x) - 1) / power`` of scores x, with exponents clamped to at most ``max_exponent``; x for ``power``
-    0; ``log 2 + logsigmoid(x)`` for None."""
+    """``(exp(power * x) - 1) / power`` of scores x, with exponents clamped to at most ``max_exponent``. Returns x for a
+    ``power`` of 0, and ``log 2 + logsigmoid(x)`` for a ``power`` of None."""
     if power is None:
         return math.log(2.0) + F.logsigmoid(scores)
     # for a power near 0 the value is x, and the division would lose the gradient
@@ -344,23 +343,25 @@ def transformed_scores(scores: Tensor, power: float | None, max_exponent: float)
 
 
 def is_past_shorter(batch: Batch) -> Tensor:
-    """Mask [n] of tokens whose position in their segment is past the length of the shortest segment in its pairs."""
+    """Mask [n] of the tokens that lie past the length of the shortest segment of all pairs of the token's segment."""
     segment_lengths = batch.segment_count()
     chosen, rejected = batch["pairs"].unbind(1)
     is_pair = (chosen >= 0) & (rejected >= 0)
     pair_lengths = torch.where(is_pair, torch.minimum(*values_of_pairs(segment_lengths, batch)), torch.inf)
-    shortest = segment_lengths
-    for segment in (chosen, rejected):
-        shortest = shortest.scatter_reduce(0, torch.where(is_pair, segment, 0), pair_lengths, "amin")
-    return batch.segment_place() >= batch.per_token(shortest)
+    shortest_lengths = segment_lengths
+    for segment_ids in (chosen, rejected):
+        shortest_lengths = shortest_lengths.scatter_reduce(
+            0, torch.where(is_pair, segment_ids, 0), pair_lengths, "amin"
+        )
+    return batch.segment_place() >= batch.per_token(shortest_lengths)
 
 
 def sorted_scores(
     stats: Stats, batch: Batch, average: bool, has_reference: bool, compares_policies: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns two vectors [P] whose numbers are paired by rank: the smallest of the first with the smallest of the
-    second, and so on, in the order of the first vector. The vectors are the chosen and the rejected scores; or if
-    ``compares_policies``, the policy's and the reference's differences of chosen and rejected scores."""
+    """Returns two vectors [P] of scores. The second is reordered so that two numbers at one index have the same rank in
+    their vectors. The vectors are the chosen and the rejected scores. If ``compares_policies``, they are differences of
+    chosen and rejected scores, under the policy and under the reference."""
     has_tokens = values_of_pairs(batch.segment_count() > 0, batch)
     is_counted = has_tokens[0] & has_tokens[1] & (batch["pairs"] >= 0).all(1)
     if compares_policies:
@@ -372,7 +373,7 @@ def sorted_scores(
         first_vector, second_vector = chosen - rejected, reference_chosen - reference_rejected
     else:
         first_vector, second_vector = values_of_pairs(
-            segment_totals(scores(stats, batch, has_reference), batch, average), batch
+            segment_totals(score_terms(stats, batch, has_reference), batch, average), batch
         )
     # pairs that do not count are sorted to the end of both vectors
     first_order = torch.where(is_counted, first_vector.detach(), torch.inf).sort(stable=True).indices

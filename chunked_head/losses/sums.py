@@ -1,8 +1,8 @@
-"""Losses that are sums over the vocabulary of a user's function of log-probabilities: the student's, and optionally a
-dense teacher's.
+"""Losses that sum a user's function over the vocabulary. The function takes log-probabilities of the student, and
+optionally of a dense teacher.
 
 The function and its slope (by autograd) are traced once into a graph of elementwise operations, and written as Triton
-source. Plain numbers that the function closes over are constants of the graph, which holds no tensor.
+source. Plain numbers that the function closes over are constants of the graph. The graph holds no tensor.
 """
 
 import functools
@@ -28,17 +28,17 @@ from .distillation import dense
 
 # a user's function f(log_p), f(log_p, log_q), f(log_p, options) or f(log_p, log_q, options)
 ElementwiseFunction = Callable[..., Tensor]
-SUM_FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # traced, by a key of the user's function
+SUM_FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # traced functions, by a key of the user's function
 CONSTANT_TYPES = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
-TRACED_LENGTHS = (5, 7)  # two sizes of the vocabulary at which a function is traced; its graphs must be equal
-MAX_DEPTH = 6  # levels of nested functions and tuples that a key has
+TRACED_VOCABS = (5, 7)  # two sizes of the vocabulary at which a function is traced; both graphs must be equal
+MAX_DEPTH = 6  # levels of nested functions and tuples that a key reads
 
 
 def sum_of(
     owner: str, function: ElementwiseFunction, options: Mapping[str, Any] | None, is_paired: bool | None = None
 ) -> Sum:
-    """The sum over the vocabulary of a user's function with ``options``. ``is_paired``: the function takes log_q too;
-    None: the number of its parameters decides. ``owner``: name of the public function, for errors. TypeError or
+    """The ``Sum`` over the vocabulary of a user's function with ``options``. ``is_paired``: the function takes log_q
+    too; None: its number of parameters decides. ``owner``: name of the public function, for errors. TypeError or
     ValueError for a function that cannot be traced."""
     if not callable(function):
         raise TypeError(f"{owner} takes a function of log-probabilities, got {function!r}")
@@ -65,8 +65,8 @@ def number_of_parameters(owner: str, function: ElementwiseFunction) -> int:
 
 
 def key_of(value: Any, depth: int = 0) -> Hashable:
-    """A key of a function, equal for functions of one code that read equal plain values and functions. If a function
-    reads anything else, its key equals no other key, since such a value may change unnoticed."""
+    """A key of a function. Functions of equal code that read equal plain values and functions have equal keys. The key
+    of a function that reads anything else equals no other key, since such a value may change unnoticed."""
     value_type = type(value)
     if value_type in CONSTANT_TYPES:
         return value_type, value
@@ -99,7 +99,7 @@ def is_constant(value: Any) -> bool:
 
 
 class SumWriter(Writer):
-    """A writer of a trace as Triton source: a function that returns a column's term and the term's slope."""
+    """Writes a traced function as Triton source: a function that returns the term of a column and the term's slope."""
 
     shape = "log_p.shape"
     # operations by exp2 and log2: as exact as p itself, in two thirds of the registers
@@ -114,7 +114,7 @@ class SumWriter(Writer):
         self.terms = [self.cast(node, torch.float32) for node in self.outputs]
 
     def read(self, node: fx.Node) -> str:
-        """The name of the argument that is an input of the trace."""
+        """The name of the argument for ``node``, an input of the trace."""
         return self.arguments[self.inputs[node]]
 
     def source(self, name: str) -> str:
@@ -129,7 +129,8 @@ def trace(owner: str, function: ElementwiseFunction, option_names: tuple[str, ..
     ValueError, with the reason, for a function that cannot be traced."""
 
     def terms_and_slopes(inputs: list[Tensor]) -> list[Tensor]:
-        """Terms [ids] and their slopes by log_p [ids], of log_p, log_q if paired, and the options' numbers []."""
+        """Returns the terms [ids], and their slopes by log_p [ids]. ``inputs``: log_p [ids], log_q [ids] if
+        ``is_paired``, then the options' numbers []."""
         log_p = inputs[0].detach().requires_grad_()
         log_arguments, numbers = (log_p, *inputs[1 : 1 + is_paired]), inputs[1 + is_paired :]
         with torch.enable_grad():
@@ -152,15 +153,14 @@ def trace(owner: str, function: ElementwiseFunction, option_names: tuple[str, ..
             (slopes,) = torch.autograd.grad(term_values, log_p, torch.ones_like(term_values), materialize_grads=True)
         return [term_values.detach(), slopes]
 
-    def graph_of(length: int) -> fx.GraphModule:
-        sample_logs = [torch.zeros([length], dtype=torch.float32, device="cpu") for _ in range(1 + is_paired)]
-        return traced(
-            terms_and_slopes, [*sample_logs, *[torch.ones([], dtype=torch.float32, device="cpu") for _ in option_names]]
-        )
+    def graph_of(vocab: int) -> fx.GraphModule:
+        sample_logs = [torch.zeros([vocab], dtype=torch.float32, device="cpu") for _ in range(1 + is_paired)]
+        sample_numbers = [torch.ones([], dtype=torch.float32, device="cpu") for _ in option_names]
+        return traced(terms_and_slopes, [*sample_logs, *sample_numbers])
 
     try:
         # a thread of its own: modes and hooks around the call do not reach the trace
-        graphs = [in_own_thread(functools.partial(graph_of, length)) for length in TRACED_LENGTHS]
+        graphs = [in_own_thread(functools.partial(graph_of, vocab)) for vocab in TRACED_VOCABS]
         sources = [SumWriter(graph, is_paired, len(option_names)).source("f") for graph in graphs]
         if sources[0] != sources[1]:
             raise ValueError("it depends on the number of ids")
@@ -180,16 +180,16 @@ def trace(owner: str, function: ElementwiseFunction, option_names: tuple[str, ..
 
 
 class TracedFunction:
-    """A traced function to call in PyTorch, on log-probabilities of any shape and dtype. Returns terms and slopes in
+    """A traced function to call in PyTorch, on log-probabilities of any shape and dtype. Returns terms and slopes of
     that shape. Log-probabilities are clamped to at least -1e4, so that ``p * log_p`` is 0 for p = 0. A slope that is
     nan at p = 0 is replaced by 0."""
 
     def __init__(self, graph: fx.Graph):
         self.graph, read_nodes = graph, set[fx.Node]()
-        # by node, the nodes that it is the last to read: their values are freed after it
-        self.last_uses: dict[fx.Node, list[fx.Node]] = {}
+        # for each node, its inputs that no later node reads: their values are freed once the node has run
+        self.last_inputs: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(graph.nodes):
-            self.last_uses[node] = [last_read for last_read in node.all_input_nodes if last_read not in read_nodes]
+            self.last_inputs[node] = [input_node for input_node in node.all_input_nodes if input_node not in read_nodes]
             read_nodes.update(node.all_input_nodes)
 
     def __call__(self, log_p: Tensor, log_q: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
@@ -202,14 +202,14 @@ class TracedFunction:
         for node in self.graph.nodes:
             if node.op == "call_function":
                 values_by_node[node] = self.result_of(node, values_by_node, log_p)
-                for last_read in self.last_uses[node]:
-                    del values_by_node[last_read]
+                for input_node in self.last_inputs[node]:
+                    del values_by_node[input_node]
         (output_node,) = self.graph.find_nodes(op="output")
         terms, slopes = (values_by_node[node].expand_as(log_p) for node in output_node.args[0])
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
 
     def result_of(self, node: fx.Node, values_by_node: dict[fx.Node, Any], block: Tensor) -> Any:
-        """The result of a node on the values of others; ``block``: a tensor of the shape and dtype of log_p."""
+        """The result of a node, from the values of its inputs. ``block``: a tensor of the shape and dtype of log_p."""
         operation_name, torch_function = name_of(node), node.target
         arguments: Any = fx.node.map_arg(node.args, lambda argument: values_by_node[argument])
         dtype = node.meta["val"].dtype
@@ -217,11 +217,8 @@ class TracedFunction:
         if operation_name in SAME_NUMBERS:
             return arguments[0].to(dtype)
         if operation_name in FILL_VALUES or operation_name in FILL_ARGUMENTS:
-            value = (
-                FILL_VALUES[operation_name]
-                if operation_name in FILL_VALUES
-                else arguments[FILL_ARGUMENTS[operation_name]]
-            )
+            is_constant_fill = operation_name in FILL_VALUES
+            value = FILL_VALUES[operation_name] if is_constant_fill else arguments[FILL_ARGUMENTS[operation_name]]
             return torch.full_like(block, value, dtype=dtype) if not isinstance(value, Tensor) else value
         assert callable(torch_function)
         return torch_function(*arguments, **node.kwargs)
@@ -240,8 +237,8 @@ def divergence(function: ElementwiseFunction, options: Mapping[str, float] | Non
     ``function(log_p, log_q)``, or with options ``function(log_p, log_q, options)``, returns a number for each id by
     elementwise operations of torch. The function and its slope (by autograd) are traced once into a kernel. ``options``
     are arguments of the kernel, so that new values compile nothing. Plain numbers that the function closes over are
-    constants of the kernel. ValueError for a function that cannot be traced, since it sums over ids, reads other
-    tensors or branches on values.
+    constants of the kernel. ValueError for a function that sums over ids, reads other tensors, branches on values, or
+    cannot be traced for another reason.
 
     Log-probabilities are clamped to at least -1e4, so that a probability of 0 times its logarithm is 0, and values are
     finite where student or teacher excludes an id. ``teacher``: ``TeacherOptions``. Fields are those of ``forward_kl``.
@@ -257,8 +254,8 @@ def vocabulary_sum(function: ElementwiseFunction, options: Mapping[str, float] |
         loss = losses.vocabulary_sum(lambda log_p: (2 * log_p).exp())  # sum of p squared, 1 less Tsallis' entropy
 
     ``function(log_p)``, or ``function(log_p, options)``, and ``options`` are as in ``divergence``. The target may be
-    None; of a target only ``ignore_index`` is read. For a function of such sums, as Renyi's entropy is, see
-    ``losses.custom(..., sums=...)``. ``summand``: ``SummandOptions``.
+    None; of a target only ``ignore_index`` is read. ``losses.custom(..., sums=...)`` takes functions of such sums, for
+    example Renyi's entropy. ``summand``: ``SummandOptions``.
     """
     vocab_sum = sum_of("losses.vocabulary_sum", function, options, False)
     statistics, sums_by_name = ("vocabulary_sum",), {"vocabulary_sum": vocab_sum}
@@ -270,8 +267,9 @@ def _vocabulary_sum(stats: Stats, batch: Batch) -> Tensor:
 
 
 def named_sums(owner: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, Sum]:
-    """Sums over the vocabulary by the names of their statistics. ``sums``: by name, a function or a pair ``(function,
-    options)``. ``statistics``: names that are taken. TypeError or ValueError for wrong names and functions."""
+    """Each ``Sum`` over the vocabulary, by the name of its statistic. ``sums``: by name, a function or a pair
+    ``(function, options)``. ``statistics``: names that are not free. TypeError or ValueError for wrong names and
+    functions."""
     if sums is not None and not isinstance(sums, Mapping):
         raise TypeError(f"sums of {owner} must be a mapping of names to functions, got {sums!r}")
     sums_by_name = {}

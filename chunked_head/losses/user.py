@@ -31,14 +31,14 @@ BASE_STATISTICS = ("logprob", "lse")
 def custom(
     function: Function,
     *,
-    scope: Scope,  # what a value depends on: its own token alone, or others too
-    needs: Iterable[str] | None = None,  # names of statistics; None: found by a run
+    scope: Scope,  # "token": a value depends on its own token alone; "segment": on other tokens too
+    needs: Iterable[str] | None = None,  # names of statistics; None: a run on made-up tokens finds them
     fields: Mapping[str, Field | str] | Iterable[str] | None = None,
-    unit: Unit = "token",  # of which the function returns one value each
+    unit: Unit = "token",  # what has one value: a token, a segment or a pair
     name: str | None = None,
     check: bool = True,  # the function runs on made-up tokens first
     options: Mapping[str, Any] | None = None,  # the function's keyword arguments
-    tensors: Mapping[str, Tensor] | None = None,  # [vocab] each, further keyword arguments
+    tensors: Mapping[str, Tensor] | None = None,  # tensors [vocab], further keyword arguments of the function
     teacher: Teacher | None = None,
     sums: Mapping[str, Any] | None = None,  # functions to sum over the vocabulary, by statistic
     **summand: Any,
@@ -56,23 +56,24 @@ def custom(
 
     ``scope``: ``"token"`` if a token's value depends on its own statistics and fields only, so that the values of a
     slice of the tokens can be computed from that slice; ``"segment"`` if it depends on other tokens
-    (``batch.segment_sum`` and others). Then the statistics of all tokens are made first, and logits are computed twice.
+    (``batch.segment_sum`` and others). With ``"segment"`` the statistics of all tokens are made first, and logits are
+    computed twice.
 
     When the loss is made, the function runs on made-up tokens with every field. This shows which statistics (``needs``)
     and which ``fields`` the function reads. A field is optional if the function also runs without it. With
-    ``scope="token"``, ValueError unless two unequal pieces of the tokens have the values and gradients of all tokens at
-    once. ``fields={"my_weights": "token"}`` declares fields that the library does not have, and a dense teacher's
-    tensors; the value is a ``losses.Field`` if the field is not floating or has further dimensions. ``needs`` adds
-    statistics that the function reads in some calls only. With ``check=False`` the function does not run on made-up
-    tokens: then ``needs`` and ``fields`` have to name all that it reads, and the call must have a target.
+    ``scope="token"`` the function also runs on two pieces of the tokens. ValueError if values or gradients differ from
+    those of all tokens at once. ``fields={"my_weights": "token"}`` declares fields that the library does not have, and
+    a dense teacher's tensors. The kind is a ``losses.Field`` if the field is not floating or has further dimensions.
+    ``needs`` adds statistics that the function reads in some calls only. With ``check=False`` the function does not run
+    on made-up tokens. Then ``needs`` and ``fields`` have to name all that the function reads, and the call must have a
+    target.
 
-    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics: sums over the vocabulary of a function of
-    ``log_p``, as ``losses.vocabulary_sum`` takes it, or of ``log_p`` and ``log_q``, as ``losses.divergence`` takes it.
-    A value may be a pair ``(function, options)``.
+    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics, each the sum over the vocabulary of a function of
+    ``log_p`` (see ``losses.vocabulary_sum``), or of ``log_p`` and ``log_q`` (see ``losses.divergence``). In place of a
+    function there may be a pair ``(function, options)``.
 
-    ``options`` and ``tensors`` are keyword arguments of the function. ``teacher``: the options by which a dense
-    teacher's logits become its distribution. ``summand``: ``SummandOptions``. TypeError or ValueError for wrong
-    arguments.
+    ``options`` and ``tensors`` are keyword arguments of the function. ``teacher``: options that turn the logits of a
+    dense teacher into its distribution. ``summand``: ``SummandOptions``. TypeError or ValueError for wrong arguments.
     """
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
@@ -84,12 +85,8 @@ def custom(
     if unit != "token" and scope == "token":
         raise ValueError(f'{loss_name} has values per {unit}, which need all tokens: scope="segment"')
     declared_names, extra_fields = declared_fields(loss_name, fields)
-    needed_statistics, required_fields, optional_fields, reads_target = (
-        set(needs or ()),
-        set(declared_names),
-        set[str](),
-        True,
-    )
+    needed_statistics, reads_target = set(needs or ()), True
+    required_fields, optional_fields = set(declared_names), set[str]()
     if unknown_names := sorted(needed_statistics - {*BASE_STATISTICS, *STATISTICS, *DENSE_STATISTICS}):
         raise ValueError(
             f"needs of {loss_name}: there is no statistic {unknown_names[0]!r}; there are "
@@ -113,7 +110,7 @@ def custom(
     if needed_statistics & set(DENSE_STATISTICS) or any(
         vocab_sum.function.is_paired for vocab_sum in sums_by_name.values()
     ):
-        optional_fields |= set(TEACHER_FIELDS)  # each call has either the logits or the others
+        optional_fields |= set(TEACHER_FIELDS)  # a call has the teacher's logits, or its hidden states and weight
         teacher = teacher or Teacher()
         if "jsd" in needed_statistics and teacher.beta is None:
             raise ValueError(
@@ -132,7 +129,7 @@ def custom(
         optional_fields=tuple(sorted(optional_fields - required_fields)),
         extra_fields=extra_fields,
         scope=scope,
-        separable=scope == "token",
+        is_separable=scope == "token",
         unit=unit,
         reads_target=reads_target,
     )
@@ -144,8 +141,8 @@ FUNCTION_LOSS_MAKERS.append(lambda function: custom(function, scope="token"))
 def declared_fields(
     loss_name: str, fields: Mapping[str, Field | str] | Iterable[str] | None
 ) -> tuple[tuple[str, ...], dict[str, Field]]:
-    """Returns the names of the declared fields, and a ``Field`` by name for those that ``FIELDS`` lacks. TypeError or
-    ValueError for wrong declarations."""
+    """Returns the names of the declared fields, and by name the ``Field`` of each field that ``FIELDS`` lacks.
+    TypeError or ValueError for wrong declarations."""
     if isinstance(fields, str):
         raise TypeError(f"fields of {loss_name} must be a mapping or several names, got {fields!r}")
     if not isinstance(fields, Mapping):

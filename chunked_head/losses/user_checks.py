@@ -1,5 +1,5 @@
-"""Checks of a user's function on made-up tokens. They find the statistics and fields that the function reads, and raise
-if its values do not fit its scope and unit."""
+"""Runs of a user's function on made-up tokens. A run finds the statistics and fields that the function reads. A run
+raises if the function's values do not fit its scope and unit."""
 
 import functools
 import itertools
@@ -26,15 +26,13 @@ CONSTANT_TYPES = (type(None), bool, int, complex, str, bytes, torch.dtype, torch
 MAX_CONTENTS = 64  # closure values and defaults of a function that ``content_key`` reads
 MAX_DEPTH = 6  # levels of nesting that ``content_key`` reads
 MAX_ITEMS = 8  # items of a list or dict that ``content_key`` reads; a longer one may grow at every call
-CHECK_RESULTS: Cache[Hashable, Any] = Cache(
-    256
-)  # results of checks, by ``content_key`` of the function and the check's key
+CHECK_RESULTS: Cache[Hashable, Any] = Cache(256)  # by ``content_key`` of the function and ``check_key``
 
 
 def content_key(value: Any, depth: int = 0) -> Hashable:
-    """A key of a value, or of a function with its closure and defaults. Keys are equal for equal code, types and plain
-    values. The key of a float has its sign and whether it is finite; that of a tensor has dtype, device and number of
-    dimensions; that of any other object is the object."""
+    """A key of a value, or of a function with its closure and defaults. Equal code, types and plain values have equal
+    keys. The key of a float is its sign and whether it is finite. The key of a tensor is its dtype, device and number
+    of dimensions. The key of any other object is a weak reference to the object."""
     value_type = type(value)
     if value_type in CONSTANT_TYPES:
         return value_type, value
@@ -42,7 +40,7 @@ def content_key(value: Any, depth: int = 0) -> Hashable:
         return value_type, math.isfinite(value), (value > 0) - (value < 0)
     if isinstance(value, Tensor):
         return "tensor", value.dtype, value.device, value.dim()
-    contents: tuple[Any, ...] | None = None  # values of whose keys the key is made; None: the key is of the object
+    contents: tuple[Any, ...] | None = None  # values whose keys make up the key; None: the key is a weak reference
     if value_type is FunctionType:
         cell_contents = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
         globals_read = [value.__globals__.get(name) for name in value.__code__.co_names]
@@ -69,10 +67,10 @@ def content_key(value: Any, depth: int = 0) -> Hashable:
 
 
 def device_of(key: Hashable) -> torch.device:
-    """The device of the tensors in a key of ``content_key``. Without tensors: the GPU if CUDA is initialised, else the
-    CPU."""
+    """A device to run a function on, whose ``content_key`` is ``key``: the first accelerator that holds a tensor of the
+    key. Without tensors the GPU if CUDA is initialised; else the CPU."""
     key_entries = [key]
-    for key_entry in key_entries:  # the loop appends to ``entries``
+    for key_entry in key_entries:  # the loop appends to ``key_entries``
         key_entries += key_entry if isinstance(key_entry, tuple) else ()
     key_devices = [key_entry for key_entry in key_entries if isinstance(key_entry, torch.device)]
     other_devices = [device for device in key_devices if device.type not in ("cpu", "meta")]
@@ -103,8 +101,8 @@ RANK_PIECES = (slice(0, 9), slice(9, NUM_TOKENS))  # tokens of two made-up ranks
 
 
 class MadeUpTokens:
-    """Made-up statistics and fields of NUM_TOKENS tokens. As in a call they are 0 (ids -1) where a token does not
-    count.
+    """Made-up statistics and fields of NUM_TOKENS tokens. As in a call, both are 0 (segment ids -1) where a token does
+    not count.
 
     ``tensors``: copies of the loss's tensors. The length of the first tensor is the size of the made-up vocabulary."""
 
@@ -155,30 +153,33 @@ class MadeUpTokens:
         self.upstream = (rand(NUM_TOKENS, device="cpu") + 0.5).to(device)
 
     def fields_of(self, piece: slice) -> dict[str, Tensor]:
-        """Fields of the tokens ``piece``."""
+        """Fields by name, of the tokens in the slice ``piece``."""
         return {name: value[piece] if name in self.per_token else value for name, value in self.fields.items()}
 
 
 def shared_result(
-    measure: Measure, question: Hashable, extra_fields: Mapping[str, Field], find: Callable[[MadeUpTokens], CheckResult]
+    measure: Measure,
+    check_key: Hashable,
+    extra_fields: Mapping[str, Field],
+    check: Callable[[MadeUpTokens], CheckResult],
 ) -> CheckResult:
-    """The result of ``find`` on made-up tokens, cached by ``question`` and by the ``content_key`` of the measure's
+    """The result of ``check`` on made-up tokens, cached by ``check_key`` and by the ``content_key`` of the measure's
     function, options and tensors.
 
-    Modes around the call (inference mode, no_grad, a default device) have no effect in ``find``, and the global random
+    Modes around the call (inference mode, no_grad, a default device) have no effect in ``check``, and the global random
     states do not change."""
     tensors = measure.tensors if isinstance(measure, Summand) else {}
     values_key = content_key((measure.function, measure.options, tensors))
 
-    def find_undisturbed() -> CheckResult:
+    def check_undisturbed() -> CheckResult:
         device = device_of(values_key)
         forked_devices, device_type = ([], "cuda") if device.type == "cpu" else ([device], device.type)
         forked_random_states = torch.random.fork_rng(forked_devices, device_type=device_type)
         with torch.inference_mode(False), torch.enable_grad(), forked_random_states, device:
-            return find(MadeUpTokens(tensors, extra_fields, measure.sums, device))
+            return check(MadeUpTokens(tensors, extra_fields, measure.sums, device))
 
-    key = values_key, question, tuple(measure.sums), tuple(sorted(extra_fields.items()))
-    result: CheckResult = CHECK_RESULTS.get_or_make(key, find_undisturbed)
+    key = values_key, check_key, tuple(measure.sums), tuple(sorted(extra_fields.items()))
+    result: CheckResult = CHECK_RESULTS.get_or_make(key, check_undisturbed)
     return result
 
 
@@ -194,9 +195,9 @@ def are_close(a: Tensor, b: Tensor) -> bool:
 
 
 def check_pieces(owner: str, measure: Measure, sample: MadeUpTokens) -> tuple[set[str], set[str]]:
-    """Returns the names of the statistics that a function reads, and those of the fields. ValueError if it does not
-    return one value per unit; or if, with scope "token", values or gradients of two pieces differ from those of all
-    tokens at once."""
+    """Returns the set of names of statistics and the set of names of fields that a function reads. ValueError if the
+    function does not return one value per unit. With scope "token", ValueError if two pieces of the tokens have other
+    values or gradients than all tokens at once."""
     results_at_once, statistics, read_fields = values_on_sample(owner, measure, sample, ALL_TOKENS)
     pieces = [values_on_sample(owner, measure, sample, piece)[0] for piece in TOKEN_PIECES if measure.scope == "token"]
     for quantity, values in results_at_once.items():
@@ -213,15 +214,15 @@ def check_pieces(owner: str, measure: Measure, sample: MadeUpTokens) -> tuple[se
 @breaks_graph
 def check_metric(metric: Measure) -> None:
     """Raises ValueError if a user's metric fails ``check_pieces``."""
-    owner, question = f"metrics.Metric({metric.label!r})", ("metric", metric.scope, metric.unit)
-    shared_result(metric, question, metric.extra_fields, lambda sample: check_pieces(owner, metric, sample))
+    owner, check_key = f"metrics.Metric({metric.label!r})", ("metric", metric.scope, metric.unit)
+    shared_result(metric, check_key, metric.extra_fields, lambda sample: check_pieces(owner, metric, sample))
 
 
 def reads_of(owner: str, summand: Summand, extra_fields: Mapping[str, Field]) -> ReadNames:
     """Names of the statistics, required fields and optional fields that a loss's function reads on made-up tokens. A
-    field is optional if the function also runs without it. ValueError as in ``check_pieces``."""
+    field is optional if the function also runs without it. ValueError where ``check_pieces`` raises."""
 
-    def find(sample: MadeUpTokens) -> ReadNames:
+    def names_read(sample: MadeUpTokens) -> ReadNames:
         statistics, read_fields = check_pieces(owner, summand, sample)
         required_fields = set[str]()
         for name in (*read_fields, "target"):
@@ -231,43 +232,42 @@ def reads_of(owner: str, summand: Summand, extra_fields: Mapping[str, Field]) ->
                 required_fields.add(name)
         return statistics, required_fields, read_fields - required_fields
 
-    return shared_result(summand, (summand.scope, summand.unit), extra_fields, find)
+    return shared_result(summand, (summand.scope, summand.unit), extra_fields, names_read)
 
 
 def values_on_sample(
     owner: str, measure: Measure, sample: MadeUpTokens, piece: slice, left_out_field: str = ""
 ) -> tuple[dict[str, Tensor], set[str], set[str]]:
-    """Runs a function on the tokens ``piece`` of a sample.
+    """Runs a function on the tokens in the slice ``piece`` of a sample.
 
-    Returns three results: by name, its values, and for a loss the gradients of their weighted sum; the names of the
-    statistics that it has read; those of the fields. ``left_out_field``: name of a field to leave out, or "target".
-    ValueError if the function raises or returns wrong values.
+    Returns a dict of tensors, the names of the statistics that the function has read, and the names of the fields. The
+    tensors are the values and, for a loss, the gradients of a weighted sum of the values. ``left_out_field``: name of a
+    field to leave out, or "target". ValueError if the function raises or returns wrong values.
     """
     is_loss = isinstance(measure, Summand)
-    leaves = {name: value[piece].detach().clone() for name, value in sample.stats.items()}
+    statistics = {name: value[piece].detach().clone() for name, value in sample.stats.items()}
     differentiable_leaves = {
-        name: leaf for name, leaf in leaves.items() if is_loss and name not in STATISTICS_WITHOUT_GRADIENT
+        name: leaf for name, leaf in statistics.items() if is_loss and name not in STATISTICS_WITHOUT_GRADIENT
     }
     for leaf in differentiable_leaves.values():
         leaf.requires_grad_()
-    stats, num_tokens, unit = Stats(leaves), piece.stop - piece.start, measure.unit
+    stats, num_tokens, unit = Stats(statistics), piece.stop - piece.start, measure.unit
     fields = {name: value for name, value in sample.fields_of(piece).items() if name != left_out_field}
     batch = Batch(fields, sample.target[piece], NUM_SEGMENTS, sample.vocab)
     if left_out_field == "target":
         del batch.target
     try:
         values = measure.values(stats, batch, sample.tensors)
-        if (
-            unknown_fields := batch.read - sample.fields.keys() - {"target"}
-        ):  # reads by ``get`` or ``in``, which raise nothing
+        # ``get`` and ``in`` read a field that does not exist without an error
+        if unknown_fields := batch.names_read - sample.fields.keys() - {"target"}:
             raise KeyError(f"there is no field {min(unknown_fields)!r}")
     except Exception as error:
-        if unknown_fields := batch.read - sample.fields.keys() - {"target"}:
+        if unknown_fields := batch.names_read - sample.fields.keys() - {"target"}:
             declaration = f"fields={{{min(unknown_fields)!r}: 'token'}}"
-            as_loss = f"losses.custom(function, scope={measure.scope!r}, {declaration})"
+            loss_call = f"losses.custom(function, scope={measure.scope!r}, {declaration})"
             raise ValueError(
                 f"{owner} reads batch[{min(unknown_fields)!r}], a field that is not the library's; declare it, and its "
-                "kind: " + (as_loss if is_loss else f"metrics.Metric(name, function, {declaration})")
+                "kind: " + (loss_call if is_loss else f"metrics.Metric(name, function, {declaration})")
             ) from error
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(
@@ -294,7 +294,7 @@ def values_on_sample(
         result_in_words = f"[{unit_in_words}] = ({num_values},) here; got {tuple(values.shape)}{remedy}"
         raise ValueError(f"{owner} must return one value per {unit}, {result_in_words}")
     if not differentiable_leaves:
-        return {"values": values.float()}, stats.read, batch.read
+        return {"values": values.float()}, stats.names_read, batch.names_read
     if not values.requires_grad:
         raise ValueError(
             f"{owner} has values without a gradient: it must depend on a statistic that is not detached. What is only "
@@ -310,23 +310,23 @@ def values_on_sample(
     gradients_by_name = {
         f"gradients to stats.{name}": grad for name, grad in zip(differentiable_leaves, gradient_list, strict=True)
     }
-    return {"values": values.detach()} | gradients_by_name, stats.read, batch.read
+    return {"values": values.detach()} | gradients_by_name, stats.names_read, batch.names_read
 
 
 # ---- checks of losses and metrics of segments, where ranks hold different tokens
 
 
 class RankLocalSums:
-    """Stand-in for ``RankSums`` on one of two made-up ranks. ``local_sums``: this rank's sums over segments, in the
-    order in which the function asks for them. ``sums``: sums over both ranks' tokens in that order, which
-    ``segment_sum`` returns. Once all of them are returned, it returns this rank's sums."""
+    """Stand-in for ``RankSums`` on one of two made-up ranks. ``segment_sum`` appends the rank's sums over segments to
+    ``local_sums``, and returns the next of ``global_sums``, which are sums over both ranks' tokens. When none is left,
+    it returns the rank's sums."""
 
-    def __init__(self, sums: list[Tensor]):
-        self.counts, self.sums, self.local_sums = dict[str, Tensor](), iter(sums), list[Tensor]()
+    def __init__(self, global_sums: list[Tensor]):
+        self.counts, self.global_sums, self.local_sums = dict[str, Tensor](), iter(global_sums), list[Tensor]()
 
-    def segment_sum(self, local_sums: Tensor) -> Tensor:
-        self.local_sums.append(local_sums)
-        return next(self.sums, local_sums)
+    def segment_sum(self, rank_sums: Tensor) -> Tensor:
+        self.local_sums.append(rank_sums)
+        return next(self.global_sums, rank_sums)
 
 
 def check_over_ranks(
@@ -334,11 +334,11 @@ def check_over_ranks(
 ) -> None:
     """ValueError if the values of a user's loss or metric change when two ranks share the made-up tokens. ``kind``:
     "loss" or "metric", for the error."""
-    if measure.builtin or measure.scope != "segment":
+    if measure.is_builtin or measure.scope != "segment":
         return
-    question = "ranks", measure.unit, field_names
+    check_key = "ranks", measure.unit, field_names
     if not shared_result(
-        measure, question, field_kinds, lambda sample: has_rank_independent_values(measure, sample, field_names)
+        measure, check_key, field_kinds, lambda sample: has_rank_independent_values(measure, sample, field_names)
     ):
         raise ValueError(
             f"{kind} {measure.label} has other values where a segment's tokens lie on two ranks: it puts tokens "
@@ -348,15 +348,14 @@ def check_over_ranks(
 
 
 def has_rank_independent_values(measure: Measure, sample: MadeUpTokens, field_names: frozenset[str]) -> bool:
-    """True if the values on two ranks, whose sums over segments are added, are those of all tokens at once."""
+    """True if two ranks that add up their sums over segments get the values of all tokens at once."""
 
-    def values_of(piece: slice, segment_sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        fields, rank_sums = sample.fields_of(piece), RankLocalSums(segment_sums)
+    def values_of(piece: slice, global_sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        fields, rank_sums = sample.fields_of(piece), RankLocalSums(global_sums)
         fields = {name: fields[name] for name in fields.keys() & field_names}
         batch = Batch(fields, sample.target[piece], NUM_SEGMENTS, sample.vocab, rank_sums)
         stats = Stats({name: value[piece] for name, value in sample.stats.items()})
-        values_by_rank = measure.values(stats, batch, sample.tensors)
-        return values_by_rank.detach(), rank_sums.local_sums
+        return measure.values(stats, batch, sample.tensors).detach(), rank_sums.local_sums
 
     try:
         values_at_once, segment_sums = values_of(ALL_TOKENS, [])

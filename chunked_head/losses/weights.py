@@ -1,9 +1,9 @@
 """Normalisers and token weights as arguments of a loss: ``losses.grpo(**weights.sequence_mean(mask))``.
 
 A loss is ``sum(m w l) / D``, where m is 1 if a token counts, else 0. Each function returns the options ``normalizer`` D
-and, unless all w are 1, ``token_weights`` w in the target's shape. Counts are arguments: pass those over all
-micro-batches and ranks of a step (one all-reduce), so that the losses of all micro-batches and ranks add up to the
-loss of the step. The host never waits for the device.
+and, unless all w are 1, ``token_weights`` w in the target's shape. Counts are arguments. Pass counts over all
+micro-batches and ranks of a step (one all-reduce): then the losses of all micro-batches and ranks add up to the loss of
+the step. The host never waits for the device.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ def token_mean(total: float | Tensor) -> dict[str, Any]:
 
 
 def bnpo() -> dict[str, Any]:
-    """``m / max(sum(m), 1)`` over the tokens of this call: BNPO, and the default of a loss. The sum over micro-batches
-    depends on how a step is divided into them."""
+    """``m / max(sum(m), 1)`` over the tokens of this call: BNPO, and the default of a loss. The loss of a step depends
+    on how the step is divided into micro-batches."""
     return {}
 
 
@@ -40,8 +40,8 @@ def sequence_mean(
     is true and if, with ``shift=k``, it is not among the first k of a row, which no hidden state predicts. ``segments``
     int, in the shape of ``mask``: ids of sequences below ``num_segments``, or -1 for tokens of no sequence, whose
     weight is 0. Without ``segments`` each row of the last dimension is a sequence. ``D`` is ``num_sequences``, the
-    number of sequences of the whole step; None: the number of those of this call, which with ``empty="excluded"``
-    leaves out sequences without a token that counts. TypeError or ValueError for wrong arguments.
+    number of sequences of the whole step; None: the number of sequences of this call. ``empty="excluded"`` leaves out
+    of the latter the sequences without a token that counts. TypeError or ValueError for wrong arguments.
     """
     function_name = "weights.sequence_mean"
     choice(function_name, "empty", empty, ("counted", "excluded"))
@@ -56,7 +56,7 @@ def sequence_mean(
                 f"num_segments of {function_name} goes with segments; without, rows are sequences: leave it out"
             )
         token_counts = mask.sum(-1, dtype=sum_dtype)
-        per_token = token_counts.unsqueeze(-1)
+        counts_at_tokens = token_counts.unsqueeze(-1)
     else:
         check_tensor(f"segments of {function_name}", segments, optional=False)
         if segments.dtype not in (torch.int64, torch.int32):
@@ -70,8 +70,8 @@ def sequence_mean(
             )
         mask = mask & (segments >= 0)
         (token_counts,) = _segment_sums(mask, segments, num_segments, mask)
-        per_token = token_counts[torch.where(mask, segments, 0).long()]
-    token_weights = torch.where(mask, 1.0 / per_token.clamp(min=1.0), 0.0)
+        counts_at_tokens = token_counts[torch.where(mask, segments, 0).long()]
+    token_weights = torch.where(mask, 1.0 / counts_at_tokens.clamp(min=1.0), 0.0)
     if num_sequences is not None:
         normalizer = _checked_count("sequence_mean", "num_sequences", num_sequences)
     else:
@@ -95,13 +95,13 @@ def wpo(
     logprobs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor, segments: Tensor, num_segments: int, pairs: Tensor
 ) -> Tensor:
     """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827). The weight of a segment is ``exp`` of the mean of
-    ``logprob - log sum_j p_j^2`` over its tokens; that of a pair is the product of those of its segments, or 0 if it
-    has an id below 0.
+    ``logprob - log sum_j p_j^2`` over its tokens. The weight of a pair is the product of the weights of its segments,
+    or 0 if the pair has an id below 0.
 
-    ``logprobs`` and ``log_sum_sq_probs`` are results of ``linear_logprobs(..., log_sum_sq_probs=True)`` under
-    ``torch.no_grad()``, in target's shape. In that shape too: ``mask`` bool, true where a token counts, and
-    ``segments`` int, ids below ``num_segments``, or -1 for tokens of no segment. ``pairs`` [P, 2]. ValueError for wrong
-    arguments.
+    The first four arguments have the target's shape. ``logprobs`` and ``log_sum_sq_probs`` are results of
+    ``linear_logprobs(..., log_sum_sq_probs=True)`` under ``torch.no_grad()``. ``mask`` is bool, true where a token
+    counts. ``segments`` int: ids below ``num_segments``, or -1 for tokens of no segment. ``pairs`` [P, 2]. ValueError
+    for wrong arguments.
     """
     for name, value in (("logprobs", logprobs), ("log_sum_sq_probs", log_sum_sq_probs)):
         if value.shape != mask.shape or not value.is_floating_point():
@@ -112,15 +112,15 @@ def wpo(
     counts_in_segment = mask & (segments >= 0)
     if counts_in_segment.device.type == "cpu" and not is_traced():
         check_logprobs("logprobs of weights.wpo", logprobs[counts_in_segment])
-    alignment = torch.where(counts_in_segment, logprobs - log_sum_sq_probs, 0.0)
-    aligned_sums, token_counts = _segment_sums(counts_in_segment, segments, num_segments, alignment, counts_in_segment)
-    segment_weights = (aligned_sums / token_counts.clamp(min=1.0)).exp().to(logprobs.dtype)
+    log_weights = torch.where(counts_in_segment, logprobs - log_sum_sq_probs, 0.0)
+    log_sums, token_counts = _segment_sums(counts_in_segment, segments, num_segments, log_weights, counts_in_segment)
+    segment_weights = (log_sums / token_counts.clamp(min=1.0)).exp().to(logprobs.dtype)
     return torch.where((pairs >= 0).all(1), segment_weights[pairs.clamp(min=0)].prod(1), 0.0)
 
 
 def _segment_sums(is_counted: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
-    """Sums [num_segments] of each of ``values`` over the tokens where ``is_counted``, in float64, so that the order in
-    which a GPU adds does not change float32 results."""
+    """Sums [num_segments] of each of ``values`` over the tokens where ``is_counted`` is true. Sums are float64, so that
+    the order in which a GPU adds does not change float32 results."""
     # tokens of no segment go into an extra segment at the end, which is dropped
     segment_ids = torch.where(is_counted, segments, num_segments).flatten().long()
     zeros = torch.zeros(num_segments + 1, dtype=_sum_dtype(is_counted), device=is_counted.device)
@@ -133,8 +133,8 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _checked_count(function_name: str, argument: str, value: Any) -> float | Tensor:
-    """``value``, an argument of a function of ``weights``. TypeError or ValueError unless it is a number of at least 0,
-    or a 0-d tensor."""
+    """Returns ``value``, an argument of a function of this module. TypeError or ValueError unless ``value`` is a number
+    of at least 0 or a 0-d tensor."""
     if isinstance(value, Tensor):
         check_factor(f"{argument} of weights.{function_name}", value)
     else:

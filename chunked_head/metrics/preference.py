@@ -12,7 +12,7 @@ from ..losses.batch import Batch, Stats
 from ..losses.preference import (
     MAX_EXPONENT,
     is_past_shorter,
-    scores,
+    score_terms,
     segment_totals,
     transformed_scores,
     values_of_pairs,
@@ -102,13 +102,14 @@ def segment_scores(
 ) -> Tensor:
     """Scores [num_segments] of segments, which all metrics of a call share."""
     key = id(stats), average, has_reference, power, ld_alpha
-    if key not in batch.memo:
-        token_scores = scores(stats, batch, has_reference)
+    if key not in batch.shared_values:
+        token_scores = score_terms(stats, batch, has_reference)
         if ld_alpha is not None:
             token_scores = torch.where(is_past_shorter(batch), token_scores * ld_alpha, token_scores)
+        totals = segment_totals(token_scores, batch, average)
         # beside the statistics, which stay alive, so that no other object gets their id
-        batch.memo[key] = stats, transformed_scores(segment_totals(token_scores, batch, average), power, MAX_EXPONENT)
-    return batch.memo[key][1]
+        batch.shared_values[key] = stats, transformed_scores(totals, power, MAX_EXPONENT)
+    return batch.shared_values[key][1]
 
 
 # options of rewards that replace those of the loss, by loss. TRL's rewards of DPO are sums of log-ratios for all

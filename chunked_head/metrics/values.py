@@ -101,7 +101,7 @@ class Metric(Measure):
     @functools.cached_property
     def signature(self) -> Hashable:
         """A key that is equal for metrics that differ in numbers at most."""
-        return self.key, self.reads, self.finish
+        return self.key, self.inputs_key, self.finish
 
     @property
     def ids(self) -> str:

@@ -45,7 +45,7 @@ class RankSums:
 
     parallel: TokenParallel
     counts: Mapping[str, Tensor]  # [num_segments] fp32, by field of segment ids: number of tokens that count
-    totals: Mapping[Summand, Tensor]  # denominators of losses that have a ``counted`` function
+    totals: Mapping[Summand, Tensor]  # denominators of losses that have ``denominator_terms_of``
 
     def segment_sum(self, local_sums: Tensor) -> Tensor:
         """The sum over ranks of ``local_sums`` [num_segments], this rank's sums over segments."""

@@ -100,7 +100,7 @@ BROAD = {
     ("compile.operation", "execute"): "notes what lies in the caller's buffer, and raises it on",
     ("integrations.cut_cross_entropy", "translated"): "names the option as the other library does",
     ("integrations.huggingface.layout", "layout_by_trial"): "says what a head's own forward raises, and is left",
-    ("losses.user_checks", "find"): "finds out whether a user's function runs without a field",
+    ("losses.user_checks", "names_read"): "finds out whether a user's function runs without a field",
     ("losses.user_checks", "values_on_sample"): "names the loss whose function raised",
 }
 

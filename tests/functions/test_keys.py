@@ -123,7 +123,7 @@ def test_kernels_of_the_arithmetic(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
     def watched(structure: Structure, *inputs: Any) -> Any:
         code = structure.split[0]
-        if structure.builtin and code not in seen:
+        if structure.is_builtin and code not in seen:
             seen.add(code)
             anew = fresh(structure)
             with reads.of(Structure, Summand, Metric, Inputs):
