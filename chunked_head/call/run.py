@@ -253,7 +253,7 @@ class BackwardWork:
         work, objective, buffer, loss_upstream = self.work, self.work.objective, self.work.gradient_buffer, upstream[0]
         try:
             if buffer is not None:
-                buffer.check_there()
+                buffer.check_attribute()
             stats = self.stats or RowStats.from_dict(dict(zip(self.names, saved, strict=False)))
             if grads is not None and (plan := work.plan) is not None and plan.has_unit_rows:
                 if all(gradient is None for gradient in upstream[1:]):

@@ -39,9 +39,9 @@ class StreamsBuffer(GradientBuffer):
         gradients."""
         self.fresh = self.fresh and not len(work.objective.targets)
         if grads is not None:
-            grads.without_weight()
+            grads.drop_weight()
 
-    def handed_over(self) -> None:
+    def result(self) -> None:
         """Returns None as one stream's gradient of the weight, which the backward of all streams returns once."""
 
     def finished(self, backwards: Sequence[BackwardWork], upstream: Grads, has_late_gradients: bool) -> Tensor:

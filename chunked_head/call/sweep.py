@@ -76,7 +76,7 @@ class LocalWork:
     def softmax_targets(self) -> Tensor:
         """[tokens] int64: ``local_targets``, but -1 for tokens whose softmax is over a set of columns."""
         column_sets, targets = self.objective.column_sets, self.local_targets
-        return targets if column_sets is None else targets.masked_fill(column_sets.has, -1)
+        return targets if column_sets is None else targets.masked_fill(column_sets.has_set, -1)
 
     @functools.cached_property
     def column_sets(self) -> Kept | None:
@@ -144,7 +144,7 @@ class HeadWork(LocalWork):
             if self.plan.e4m3_gradients and sizes.hidden_grad:
                 transpose, fp8_weight = self.backend.transposed, self.fp8_weight
                 fp8 = fp8._replace(
-                    transposed=transpose(fp8.weight.values) if fp8_weight is None else fp8_weight.transposed(transpose)
+                    transposed=transpose(fp8.weight.values) if fp8_weight is None else fp8_weight.transpose(transpose)
                 )
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets, fp8)
 

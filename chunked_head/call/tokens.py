@@ -370,7 +370,7 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     )
     if not reading_is_free(targets):
         return column_sets
-    missing_count = int(((targets >= 0) & ~column_sets.has).sum())
+    missing_count = int(((targets >= 0) & ~column_sets.has_set).sum())
     if tokens.one_or_nan.isnan():
         if offsets is not None and (offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any()):
             raise ValueError(

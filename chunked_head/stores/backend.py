@@ -1,5 +1,4 @@
-"""``Backend``: the functions that compute, as torch operations for every device. ``triton/backend.py`` replaces them by
-Triton kernels."""
+"""The backend of torch operations, and the choice of a call's backend."""
 
 import importlib
 import importlib.util
@@ -20,12 +19,15 @@ from .store import LogitsStore, MatmulStore, Store, outputs_of
 
 
 class Backend:
-    """The functions that compute, as torch operations on every device; ``TritonBackend`` replaces them by kernels."""
+    """The functions that read and write tensors of a call. Here they are torch operations, which run on every device;
+    ``TritonBackend`` has kernels."""
 
     name = "torch"
-    recording: Callable[..., Any] | None = None  # listens to a sweep, ``kernels/common/recording.py``
-    bounds_rows = False  # some stores have matmuls that stop at a number of rows which only the device knows
-    grad_store: type[MatmulStore] = LogitsStore  # of recomputed tiles whose matmul stores dlogits
+    recording: Callable[..., Any] | None = (
+        None  # context manager that records the launches of a sweep; None: no kernels
+    )
+    bounds_rows = False  # True: some stores have matmuls that stop at a number of rows that only the device knows
+    grad_store: type[MatmulStore] = LogitsStore  # the store of recomputed tiles whose matmul writes dlogits
     read_targets = staticmethod(functions.read_targets)
     read_fields = staticmethod(functions.read_fields)
     clean_rows = staticmethod(functions.clean_rows)
@@ -44,71 +46,68 @@ class Backend:
     quantise_ = staticmethod(quantise_)
 
     def check(self, device: torch.device, dtype: torch.dtype, label: str) -> None:
-        """Raises ValueError if the backend cannot compute on ``device``, or not in ``dtype``, which the tensor called
-        ``label`` has."""
+        """Raises ValueError if the backend cannot compute on ``device`` or in ``dtype``. ``label``: name of the tensor
+        of that dtype, for the message."""
 
     def store(self, *arguments: Any) -> type[Store]:
-        """The class of the store for a call's chunks. It is asked for if some token's softmax is over the
-        vocabulary."""
+        """Returns the class of the store for a call that has softmaxes over the vocabulary."""
         return LogitsStore
 
     def traits(self, device: torch.device) -> dict[str, Any]:
-        """Those fields of ``Sizes``, by name, that the backend and the device decide."""
+        """Returns the fields of ``Sizes`` that backend and device decide, by name."""
         return {"in_blocks": True}
 
     def quantised(self, weight: Tensor, direction: Tensor, prints: Tensor | None = None) -> Quantised:
-        """A weight in e4m3 by one scale, with its products with ``direction`` [hidden]. ``prints`` [rows] int32:
-        memory to which the fingerprints of its rows are written."""
+        """Returns a weight [rows, hidden] rounded to e4m3 by one scale, beside the product of each row and
+        ``direction`` [hidden]. Writes the fingerprints of the rows to ``prints`` [rows] int32."""
         out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
         self.quantise_(out, weight, direction, out.common, prints)
         return out
 
     def fingerprints(self, weight: Tensor) -> Tensor:
-        """[rows] int32 fingerprints of a 16-bit weight's rows, which later calls compare."""
+        """Returns the fingerprints [rows] int32 of the rows of a 16-bit weight."""
         out = torch.empty(len(weight), dtype=torch.int32, device=weight.device)
         self.quantise_(None, weight, prints=out)
         return out
 
     def rounded_head(self, weight: Tensor, quantised_weight: QuantisedWeight | None) -> RoundedHead:
-        """The e4m3 operand of a weight for any hidden states. ``quantised_weight``: the caller's copy in e4m3.
-        Logits of a row of the weight that has changed since the copy was made are nan."""
+        """Returns a weight in e4m3, rounded here or taken from ``quantised_weight``, the caller's copy. If a row of the
+        weight has changed since the copy was made, the logits of that row become nan."""
         if quantised_weight is None:
             direction = direction_of(weight)
             return RoundedHead(self.quantised(weight, direction), direction)
-        # 16 bits that autocast casts to others: from the first call on
-        if weight.dtype not in quantised_weight.prints:
-            quantised_weight.prints[weight.dtype] = self.fingerprints(weight)
-        direction, prints = quantised_weight.direction, quantised_weight.prints[weight.dtype]
+        prints_by_dtype, direction = quantised_weight.prints, quantised_weight.direction
+        # autocast may cast the weight to other 16 bits; the first call in a dtype makes its fingerprints
+        if weight.dtype not in prints_by_dtype:
+            prints_by_dtype[weight.dtype] = self.fingerprints(weight)
         common = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-        self.quantise_(None, weight, direction, common, expected=prints)
+        self.quantise_(None, weight, direction, common, expected=prints_by_dtype[weight.dtype])
         return RoundedHead(quantised_weight.matrix._replace(common=common), direction)
 
     def transposed(self, matrix: Tensor) -> Quantised:
-        """The transpose of an e4m3 matrix [rows, columns], with a scale of 1: [columns, padded rows], with zeros up to
-        a multiple of 16 rows."""
+        """Returns the transpose [columns, padded rows] of an e4m3 matrix [rows, columns], with a scale of 1. Zeros pad
+        the rows to a multiple of 16."""
         raise NotImplementedError  # no store of torch operations multiplies gradients in e4m3
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Merges statistics of pieces of the vocabulary into ``out``, statistics of the whole vocabulary; nan if the
-        pieces are of different tokens."""
-        (message, demand, targets, known_targets, zero_or_nan), stats = gathered, out.by_name
-        _, place_of, softmaxes = layout_of(demand)
-        ratios = [ratio for ratio, _ in demand.views] + [1.0]  # and of a teacher
-        for softmax, ratio in zip(softmaxes, ratios, strict=False):
-            vectors = tuple([place_of[name] for _, names in softmax.statistics for name in names])
-            places = MessageIndices(
-                place_of[softmax.lse_base], place_of[softmax.neg_log_sum], place_of["target_logit"], vectors
-            )
-            outputs = outputs_of(stats, softmax)
-            self.merge_softmax(outputs, message, zero_or_nan, targets, ratio, places, known_targets)
+        """Merges the ranks' statistics, each over a piece of the vocabulary, into ``out``. Writes nan if the ranks have
+        different tokens."""
+        (message, demand, target, known_targets, zero_or_nan), vectors = gathered, out.by_name
+        _, index_of, softmaxes = layout_of(demand)
+        ratios = [ratio for ratio, _ in demand.views] + [1.0]  # the last is a teacher's
+        for names, ratio in zip(softmaxes, ratios, strict=False):
+            statistic_indices = tuple([index_of[name] for _, vector_names in names.statistics for name in vector_names])
+            lse_base, neg_log_sum = index_of[names.lse_base], index_of[names.neg_log_sum]
+            indices = MessageIndices(lse_base, neg_log_sum, index_of["target_logit"], statistic_indices)
+            self.merge_softmax(outputs_of(vectors, names), message, zero_or_nan, target, ratio, indices, known_targets)
         for statistic in demand.lists:
-            list_places = [place_of[name] for name in statistic.vectors]
-            pieces = [message[:, place : place + statistic.width].double().transpose(1, 2) for place in list_places]
-            for name, merged in zip(statistic.vectors, statistic.merge(pieces), strict=True):
-                stats[name].copy_(merged)
+            list_indices = [index_of[name] for name in statistic.vectors]
+            pieces = [message[:, i : i + statistic.width].double().transpose(1, 2) for i in list_indices]
+            for name, merged_list in zip(statistic.vectors, statistic.merge(pieces), strict=True):
+                vectors[name].copy_(merged_list)
 
     def scale(self, source: Tensor, dtype: torch.dtype, factor: Tensor, second_factor: Tensor | None = None) -> Tensor:
-        """``source`` times one or two factors [], which are on the device, in a new tensor of ``dtype``."""
+        """Returns ``source`` times one or two factors [], which lie on its device, in a new tensor of ``dtype``."""
         out = torch.empty_like(source, dtype=dtype)
         if source.numel():
             self.scale_into(out, source, factor, second_factor)
@@ -116,23 +115,22 @@ class Backend:
 
     def scale_(self, tensors: Sequence[Tensor], factor: Tensor, second_factor: Tensor | None = None) -> None:
         """Multiplies tensors by one or two factors [] in place, two tensors in one launch."""
-        filled = [tensor for tensor in tensors if tensor.numel()]
-        for i in range(0, len(filled), 2):
-            self.scale_into(filled[i], filled[i], factor, second_factor, *filled[i + 1 : i + 2])
+        nonempty = [tensor for tensor in tensors if tensor.numel()]
+        for i in range(0, len(nonempty), 2):
+            self.scale_into(nonempty[i], nonempty[i], factor, second_factor, *nonempty[i + 1 : i + 2])
 
 
 TORCH = Backend()
 
 
 def backend_of(name: str | None, device: torch.device) -> Backend:
-    """The backend called ``name``; the device's default for None. ValueError for a backend that is not available."""
+    """Returns the backend called ``name``, or the device's default for None. Raises ValueError if it is not
+    available."""
     choice(None, "backend", name, BACKENDS)
     if name is None:
-        # our kernels are the default on NVIDIA's GPUs, and on those of AMD's that they were compiled for
-        has_kernels = (
-            device.type == "cuda" and has_triton() and (torch.version.hip is None or gpu_of(device) is not None)
-        )
-        name = "triton" if has_kernels else "torch"
+        # kernels are the default on all GPUs of NVIDIA, and on listed GPUs of AMD
+        is_compiled_for = device.type == "cuda" and (torch.version.hip is None or gpu_of(device) is not None)
+        name = "triton" if is_compiled_for and has_triton() else "torch"
     if name == "torch":
         return TORCH
     if not has_triton():

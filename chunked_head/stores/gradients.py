@@ -1,6 +1,5 @@
 """Buffers of a call's gradients, and the caller's buffer for the weight's gradient (``accumulate_into=``)."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,45 +11,39 @@ from ..core.private import private
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.sizes import Sizes
 
-# attribute of a caller's buffer, or of the tensor that it is a view of: offsets and shapes of the buffers in it that
-# have a part of a gradient, whose call has raised
+# name of an attribute of the tensor that owns the memory of callers' buffers: a set of the places of buffers that hold
+# a part of the gradient of a call that has raised
 PARTIAL = "chunked_head_partial"
 
 
-@dataclass(eq=False)
 class GradientBuffer:
-    """A buffer that the weight's gradient is added to.
+    """A buffer [vocab, hidden] of the caller, to which the weight's gradient is added."""
 
-    Backward returns None for the weight to autograd, which runs hooks on its accumulation nevertheless. Megatron's hook
-    needs a gradient that it does not read: a parameter with ``grad_added_to_main_grad`` gets an expanded zero, which
-    takes no memory.
-    """
+    fresh = False  # True: the buffer is uninitialised, so the first product is stored in it, not added
+    written = False  # True: a part of this call's gradient may be in the buffer
 
-    weight: Tensor
-    buffer: Tensor  # [vocab, hidden]
-    attribute: str | None = None  # name of the weight's attribute that is the buffer
-    fresh = False  # the buffer is uninitialised: the first product is stored in it, not added
-    written = False  # a part of this call's gradient may be in the buffer
+    def __init__(self, weight: Tensor, buffer: Tensor, attribute: str | None = None):
+        """``attribute``: name of the attribute of the weight that is the buffer; None: no attribute is."""
+        self.weight, self.buffer, self.attribute = weight, buffer, attribute
 
     @property
     def place(self) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the tensor that owns the buffer's memory, and the buffer's place in that memory: its offset, then
-        its shape."""
+        """The tensor that owns the buffer's memory, and the place of the buffer there: (offset, *shape)."""
         buffer = self.buffer
         return buffer if buffer._base is None else buffer._base, (buffer.storage_offset(), *buffer.shape)
 
     def note_failure(self) -> None:
-        """Notes on the buffer that a call has raised, if a part of its gradient may be in the buffer."""
+        """Notes in ``PARTIAL`` that a call has raised, if a part of its gradient may be in the buffer."""
         if self.written:
             owner, place = self.place
             setattr(owner, PARTIAL, {*getattr(owner, PARTIAL, ()), place})
 
     def check_complete(self, label: str) -> None:
-        """Raises RuntimeError if a part of an earlier call's gradient is in the buffer. The host waits and looks for
-        zeros in the buffer only if an earlier call has raised."""
+        """Raises RuntimeError if a part of an earlier call's gradient is in the buffer. If an earlier call has raised,
+        the host waits for the device, to see whether the buffer is zero by now."""
         owner, place = self.place
-        partial: set[tuple[Any, ...]] = getattr(owner, PARTIAL, set())
-        if place not in partial:
+        partial_places: set[tuple[Any, ...]] = getattr(owner, PARTIAL, set())
+        if place not in partial_places:
             return
         is_captured = self.buffer.is_cuda and torch.cuda.is_current_stream_capturing()
         if is_captured or self.buffer.any():
@@ -61,10 +54,10 @@ class GradientBuffer:
                 + " (of the tensor that it is a view of)"
                 * (owner is not self.buffer)
             )
-        partial.discard(place)
+        partial_places.discard(place)
 
-    def check_there(self) -> None:
-        """Raises RuntimeError if the weight's attribute is no longer the buffer of the call."""
+    def check_attribute(self) -> None:
+        """Raises RuntimeError if the weight's attribute has become another tensor since the forward pass."""
         if self.attribute is not None and getattr(self.weight, self.attribute, None) is not self.buffer:
             raise RuntimeError(
                 f"weight.{self.attribute} is no longer the tensor that accumulate_into has added to since the forward "
@@ -72,9 +65,9 @@ class GradientBuffer:
                 "set_to_none=False"
             )
 
-    def handed_over(self) -> Tensor | None:
-        """The weight's gradient that backward returns to autograd: None, or a zero for Megatron. The gradient's
-        numbers are in the buffer."""
+    def result(self) -> Tensor | None:
+        """Returns what backward returns as the weight's gradient: None, since the gradient is in the buffer; for
+        Megatron, whose hooks need a gradient but do not read it, zeros without memory."""
         weight, zeros = self.weight, private("_efficientzerotensor")
         if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
             return None
@@ -85,10 +78,10 @@ class GradientBuffer:
 
 
 class Gradients:
-    """Buffers of the gradients of hidden states, weight and bias, which are scaled once the upstream gradient is known;
-    None for a gradient that the call does not make.
+    """Buffers of the gradients of hidden states, weight and bias; None for a gradient that the call does not make. The
+    upstream gradient multiplies them at the end of the call (``finish``).
 
-    ``weight`` and ``bias`` are the rows that stand for an id; their buffers may have ``padding`` more rows.
+    ``weight`` and ``bias`` are the rows that stand for an id. ``padding``: number of further rows in their buffers.
     """
 
     def __init__(
@@ -96,7 +89,7 @@ class Gradients:
         hidden: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        gradient_buffer: GradientBuffer | None = None,  # ``weight`` is a buffer to be added to
+        gradient_buffer: GradientBuffer | None = None,  # the caller's, whose ``buffer`` is ``weight``; None: new memory
         padding: int = 0,
         over_ranks: SummedRows | ScatteredRows | None = None,  # messages that add up ``hidden`` over ranks
     ):
@@ -112,35 +105,34 @@ class Gradients:
                     padded_buffer[-padding:].zero_()
 
     def hidden_rows(self, tokens: slice) -> Tensor:
-        """The memory [rows, hidden] for the gradient of the hidden states ``tokens``."""
+        """Returns the memory [rows, hidden] for the gradient of the hidden states ``tokens``."""
         assert self.hidden is not None
         if self.over_ranks is not None:
             return self.over_ranks.buffer_of(self.hidden, tokens)
-        # a single chunk takes no slice
         return self.hidden if tokens.stop - tokens.start == self.hidden.shape[0] else self.hidden[tokens]
 
-    def hidden_done(self, tokens: slice) -> None:
-        """Starts the sum over ranks of the gradient of the rows ``tokens``, of which this rank's share is complete.
-        Without ranks it does nothing."""
+    def sum_over_ranks(self, tokens: slice) -> None:
+        """Starts the sum over ranks of the gradient of the hidden states ``tokens``, if ranks share the gradient. This
+        rank's share must be complete."""
         if self.over_ranks is not None and self.hidden is not None:
             self.over_ranks.reduce(self.hidden, tokens)
 
-    def without_weight(self) -> None:
-        """Drops the reference to the weight's gradient, which other code finishes."""
+    def drop_weight(self) -> None:
+        """Drops the reference to the weight's gradient, so that ``finish`` neither scales nor returns it."""
         self.weight, self.buffers = None, (None, self.buffers[1])
 
     def finish(
         self, backend: Any, sizes: Sizes, one_or_nan: Tensor, ratio: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients times ``one_or_nan`` [] and ``ratio`` [] (None: 1), in the inputs' dtypes. Each buffer
-        is freed before the next gradient is made. ``backend``: the ``Backend`` that multiplies.
+        """Returns the gradients times ``one_or_nan`` [] and ``ratio`` [] (None: 1), in the operands' dtypes. Frees each
+        buffer before it makes the next gradient. ``backend``: a ``Backend``, which multiplies.
 
         The caller's buffer is multiplied by ``one_or_nan`` only, since it holds more than this call's gradient.
         """
         buffer = self.gradient_buffer
         if buffer is not None and self.weight is not None:
             backend.scale_([self.weight], one_or_nan)
-            self.without_weight()
+            self.drop_weight()
         factors = (one_or_nan,) if ratio is None else (ratio, one_or_nan)
         gradients, dtypes = [self.hidden, *self.buffers], (sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype)
         self.hidden = self.weight = self.bias = None
@@ -152,25 +144,26 @@ class Gradients:
             if gradient is not None and dtype not in (None, gradient.dtype):
                 gradients[i] = backend.scale(gradient, dtype, *factors)
         hidden, weight, bias = gradients
-        return hidden, weight if buffer is None else buffer.handed_over(), bias
+        return hidden, weight if buffer is None else buffer.result(), bias
 
     def finish_rows(self, backend: Any, factors: Tensor, sizes: Sizes) -> tuple[Tensor, None, None]:
-        """Returns the gradient of hidden states in their dtype, each row multiplied by its factor in ``factors``
-        [rows], 0 where the factor is 0; and None for weight and bias."""
-        rows, self.hidden = self.hidden, None
-        assert rows is not None
-        out = rows if rows.dtype == sizes.hidden_dtype else torch.empty_like(rows, dtype=sizes.hidden_dtype)
-        backend.scale_rows(out, rows, factors)
+        """Returns the gradient of hidden states in their dtype, with each row multiplied by its element of ``factors``
+        [rows] (0 for a factor of 0); and None for weight and bias."""
+        gradient, self.hidden = self.hidden, None
+        assert gradient is not None
+        is_in_place = gradient.dtype == sizes.hidden_dtype
+        out = gradient if is_in_place else torch.empty_like(gradient, dtype=sizes.hidden_dtype)
+        backend.scale_rows(out, gradient, factors)
         return out, None, None
 
 
 def gradient_buffer_of(
     accumulate_into: Tensor | str | GradientBuffer | None, weight: Tensor, operands: dict[str, Tensor | None]
 ) -> GradientBuffer | None:
-    """The caller's buffer for the weight's gradient; None without ``accumulate_into``, or if the call makes no such
-    gradient. TypeError or ValueError for an unusable buffer.
+    """Returns the caller's buffer for the weight's gradient; None without ``accumulate_into``, or if the call makes no
+    gradient of the weight. Raises TypeError or ValueError for an unusable buffer.
 
-    An attribute's name is looked up only if the call makes the gradient: in evaluation the attribute may be missing.
+    In evaluation, where the call makes no gradient, the attribute of the weight may be missing.
     """
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
     if accumulate_into is None or (isinstance(accumulate_into, str) and not needs_gradient):
@@ -187,13 +180,12 @@ def gradient_buffer_of(
     buffer: Any = accumulate_into
     if isinstance(accumulate_into, str):
         buffer, attribute = getattr(weight, accumulate_into, None), accumulate_into
-        label, keep_text = f"weight.{attribute} (accumulate_into)", "; zero_grad(set_to_none=False) keeps it"
+        label, advice = f"weight.{attribute} (accumulate_into)", "; zero_grad(set_to_none=False) keeps it"
         if buffer is None:
             raise ValueError(
                 f"accumulate_into={attribute!r} names weight.{attribute}, which is not there; make it before the call, "
                 f"such as weight.{attribute} = torch.zeros_like(weight, dtype={sum_dtype(weight.dtype)})"
-                + keep_text
-                * (attribute == "grad")
+                + (advice if attribute == "grad" else "")
             )
     else:
         label, attribute = "accumulate_into", ""
@@ -213,7 +205,7 @@ def gradient_buffer_of(
 
 
 def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None) -> None:
-    """Raises TypeError for a value that is neither a buffer nor the name of one nor None."""
+    """Raises TypeError if the argument is no buffer, no name of an attribute, and not None."""
     if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str | GradientBuffer):
         raise TypeError(
             "accumulate_into must be a tensor, the name of an attribute of weight or None, got "
@@ -222,14 +214,14 @@ def check_accumulate_into(accumulate_into: Tensor | str | GradientBuffer | None)
 
 
 def sum_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a buffer must have: float32, or float64 for a float64 weight. The error of sums in 16 bits would
-    grow with every micro-batch."""
+    """Returns the dtype that a buffer must have: float32, or float64 for a float64 weight. The error of sums in 16 bits
+    would grow with every micro-batch."""
     return torch.promote_types(weight_dtype, torch.float32)
 
 
 def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str, Tensor | None]) -> None:
-    """Raises for a buffer, called ``label``, to which the weight's gradient cannot be added: of another shape, dtype or
-    device, or in the memory of an operand."""
+    """Raises TypeError or ValueError for a buffer to which the weight's gradient cannot be added, such as a buffer of
+    another shape, or one in the memory of an operand. ``label``: the buffer's name in messages."""
     checks.check_tensor(label, buffer, optional=False)
     checks.check_shape(label, buffer, buffer.shape == weight.shape, f"{tuple(weight.shape)}, that of weight", "")
     if buffer.dtype != sum_dtype(weight.dtype):
@@ -246,16 +238,16 @@ def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str,
             buffer.is_neg(),
         f"{label} must not require a gradient, got requires_grad=True; pass {label}.detach()": buffer.requires_grad,
     })  # fmt: skip
-    first_byte, end_byte = bytes_of(buffer)
+    start, end = bytes_of(buffer)
     for argument, tensor in {**operands, "weight": weight}.items():
         if tensor is None or not tensor.numel():
             continue
         operand_start, operand_end = bytes_of(tensor)
-        if first_byte < operand_end and operand_start < end_byte:
+        if start < operand_end and operand_start < end:
             raise ValueError(f"{label} shares memory with {argument}; pass a buffer of its own")
 
 
 def bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the byte after its last."""
+    """Returns the addresses of a tensor's first byte and of the byte after its last."""
     last_offset = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last_offset + 1) * tensor.element_size()

@@ -1,9 +1,5 @@
-"""The three matrix products of a head by BLAS, into existing buffers. 16-bit operands are summed in fp32, without large
-temporaries.
-
-cuBLAS sums products of 16-bit operands in fp32 (``out_dtype``). On other devices 16-bit operands are cast to fp32, a
-tile of the vocabulary at a time.
-"""
+"""The three matrix products of a head by BLAS, into existing buffers. 16-bit operands are summed in fp32: by cuBLAS
+itself (``out_dtype``); on other devices they are cast to fp32, a tile of the vocabulary at a time."""
 
 import torch
 from torch import Tensor
@@ -12,11 +8,12 @@ from ..core.memory import RECORDERS, recorder
 from ..core.private import private
 from ..plan.sizes import cast_rows, slices
 
-# on a CPU: least rows, and least columns per thread, with which BLAS sums in the same order as for more; elements of a
-# smaller product that are computed at a time
-FEW_ROWS, FEW_COLUMNS, FEW_ELEMENTS = 8, 16, 1 << 18
-# on a GPU, with a bias: least rows for that; columns of a smaller product that are computed at a time
-GPU_ROWS, GPU_COLUMNS = 64, 1 << 14
+# on a CPU: least rows per thread, and least columns per thread, with which BLAS sums in the same order as for more;
+# number of elements that a smaller product computes at a time
+LEAST_ROWS, LEAST_COLUMNS, ELEMENTS_AT_ONCE = 8, 16, 1 << 18
+# on a GPU: least rows with which BLAS sums in the same order as for more; number of columns that a smaller product
+# computes at a time
+LEAST_GPU_ROWS, GPU_COLUMNS = 64, 1 << 14
 
 
 def project(
@@ -24,19 +21,19 @@ def project(
     weight: Tensor,  # [columns, hidden]
     out: Tensor,  # [rows, columns], of the operands' dtype or fp32
     bias: Tensor | None = None,  # [columns]
-    rows: int | None = None,
+    rows: int | None = None,  # number of rows that a GPU multiplies at a time; None: all
 ) -> Tensor | None:
-    """Writes ``hidden @ weight.T + bias`` to ``out`` and returns None; or writes ``hidden @ weight.T`` and returns
-    ``bias``, which the caller has to add. On a GPU the product is made for ``rows`` rows at a time.
+    """Writes ``hidden @ weight.T + bias`` to ``out`` and returns None, if one cuBLAS call can add the bias. Else it
+    writes ``hidden @ weight.T`` and returns ``bias``, which the caller has to add.
 
-    BLAS sums in another order where there are few rows, so that a row's logits would depend on the number of rows. Few
-    rows are therefore padded with rows of zeros. With a bias, as in ``F.linear``, cuBLAS has other algorithms, up to
-    twice as exact. They are used for all products; without a bias, zeros are added.
+    BLAS sums few rows in another order, so a row's logits would depend on the number of rows. Few rows are therefore
+    padded with rows of zeros. cuBLAS has algorithms for products with a bias that are up to twice as exact. They make
+    fp32 products of fp32 operands without a bias too, by a bias of zeros.
     """
     fused_bias = product_bias = None
-    least_rows = FEW_ROWS * torch.get_num_threads()
+    least_rows = LEAST_ROWS * torch.get_num_threads()
     if hidden.is_cuda:
-        least_rows, has_one_dtype = GPU_ROWS, hidden.dtype == weight.dtype == out.dtype
+        least_rows, has_one_dtype = LEAST_GPU_ROWS, hidden.dtype == weight.dtype == out.dtype
         if has_one_dtype and bias is not None and bias.dtype == out.dtype:
             fused_bias = product_bias = bias
         elif has_one_dtype and out.dtype == torch.float32:
@@ -50,7 +47,7 @@ def project(
             continue
         block = torch.nn.functional.pad(block, (0, 0, 0, missing_rows))
         tile_columns = max(
-            min(cast_rows(weight.shape[1]), FEW_ELEMENTS // least_rows), FEW_COLUMNS * torch.get_num_threads()
+            min(cast_rows(weight.shape[1]), ELEMENTS_AT_ONCE // least_rows), LEAST_COLUMNS * torch.get_num_threads()
         )
         for tile in equal_tiles(len(weight), GPU_COLUMNS if hidden.is_cuda else tile_columns):
             product = out.new_empty(least_rows, tile.stop - tile.start)
@@ -60,7 +57,7 @@ def project(
 
 
 def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``out = hidden @ weight.T + bias`` in one product. ``bias``: of the dtype of ``out``, or None."""
+    """Writes ``hidden @ weight.T + bias`` to ``out``. ``bias``: of the dtype of ``out``, or None."""
     if bias is not None:
         torch.addmm(bias, hidden, weight.t(), out=out)
     elif len(weight) == 1 and not hidden.is_cuda:  # BLAS sums a product with one column in another order
@@ -71,13 +68,13 @@ def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
         multiply(hidden, weight.t(), out, is_first=True)
     else:
         wide_hidden = hidden.to(out.dtype)
-        for tile in equal_tiles(len(weight), max(cast_rows(weight.shape[1]), FEW_COLUMNS * torch.get_num_threads())):
+        for tile in equal_tiles(len(weight), max(cast_rows(weight.shape[1]), LEAST_COLUMNS * torch.get_num_threads())):
             torch.mm(wide_hidden, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
 def equal_tiles(columns: int, width: int) -> list[slice]:
-    """Slices of ``width`` columns that cover ``columns`` columns. The last slice overlaps the slice before it if fewer
-    columns remain."""
+    """Returns slices of ``width`` columns that cover ``columns`` columns. The last slice overlaps the slice before it
+    if ``columns`` is no multiple of ``width``."""
     return [slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width)]
 
 
@@ -87,15 +84,15 @@ def add_dhidden(
     out: Tensor,  # [rows, hidden]
     is_first: bool,
 ) -> None:
-    """``out = dlogits @ weight`` where ``is_first``, else ``out += dlogits @ weight``"""
+    """Adds ``dlogits @ weight`` to ``out``, or stores it if ``is_first``."""
     if summed_by_blas(dlogits, weight, out):
         multiply(dlogits, weight, out, is_first)
         return
     wide_out = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    is_first_tile = is_first or wide_out is not out
+    is_stored = is_first or wide_out is not out
     for tile in slices(len(weight), cast_rows(weight.shape[1])):
-        multiply(dlogits[:, tile].float(), weight[tile].float(), wide_out, is_first_tile)
-        is_first_tile = False
+        multiply(dlogits[:, tile].float(), weight[tile].float(), wide_out, is_first=is_stored)
+        is_stored = False
     if wide_out is not out:
         accumulate(out, wide_out, is_first)
 
@@ -105,20 +102,20 @@ def add_dweight(
     hidden: Tensor,  # [rows, hidden]
     out: Tensor,  # [columns, hidden]
     is_first: bool,
-    gain: Tensor | None = None,  # [] factor of the product, by which ``dlogits`` are divided; None for 1
+    dlogits_divisor: Tensor | None = None,  # [] the number by which ``dlogits`` were divided; None for 1
 ) -> None:
-    """``out = gain * dlogits.T @ hidden`` where ``is_first``, else ``out += gain * dlogits.T @ hidden``"""
-    if gain is None and summed_by_blas(dlogits, hidden, out):
+    """Adds ``dlogits_divisor * dlogits.T @ hidden`` to ``out``, or stores it if ``is_first``."""
+    if dlogits_divisor is None and summed_by_blas(dlogits, hidden, out):
         multiply(dlogits.t(), hidden, out, is_first)
         return
     product_hidden = hidden if sums_halves(hidden.device) and hidden.dtype == dlogits.dtype else hidden.float()
     for tile in slices(len(out), cast_rows(out.shape[1])):
-        # no name for a tile's product: it would still be there when the next is made
-        accumulate(out[tile], dweight_tile(dlogits[:, tile], product_hidden), is_first, gain)
+        # a name for the tile's product would keep its memory while the next product is made
+        accumulate(out[tile], dweight_tile(dlogits[:, tile], product_hidden), is_first, dlogits_divisor)
 
 
 def dweight_tile(dlogits: Tensor, hidden: Tensor) -> Tensor:
-    """``dlogits.T @ hidden`` in fp32"""
+    """Returns ``dlogits.T @ hidden`` in fp32."""
     if hidden.dtype != dlogits.dtype or hidden.dtype == torch.float32:
         return dlogits.float().t() @ hidden
     product = torch.empty(dlogits.shape[1], hidden.shape[1], dtype=torch.float32, device=hidden.device)
@@ -127,10 +124,10 @@ def dweight_tile(dlogits: Tensor, hidden: Tensor) -> Tensor:
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """True where one product sums these operands into ``out`` in fp32 or wider without a cast.
+    """True where one BLAS call can sum ``a @ b`` in fp32 or wider without a cast.
 
-    On the CPU 16-bit products are cast whatever ``out`` is: with an odd inner size and padded rows torch 2.13's bf16
-    product reads the padding, and what is nan there becomes nan in the result.
+    On the CPU 16-bit operands are always cast. With an odd inner size and padded rows, torch 2.13's bf16 product reads
+    the padding, and a nan in the padding makes the result nan.
     """
     if a.dtype != b.dtype:
         return False
@@ -145,6 +142,7 @@ def sums_halves(device: torch.device) -> bool:
 
 
 def blas_multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
+    """Adds ``a @ b`` to ``out``, or stores it if ``is_first``."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if is_first else torch.addmm(out, a, b, out=out)
     elif is_first:
@@ -154,40 +152,41 @@ def blas_multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
-    """``out = a @ b`` if ``is_first``, else ``out += a @ b``"""
+    """Adds ``a @ b`` to ``out``, or stores it if ``is_first``; a sweep's recorder notes the call."""
     blas_multiply(a, b, out, is_first)
     if RECORDERS and (active_recorder := recorder()) is not None:
         active_recorder.record_call(multiply, a, b, out, is_first, written_tensors=(out,))
 
 
 def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
-    """``out = a @ b.T`` in fp32 of e4m3 operands [m, k] and [n, k], n and k multiples of 16. ``unit``: [] fp32, 1."""
+    """Writes ``a @ b.T`` to ``out`` [m, n] fp32. ``a`` [m, k], ``b`` [n, k]: e4m3, n and k multiples of 16. ``unit`` []
+    fp32: the number 1."""
     scaled_mm = private("_scaled_mm") if a.is_cuda else None
     if scaled_mm is not None:
         scaled_mm[0](a, b.t(), unit, unit, out_dtype=out.dtype, use_fast_accum=False, out=out)
-        writes = 1
+        write_count = 1
     else:
-        dtype = torch.bfloat16 if sums_halves(a.device) else torch.float32
+        cast_dtype = torch.bfloat16 if sums_halves(a.device) else torch.float32
         tiles = slices(a.shape[1], cast_rows(len(a) + len(b)))
         for k in tiles:
-            blas_multiply(a[:, k].to(dtype), b[:, k].to(dtype).t(), out, k.start == 0)
-        writes = len(tiles)
+            blas_multiply(a[:, k].to(cast_dtype), b[:, k].to(cast_dtype).t(), out, k.start == 0)
+        write_count = len(tiles)
     if RECORDERS and (active_recorder := recorder()) is not None:
-        active_recorder.record_call(multiply_e4m3, a, b, out, unit, written_tensors=(out,) * writes)
+        active_recorder.record_call(multiply_e4m3, a, b, out, unit, written_tensors=(out,) * write_count)
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:
-    """``out = rows.sum(0)``"""
+    """Writes ``rows.sum(0)`` to ``out``; a sweep's recorder notes the call."""
     torch.sum(rows, 0, out=out)
     if RECORDERS and (active_recorder := recorder()) is not None:
         active_recorder.record_call(sum_rows, rows, out, written_tensors=(out,))
 
 
-def accumulate(out: Tensor, value: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
-    """``out = gain * value`` if ``is_first``, else ``out += gain * value``"""
-    if gain is None:
+def accumulate(out: Tensor, value: Tensor, is_first: bool, factor: Tensor | None = None) -> None:
+    """Adds ``factor * value`` to ``out``, or stores it if ``is_first``. ``factor`` []: None for 1."""
+    if factor is None:
         out.copy_(value) if is_first else out.add_(value)
     elif is_first:
-        torch.mul(value, gain, out=out)
+        torch.mul(value, factor, out=out)
     else:
-        out.addcmul_(value, gain)
+        out.addcmul_(value, factor)

@@ -1,11 +1,9 @@
-"""Matrices in e4m3 (``Quantised``), a byte per element, made by torch operations; and ``QuantisedWeight``, a weight in
-e4m3 that the caller keeps."""
+"""Rounding of matrices to e4m3 by torch operations, and ``QuantisedWeight``, a weight in e4m3 that the caller keeps."""
 
 import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,51 +16,50 @@ from ..core.private import breaks_graph
 from ..core.tiles import LARGEST_E4M3, LEAST_SCALE, SAMPLED_ROWS, Quantised, cdiv
 from ..plan.sizes import cast_rows, slices
 
-WORD = (1 << 32) - 1  # mask of the bits of a 32-bit word
-SAMPLED = 16384  # number of rows of a weight whose mean is its direction
+WORD_MASK = (1 << 32) - 1  # the bits of a 32-bit word
+DIRECTION_ROWS = 16384  # most rows of a weight whose mean gives its direction
 
 
 def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
-    """Uninitialised memory of a matrix in e4m3. ``each_row``: it has a scale per row; else one scale."""
+    """Returns uninitialised memory for a matrix [rows, columns] in e4m3, with a scale per row or one scale."""
     values = empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
     scale, common = (empty(n, dtype=torch.float32, device=device) for n in (rows if each_row else 1, rows))
     return Quantised(values, scale if each_row else scale[0], common)
 
 
-@dataclass(frozen=True, eq=False)
 class QuantisedWeight:
-    """A weight in e4m3, which ``chunked_head.quantise`` makes, for ``fp8_weight`` of calls on that weight.
+    """A copy in e4m3 of a weight, which ``chunked_head.quantise`` makes, for the argument ``fp8_weight`` of calls on
+    that weight."""
 
-    ``matrix``: the rows that stand for ids. ``direction`` [hidden] fp32: hidden states are rounded without their part
-    along it. ``weight``: the tensor that was rounded, ``version`` its version then. ``prints``: by the dtype of the
-    matmuls, fingerprints of the rows in that dtype. They show writes that no version shows: a call reads all of the
-    weight for its products with the direction, and compares on the way.
-    """
-
-    matrix: Quantised
-    direction: Tensor
-    weight: Tensor
-    version: int
-    prints: dict[torch.dtype, Tensor]  # [rows] int32 each
-    cached: dict[str, Quantised] = field(default_factory=dict)  # what later calls have made of it
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        matrix: Quantised,  # the rows that stand for ids
+        direction: Tensor,  # [hidden] fp32: hidden states are rounded without their component along it
+        weight: Tensor,  # the tensor that was rounded
+        version: int,  # its version when it was rounded
+        # by the dtype of the matmuls: fingerprints [rows] int32 of the weight's rows in that dtype. They show writes
+        # that do not change the version; a call compares them while it reads the weight for ``Quantised.common``
+        prints: dict[torch.dtype, Tensor],
+    ):
+        self.matrix, self.direction, self.weight = matrix, direction, weight
+        self.version, self.prints = version, prints
+        self.transposed: Quantised | None = None
         watch_optimizers()
         CURRENT.add(self)
 
-    def transposed(self, make: Callable[[Tensor], Quantised]) -> Quantised:
-        """[hidden, padded rows] e4m3, for products of gradients: made once, by the first call that has some."""
-        transposed = self.cached.get("transposed")
+    def transpose(self, make: Callable[[Tensor], Quantised]) -> Quantised:
+        """Returns the transpose [hidden, padded rows] in e4m3, which the first call that needs it makes by ``make``."""
+        transposed = self.transposed
         if transposed is None:
             transposed = make(self.matrix.values)
-            # the memory of a graph that is captured is not ours to keep
+            # memory that a CUDA graph's capture allocates belongs to the graph
             if not (self.weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self.cached["transposed"] = transposed
+                self.transposed = transposed
         return transposed
 
     def checked(self, weight: Tensor, rows: int) -> Self:
-        """The copy itself, if it is of ``weight`` and its first ``rows`` rows, which stand for ids. ValueError if it
-        is of another weight, or if the weight has changed."""
+        """Returns ``self`` if it is a copy of the first ``rows`` rows of ``weight``, which stand for ids. Raises
+        ValueError if it is a copy of another weight, or if the weight has changed."""
         quantised_rows = len(self.matrix.values)
         if memory_of(weight) != memory_of(self.weight):
             source, operand = (f"{list(t.shape)} {t.dtype}, strides {t.stride()}" for t in (self.weight, weight))
@@ -86,48 +83,51 @@ class QuantisedWeight:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """A key of the memory of a tensor: equal for tensors with the same elements in the same memory."""
+    """Returns a key of a tensor's memory, which is equal for tensors with the same elements in the same memory."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return tensor.data_ptr(), tensor.shape, strides, tensor.dtype, tensor.device
 
 
-CURRENT: "weakref.WeakSet[QuantisedWeight]" = weakref.WeakSet()  # those that no optimizer's step has outdated
+CURRENT: "weakref.WeakSet[QuantisedWeight]" = weakref.WeakSet()  # copies that no optimizer's step has outdated
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers ``outdate`` as a hook of all optimizers' steps, since a fused optimizer does not change a weight's
+    """Registers ``outdate`` as a hook of all optimizers' steps. A fused optimizer changes a weight, but not its
     version."""
     register_optimizer_step_post_hook(outdate)
 
 
 @breaks_graph
 def outdate(*_: Any) -> None:
-    """Makes all copies invalid: an optimizer may have written to a shard of a weight, or to its copy in another
-    dtype."""
+    """Makes all copies invalid, since any optimizer may have changed any weight: it may hold a shard of the weight, or
+    a copy in another dtype."""
     CURRENT.clear()
 
 
 class RoundedHead(NamedTuple):
-    """The weight in e4m3, and the direction that is taken out of hidden states before they are rounded."""
+    """A head's weight in e4m3, and the direction along which hidden states lose their component before they are
+    rounded."""
 
     weight: Quantised
-    direction: Tensor  # [hidden] fp32, as ``direction_of`` makes it
-    transposed: Quantised | None = None  # [hidden, padded vocab]: the weight's numbers, by a scale of 1, for dhidden
+    direction: Tensor  # [hidden] fp32, which ``direction_of`` makes
+    transposed: Quantised | None = None  # [hidden, padded vocab] the weight's transpose, for dhidden; None: not needed
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All tensors of the record."""
         matrices = [self.direction], self.weight, self.transposed or ()
         return [tensor for matrix in matrices for tensor in matrix if tensor is not None]
 
     def columns(self, tile: slice) -> "RoundedHead":
+        """Returns the head of a slice of the vocabulary, in the same memory."""
         values, scale, common = self.weight
         return self._replace(weight=Quantised(values[tile], scale, None if common is None else common[tile]))
 
 
 def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
-    """The reason why a backend of these ``Backend.traits`` cannot multiply e4m3 there, or "". Torch operations multiply
-    its numbers in fp32."""
+    """Returns the reason why a backend with the ``traits`` cannot multiply e4m3 matrices on ``device``, or "". Torch
+    operations, whose traits have no ``gpu``, multiply them in fp32."""
     if "gpu" not in traits or (traits["gpu"] is not None and traits["gpu"].fp8):
         return ""
     gpu_names = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
@@ -136,15 +136,16 @@ def e4m3_missing(traits: Mapping[str, Any], device: torch.device) -> str:
 
 
 def version_of(weight: Tensor) -> int:
-    """The number of changes that autograd has seen of a tensor; 0 for inference tensors."""
+    """Returns autograd's count of changes of a tensor; 0 for an inference tensor, which has no count."""
     return 0 if weight.is_inference() else weight._version
 
 
 def direction_of(rows: Tensor) -> Tensor:
-    """[hidden] fp32: the direction of the mean of some rows, rounded to bf16; 0 where that is 0.
+    """Returns the direction [hidden] fp32 of the mean of a weight's rows, in numbers of bf16; 0 if the mean is 0.
 
-    A weight's mean row is what hidden states share where logits tell how frequent ids are."""
-    mean = rows[:: cdiv(max(len(rows), 1), SAMPLED)].mean(0, dtype=torch.float32)
+    Hidden states have a large component in common along this direction where logits tell how frequent ids are.
+    """
+    mean = rows[:: cdiv(max(len(rows), 1), DIRECTION_ROWS)].mean(0, dtype=torch.float32)
     return torch.nn.functional.normalize(mean, dim=0).bfloat16().float()
 
 
@@ -156,7 +157,7 @@ def quantise_(
     prints: Tensor | None = None,
     expected: Tensor | None = None,
 ) -> None:
-    """Does what ``kernels.e4m3.launch.quantise`` does, by operations of torch."""
+    """Rounds a matrix to ``out`` and writes vectors, like ``kernels.e4m3.launch.quantise``, by torch operations."""
     each_row = out is None or out.scale.dim() == 1
     divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
     squares = torch.zeros(2, len(matrix), dtype=torch.float32, device=matrix.device)
@@ -167,7 +168,8 @@ def quantise_(
             if expected is not None:
                 dots[block].masked_fill_(fingerprints(matrix[block]) != expected[block], torch.nan)
             if out is not None and each_row:
-                dots[block].view(torch.int32).bitwise_and_(-65536)  # 8 bits, whose product is exact
+                # 8 significant bits, so that the product with the direction is exact
+                dots[block].view(torch.int32).bitwise_and_(-65536)
                 exact = exact - dots[block, None] * direction
         if prints is not None:
             prints[block] = fingerprints(matrix[block])
@@ -181,22 +183,23 @@ def quantise_(
         squares[0, block] = exact.square_().sum(1)
         squares[1, block] = exact.copy_(out.values[block]).square_().sum(1)
     if out is not None:
-        exact_squares, rounded_squares = (squares if each_row else squares.sum(1)) + 1.0  # of zeros
+        # 1 more for both, so that the ratio for a row of zeros is 1
+        exact_squares, rounded_squares = (squares if each_row else squares.sum(1)) + 1.0
         torch.mul(out.scale if each_row else divisor, (exact_squares / rounded_squares).sqrt_(), out=out.scale)
 
 
 def fingerprints(matrix: Tensor) -> Tensor:
-    """Fingerprints [rows] int32 of a 16-bit matrix, which ``kernels/e4m3/quantise.py`` defines."""
-    factor = torch.arange(matrix.shape[1], device=matrix.device) * 2654435769 & WORD
-    factor = (factor ^ (factor >> 15)) * 2246822519 & WORD
-    total = (matrix.view(torch.int16).long() * (factor ^ (factor >> 13) | 1)).sum(1) & WORD
+    """Returns the fingerprints [rows] int32 of a 16-bit matrix, which ``kernels/e4m3/quantise.py`` defines."""
+    factor = torch.arange(matrix.shape[1], device=matrix.device) * 2654435769 & WORD_MASK
+    factor = (factor ^ (factor >> 15)) * 2246822519 & WORD_MASK
+    total = (matrix.view(torch.int16).long() * (factor ^ (factor >> 13) | 1)).sum(1) & WORD_MASK
     return (total - (total >> 31 << 32)).int()
 
 
 def divisor_of(weight: Tensor) -> Tensor:
-    """[] a power of 2 that divides a weight: the longest of a few rows gets a root mean square of 2 to 4, or less if
-    its largest number would be over e4m3's."""
+    """Returns the power of 2 [] by which a weight is divided before it is rounded: the longest of a few rows gets a
+    root mean square of 2 to 4, or less if the weight's largest number would exceed e4m3's."""
     sample = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
-    square = sample.square().mean(1).amax().clamp(min=LEAST_SCALE)
-    divisor, largest = (0.5 * square.log2()).floor().sub(1.0).exp2(), torch.linalg.vector_norm(weight, math.inf)
+    mean_square = sample.square().mean(1).amax().clamp(min=LEAST_SCALE)
+    divisor, largest = (0.5 * mean_square.log2()).floor().sub(1.0).exp2(), torch.linalg.vector_norm(weight, math.inf)
     return divisor * (largest / divisor / LARGEST_E4M3).clamp(min=1.0).log2().ceil().exp2()

@@ -1,5 +1,5 @@
-"""``Store``, the protocol; ``MatmulStore``, the base of stores whose logits a matmul makes; ``LogitsStore``, of logits
-from BLAS; ``GivenLogits``, of the caller's logits."""
+"""Stores: ``Store``, the protocol; ``MatmulStore``, the base of stores whose logits a matmul makes; ``LogitsStore``,
+for logits that BLAS makes; ``GivenLogits``, for the caller's logits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,29 +30,30 @@ from .matmul import accumulate, add_dhidden, add_dweight, project
 from .operands import CallRows, Head, Rows, TeacherHead, fp8_logits, mend_heavy, put_columns
 from .torch_functions import transform_, transformed
 
-FP16_LARGEST = 64.0  # gradient of a logit that the largest of a chunk becomes in fp16
+LARGEST_FP16_DLOGIT = 64.0  # the number to which the largest gradient of a chunk's logits is scaled in fp16
 # relative difference up to which probabilities of student and teacher count as equal, for 16-bit logits: the sign of a
 # rounding error could differ between the sum over a row and the gradient of a column
 TIE_TOLERANCE = 2.0**-16
-SOFTMAX = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SUFFIX]
+# for each view the names of the vectors in ``Softmax``: lse_base, neg_log_sum, alpha, eta
+SOFTMAX_NAMES = [tuple(name + suffix for name in Softmax._fields[:4]) for suffix in SUFFIX]
 
 
 def transform(head: Head | TeacherHead, row_scale: Tensor | None) -> Transform:
-    """Scale and cap of a head as a ``Transform``, with None for a scale of 1 and for no cap. ``row_scale`` [rows]: the
-    factor of each row's logits."""
+    """Returns the ``Transform`` of a head: its scale (None for 1), its cap, and ``row_scale`` [rows], the factor of
+    each row's logits, if the head is ``scaled``."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
     return Transform(logit_scale, head.softcap, row_scale if head.scaled else None)
 
 
 def outputs_of(stats: Mapping[str, Tensor], names: Names) -> SoftmaxOutputs:
-    """The tensors in ``stats``, by name, that a softmax's statistics are written to. ``names``: names of that
-    softmax's vectors."""
+    """Looks up the output tensors of a softmax in ``stats``, a dict by name. ``names``: names of the softmax's
+    vectors."""
     statistics = [StatisticOutputs(s, tuple([stats[name] for name in vectors])) for s, vectors in names.statistics]
     return SoftmaxOutputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
 
 
 def ratio_of(ratio: float) -> float | None:
-    """The ratio of a view as kernels take it: None for 1."""
+    """Returns ``ratio``, or None for 1, as kernels take it."""
     return None if ratio == 1.0 else float(ratio)
 
 
@@ -64,23 +65,14 @@ def terms_of(
     first_column: int = 0,
     columns: int | None = None,
 ) -> Terms:
-    """The ``Terms`` of the gradient of ``columns`` columns from column ``first_column`` on; ``columns`` of None: of
-    columns in any order."""
-    stats_by_name, coefficients_by_name, softmaxes = stats.by_name, coefficients.by_name, []
-    for (ratio, width), vector_names in zip(demand.views, SOFTMAX, strict=False):
-        if width is not None:
-            width = None if columns is None else min(max(width - first_column, 0), columns)
-        lse_base, neg_log_sum, alpha, eta = vector_names
-        softmaxes.append(
-            Softmax(
-                stats_by_name[lse_base],
-                stats_by_name[neg_log_sum],
-                coefficients_by_name.get(alpha),
-                coefficients_by_name.get(eta),
-                ratio_of(ratio),
-                width,
-            )
-        )
+    """Collects the vectors that make the gradient of a tile of logits: of ``columns`` columns from column
+    ``first_column`` on. ``columns=None``: the columns are in any order, and each softmax is over all of them."""
+    vectors, coefficients_by_name, softmaxes = stats.by_name, coefficients.by_name, []
+    for (ratio, softmax_columns), (lse_base, neg_log_sum, alpha, eta) in zip(demand.views, SOFTMAX_NAMES, strict=False):
+        if softmax_columns is not None:
+            softmax_columns = None if columns is None else min(max(softmax_columns - first_column, 0), columns)
+        factors = coefficients_by_name.get(alpha), coefficients_by_name.get(eta)
+        softmaxes.append(Softmax(vectors[lse_base], vectors[neg_log_sum], *factors, ratio_of(ratio), softmax_columns))
     return Terms(target, stats.target_logit, coefficients.beta, coefficients.kappa, tuple(softmaxes))
 
 
@@ -91,8 +83,8 @@ def sum_terms(
     has_teacher: bool,
     partial_sums: Sequence[Tensor],
 ) -> list[SumTerm]:
-    """The terms of sums over the vocabulary in a gradient; without ``has_teacher``, only the terms of sums that read
-    no teacher."""
+    """Collects the terms of sums over the vocabulary in a gradient. Without ``has_teacher`` it leaves out sums that
+    read a teacher. ``partial_sums``: for each sum the memory of its parts; empty if the sums are made already."""
     vectors, coefficients_by_name, terms = stats.by_name, coefficients.by_name, []
     for i, (function, numbers, view, _) in enumerate(sums):
         coefficient, partial_sum = coefficients_by_name.get(f"sum{i}"), partial_sums[i] if partial_sums else None
@@ -103,20 +95,21 @@ def sum_terms(
     return terms
 
 
-# ids [rows, K] of each row's own columns, what their logits' gradients get besides, and their exact logits
+# columns of each row whose gradient is made from exact logits, [rows, K] each: ids, coefficients of a further term of
+# their gradient (None for no term), exact logits
 OwnColumns = tuple[Tensor, Tensor | None, Tensor]
 
 
 def heavy_columns(stats: RowStats) -> OwnColumns | None:
-    """A tuple of heavy ids, None, and the exact logits that replace their e4m3 logits; None for a call without fp8."""
+    """Returns each row's heavy ids, no coefficients, and the exact logits of these ids; None for a call without fp8."""
     if stats.heavy_ids is None or stats.heavy_logits is None:
         return None
     return stats.heavy_ids, None, stats.heavy_logits
 
 
 def own_columns(rows: Rows, stats: RowStats, coefficients: Coefficients) -> OwnColumns | None:
-    """Each row's ``teacher_ids``, the coefficients of their logits, and these logits; None where the coefficients
-    are None."""
+    """Returns each row's ``teacher_ids``, the coefficients of their logits, and the logits; None if the gradient has no
+    term of these logits."""
     if coefficients.columns is None:
         return None
     assert rows.columns is not None
@@ -124,67 +117,63 @@ def own_columns(rows: Rows, stats: RowStats, coefficients: Coefficients) -> OwnC
 
 
 class Store:
-    """A way of keeping one chunk's logits, from the matmul that makes them until they have become gradients.
+    """A way of keeping the logits of one chunk, from the matmul that makes them until gradients overwrite them.
 
     A sweep calls ``fill``, ``statistics`` and ``add_gradients`` for one chunk after the other, and ``finish`` at its
     end. If statistics are known, it calls ``add_gradients`` only. With sums over the vocabulary, ``sum_statistics``
     follows ``statistics``; but with ``Plan.teacher_last``, ``add_gradients`` makes these sums and the teacher's
     statistics.
-
-    ``known_targets``: ``statistics`` writes the target's logit of every row, also if another rank has its column.
     """
 
     name = "logits"
     description = "logits"  # name of the buffer in a printed plan
-    bounds_rows = False  # its matmuls can stop at a number of rows that only the device knows
+    bounds_rows = False  # True: the store's matmuls can stop at a number of rows that only the device knows
     multiplies = True  # False: logits come from gathered rows, not from a matmul
     head: Head
     demand: Demand
     softmaxes: tuple[Names, ...]  # names of the vectors of each softmax, the teacher's last
-    known_targets = False
+    known_targets = False  # True: every rank writes the logits of all targets; False: the rank that has their column
 
     @classmethod
     def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stores_logits: bool) -> Iterator[Buffer]:
-        """The store's buffers for a chunk of ``rows`` rows, in memory until the phase ``last`` (LOOP if the chunk's
-        gradients are made). ``stores_logits``: the pass stores logits. ``plan/plans.py`` has buffers that all stores
-        need, such as operands."""
+        """Yields the store's own buffers for a chunk of ``rows`` rows, for the plan. They live until the phase
+        ``last``, which is LOOP if the pass makes gradients. ``stores_logits``: the pass stores logits."""
         return iter(())
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
-        """The store's buffers for a tile of the recompute schedule: its logits, or their gradients."""
+        """Yields the store's buffers for a tile [rows, columns] of the recompute schedule: its logits, or dlogits."""
         return iter(())
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Copies hidden states [rows, hidden] with 0 where a row does not count, and makes their logits [rows,
-        vocab]. Writes to ``out`` the statistics that the product yields."""
+        """Writes ``rows.hidden``, with 0 where a row does not count, and makes the logits [rows, vocab] of a chunk.
+        Writes the statistics that the product yields to ``out``."""
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Writes statistics of the rows of the chunk filled last to the vectors of ``out``, [rows] each. With a
-        shared vocabulary they are statistics of this rank's columns."""
+        """Writes the statistics of the latest chunk to the vectors [rows] of ``out``. If ranks share the vocabulary,
+        the statistics are over this rank's columns."""
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
-        """Writes sums over the vocabulary of the chunk filled last to ``out``, in which the statistics of all
-        softmaxes are already."""
+        """Writes the sums over the vocabulary of the latest chunk to ``out``, which has the softmaxes' statistics."""
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        """Adds the gradients of the chunk filled last to ``grads``."""
+        """Adds the gradients of the latest chunk to ``grads``."""
 
     def finish(self, grads: Gradients) -> None:
-        """Adds the terms of gradients that are made after the last chunk."""
+        """Adds the gradients' terms that are made once for all chunks, to ``grads``."""
 
 
 class MatmulStore(Store):
-    """A store whose logits a matmul makes; their gradient is written over them in the same buffer.
+    """A store whose logits a matmul makes. The gradient of the logits overwrites them.
 
     A ``tiled`` store is for blocks of tokens whose statistics are known. It makes a tile of the vocabulary at a time.
     """
 
-    tie: float | None = None  # relative difference up to which probabilities count as equal; None: 0
-    stored: Stored
+    tie_tolerance: float | None = None  # relative difference up to which probabilities count as equal; None: 0
+    stored: Stored  # the latest chunk's logits
     teacher_stored: Stored | None = None  # the teacher's logits of the same rows
     raw_logits: Callable[[Rows, Head | TeacherHead], Stored]  # makes the logits of a teacher that has hidden states
-    # [rows, columns] the gradient of the raw logits of a slice of the vocabulary
+    # returns the gradient [rows, columns] of the raw logits of a slice of the vocabulary
     gradient: Callable[[Rows, slice, RowStats, Coefficients], Tensor]
 
     @classmethod
@@ -199,15 +188,13 @@ class MatmulStore(Store):
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
-        """``backend``: the ``Backend``. ``all_rows``: all rows of the call."""
+        """``backend``: a ``Backend``. ``all_rows``: all rows of the call."""
         self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
-        self.tie, self.softmaxes = TIE_TOLERANCE if self.sizes.half else None, self.sizes.layout.softmaxes
-        self.tiles = slices(self.vocab, plan.tile_columns) if tiled else [slice(0, self.vocab)]
-        # rows and columns of the logits that are in memory at a time
-        self.rows, self.columns = plan.chunk_tokens, self.vocab
-        if tiled:
-            self.rows, self.columns = plan.block_tokens, plan.tile_columns
+        self.tie_tolerance, self.softmaxes = TIE_TOLERANCE if self.sizes.half else None, self.sizes.layout.softmaxes
+        # numbers of rows and columns of the logits that are in memory at a time
+        self.rows, self.columns = (plan.block_tokens, plan.tile_columns) if tiled else (plan.chunk_tokens, self.vocab)
+        self.tiles = slices(self.vocab, self.columns) if tiled else [slice(0, self.vocab)]
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         tokens, is_first = rows.tokens, rows.tokens.start == 0
@@ -215,9 +202,9 @@ class MatmulStore(Store):
         if self.tiled:
             assert rows.source is not None
             self.backend.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
-        gain = None
+        dlogits_divisor = None
         if self.sizes.dtype == torch.float16 and not self.sizes.in_blocks:
-            coefficients, gain = self.fitted(rows, coefficients)
+            coefficients, dlogits_divisor = self.scaled_for_fp16(rows, coefficients)
         if dhidden is not None and self.plan.hidden_accumulate != dhidden.dtype:
             dhidden_sum = torch.zeros_like(dhidden, dtype=self.plan.hidden_accumulate)
         for tile in self.tiles:
@@ -229,34 +216,31 @@ class MatmulStore(Store):
             if dhidden is not None and dhidden_sum is not None:
                 self.add_dhidden(dlogits, rows, weight, dhidden_sum, tile.start == 0)
                 if tile.stop == self.vocab:
-                    if gain is not None:
-                        dhidden_sum.mul_(gain)
+                    if dlogits_divisor is not None:
+                        dhidden_sum.mul_(dlogits_divisor)
                     if dhidden_sum is not dhidden:
                         dhidden.copy_(dhidden_sum)
                     if grads.over_ranks is not None:
-                        grads.hidden_done(tokens)
+                        grads.sum_over_ranks(tokens)
             if dweight is not None:
-                self.add_dweight(dlogits, rows, dweight, is_first and grads.fresh, gain)
+                self.add_dweight(dlogits, rows, dweight, is_first and grads.fresh, dlogits_divisor)
             if dbias is not None:
-                accumulate(dbias, dlogits.sum(0, dtype=dbias.dtype), is_first, gain)
+                accumulate(dbias, dlogits.sum(0, dtype=dbias.dtype), is_first, dlogits_divisor)
             del dlogits  # freed before the next tile's are made
 
-    def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor]:
-        """Returns coefficients for fp16, divided by a gain that makes the largest gradient of a logit about 64; and
-        that gain [].
+    def scaled_for_fp16(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor]:
+        """Returns the coefficients divided by a divisor [], and the divisor. The largest gradient of a logit becomes
+        about 64, so that dlogits fit fp16.
 
         The probabilities of a 128K vocabulary are then among fp16's normal numbers, and their logarithms have a factor
-        of 1000 left. The gain is 1 if a gradient is nan or infinite; the other tokens' gradients stay finite then.
+        of 1000 left. The divisor is 1 if a gradient is nan or infinite: the other tokens' gradients stay finite.
         """
-        coefficient_vectors = coefficients.by_name.values()
-        largest_by_row = torch.stack([value.abs().view(len(value), -1).amax(1) for value in coefficient_vectors]).amax(
-            0
-        )
-        largest_by_row = largest_by_row * abs(self.head.logit_scale)
+        largest_by_vector = [value.abs().view(len(value), -1).amax(1) for value in coefficients.by_name.values()]
+        largest_by_row = torch.stack(largest_by_vector).amax(0) * abs(self.head.logit_scale)
         largest = (largest_by_row if rows.scale is None else largest_by_row * rows.scale).amax()
-        gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
-        gain = torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
-        return coefficients * (1.0 / gain), gain
+        divisor = (largest / LARGEST_FP16_DLOGIT).clamp(min=torch.finfo(largest.dtype).tiny)
+        divisor = torch.where((largest > 0) & torch.isfinite(largest), divisor, 1.0)
+        return coefficients * (1.0 / divisor), divisor
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
         pairing, views, vectors = self.demand.pairing, self.demand.views, out.by_name
@@ -271,11 +255,12 @@ class MatmulStore(Store):
                 columns = pairing.columns
                 teacher = self.teacher_softmax(self.teacher_stored, out, columns)
             softmax = vectors[names.lse_base], vectors[names.neg_log_sum]
-            self.backend.sums(sums, self.stored, softmax, ratio_of(views[view].ratio), teacher, columns, self.tie)
+            ratio = ratio_of(views[view].ratio)
+            self.backend.sums(sums, self.stored, softmax, ratio, teacher, columns, self.tie_tolerance)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxOutputs | None) -> Stored:
-        """A teacher's logits of the columns ``columns``: the caller's, or made here. ``normalize``: memory for the
-        ``lse_base`` and ``neg_log_sum`` that turn logits into log-probabilities; None: they are not written."""
+        """Returns the teacher's logits of some columns: the caller's, or new ones from the teacher's hidden states.
+        ``normalize``: memory that receives the statistics of its softmax; None: no statistics are made."""
         teacher = rows.teacher
         assert teacher is not None
         if teacher.logits is None:
@@ -287,7 +272,7 @@ class MatmulStore(Store):
         return stored
 
     def teacher_softmax(self, stored: Stored, stats: RowStats, columns: int) -> TeacherSoftmax:
-        """A teacher's softmax over the vocabulary. ``columns``: number of columns of ``stored``, its logits."""
+        """Returns a teacher's logits ``stored``, with ``columns`` columns, beside the statistics of its softmax."""
         names, vectors = self.softmaxes[-1], stats.by_name
         return TeacherSoftmax(stored, vectors[names.lse_base], vectors[names.neg_log_sum], columns)
 
@@ -304,39 +289,39 @@ class MatmulStore(Store):
         counted: CountedRows = ALL_ROWS,
         partial_sums: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Writes the gradient of the raw logits of ``head``'s columns, which begin at column ``first_column``, to
-        ``dlogits`` and returns it. ``partial_sums``: for each sum over the vocabulary the memory [programs, rows] of
-        its parts, if sums are made along with the gradient."""
+        """Writes the gradient of raw logits to ``dlogits`` and returns it. The logits are those of ``head``, whose
+        weight begins at column ``first_column`` of the vocabulary.
+
+        ``partial_sums``: for each sum over the vocabulary the memory [programs, rows] of its parts, if the gradient's
+        kernel makes the sums too.
+        """
         pairing, columns, softmax = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             softmax = self.teacher_softmax(teacher, stats, min(max(pairing.columns - first_column, 0), columns))
-        sums = (
-            sum_terms(self.demand.sums, stats, coefficients, softmax is not None, partial_sums)
-            if self.demand.sums
-            else []
-        )
+        sums = sum_terms(self.demand.sums, stats, coefficients, softmax is not None, partial_sums)
         terms = terms_of(self.demand, rows.target, stats, coefficients, first_column, columns)
-        logit_transform = transform(head, rows.scale)
-        column_terms = None if coefficients.columns is None else own_columns(rows, stats, coefficients)
         if not any(term.function.is_paired for term in sums):
             softmax = None
-        sum_arguments = softmax, sums, self.tie
-        row_arguments = logit_transform, counted, column_terms
+        sum_arguments = softmax, sums, self.tie_tolerance
+        row_arguments = transform(head, rows.scale), counted, own_columns(rows, stats, coefficients)
         self.backend.row_grad(dlogits, stored, head.class_weights, terms, *sum_arguments, first_column, *row_arguments)
         return dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, is_first: bool) -> None:
-        """``out = dlogits @ weight`` [rows, hidden] if ``is_first``, else ``out += dlogits @ weight``"""
+        """Adds ``dlogits @ weight`` to ``out`` [rows, hidden], or stores it if ``is_first``."""
         add_dhidden(dlogits, weight, out, is_first)
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
-        """``out = gain * dlogits.T @ rows.hidden`` if ``is_first``, else ``out += gain * dlogits.T @ rows.hidden``"""
-        add_dweight(dlogits, rows.hidden, out, is_first, gain)
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, dlogits_divisor: Tensor | None = None
+    ) -> None:
+        """Adds ``dlogits_divisor * dlogits.T @ rows.hidden`` to ``out``, or stores it if ``is_first``.
+        ``dlogits_divisor`` []: the number by which ``dlogits`` were divided; None for 1."""
+        add_dweight(dlogits, rows.hidden, out, is_first, dlogits_divisor)
 
 
 class LogitsStore(MatmulStore):
-    """A store of fp32 logits (fp64 for fp64 operands) that BLAS makes. Their gradient overwrites them; with kernels
-    and 16-bit operands it has 16 bits."""
+    """A store of fp32 logits (fp64 for fp64 operands) that BLAS makes. With kernels and 16-bit operands, the gradient
+    that overwrites the logits has 16 bits."""
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
@@ -346,8 +331,12 @@ class LogitsStore(MatmulStore):
             self.teacher_buffer = head.weight.new_empty(elements, dtype=self.sizes.wide)
 
     def raw_logits(self, rows: Rows, head: Head | TeacherHead, first_column: int = 0) -> Stored:
-        """Raw logits of a student or a teacher, of the columns from ``first_column`` on, beside the bias, scale and cap
-        that readers apply. With torch operations, bias, scale and cap are applied here, once for all readers."""
+        """Makes the logits of a student or a teacher. ``head``: a tile of the weight, which begins at column
+        ``first_column`` of the vocabulary.
+
+        For kernels, the logits are raw: ``Stored`` also has the bias, scale and cap that readers apply. For torch
+        operations, this function applies these once for all readers.
+        """
         hidden, buffer = rows.hidden, self.buffer
         if isinstance(head, TeacherHead):
             assert head.hidden is not None
@@ -358,7 +347,8 @@ class LogitsStore(MatmulStore):
         if isinstance(head, Head) and head.fp8 is not None:
             fp8_logits(logits, rows, first_column, head, head.fp8)
         else:
-            product_rows = self.plan.chunk_tokens if columns == self.vocab else None  # bits as in the forward pass
+            # as many rows at a time as in the forward pass, for the same bits
+            product_rows = self.plan.chunk_tokens if columns == self.vocab else None
             late_bias = project(hidden, head.weight, logits, head.bias, product_rows)
         stored = Stored(logits, None, late_bias, transform(head, rows.scale))
         is_plain = late_bias is None and stored.transform == PLAIN
@@ -388,8 +378,8 @@ class LogitsStore(MatmulStore):
             self.teacher_stored = self.teacher_logits(rows, columns_of_both, outputs)
 
     def search_largest(self, ids: Tensor) -> None:
-        """Writes the columns of each row's largest logits to ``ids`` [rows, count] int64. The stored logits get their
-        bias added."""
+        """Writes the columns of the largest logits of each row to ``ids`` [rows, count] int64. Adds the bias to the
+        stored logits in place."""
         if self.stored.bias is not None:
             self.stored = self.stored._replace(logits=self.stored.logits.add_(self.stored.bias), bias=None)
         logits, logit_scale = self.stored.logits, self.stored.transform.logit_scale
@@ -397,7 +387,7 @@ class LogitsStore(MatmulStore):
         torch.topk(logits, ids.shape[1], largest=logit_scale is None or logit_scale > 0, out=(raw_values, ids))
 
     def pick_columns(self, out: Tensor, ids: Tensor | None) -> None:
-        """Writes the logits of each row's columns ``ids`` [rows, count] to ``out`` [rows, count]; 0 for an id of -1."""
+        """Writes the logits of the columns ``ids`` [rows, count] to ``out`` [rows, count]; 0 for an id of -1."""
         assert ids is not None
         columns, bias = ids.clamp(min=0), self.stored.bias
         x = self.stored.logits.gather(1, columns).to(out.dtype)
@@ -405,8 +395,8 @@ class LogitsStore(MatmulStore):
         out.copy_(x.masked_fill(ids < 0, 0.0))
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        """The gradient of a tile's raw logits: of the chunk filled last; in a ``tiled`` store, of logits that this
-        method makes."""
+        """Returns the gradient [rows, columns] of the raw logits of a tile, which overwrites the logits. A ``tiled``
+        store makes the logits first; else ``fill`` has made them."""
         head, pairing, teacher = self.head, self.demand.pairing, None
         if self.tiled:
             head = head.columns(tile)
@@ -424,7 +414,7 @@ class LogitsStore(MatmulStore):
 
 class GivenLogits(LogitsStore):
     """A store of the caller's logits [rows, vocab], whose columns are contiguous. The head has only scale, cap and
-    class weights. ``gradient``: memory for the logits' gradient, which may be that of the logits."""
+    class weights. ``gradient`` [rows, vocab]: memory for the gradient, which may be the memory of the logits."""
 
     fill = Store.fill  # the logits exist already
 
@@ -442,10 +432,10 @@ class GivenLogits(LogitsStore):
 
 
 def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
-    """The buffers of a dense teacher's logits of a chunk, if the call makes them."""
+    """Yields the buffers of the logits of a dense teacher for a chunk, if the call makes these logits."""
     if not sizes.teacher_made:
         return
-    # with ``teacher_last`` the buffer has some rows only, in a pass that makes gradients
+    # with ``teacher_last``, a pass that makes gradients has the teacher's logits of some rows at a time
     buffer_rows, columns = sizes.teacher_rows(rows) if last == LOOP else rows, sizes.teacher_columns
     if not sizes.own_matmul:
         yield Buffer("teacher's logits", (buffer_rows, columns), sizes.wide, SWEEP, last)

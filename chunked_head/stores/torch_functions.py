@@ -1,5 +1,5 @@
-"""Torch operations in the place of kernels, for every device. The functions take the same arguments as those of
-``kernels/*/launch.py``; logits are fp32 (fp64).
+"""The functions of a ``Backend`` as torch operations, for every device. Functions without a docstring do what the
+functions of the same names in ``kernels/*/launch.py`` do, with the same arguments. Logits are fp32 (fp64).
 
 Elementwise operations run on blocks of rows of about a mebibyte, so that temporaries are small.
 """
@@ -18,7 +18,6 @@ from ..core.records import (
     Shares,
     Softmax,
     SoftmaxOutputs,
-    StatisticOutputs,
     Stored,
     SumOutputs,
     SumTerm,
@@ -29,18 +28,17 @@ from ..core.records import (
 from ..core.tiles import BEHIND, ELSEWHERE, LOG_FLOOR
 from ..plan.sizes import TILE_ELEMENTS, slices
 
-GATHERED = 1 << 22  # most elements of gathered rows at a time
+GATHERED_ELEMENTS = 1 << 22  # most elements of gathered rows at a time
 
 
 def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
-    """A tensor whose element t along dimension ``dim`` is ``values[t + shift]``; the last ``shift`` elements are
-    ``fill``."""
+    """Returns a tensor whose element t along dimension ``dim`` is ``values[t + shift]``. The last ``shift`` elements
+    are ``fill``. Returns ``values`` itself for a shift of 0."""
     if shift == 0:
         return values
-    shifted = torch.full_like(values, fill)
-    shifted_count = max(0, values.shape[dim] - shift)
-    shifted.narrow(dim, 0, shifted_count).copy_(values.narrow(dim, values.shape[dim] - shifted_count, shifted_count))
-    return shifted
+    shifted_values, count = torch.full_like(values, fill), max(0, values.shape[dim] - shift)
+    shifted_values.narrow(dim, 0, count).copy_(values.narrow(dim, values.shape[dim] - count, count))
+    return shifted_values
 
 
 def read_targets(
@@ -54,41 +52,32 @@ def read_targets(
     one_or_nan = torch.ones((), dtype=dtype, device=target.device)
     one_or_nan.masked_fill_((is_counted & ~is_in_range).any(), torch.nan)
     is_counted &= is_in_range
-    counted_number = is_counted.sum().to(dtype)
-    return (
-        torch.where(is_counted, row_targets, -1),
-        counted_number,
-        one_or_nan,
-        one_or_nan / counted_number.clamp(min=1.0),
-    )
+    count, paired = is_counted.sum().to(dtype), torch.where(is_counted, row_targets, -1)
+    return paired, count, one_or_nan, one_or_nan / count.clamp(min=1.0)
 
 
 def read_fields(
-    values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype, most_sizes: Sequence[float]
+    values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype, maxima: Sequence[float]
 ) -> Sequence[Tensor]:
-    ignored = target < 0
-    shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
-    read_values = [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
-    return [
-        value if bound == math.inf else value.masked_fill_(value > bound, math.nan)
-        for value, bound in zip(read_values, most_sizes, strict=True)
-    ]
+    is_ignored, fields = target < 0, []
+    for value, maximum in zip(values, maxima, strict=True):
+        field = shift_left(value, shift, 0).reshape(-1).to(dtype).masked_fill(is_ignored, 0.0)
+        fields.append(field if maximum == math.inf else field.masked_fill_(field > maximum, math.nan))
+    return fields
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None = None) -> None:
-    """Copies rows of ``source`` to ``out``, and writes 0 where a token does not count. A nan in such a row, times a
-    gradient of 0, would make the weight's gradient nan."""
+    """Writes ``source[order]`` to ``out``, and 0 to rows that do not count: a nan there, times a gradient of 0, would
+    make the weight's gradient nan."""
     out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
 
 
 def sum_rows(
     table: Tensor, inverse: Tensor, one_or_nan: Tensor, coefficients: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    count = len(coefficients)
-    sums = torch.stack([row * (inverse if i < count else one_or_nan) for i, row in enumerate(table.sum(1))])
-    first_value, *other_values = [
-        row_sum * coefficient for row_sum, coefficient in zip(sums[:count], coefficients, strict=True)
-    ]
+    loss_count = len(coefficients)
+    sums = torch.stack([row * (inverse if i < loss_count else one_or_nan) for i, row in enumerate(table.sum(1))])
+    first_value, *other_values = [loss * c for loss, c in zip(sums[:loss_count], coefficients, strict=True)]
     return sum(other_values, first_value), sums
 
 
@@ -96,12 +85,12 @@ def scale(
     out: Tensor, source: Tensor, factor: Tensor, one_or_nan: Tensor | None = None, second: Tensor | None = None
 ) -> None:
     factor = factor if one_or_nan is None else factor * one_or_nan
-    # only on a CPU: reading a factor of a GPU waits for it
+    # the host reads the factor only on a CPU: it would wait for a GPU
     if out is source and factor.device.type == "cpu" and factor == 1:
         return
-    for into, x in [(out, source)] if second is None else [(out, source), (second, second)]:
+    for scaled, x in [(out, source)] if second is None else [(out, source), (second, second)]:
         for block in slices(x.numel(), TILE_ELEMENTS):
-            torch.mul(x.view(-1)[block], factor, out=into.view(-1)[block])
+            torch.mul(x.view(-1)[block], factor, out=scaled.view(-1)[block])
 
 
 def scale_rows(out: Tensor, source: Tensor, factors: Tensor) -> None:
@@ -123,21 +112,20 @@ def row_stats(
     for rows in row_blocks(stored.logits):
         x = logits_of(stored, rows, columns)
         largest, column_ids = x.amax(1), None if ids is None else ids[rows]
-        start = torch.where(largest == -torch.inf, 0.0, largest)
-        shifted_logits = (x - start[:, None]).mul_(ratio)
+        offset = torch.where(largest == -torch.inf, 0.0, largest)
+        shifted_logits = (x - offset[:, None]).mul_(ratio)
         exponentials = shifted_logits.exp()
         exponential_sums = exponentials.sum(1)
         log_sum = exponential_sums.log()
-        softmax_values = {"lse": start * ratio + log_sum, "lse_base": start * ratio, "neg_log_sum": -log_sum}
+        softmax_values = {"lse": offset * ratio + log_sum, "lse_base": offset * ratio, "neg_log_sum": -log_sum}
         if target is not None:
-            column = target[rows]
-            is_local = column < columns  # False for columns on other ranks
-            target_logits = x.gather(1, torch.where(is_local, column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
-            softmax_values["target_logit"] = torch.where(is_local, target_logits, 0.0)
-            # target_logit - lse would lose all that is below an ulp of the logits
-            softmax_values["logprob"] = torch.where(
-                column >= 0, (softmax_values["target_logit"] - start) * ratio - log_sum, 0.0
-            )
+            target_column = target[rows]
+            is_local = target_column < columns  # False for columns on other ranks
+            target_logit = x.gather(1, torch.where(is_local, target_column, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
+            target_logit = torch.where(is_local, target_logit, 0.0)
+            # target_logit - lse would have the rounding error of lse, which grows with the logits
+            logprob = torch.where(target_column >= 0, (target_logit - offset) * ratio - log_sum, 0.0)
+            softmax_values |= {"target_logit": target_logit, "logprob": logprob}
         write(out, rows, softmax_values)
         block = RowBlock(x, largest, shifted_logits, exponentials, exponential_sums, column_ids, class_weights)
         for statistic, vectors in out.statistics:
@@ -147,7 +135,7 @@ def row_stats(
 
 
 def write(out: SoftmaxOutputs, rows: slice, softmax_values: dict[str, Tensor]) -> None:
-    """Writes a softmax's values for ``rows`` to those tensors of ``out`` that are not None."""
+    """Writes statistics of some rows, a dict by name, to the tensors of ``out`` that are not None."""
     for name, value in softmax_values.items():
         out_vector = getattr(out, name)
         if out_vector is not None:
@@ -167,8 +155,8 @@ def sums(
         x = logits_of(student, rows, columns)
         log_p = logprobs(x if ratio is None else x * ratio, *(vector[rows] for vector in softmax))
         log_q = log_p if teacher is None else teacher_logprobs(teacher, rows, columns)
-        for function, numbers, value, slope_total in outputs:
-            for out_vector, terms in zip((value, slope_total), function.terms(log_p, log_q, *numbers), strict=True):
+        for function, numbers, *out_vectors in outputs:
+            for out_vector, terms in zip(out_vectors, function.terms(log_p, log_q, *numbers), strict=True):
                 if out_vector is not None:
                     out_vector[rows] = terms.sum(1)
 
@@ -179,34 +167,32 @@ def merge_softmax(
     zero_or_nan: Tensor,
     target: Tensor,
     ratio: float,
-    places: MessageIndices,
-    known_targets: bool,
+    indices: MessageIndices,
+    has_target_logits: bool,
 ) -> None:
     # in fp64, since the pieces' logarithms are rounded already
-    lse_bases, neg_log_sums, targets, *vector_pieces = [
-        gathered[:, place].double()
-        for place in (places.lse_base, places.neg_log_sum, places.target_logit, *places.vectors)
-    ]
-    largest = (lse_bases - neg_log_sums).max(0, keepdim=True).indices
-    first_base, first_neg_log_sum = lse_bases.gather(0, largest), neg_log_sums.gather(0, largest)
-    # log of each piece's probability relative to the most probable piece's
-    log_share = (lse_bases - first_base) - (neg_log_sums - first_neg_log_sum)
-    piece_share = log_share.exp()
-    log_sum = piece_share.sum(0).log()
+    pieces = [gathered[:, i].double() for i in (*indices[:-1], *indices.vectors)]
+    lse_bases, neg_log_sums, target_logits, *vector_pieces = pieces
+    top_piece = (lse_bases - neg_log_sums).max(0, keepdim=True).indices  # [1, rows] the most probable piece
+    top_base, top_neg_log_sum = lse_bases.gather(0, top_piece), neg_log_sums.gather(0, top_piece)
+    # logarithm of each piece's probability relative to the most probable piece's
+    log_share = (lse_bases - top_base) - (neg_log_sums - top_neg_log_sum)
+    share = log_share.exp()
+    log_sum = share.sum(0).log()
     # log p = (x - lse_base) + neg_log_sum
-    lse_base, neg_log_sum = first_base[0], first_neg_log_sum[0] - log_sum
+    lse_base, neg_log_sum = top_base[0], top_neg_log_sum[0] - log_sum
     softmax_values = {
         "lse_base": lse_base + zero_or_nan, "neg_log_sum": neg_log_sum, "lse": lse_base - neg_log_sum + zero_or_nan,
     }  # fmt: skip
     if out.logprob is not None:
-        target_logit = (targets[0] if known_targets else targets.sum(0)).to(out.logprob.dtype)
+        target_logit = (target_logits[0] if has_target_logits else target_logits.sum(0)).to(out.logprob.dtype)
         logprob = torch.where(target >= 0, (target_logit.double() * ratio - lse_base) + neg_log_sum, 0.0)
         softmax_values |= {"target_logit": target_logit, "logprob": logprob + zero_or_nan}
     write(out, slice(None), softmax_values)
-    shares, piece_iterator = Shares(piece_share, log_share, log_sum), iter(vector_pieces)
-    for statistic, vectors in out.statistics:
-        merged_vectors = statistic.merge([next(piece_iterator) for _ in vectors], shares)
-        for out_vector, value in zip(vectors, merged_vectors, strict=True):
+    shares, pieces_by_vector = Shares(share, log_share, log_sum), iter(vector_pieces)
+    for statistic, out_vectors in out.statistics:
+        merged_vectors = statistic.merge([next(pieces_by_vector) for _ in out_vectors], shares)
+        for out_vector, value in zip(out_vectors, merged_vectors, strict=True):
             out_vector.copy_(value + zero_or_nan if out_vector.is_floating_point() else value)
 
 
@@ -223,94 +209,80 @@ def row_grad(
     counted: Any = None,
     own_columns: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    width = dlogits.shape[1]
-    blocks = row_blocks(dlogits)
+    columns, blocks = dlogits.shape[1], row_blocks(dlogits)
     for rows in blocks:
-        x, row_terms, row_transform = logits_of(stored, rows, width), terms, transform
+        x, row_terms, row_transform = logits_of(stored, rows, columns), terms, transform
         if len(blocks) > 1:
             row_terms, row_transform = of_rows(terms, rows), of_rows(transform, rows)
-        gradient, log_p = torch.zeros_like(x), []
+        gradient, log_p_by_view = torch.zeros_like(x), []
         is_counted = (row_terms.target >= 0).unsqueeze(1)
         for softmax in row_terms.softmaxes:
-            log_probs = logprobs(
-                x if softmax.ratio is None else x * softmax.ratio, softmax.lse_base, softmax.neg_log_sum
-            )
+            scaled_x = x if softmax.ratio is None else x * softmax.ratio
+            log_p = logprobs(scaled_x, softmax.lse_base, softmax.neg_log_sum)
             if softmax.columns is not None:
-                log_probs[:, softmax.columns :] = -torch.inf
-            log_p.append(log_probs)
+                log_p[:, softmax.columns :] = -torch.inf
+            log_p_by_view.append(log_p)
             if softmax.alpha is not None:
-                gradient += softmax_term(log_probs, softmax)
+                gradient += softmax_term(log_p, softmax)
         if row_terms.kappa is not None:
             gradient -= row_terms.kappa[:, None] * (1.0 if class_weights is None else class_weights)
         log_q = None if teacher is None else teacher_logprobs(teacher, rows, teacher.columns)
         for term in sums:
-            log_probs = log_p[term.view]
-            if term.function.is_paired and log_q is not None:
-                teacher_columns = log_q.shape[1]
-                gradient[:, :teacher_columns] += sum_term(log_probs[:, :teacher_columns], log_q, term, rows)
-            else:
-                gradient += sum_term(log_probs, log_probs, term, rows)
+            log_p = log_p_by_view[term.view]
+            second_log = log_q if term.function.is_paired and log_q is not None else log_p
+            sum_columns = second_log.shape[1]
+            gradient[:, :sum_columns] += sum_term(log_p[:, :sum_columns], second_log, term, rows)
         gradient.mul_(slope(x, row_transform))
-        # the gradient at the target and at a row's own columns, from exact logits: those of a tile are rounded
+        # the gradient at the target and at a row's own columns, from exact logits: a tile's logits are rounded
         entry_terms = [] if row_terms.beta is None else [(row_terms.target, -row_terms.beta, row_terms.target_logit)]
         if own_columns is not None:
             entry_terms.append(of_rows(own_columns, rows))
-        for ids, values, exact_logits in entry_terms:
-            ids, values, exact_logits = (
-                vector.view(len(x), -1) for vector in (ids - first_column, values, exact_logits)
-            )
-            is_local = (ids >= 0) & (ids < width) & is_counted
-            entry_gradients = torch.where(is_local, values * slope(exact_logits, row_transform), 0.0)
-            gradient.scatter_add_(1, ids.clamp(0, width - 1), entry_gradients)
-        # by selection: where a row does not count, its logits or the teacher's may be nan
+        for entry_term in entry_terms:
+            ids, entry_coefficients, exact_logits = (vector.view(len(x), -1) for vector in entry_term)
+            ids = ids - first_column
+            is_local = (ids >= 0) & (ids < columns) & is_counted
+            entry_gradients = torch.where(is_local, entry_coefficients * slope(exact_logits, row_transform), 0.0)
+            gradient.scatter_add_(1, ids.clamp(0, columns - 1), entry_gradients)
+        # by selection, since logits of a row that does not count may be nan
         dlogits[rows] = gradient.masked_fill_(~is_counted, 0.0)
 
 
 def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yields, for some rows at a time: the slice of rows; indices of their entries [rows, most], filled up with n,
-    the number of all entries; the columns of these entries; and [rows] the index of the target's entry, 0, or
-    ``ELSEWHERE`` if another rank has the target's column."""
+    """Yields some rows at a time as a slice, and tensors of their entries, ``most`` columns wide: indices of the
+    entries [rows, most], n (the number of all entries) after a row's last; columns of the entries [rows, most]; and, of
+    the target's entry among them, the index [rows], which is 0, or ``ELSEWHERE`` if another rank has the target."""
     entry_counts = sets.ends - sets.begins
-    most_entries = max(1, int(entry_counts.max()))
-    entry_places, entry_columns = torch.arange(most_entries, device=entry_counts.device), appended(sets.columns, -1)
-    for rows in slices(len(entry_counts), max(1, TILE_ELEMENTS // most_entries)):
-        entries = torch.where(
-            entry_places < entry_counts[rows, None], sets.begins[rows, None] + entry_places, len(sets.columns)
-        )
+    most = max(1, int(entry_counts.max()))
+    entry_range, entry_columns = torch.arange(most, device=entry_counts.device), appended(sets.columns, -1)
+    for rows in slices(len(entry_counts), max(1, TILE_ELEMENTS // most)):
+        is_entry = entry_range < entry_counts[rows, None]
+        entries = torch.where(is_entry, sets.begins[rows, None] + entry_range, len(sets.columns))
         columns = entry_columns[entries].long()
         yield rows, entries, columns, torch.where(columns[:, 0] == sets.target[rows], 0, ELSEWHERE)
 
 
-def set_stats(out: SoftmaxOutputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fills_zero: bool) -> None:
+def set_stats(out: SoftmaxOutputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fills_zeros: bool) -> None:
     for rows, entries, columns, target in set_blocks(sets):
         x, has_set = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
-        block_vectors = [None if out_vector is None else torch.empty_like(out_vector[rows]) for out_vector in out[:-1]]
-        block_statistics = [
-            StatisticOutputs(statistic, tuple([torch.empty_like(out_vector[rows]) for out_vector in outputs]))
-            for statistic, outputs in out.statistics
-        ]
-        block = SoftmaxOutputs._make([*block_vectors, tuple(block_statistics)])
+        block = of_rows(out, torch.arange(rows.start, rows.stop, device=logit.device))  # copies, by indices
         row_stats(block, Stored(x, None), x.shape[1], target, None, ratio, columns)
-        for out_vector, value in zip(
-            (*out[:-1], *out.statistic_tensors), (*block[:-1], *block.statistic_tensors), strict=True
-        ):
+        out_vectors, values = ((*outputs[:-1], *outputs.statistic_tensors) for outputs in (out, block))
+        for out_vector, value in zip(out_vectors, values, strict=True):
             if out_vector is not None and value is not None:
-                out_vector[rows] = torch.where(
-                    has_set, value, torch.zeros_like(value) if fills_zero else out_vector[rows]
-                )
+                other_value = torch.zeros_like(value) if fills_zeros else out_vector[rows]
+                out_vector[rows] = torch.where(has_set, value, other_value)
 
 
 def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, transform: Transform) -> None:
     for rows, entries, _, target in set_blocks(sets):
-        x, row_terms = appended(logit, -torch.inf)[entries], of_rows(terms, rows)
-        row_terms = row_terms._replace(target=target)
+        x, row_terms = appended(logit, -torch.inf)[entries], of_rows(terms, rows)._replace(target=target)
         gradient, is_entry = torch.empty_like(x), entries < len(logit)
         row_grad(gradient, Stored(x, None), None, row_terms, None, (), None, 0, of_rows(transform, rows))
         dlogits[entries[is_entry]] = gradient[is_entry]
 
 
 def appended(values: Tensor, last: float) -> Tensor:
-    """[n + 1]: ``values`` [n], then ``last``."""
+    """Returns [n + 1] the values [n], then ``last``."""
     return torch.nn.functional.pad(values, (0, 1), value=last)
 
 
@@ -322,36 +294,29 @@ def dot_columns(
     bias: Tensor | None,
     transform: Transform,
     rows: Tensor,
-    missing_value: float = 0.0,
+    fill_value: float = 0.0,
 ) -> None:
-    for block in slices(len(columns), max(1, GATHERED // max(1, weight.shape[1]))):
+    for block in slices(len(columns), max(1, GATHERED_ELEMENTS // max(1, weight.shape[1]))):
         ids = columns[block].clamp(min=0)
         hidden_rows, weight_rows = hidden[rows[block]].to(weight.dtype), weight[ids]
         x = (hidden_rows.to(logit.dtype) * weight_rows.to(logit.dtype)).sum(1, keepdim=True)
         x = transformed(x, None if bias is None else bias[ids, None], of_rows(transform, rows[block]))
-        logit[block] = x.squeeze(1).masked_fill(columns[block] < 0, missing_value)
+        logit[block] = x.squeeze(1).masked_fill(columns[block] < 0, fill_value)
 
 
+# ``is_grouped``: equal places lie together already, of which only kernels make use
 def add_rows(
-    out: Tensor,
-    table: Tensor,
-    places: Tensor,
-    factors: Tensor,
-    table_rows: Tensor,
-    is_grouped: bool = False,  # equal places lie together already: of use to kernels alone
+    out: Tensor, table: Tensor, places: Tensor, factors: Tensor, table_rows: Tensor, is_grouped: bool = False
 ) -> None:
     is_entry = (places >= 0) & (table_rows >= 0)
     places, order = places[is_entry].sort(stable=True)
     table_rows, factors = table_rows[is_entry][order], factors[is_entry][order]
-    for block in slices(len(places), max(1, GATHERED // max(1, table.shape[1]))):
+    for block in slices(len(places), max(1, GATHERED_ELEMENTS // max(1, table.shape[1]))):
         # the terms of a block of entries are summed by place first
         unique_places, place_index = places[block].unique_consecutive(return_inverse=True)
         terms = table[table_rows[block]].to(factors.dtype) * factors[block, None]
-        out.index_add_(
-            0,
-            unique_places,
-            terms.new_zeros(len(unique_places), terms.shape[1]).index_add_(0, place_index, terms).to(out.dtype),
-        )
+        terms = terms.new_zeros(len(unique_places), terms.shape[1]).index_add_(0, place_index, terms)
+        out.index_add_(0, unique_places, terms.to(out.dtype))
 
 
 def kept_sets(
@@ -371,8 +336,8 @@ def kept_sets(
     vocab: int,
     everywhere: bool,
 ) -> None:
-    for entries in (rows, columns):
-        entries.fill_(-1)
+    rows.fill_(-1)
+    columns.fill_(-1)
     token_index, id_index = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
     if offsets is None:
         offsets = torch.cat([token_index, token_index[-1:] + 1]) * (len(ids) // len(target))
@@ -388,19 +353,19 @@ def kept_sets(
     in_vocabulary = (ids >= 0) & (ids < vocab)
     has_set = torch.zeros_like(token_index).index_add_(0, token_of_id, is_kept.long()) > 0
     # the first of equal ids is kept; the target is removed, since it has an entry of its own
-    sorted_keys = torch.where(is_kept, token_of_id * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
+    keys = torch.where(is_kept, token_of_id * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
     is_repeated, is_target = torch.zeros_like(is_kept), ids == target[paired_row][token_of_id]
-    is_repeated[sorted_keys.indices[1:]] = sorted_keys.values[1:] == sorted_keys.values[:-1]
-    first_entry = offsets[:-1] + token_index
+    is_repeated[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
+    first_entry, entry_of_id = offsets[:-1] + token_index, id_index + token_of_id + 1
     if bias is not None and entry_bias is not None:
         bias_places = torch.where(is_kept & is_target & ~is_repeated, first_entry[token_of_id], len(entry_bias))
         entry_bias.copy_(appended(entry_bias, 0.0).scatter_(0, bias_places, bias)[:-1])
-        entry_bias[id_index + token_of_id + 1] = bias
+        entry_bias[entry_of_id] = bias
     is_repeated = is_repeated | is_target
     begins[paired_row], ends[paired_row] = first_entry, torch.where(has_set, offsets[1:] + token_index + 1, first_entry)
     rows[first_entry], columns[first_entry] = paired_row, torch.where(has_set, target[paired_row], -1).int()
-    rows[id_index + token_of_id + 1] = paired_row[token_of_id]
-    columns[id_index + token_of_id + 1] = torch.where(is_kept & in_vocabulary & ~is_repeated, ids, -1).int()
+    rows[entry_of_id] = paired_row[token_of_id]
+    columns[entry_of_id] = torch.where(is_kept & in_vocabulary & ~is_repeated, ids, -1).int()
     is_wrong = is_wrong | (is_kept & ~in_vocabulary).any()
     is_wrong = is_wrong | (is_counted & ~has_set).any() if everywhere else is_wrong
     for number in (one_or_nan, inverse):
@@ -408,7 +373,8 @@ def kept_sets(
 
 
 def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
-    """Rows of stored logits after bias, scale and cap, in fp32 (fp64); a view where nothing has to be computed."""
+    """Returns [rows, columns] stored logits after bias, scale and cap, in fp32 (fp64). The result is a view of the
+    buffer where nothing has to be computed."""
     x, bias = stored.logits[rows, :columns], stored.bias
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     transform = stored.transform if stored.transform.row_scale is None else of_rows(stored.transform, rows)
@@ -416,14 +382,14 @@ def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
 
 
 def transform_(stored: Stored) -> Stored:
-    """Applies bias, scale and cap to stored raw logits in place; returns them as logits that need none of these."""
+    """Applies bias, scale and cap to stored raw logits in place. Returns a record of the logits without these."""
     for rows in row_blocks(stored.logits):
         stored.logits[rows] = logits_of(stored, rows, stored.logits.shape[1])
     return Stored(stored.logits, None)
 
 
 def transformed(x: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
-    """Logits [rows, columns] after bias, scale and cap, then multiplied by each row's scale."""
+    """Applies bias, scale, cap and each row's scale to raw logits ``x`` [rows, columns], and returns the logits."""
     factor = 1.0 if transform.logit_scale is None else transform.logit_scale
     if bias is not None:
         x = x + bias
@@ -435,8 +401,8 @@ def transformed(x: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
 
 
 def slope(x: Tensor, transform: Transform) -> Tensor | float:
-    """d x / d raw logit [rows, columns], from the transformed logits ``x`` [rows, columns]; a float where it is equal
-    for all."""
+    """Returns the derivative of transformed logits ``x`` [rows, columns] with respect to raw logits: [rows, columns],
+    or without a cap [rows, 1] or a float."""
     row_scale = 1.0 if transform.row_scale is None else transform.row_scale[:, None]
     factor = row_scale if transform.logit_scale is None else row_scale * transform.logit_scale
     if transform.softcap is None:
@@ -445,44 +411,39 @@ def slope(x: Tensor, transform: Transform) -> Tensor | float:
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Slices of rows, each of about ``TILE_ELEMENTS`` logits."""
-    row_count, block_rows = len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1]))
-    return [slice(first, min(first + block_rows, row_count)) for first in range(0, row_count, block_rows)]
+    """Returns slices of rows, each of about ``TILE_ELEMENTS`` logits."""
+    return slices(len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1])))
 
 
 def of_rows(record: Any, rows: slice | Tensor) -> Any:
-    """``record``, a nested tuple of vectors [n], with each vector indexed by ``rows``."""
+    """Returns a copy of ``record``, a nested tuple of vectors [n], in which each vector is indexed by ``rows``."""
     values = [x[rows] if isinstance(x, Tensor) else of_rows(x, rows) if isinstance(x, tuple) else x for x in record]
-    return type(record)(*values) if hasattr(record, "_fields") else values
+    return type(record)(*values) if hasattr(record, "_fields") else tuple(values)
 
 
 def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
-    """``p (alpha + eta log p)``: 0 for p = 0, nan for a nan."""
+    """Returns ``p (alpha + eta log p)`` [rows, columns], 0 where p is 0."""
     assert softmax.alpha is not None
     p, alpha, eta = log_p.exp(), softmax.alpha[:, None], softmax.eta
     return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta[:, None] * log_p))
 
 
 def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor:
-    """The term of a sum over the vocabulary in the gradient of the logits of some rows. Both logarithms are bounded
-    below."""
+    """Returns the term [rows, columns] of a sum over the vocabulary in the gradient of some rows of logits.
+    ``LOG_FLOOR`` bounds both logarithms below."""
     assert term.coefficient is not None
     logs_of_both, coefficient = (log_p.clamp(min=LOG_FLOOR), log_q.clamp(min=LOG_FLOOR)), term.coefficient[rows, None]
     if term.total is not None and term.function.gradient is not None:
         return coefficient * term.function.gradient(*logs_of_both, term.total[rows, None])
-    term_slopes = term.function.terms(*logs_of_both, *term.numbers)[1]
-    return (
-        torch.where(coefficient == 0, 0.0, coefficient * term_slopes)
-        if term.function.source
-        else coefficient * term_slopes
-    )
+    gradient = coefficient * term.function.terms(*logs_of_both, *term.numbers)[1]
+    return torch.where(coefficient == 0, 0.0, gradient) if term.function.source else gradient
 
 
 def teacher_logprobs(teacher: TeacherSoftmax, rows: slice, columns: int) -> Tensor:
-    """[rows, columns] log-probabilities of the teacher's first ``columns`` ids, for a slice of rows."""
+    """Returns [rows, columns] the log-probabilities of the teacher's first ``columns`` ids, for a slice of rows."""
     return logprobs(logits_of(teacher.stored, rows, columns), teacher.lse_base[rows], teacher.neg_log_sum[rows])
 
 
 def logprobs(x: Tensor, lse_base: Tensor, neg_log_sum: Tensor) -> Tensor:
-    """[rows, columns] ``(x - lse_base) + neg_log_sum``, the log-probabilities of logits ``x`` [rows, columns]."""
+    """Returns [rows, columns] the log-probabilities of logits ``x`` [rows, columns]."""
     return (x - lse_base[:, None]).add_(neg_log_sum[:, None])

@@ -71,7 +71,7 @@ def test_sums_in_a_buffer(place: Place) -> None:
     copy, buffer = quantise(weight, backend=place.backend), torch.zeros(SIZES[1], SIZES[2], device=place.device)
     options: dict[str, Any] = {"precision": "fp8", "backend": place.backend, "fp8_weight": copy}
     _, dweight = torch.autograd.grad(linear_cross_entropy(*operands, target, **options), operands)
-    transposed = copy.cached["transposed"]
+    transposed = copy.transposed
     assert transposed.values.shape == (64, 512) and transposed.scale == 1.0
     assert torch.equal(transposed.values.float()[:, :509], copy.matrix.values.float().t())
     for _ in range(2):

@@ -391,7 +391,7 @@ def test_chunks_round_dweight_once(place: Place, kind: str, stored: str, monkeyp
     terms nearly cancel, and 16-bit sums over chunks would round what is left each time. A stored gradient of a target's
     logit is rounded too."""
     monkeypatch.setattr(interpreter, "_convert_float", to_nearest)
-    monkeypatch.setattr(triton_store, "FREQUENT", 8)
+    monkeypatch.setattr(triton_store, "FREQUENT_TOKENS", 8)
     made = torch.Generator().manual_seed(1)
     common = F.normalize(torch.randn(64, generator=made), dim=0) * 8.0
     hidden, weight = torch.randn(256, 64, generator=made), torch.randn(1024, 64, generator=made) / 8.0

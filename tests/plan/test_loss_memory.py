@@ -31,7 +31,7 @@ def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.
     """One tensor of chunk x vocabulary elements at a time, and one more where there is a dense teacher."""
     # tiles much smaller than these small chunks, as they are beside real ones
     monkeypatch.setattr(torch_functions, "TILE_ELEMENTS", 1024)
-    monkeypatch.setattr(torch_functions, "GATHERED", 1024)
+    monkeypatch.setattr(torch_functions, "GATHERED_ELEMENTS", 1024)
     monkeypatch.setattr(matmul, "GPU_COLUMNS", 16)
     inputs = inputs_of(case, torch.float16 if place.backend == "triton" else torch.float32, place.device)
     weight = inputs.weight[:, :16].contiguous()  # its gradient is smaller than a chunk's logits

@@ -1,17 +1,17 @@
-"""The backend of Triton kernels: NVIDIA and AMD GPUs, and any machine under Triton's interpreter
+"""The backend of Triton kernels, for NVIDIA and AMD GPUs, and for any machine under Triton's interpreter
 (``TRITON_INTERPRET=1``).
 
-Three stores, each with one buffer that all chunks use. Statistics come from fp32 accumulators:
+It has three stores, each with one buffer that all chunks use. Statistics come from fp32 accumulators:
 
-- ``FastStore``: our matmul writes bf16 exponentials relative to the target's logit. Gradients are products with them,
-  up to a factor per row and the target's terms. It is for losses of the target's log-probability and lse, without cap.
-- ``RelativeStore``: our matmul writes fp16 logits relative to each strip's maximum. One pass turns them into any
+- ``FastStore``: our matmul writes bf16 exponentials relative to the target's logit. Products with the exponentials make
+  gradients, up to a factor per row and the target's terms. It is for losses of logprob and lse, without a cap.
+- ``RelativeStore``: our matmul writes fp16 logits relative to each strip's maximum. One pass turns the logits into any
   gradient. It is for 16-bit operands.
 - ``LogitsStore``: BLAS writes fp32 logits. With 16-bit operands, a 16-bit gradient is written over their bytes.
 
-In the recompute schedule statistics are known before any gradient. ``GradStore`` then takes the place of the first two:
-its matmul writes the gradient of the logits and no logits. With a dense teacher, whose terms need rows of both models'
-logits, it is ``LogitsStore``.
+The schedule "recompute" knows the statistics before it makes gradients. ``GradStore`` then replaces the first two
+stores: its matmul writes dlogits and no logits. Terms of a dense teacher need rows of both models' logits, so there
+``LogitsStore`` replaces them.
 """
 
 from itertools import starmap
@@ -38,11 +38,11 @@ from .relative import RelativeStore
 from .store import TMA_BYTES, GradStore
 
 
-def read_in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:
-    """True for a weight that our matmuls can read: contiguous, of ``dtype``, 16-bit, with rows that start on 16
-    bytes."""
-    aligned = weight.data_ptr() % TMA_BYTES == weight.shape[1] * dtype.itemsize % TMA_BYTES == 0
-    return dtype.itemsize == 2 and aligned and weight.is_contiguous()
+def is_readable(weight: Tensor, dtype: torch.dtype) -> bool:
+    """True if our matmuls can read a weight, after a cast to ``dtype``: it is contiguous, has 16 bits, and its rows
+    start on 16 bytes."""
+    is_row_aligned = weight.data_ptr() % TMA_BYTES == weight.shape[1] * dtype.itemsize % TMA_BYTES == 0
+    return dtype.itemsize == 2 and is_row_aligned and weight.is_contiguous()
 
 
 class TritonBackend(Backend):
@@ -92,18 +92,19 @@ class TritonBackend(Backend):
         is_plain: bool,
         teacher: TeacherHead | None,
     ) -> type[Store]:
-        """The class of the store. ``dtype``: dtype of the matmuls. ``is_plain``: there is no softcap and no gradient
-        of a bias, and columns of hidden states are contiguous."""
+        """Returns the class of the store for a call that has softmaxes over the vocabulary. ``dtype``: dtype of the
+        matmuls. ``is_plain``: the call has no softcap and no gradient of a bias, and each hidden state is
+        contiguous."""
         weights_and_dtypes = [(weight, dtype)]
         if teacher is not None and teacher.weight is not None:
             weights_and_dtypes.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
-        if not all(starmap(read_in_blocks, weights_and_dtypes)) or demand.searches_logits or gpu is None:
+        if not all(starmap(is_readable, weights_and_dtypes)) or demand.searches_logits or gpu is None:
             return LogitsStore
         if (demand.views[-1].columns or 0) % RELATIVE_STRIP:
             return LogitsStore  # the second softmax would end in the middle of a strip
-        # fp16 would overflow by a factor per row; a cap or a bias's gradient needs a pass over the buffer
-        has_row_factor = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep
-        return FastStore if has_row_factor and is_plain else RelativeStore
+        # a factor per row could overflow fp16; a cap or a gradient of the bias needs a pass over the buffer
+        is_factored = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep
+        return FastStore if is_factored and is_plain else RelativeStore
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""The store of logits that our matmul writes in fp16, relative to the maximum of their strip of columns."""
+"""The store of fp16 logits that our matmul writes, relative to the maximum of each row in each strip of columns."""
 
 import functools
 from collections.abc import Iterator
@@ -26,12 +26,15 @@ from .store import FrequentRows, HalfStore, counted_of, sums_frequent
 
 
 class RelativeStore(HalfStore):
-    """fp16 logits relative to the maximum of each strip of columns; one pass turns them into any gradient."""
+    """The store of fp16 logits relative to the maximum of each strip of columns. One pass turns them into any gradient.
+    ``FastStore`` is a subclass, and keeps exponentials."""
 
     name = "relative"
     description = "logits relative to strips of columns"
-    partial_sums: Tensor | None = None  # parts of each sum over the vocabulary that is made along with the gradient
-    arrived: Tensor | None = None  # [multiprocessors] int32: finished parts of each cut tile of dhidden
+    partial_sums: Tensor | None = None  # parts of the sums over the vocabulary that are made along with the gradient
+    finished_parts: Tensor | None = (
+        None  # [multiprocessors] int32: number of finished parts of each cut tile of dhidden
+    )
     level: Tensor | None = None  # [rows] the logit that stored exponentials are relative to; None: logits are stored
     frequent: FrequentRows | None = None  # rows of the weight's gradient that add up in float32
 
@@ -42,17 +45,16 @@ class RelativeStore(HalfStore):
         if stores_logits:
             yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, SWEEP, last)
             yield from teacher_buffers(sizes, rows, last)
-        is_relative = stores_logits and cls.name == "relative"
-        strips = gpu.strips_of(sizes.vocab, is_relative)
+        strip_count = gpu.strips_of(sizes.vocab, relative=stores_logits and cls.name == "relative")
         # per strip and row: an offset, and for each softmax a sum of exponentials and its statistics' numbers
         numbers = 1 + sum(1 + sum(len(s.vectors) for s in statistics) for statistics in demand.statistics)
-        yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
+        yield Buffer("statistics of strips", (rows, strip_count, numbers), torch.float32, SWEEP, last)
         if last < LOOP:
             return
         yield from FrequentRows.buffers(sizes, rows)
-        partial_elements = part_sums(sizes, rows) // 4
-        if partial_elements > (numbers - 1) * strips * strip_rows(rows):  # else in the strips' memory
-            yield Buffer("gradient of hidden, parts", (partial_elements,), torch.float32, LOOP, LOOP)
+        part_elements = dhidden_part_elements(sizes, rows)
+        if part_elements > (numbers - 1) * strip_count * strip_rows(rows):  # else the parts lie in the strips' memory
+            yield Buffer("gradient of hidden, parts", (part_elements,), torch.float32, LOOP, LOOP)
         if sizes.teacher_last and pairing is not None:
             shape = rows, len(demand.sums), cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
             yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
@@ -64,39 +66,37 @@ class RelativeStore(HalfStore):
         stores_logits = plan.schedule == "forward" or sizes.keeps_sweep
         self.buffer = relative_logits(rows, sizes.vocab, device) if stores_logits else None
         if sizes.hidden_grad and plan.schedule == "forward":
-            # for each cut tile of dhidden the number of finished parts; 0 at the start of each chunk
-            self.arrived = empty(sizes.multiprocessors, dtype=torch.int32, device=device)
+            self.finished_parts = empty(sizes.multiprocessors, dtype=torch.int32, device=device)  # ``fill`` writes 0
         self.tile = gpu.logits_tile(rows)
-        self.tile_logit = empty(rows, dtype=torch.float32, device=device)  # targets' logits as in the strips' sums
+        # the targets' logits as the product makes them, which are in the strips' sums
+        self.tile_logit = empty(rows, dtype=torch.float32, device=device)
         strip_count = gpu.strips_of(sizes.vocab, stores_logits and self.name == "relative")
         self.strips = Strips.empty(rows, strip_count, device, demand.statistics)
-        if self.arrived is not None:
-            partial_elements, strip_sums = part_sums(sizes, rows) // 4, self.strips.all_sums()
-            fits_in_strips = partial_elements <= len(strip_sums)
-            self.part_sums = (
-                strip_sums[:partial_elements]
-                if fits_in_strips
-                else empty(partial_elements, dtype=torch.float32, device=device)
-            )
+        if self.finished_parts is not None:
+            part_elements, strip_sums = dhidden_part_elements(sizes, rows), self.strips.all_sums()
+            # memory for parts of dhidden
+            self.dhidden_parts = strip_sums[:part_elements]
+            if part_elements > len(strip_sums):
+                self.dhidden_parts = empty(part_elements, dtype=torch.float32, device=device)
         self.ratios_and_columns = [ratio_of(view.ratio) for view in demand.views], [v.columns for v in demand.views]
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
         if sizes.teacher_made:
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
             self.teacher_tile = gpu.logits_tile(self.teacher_rows)
             strip_count = gpu.strips_of(sizes.teacher_columns, relative=True)
-            # kernels that read student and teacher take one stride from strip to strip
             assert demand.pairing is not None
+            # memory for as many rows as the student's: kernels that read both take one stride from strip to strip
             self.teacher_strips = Strips.empty(rows, strip_count, device, (demand.pairing.statistics,))
         if plan.teacher_last:
-            programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
-            self.partial_sums = empty(len(demand.sums), programs, stride, dtype=torch.float32, device=device)
+            shape = len(demand.sums), gradients.row_programs(sizes.vocab), strip_rows(rows)
+            self.partial_sums = empty(*shape, dtype=torch.float32, device=device)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Makes logits relative to their strips' maxima, or exponentials relative to the target's logit, and the
-        strips' sums. Without a buffer it makes the sums only."""
-        head, count, stored = self.head, rows.target.shape[0], None
+        """Makes the strips' sums and, if there is a buffer, logits relative to the strips' maxima. ``FastStore`` stores
+        exponentials relative to the target's logit instead."""
+        head, row_count, stored_logits = self.head, rows.target.shape[0], None
         logit_transform = transform(head, rows.scale)
-        tile_logit = None if head.fp8 is not None else self.tile_logit[:count]
+        tile_logit = None if head.fp8 is not None else self.tile_logit[:row_count]
         assert rows.source is not None
         statistics.clean_rows(
             rows.hidden,
@@ -107,23 +107,23 @@ class RelativeStore(HalfStore):
             head.weight,
             head.bias,
             logit_transform,
-            self.arrived,
+            self.finished_parts,
             tile_logit,
         )
         if self.known_targets and head.add_targets is not None:
-            head.add_targets(out.target_logit)  # gets the logits of targets on other ranks
-        self.stored_strips = strips = self.strips.of_rows(count)
+            head.add_targets(out.target_logit)  # adds the logits of targets on other ranks
+        self.stored_strips = strips = self.strips.of_rows(row_count)
         for statistic in self.demand.lists:
             assert rows.columns is not None
             logits = out.by_name[statistic.vectors[0]]
             statistics.dot_columns(logits, rows.hidden, head.weight, rows.columns, head.bias, logit_transform)
         if self.buffer is not None:
-            stored = self.buffer[:count, : self.vocab]
+            stored_logits = self.buffer[:row_count, : self.vocab]
             if self.level is not None:
-                stored = stored.view(self.sizes.dtype)
-            self.stored = Stored(stored, strips.offset)
+                stored_logits = stored_logits.view(self.sizes.dtype)
+            self.stored = Stored(stored_logits, strips.offset)
         statistics.exp_logits(
-            stored,
+            stored_logits,
             strips,
             *self.operands(rows, head, True),
             head.bias,
@@ -137,9 +137,10 @@ class RelativeStore(HalfStore):
         )
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Writes statistics of rows, merged from those of their strips, with exact logits of heavy ids."""
+        """Merges the statistics of strips into statistics of rows. Before, with e4m3 operands, it replaces the logits
+        of heavy ids by exact ones."""
+        head = self.head
         if out.heavy_ids is not None and out.heavy_logits is not None:
-            head = self.head
             statistics.mend_heavy(
                 out.heavy_ids,
                 out.heavy_logits,
@@ -156,20 +157,20 @@ class RelativeStore(HalfStore):
                 *self.ratios_and_columns,
                 counted_of(rows),
             )
-        targets = out.target_logit, None if self.head.fp8 is not None else self.tile_logit, rows.target
+        target_vectors = out.target_logit, None if head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
-            outputs, limit = outputs_of(out.by_name, self.softmaxes[i]), columns or self.vocab
-            statistics.merge_strips(outputs, self.level, self.stored_strips, *targets, limit, ratio_of(ratio), i)
+            outputs, view = outputs_of(out.by_name, self.softmaxes[i]), (columns or self.vocab, ratio_of(ratio), i)
+            statistics.merge_strips(outputs, self.level, self.stored_strips, *target_vectors, *view)
         if self.demand.pairing is not None and not self.plan.teacher_last:
             outputs = outputs_of(out.by_name, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), outputs)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxOutputs | None) -> Stored:
-        teacher, count = rows.teacher, rows.target.shape[0]
+        teacher, row_count = rows.teacher, rows.target.shape[0]
         if teacher is None or teacher.hidden is None or teacher.weight is None or normalize is None:
             return super().teacher_logits(rows, columns, normalize)
-        buffer, logit_transform = self.teacher_buffer[:count, columns], transform(teacher, rows.scale)
-        strips = self.teacher_strips.of_rows(count)
+        buffer, logit_transform = self.teacher_buffer[:row_count, columns], transform(teacher, rows.scale)
+        strips = self.teacher_strips.of_rows(row_count)
         statistics.exp_logits(
             buffer,
             strips,
@@ -189,38 +190,39 @@ class RelativeStore(HalfStore):
         dlogits, stored, head = self.stored.logits.view(self.sizes.dtype), self.stored, self.head
         if not self.plan.teacher_last:
             teacher = None if self.demand.pairing is None else self.teacher_stored
-            counted = self.differentiated(rows)
+            counted = self.gradient_rows(rows)
             return self.differentiate_(dlogits, stored, head, 0, rows, stats, coefficients, teacher, counted)
-        # makes a teacher's logits and statistics, and the divergence, for some rows at a time
-        for tokens in slices(len(dlogits), self.teacher_rows):
-            block_rows, block_stats = rows.narrow(tokens), stats.narrow(tokens)
+        # the teacher's logits and statistics, and the sums over the vocabulary, are made for some rows at a time
+        for block in slices(len(dlogits), self.teacher_rows):
+            block_rows, block_stats = rows.narrow(block), stats.narrow(block)
             assert self.demand.pairing is not None
             outputs = outputs_of(block_stats.by_name, self.softmaxes[-1])
             self.teacher_stored = self.teacher_logits(block_rows, slice(self.sizes.teacher_columns), outputs)
             assert self.partial_sums is not None
             self.differentiate_(
-                dlogits[tokens],
-                stored.narrow(tokens),
+                dlogits[block],
+                stored.narrow(block),
                 head,
                 0,
                 block_rows,
                 block_stats,
-                coefficients.narrow(tokens),
+                coefficients.narrow(block),
                 self.teacher_stored,
-                self.differentiated(block_rows),
-                self.partial_sums[:, :, tokens].unbind(),
+                self.gradient_rows(block_rows),
+                self.partial_sums[:, :, block].unbind(),
             )
         if self.partial_sums is not None:
             for i, partial_sum in enumerate(self.partial_sums.unbind()):
                 torch.sum(partial_sum[:, : len(dlogits)], 0, out=stats.by_name[f"sum{i}"])
         return dlogits
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
-        """Adds a chunk's product. ``gain`` []: its factor, by which ``dlogits`` are divided; None for 1."""
-        super().add_dweight(dlogits, rows, out, is_first, gain)
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, dlogits_divisor: Tensor | None = None
+    ) -> None:
+        super().add_dweight(dlogits, rows, out, is_first, dlogits_divisor)
         if sums_frequent(self.sizes, self.rows, out.dtype):
             if self.frequent is None:
-                self.frequent = FrequentRows(self.every_target_sorted.columns, self.sizes, self.rows)
+                self.frequent = FrequentRows(self.sorted_call_targets.columns, self.sizes, self.rows)
             self.frequent.add_chunk(dlogits, rows, is_first)
 
     def finish(self, grads: Gradients) -> None:
@@ -228,20 +230,20 @@ class RelativeStore(HalfStore):
             self.frequent.replace(grads.weight)
 
     @functools.cached_property
-    def every_target_sorted(self) -> products.SortedColumns:
-        """The targets of all tokens of the call, sorted."""
+    def sorted_call_targets(self) -> products.SortedColumns:
+        """The sorted targets of all tokens of the call."""
         return self.sorted_targets(self.all_rows.targets)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
-        """``target`` [rows] sorted, -1 where it is another rank's."""
+        """Sorts targets [rows] by their column, with -1 in the place of a column of another rank."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
-        # occurrences make a token's exponentials depend on other tokens, which a deterministic call must not
+        # with occurrences, a token's exponentials depend on other tokens, which "deterministic" forbids
         return products.sort_columns(target, counts_occurrences=self.level is not None and not self.sizes.deterministic)
 
-    def differentiated(self, rows: Rows) -> CountedRows:
-        """The rows whose logits get a gradient."""
-        # a bias's gradient is a sum over all rows of dlogits, so none may be left out
+    def gradient_rows(self, rows: Rows) -> CountedRows:
+        """Returns which rows of dlogits a kernel writes."""
+        # a bias's gradient is a sum over all rows of dlogits, so no row may stay uninitialised
         return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
 
     def add_dhidden(
@@ -253,10 +255,11 @@ class RelativeStore(HalfStore):
         is_first: bool,
         factors: products.RowFactors = products.NO_FACTORS,
     ) -> None:
-        """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, or ``out +=`` the same if not
-        ``is_first``. ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
+        """Adds ``softmax * (dlogits @ weight) + at_target * weight[target]`` to ``out``, or stores it if ``is_first``.
+        ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
         if self.sizes.own_dhidden:
-            split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
+            most_units = self.dhidden_parts.numel() // self.gpu.product.elements
+            split = self.sizes.dhidden_split(rows.target.shape[0], most_units)
             products.dhidden(
                 out,
                 dlogits,
@@ -266,26 +269,27 @@ class RelativeStore(HalfStore):
                 counted_of(rows),
                 False,
                 split,
-                self.part_sums,
-                self.arrived,
+                self.dhidden_parts,
+                self.finished_parts,
             )
         elif factors.target is None:
             super().add_dhidden(dlogits, rows, weight, out, is_first)
         else:
-            product = self.part_sums[: out.numel()].view(out.shape)
+            product = self.dhidden_parts[: out.numel()].view(out.shape)
             add_dhidden(dlogits, weight, product, is_first=True)
             products.finish_dhidden(out, product, weight, factors)
 
 
-def part_sums(sizes: Sizes, rows: int) -> int:
-    """Bytes of the partial sums of dhidden's cut tiles; or, where BLAS multiplies exponentials, of its fp32 product."""
+def dhidden_part_elements(sizes: Sizes, rows: int) -> int:
+    """Returns the number of fp32 elements of the parts of dhidden's cut tiles; or, if BLAS multiplies exponentials, of
+    the product [rows, hidden]."""
     if sizes.gpu is None or not sizes.hidden_grad:
         return 0
     if sizes.store.name == "fast" and (sizes.e4m3_gradients or not sizes.own_dhidden):
-        return rows * sizes.hidden * 4
-    return sizes.dhidden_split(rows).units * sizes.gpu.product.elements * 4
+        return rows * sizes.hidden
+    return sizes.dhidden_split(rows).units * sizes.gpu.product.elements
 
 
 def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Uninitialised 16-bit logits [rows, columns], each row of which starts on 16 bytes."""
+    """Returns uninitialised memory of 16-bit logits [rows, padded columns], in which each row starts on 16 bytes."""
     return empty(rows, padded_columns(columns), dtype=torch.float16, device=device)

@@ -22,28 +22,29 @@ from ..quantised import empty_quantised
 from ..store import MatmulStore, heavy_columns, own_columns, terms_of, transform
 
 TMA_BYTES = 16  # alignment of rows for tensor descriptors
-# least number of tokens of a frequent id; largest number of frequent ids, for which that least number grows
-FREQUENT, MOST_FREQUENT = 32, 512
+FREQUENT_TOKENS = 32  # least number of tokens of a frequent id; more if there would be more than MOST_FREQUENT such ids
+MOST_FREQUENT = 512
 
 
 def counted_of(rows: Rows) -> CountedRows:
-    """The rows that count, as kernels take them."""
+    """Returns the number of rows that count and the chunk's first row, from which kernels see which rows to skip."""
     return CountedRows(rows.counted, rows.tokens.start)
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
-    """Fills the rows of ``dlogits`` that do not count with 0, for sums over all rows: our products do not write
-    them. Returns ``dlogits``."""
+    """Writes 0 to the rows of ``dlogits`` that do not count, which our products leave unwritten, for a sum over all
+    rows. Returns ``dlogits``."""
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
 def is_aligned(out: Tensor) -> bool:
-    """True where each row of ``out`` starts on 16 bytes; a buffer of the caller's may start anywhere."""
+    """True if each row of ``out`` starts on 16 bytes; a buffer of the caller may start anywhere."""
     return out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
 
 
 class FrequentRows:
-    """Rows of the weight's gradient for frequent ids, the targets of many tokens, summed over chunks in float32.
+    """Rows of the weight's gradient, summed over chunks in float32, for frequent ids: those that many tokens have as
+    their target.
 
     The terms of a frequent id nearly cancel. A 16-bit sum rounds the remainder twice in every chunk, since cuBLAS
     rounds a product before it adds it. On Zipf-distributed ids the error was 2.3e-3 with two chunks, 1.7e-3 with one.
@@ -52,17 +53,17 @@ class FrequentRows:
     def __init__(self, targets: Tensor, sizes: Sizes, rows: int):
         """``targets``: [tokens] int32 targets of all tokens in ascending order, -1 where a token does not count.
         ``rows``: number of rows of the largest chunk."""
-        # every step-th target is picked: all ids of at least ``step`` tokens are, and some rarer ones
-        self.targets, self.step, device = targets, step_of_frequent(sizes.tokens), targets.device
-        picked_count = cdiv(sizes.tokens, self.step)
-        self.sums = empty(picked_count, sizes.hidden, dtype=torch.float32, device=device)
-        self.picked = empty(rows, picked_count, dtype=sizes.dtype, device=device)
+        # every step-th of the sorted targets is picked: each id of at least ``step`` tokens, and some rarer ids
+        self.targets, self.step, device = targets, frequent_step(sizes.tokens), targets.device
+        id_count = cdiv(sizes.tokens, self.step)
+        self.sums = empty(id_count, sizes.hidden, dtype=torch.float32, device=device)
+        self.picked_dlogits = empty(rows, id_count, dtype=sizes.dtype, device=device)
 
     def add_chunk(self, dlogits: Tensor, rows: Rows, is_first: bool) -> None:
-        """Adds a chunk's terms of the frequent ids' rows; stores them for the ``is_first`` chunk."""
-        picked = self.picked[: len(dlogits)]
-        products.pick_columns(picked, dlogits, self.targets, self.step, counted_of(rows))
-        add_dweight(picked, rows.hidden, self.sums, is_first)
+        """Adds a chunk's terms to the sums, or stores them if the chunk ``is_first``."""
+        picked_dlogits = self.picked_dlogits[: len(dlogits)]
+        products.pick_columns(picked_dlogits, dlogits, self.targets, self.step, counted_of(rows))
+        add_dweight(picked_dlogits, rows.hidden, self.sums, is_first)
 
     def replace(self, out: Tensor) -> None:
         """Overwrites the rows of frequent ids in ``out``, the weight's gradient, with the sums."""
@@ -70,28 +71,29 @@ class FrequentRows:
 
     @staticmethod
     def buffers(sizes: Sizes, rows: int) -> Iterator[Buffer]:
+        """Yields the buffers of the sums for the plan, if the call needs them. ``rows``: of the largest chunk."""
         if sums_frequent(sizes, rows, sizes.weight_dtype):
-            picked_count = cdiv(sizes.tokens, step_of_frequent(sizes.tokens))
-            yield Buffer("frequent rows of the gradient", (picked_count, sizes.hidden), torch.float32, SWEEP, LOOP)
-            yield Buffer("gradients of frequent ids' logits", (rows, picked_count), sizes.dtype, SWEEP, LOOP)
+            id_count = cdiv(sizes.tokens, frequent_step(sizes.tokens))
+            yield Buffer("frequent rows of the gradient", (id_count, sizes.hidden), torch.float32, SWEEP, LOOP)
+            yield Buffer("gradients of frequent ids' logits", (rows, id_count), sizes.dtype, SWEEP, LOOP)
 
 
-def step_of_frequent(tokens: int) -> int:
-    """Number of tokens from which on an id is frequent, so that there are at most ``MOST_FREQUENT`` such ids."""
-    return max(FREQUENT, cdiv(tokens, MOST_FREQUENT))
+def frequent_step(tokens: int) -> int:
+    """Returns the least number of tokens of a frequent id, with which at most ``MOST_FREQUENT`` ids are frequent."""
+    return max(FREQUENT_TOKENS, cdiv(tokens, MOST_FREQUENT))
 
 
 def sums_frequent(sizes: Sizes, rows: int, dtype: torch.dtype) -> bool:
-    """True where a weight's gradient that adds up in ``dtype`` over chunks of ``rows`` rows needs ``FrequentRows``."""
-    # more ranks add rows after each chunk, or most of their terms stand apart
+    """True if a weight's gradient that adds up in ``dtype`` over chunks of ``rows`` rows needs ``FrequentRows``."""
+    # with several ranks targets' terms are added after each chunk; with e4m3 operands, apart from the products
     has_several_chunks = rows < sizes.tokens and sizes.hidden_ranks == 1 and not sizes.e4m3_gradients
     return has_several_chunks and sizes.returns_weight_grad and dtype == sizes.dtype == torch.bfloat16
 
 
 class HalfStore(MatmulStore):
-    """A store of 16-bit operands. Rows of its buffer start on 16 bytes, as our products need."""
+    """A store of 16-bit operands. Rows of its buffer start on 16 bytes, which our products need."""
 
-    bounds_rows = True  # its matmuls can stop at a number of rows that only the device knows
+    bounds_rows = True
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
@@ -105,28 +107,30 @@ class HalfStore(MatmulStore):
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
         if self.sizes.fp8:
-            self.hidden8 = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
+            self.e4m3_hidden = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
 
     def operands(self, rows: Rows, head: Head, is_new: bool) -> tuple[Matrix, Matrix]:
-        """Operands of the product that makes the logits. ``is_new``: the rows are others than at the last call, so e4m3
-        operands are made again."""
+        """Returns the operands of the product that makes the logits. ``is_new``: False if the latest call had the same
+        rows, so that their e4m3 numbers exist."""
         if head.fp8 is None:
             return rows.hidden, head.weight
         row_count = rows.target.shape[0]
-        quantised = Quantised(*[each[:row_count] for each in self.hidden8 if each is not None])
+        e4m3_hidden = Quantised(*[tensor[:row_count] for tensor in self.e4m3_hidden if tensor is not None])
         if is_new:
-            e4m3.quantise(quantised, rows.hidden, head.fp8.direction, quantised.common)
-        return quantised, head.fp8.weight
+            e4m3.quantise(e4m3_hidden, rows.hidden, head.fp8.direction, e4m3_hidden.common)
+        return e4m3_hidden, head.fp8.weight
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, gain: Tensor | None = None) -> None:
-        if gain is None and is_aligned(out) and own_dweight(self.plan, is_stored=is_first):
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, dlogits_divisor: Tensor | None = None
+    ) -> None:
+        if dlogits_divisor is None and is_aligned(out) and own_dweight(self.plan, is_stored=is_first):
             products.dweight(out, dlogits, rows.hidden, is_first, self.gpu.product, counted_of(rows))
         else:
-            super().add_dweight(zero_uncounted_(dlogits, rows), rows, out, is_first, gain)
+            super().add_dweight(zero_uncounted_(dlogits, rows), rows, out, is_first, dlogits_divisor)
 
 
 class GradStore(HalfStore):
-    """The store of tiles whose statistics are known: its matmul writes the gradient of the logits, and no logits."""
+    """The store of tiles whose statistics are known. Its matmul writes dlogits and no logits."""
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
@@ -134,10 +138,9 @@ class GradStore(HalfStore):
         self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        head, count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
-        # a row starts on 16 bytes
-        row_stride = padded_columns(columns)
-        dlogits = self.buffer[: count * row_stride].view(count, row_stride)[:, :columns]
+        head, row_count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
+        row_stride = padded_columns(columns)  # so that a row starts on 16 bytes
+        dlogits = self.buffer[: row_count * row_stride].view(row_count, row_stride)[:, :columns]
         terms = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns)
         logit_transform = transform(head, rows.scale)
         gradients.grad_logits(
@@ -150,10 +153,10 @@ class GradStore(HalfStore):
             self.gpu.logits,
             counted_of(rows),
         )
-        targets = rows.target[:, None], None, terms.target_logit[:, None]
-        for columns in (targets, heavy_columns(stats), own_columns(rows, stats, coefficients)):
-            if columns is not None:
-                ids, entry_coefficients, exact_logits = columns
+        target_columns = rows.target[:, None], None, terms.target_logit[:, None]
+        for exact_columns in (target_columns, heavy_columns(stats), own_columns(rows, stats, coefficients)):
+            if exact_columns is not None:
+                ids, entry_coefficients, exact_logits = exact_columns
                 gradients.row_grad(
                     dlogits,
                     Stored(exact_logits, None),
@@ -169,7 +172,7 @@ class GradStore(HalfStore):
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, is_first: bool) -> None:
-        # BLAS chooses its algorithm by the number of rows, and cannot stop at those that count
+        # BLAS chooses its algorithm by the number of rows, and cannot stop after the rows that count
         if rows.counted is None and not self.sizes.deterministic:
             super().add_dhidden(dlogits, rows, weight, out, is_first)
         else:
