@@ -88,9 +88,9 @@ def scale(
     # the host reads the factor only on a CPU: it would wait for a GPU
     if out is source and factor.device.type == "cpu" and factor == 1:
         return
-    for scaled, x in [(out, source)] if second is None else [(out, source), (second, second)]:
+    for product, x in [(out, source)] if second is None else [(out, source), (second, second)]:
         for block in slices(x.numel(), TILE_ELEMENTS):
-            torch.mul(x.view(-1)[block], factor, out=scaled.view(-1)[block])
+            torch.mul(x.view(-1)[block], factor, out=product.view(-1)[block])
 
 
 def scale_rows(out: Tensor, source: Tensor, factors: Tensor) -> None:
@@ -106,7 +106,7 @@ def row_stats(
     target: Tensor | None = None,
     class_weights: Tensor | None = None,
     ratio: float | None = None,
-    ids: Tensor | None = None,  # [rows, columns] of the columns
+    ids: Tensor | None = None,  # [rows, columns] ids of the columns; None: 0, 1, 2, ...
 ) -> None:
     ratio = 1.0 if ratio is None else ratio
     for rows in row_blocks(stored.logits):
@@ -248,13 +248,13 @@ def row_grad(
 
 
 def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yields some rows at a time as a slice, and tensors of their entries, ``most`` columns wide: indices of the
-    entries [rows, most], n (the number of all entries) after a row's last; columns of the entries [rows, most]; and, of
-    the target's entry among them, the index [rows], which is 0, or ``ELSEWHERE`` if another rank has the target."""
+    """Yields blocks of rows: the slice of rows; the indices [rows, K] of their entries, filled up with the number of
+    all entries; the columns [rows, K] of these entries; and the index [rows] of the target's entry among a row's K
+    entries, which is 0, or ``ELSEWHERE`` if another rank has the target's column."""
     entry_counts = sets.ends - sets.begins
-    most = max(1, int(entry_counts.max()))
-    entry_range, entry_columns = torch.arange(most, device=entry_counts.device), appended(sets.columns, -1)
-    for rows in slices(len(entry_counts), max(1, TILE_ELEMENTS // most)):
+    most_entries = max(1, int(entry_counts.max()))  # K
+    entry_range, entry_columns = torch.arange(most_entries, device=entry_counts.device), appended(sets.columns, -1)
+    for rows in slices(len(entry_counts), max(1, TILE_ELEMENTS // most_entries)):
         is_entry = entry_range < entry_counts[rows, None]
         entries = torch.where(is_entry, sets.begins[rows, None] + entry_range, len(sets.columns))
         columns = entry_columns[entries].long()

@@ -249,7 +249,7 @@ class Launcher:
 
 # names of arguments for which kernels are not specialised: sizes that depend on the number of tokens or on the call
 PER_CALL = (
-    "entries", "first_row", "ids_per_token", "length", "most_parts", "numel", "picked",
+    "entries", "first_row", "ids_per_token", "line_length", "most_parts", "numel", "picked",
     "pieces", "programs", "rows", "second_numel", "step", "steps", "tokens", "units",
     *[f"vector_index{i}" for i in range(32)],
 )  # fmt: skip

@@ -1,18 +1,18 @@
-"""Operands in e4m3 of the two products that make gradients of stored exponentials E.
+"""Operands in e4m3 of the two products that make gradients from stored exponentials E.
 
 The gradient of a row's logits is the sum of two parts. The sparse part has the target and the row's heavy ids, at most
-1 + SLOTS numbers in fp32; their exponentials are set to 0. The dense part is ``factor * E`` of all other ids, in e4m3:
-each row of E is divided by a power of 2, ``divisor``, after which its largest number is at most 448. The divisor comes
-from the sums over strips of columns, which are upper bounds of the numbers in them, so no pass over E finds it.
+1 + SLOTS numbers in fp32. Their exponentials are set to 0. The dense part is ``factor * E`` of all other ids, in e4m3:
+a power of 2, ``divisor``, divides each row of E, so that its largest number is at most 448. The divisor comes from the
+sums of E over strips of columns. A sum bounds the numbers in its strip, so no pass over E looks for the largest.
 
-dweight sums over rows, so a row's divisor has to be in the other operand, ``hidden_factor = factor * divisor``
-times the row's hidden state. These have one power of 2 for all rows, and are rounded without a vector ``m``, which is
-about their mean:
+dweight sums over rows, so the other operand must contain the row's divisor: it is ``hidden_factor = factor * divisor``
+times the row's hidden state. One power of 2 scales this operand for all rows. A vector ``m``, about the mean of the
+hidden states, is subtracted before they are rounded. For any m
 
     E.T @ (factor * hidden) = e4m3(E / divisor).T @ e4m3(hidden_factor * (hidden - m)) + outer(factor @ E, m)
 
-which holds for any m. Hopper's e4m3 products keep 13 bits of a sum. What all hidden states have in common makes large
-sums, which the sparse part then nearly cancels: without m dweight erred by 1e-2 to 7e-2 on Zipf heads.
+up to rounding. Hopper's e4m3 products keep 13 bits of a sum. The common component of all hidden states makes large
+sums, which the sparse part nearly cancels: without m, dweight erred by 1e-2 to 7e-2 on Zipf heads.
 """
 
 import triton
@@ -28,49 +28,50 @@ LARGEST, LEAST = tl.constexpr(tiles.LARGEST_E4M3), tl.constexpr(tiles.LEAST_SCAL
 
 @triton.jit
 def divisor_for(x):
-    """The power of 2 by which x is divided, so that it is above 224 and at most 448; nan where x is not finite."""
+    """Returns the power of 2 that divides x so that the quotient is above 224 and at most 448; nan if x is not
+    finite."""
     return tl.exp2(tl.ceil(tl.log2(tl.maximum(x / LARGEST, LEAST)))) + x * 0.0
 
 
 @kernel
 def split_sparse_kernel(
     # in and out
-    exp_ptr,  # [rows, vocab] 16 bit, as level_rows leaves them: 0 at targets; becomes 0 at heavy ids
-    softmax_factor_ptr,  # [rows] fp32, which is multiplied by the divisor and the weight's scale
+    exp_ptr,  # [rows, vocab] 16 bit exponentials, which ``level_rows`` has set to 0 at targets: become 0 at heavy ids
+    softmax_factor_ptr,  # [rows] fp32: multiplied by the divisor and the weight's scale
     # outputs
-    sparse_id_ptr,  # [rows, 1 + SLOTS] int32: the target and heavy ids, -1 for none
+    sparse_id_ptr,  # [rows, 1 + SLOTS] int32: the target and heavy ids, -1 for no id
     sparse_dlogit_ptr,  # [rows, 1 + SLOTS] fp32: gradients of their logits
-    divisor_ptr,  # [rows] fp32: power of 2 for the row's exponentials
+    divisor_ptr,  # [rows] fp32: power of 2 that divides the row's exponentials
     hidden_factor_ptr,  # [rows] fp32: softmax factor times divisor, 0 where a row does not count
-    row_max_ptr,  # [rows] fp32: max |hidden_factor * (hidden - mean)|; None with hidden_ptr and mean_ptr
+    row_max_ptr,  # [rows] fp32: max |hidden_factor * (hidden - mean)|; None without ``hidden_ptr``
     # inputs
-    hidden_ptr,  # [rows, hidden] 16 bit
-    mean_ptr,  # [hidden] fp32
-    heavy_id_ptr,  # [rows, SLOTS] int32, -1 behind the last
-    heavy_logit_ptr,  # [rows, SLOTS] fp32
-    strip_offset_ptr,  # [strips, rows] fp32, where the sum is negative
-    strip_sum_ptr,  # [strips, rows] fp32
-    level_ptr,  # [rows] fp32
+    hidden_ptr,  # [rows, hidden] 16 bit, or None
+    mean_ptr,  # [hidden] fp32; None without ``hidden_ptr``
+    heavy_id_ptr,  # [rows, SLOTS] int32: heavy ids, then -1
+    heavy_logit_ptr,  # [rows, SLOTS] fp32: their logits
+    strip_offset_ptr,  # [strips, rows] fp32: offset of a strip whose sum is negative
+    strip_sum_ptr,  # [strips, rows] fp32: sums of exponentials, with a minus sign where a strip has its own offset
+    level_ptr,  # [rows] fp32: the logit that a row's exponentials are relative to
     target_ptr,  # [rows] int64, -1 where a row does not count
-    target_logit_ptr,  # [rows] fp32, the offset of other strips
-    target_factor_ptr,  # [rows] fp32
+    target_logit_ptr,  # [rows] fp32: the target's logit, the offset of strips whose sum is positive
+    target_factor_ptr,  # [rows] fp32: gradient of the target's logit
     weight_scale_ptr,  # [] fp32
-    count_ptr,  # [] int64: rows of the call that count; None for all
+    count_ptr,  # [] int64: number of rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,
     vocab,
-    strips,
-    strip_stride,  # from strip to strip
-    stride,  # from row to row
-    hidden,
+    strips,  # number of strips
+    strip_stride,  # elements from strip to strip
+    stride,  # elements from row to row of ``exp_ptr``
+    hidden,  # hidden size
     SLOTS: tl.constexpr,
-    STRIP: tl.constexpr,
+    STRIP: tl.constexpr,  # columns of a strip
     BLOCK_ROWS: tl.constexpr,
-    STRIPS: tl.constexpr,  # all
+    STRIPS: tl.constexpr,  # power of 2 from the number of strips on
     BLOCK: tl.constexpr,
 ):
-    """Writes the sparse part of BLOCK_ROWS rows, and the divisor of the dense part."""
+    """Writes the sparse part of BLOCK_ROWS rows, and the divisors of their dense part."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     wide_row = offs_row.to(tl.int64)
@@ -86,7 +87,7 @@ def split_sparse_kernel(
     offset = tl.load(strip_offset_ptr + offs_strip, mask=mask & (total < 0.0), other=0.0)
     offset = tl.where(total < 0.0, offset, target_logit[:, None])
     total = tl.abs(total) * tl.exp2((offset - level[:, None]) * log2_e)
-    dense_sum = total  # of the strip, without the target and heavy ids
+    dense_sum = total  # sum of a strip, from which the target and heavy ids are subtracted
     exp = tl.exp2((target_logit - level) * log2_e)
     dense_sum -= tl.where(strip[None, :] == tl.where(target >= 0, target // STRIP, -1)[:, None], exp[:, None], 0.0)
 
@@ -96,7 +97,7 @@ def split_sparse_kernel(
     logit = tl.load(heavy_logit_ptr + offs_slot, mask=in_rows[:, None], other=0.0)
     is_heavy = ids >= 0
     sparse_dlogit = tl.where(is_heavy, factor[:, None] * tl.exp2((logit - level[:, None]) * log2_e), 0.0)
-    # rows behind those that count have no sparse part
+    # rows after the last that counts have no sparse part
     in_chunk, in_vocab = offs_row < rows, (target >= 0) & (target < vocab)
     offs_sparse = wide_row * (SLOTS + 1)
     tl.store(sparse_id_ptr + offs_sparse, tl.where(in_vocab, target, -1).to(tl.int32), mask=in_chunk)
@@ -108,13 +109,13 @@ def split_sparse_kernel(
     tl.store(sparse_dlogit_ptr + offs_sparse, sparse_dlogit, mask=in_chunk[:, None])
     zero = tl.zeros((BLOCK_ROWS, SLOTS), dtype=exp_ptr.dtype.element_ty)
     tl.store(exp_ptr + wide_row[:, None] * stride + ids, zero, mask=is_heavy)
-    num_slots = tl.max(tl.max(tl.where(is_heavy, slot[None, :] + 1, 0), 1), 0)  # that some row uses
+    num_slots = tl.max(tl.max(tl.where(is_heavy, slot[None, :] + 1, 0), 1), 0)  # most heavy ids of one of these rows
     for i in range(0, num_slots):
         heavy_id = tl.load(heavy_id_ptr + wide_row * SLOTS + i, mask=in_rows, other=-1)
         heavy_logit = tl.load(heavy_logit_ptr + wide_row * SLOTS + i, mask=in_rows, other=0.0)
         exp = tl.where(heavy_id >= 0, tl.exp2((heavy_logit - level) * log2_e), 0.0)
         dense_sum -= tl.where(strip[None, :] == (heavy_id // STRIP)[:, None], exp[:, None], 0.0)
-    # the sums and their differences are rounded
+    # a margin for the rounding of sums and differences
     divisor = divisor_for(tl.max(tl.maximum(dense_sum, 0.0) + total * 2.0**-20, 1))
     tl.store(divisor_ptr + offs_row, divisor, mask=in_chunk)
     hidden_factor = tl.where(target >= 0, factor * divisor, 0.0)
@@ -145,13 +146,13 @@ def mean_of_rows_kernel(
     SAMPLED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The mean of SAMPLED rows at equal distances, of those that count; 0 if none does."""
+    """Takes SAMPLED rows at equal distances and writes the mean of the rows among them that count; 0 if no row does."""
     row = tl.arange(0, SAMPLED).to(tl.int64) * rows // SAMPLED
     offs = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    counts = tl.load(target_ptr + row) >= 0
-    mask = counts[:, None] & (offs < hidden)[None, :]
+    is_counted = tl.load(target_ptr + row) >= 0
+    mask = is_counted[:, None] & (offs < hidden)[None, :]
     h = tl.load(hidden_ptr + row[:, None] * hidden + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-    count = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
+    count = tl.maximum(tl.sum(is_counted.to(tl.float32), 0), 1.0)
     tl.store(mean_ptr + offs, tl.sum(h, 0) / count, mask=offs < hidden)
 
 
@@ -164,25 +165,26 @@ def both_orders_kernel(
     # inputs
     matrix_ptr,  # [rows, columns] 16 bit or e4m3
     divisor_ptr,  # [rows] fp32, or None for 1
-    hidden_factor_ptr,  # [rows] fp32, with a divisor: rows where it is 0 become 0
-    count_ptr,  # [] int64: rows of the call that count; None for all
+    hidden_factor_ptr,  # [rows] fp32: a row whose factor is 0 becomes 0; None without a divisor
+    count_ptr,  # [] int64: number of rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,
     padded_rows,  # a multiple of 16
     columns,
     padded_columns,  # a multiple of 16
-    stride,  # from row to row, a multiple of 8
+    stride,  # elements from row to row of the matrix, a multiple of 8
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``out = matrix / divisor``, and the same transposed; 0 in rows that do not count and in what is padded."""
+    """Writes ``matrix / divisor`` and its transpose in e4m3, with 0 in rows that do not count and in the padding; and
+    sums over ROWS rows."""
     offs_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     if divisor_ptr is not None:
         hidden_factor = tl.load(hidden_factor_ptr + offs_row, mask=in_rows, other=0.0)
-        in_rows &= hidden_factor != 0.0  # the divisor of other rows may be nan
+        in_rows &= hidden_factor != 0.0  # the divisor of a row with a factor of 0 may be nan
         inverse = 1.0 / tl.load(divisor_ptr + offs_row, mask=in_rows, other=1.0)
     source = matrix_ptr + offs_row.to(tl.int64)[:, None] * (stride // 8 * 8) + offs[None, :]
     x = tl.load(source, mask=in_rows[:, None] & (offs < columns)[None, :], other=0.0).to(tl.float32)
@@ -212,28 +214,28 @@ def transposed_rows_kernel(
     mean_ptr,  # [hidden] fp32
     hidden_factor_ptr,  # [rows] fp32
     row_max_ptr,  # [rows] fp32: max |hidden_factor * (hidden - mean)|
-    count_ptr,  # [] int64: rows of the call that count; None for all
+    count_ptr,  # [] int64: number of rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,
     padded_rows,  # a multiple of 16
-    hidden,
+    hidden,  # hidden size
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    BLOCK_MAX: tl.constexpr,  # number of rows whose maxima are read at a time
 ):
-    """``out = (hidden_factor * (hidden - mean) / scale).T`` in e4m3; the scale is one power of 2 for all rows."""
-    counted = counted_rows(count_ptr, first_row, rows)
-    largest = tl.zeros((AT_ONCE,), dtype=tl.float32)
-    for start in range(0, counted, AT_ONCE):
-        offs_max = start + tl.arange(0, AT_ONCE)
-        largest = tl.maximum(largest, tl.load(row_max_ptr + offs_max, mask=offs_max < counted, other=0.0))
+    """Writes ``(hidden_factor * (hidden - mean) / scale).T`` in e4m3, and the scale, one power of 2 for all rows."""
+    num_counted = counted_rows(count_ptr, first_row, rows)
+    largest = tl.zeros((BLOCK_MAX,), dtype=tl.float32)
+    for start in range(0, num_counted, BLOCK_MAX):
+        offs_max = start + tl.arange(0, BLOCK_MAX)
+        largest = tl.maximum(largest, tl.load(row_max_ptr + offs_max, mask=offs_max < num_counted, other=0.0))
     scale = divisor_for(tl.max(largest, 0))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_ptr, scale)
     offs_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    in_rows = offs_row < counted
+    in_rows = offs_row < num_counted
     source = hidden_ptr + offs_row.to(tl.int64)[:, None] * hidden + offs[None, :]
     h = tl.load(source, mask=in_rows[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
     h -= tl.load(mean_ptr + offs, mask=offs < hidden, other=0.0)[None, :]

@@ -1,10 +1,10 @@
-"""Exact logits, in fp32, of few columns of each row, scaled and capped.
+"""Exact logits of few columns of each row, in fp32, after scale and cap.
 
-``clean_rows_kernel`` makes the logits of targets [rows], and copies hidden states [rows, hidden] for the matmuls:
+``clean_rows_kernel`` makes the logits of targets [rows]. It also copies hidden states [rows, hidden] for the matmuls:
 
     out[i] = source[order[i]] where target[i] >= 0, else 0;  logit[i] = out[i] @ weight[target[i]]
 
-``dot_columns_kernel`` makes the logits of entries, pairs of a row and a column, several for each row:
+``dot_columns_kernel`` makes the logits of entries. An entry is a pair of a row and a column; a row may have several:
 
     logit[e] = hidden[row[e]] @ weight[column[e]]
 """
@@ -21,8 +21,8 @@ def clean_rows_kernel(
     # outputs
     out_ptr,  # [rows, hidden] contiguous: the source, 0 where a row does not count
     logit_ptr,  # [rows] fp32: the target's logit, 0 where it is ELSEWHERE; or None
-    tile_logit_ptr,  # [rows] fp32: the target's logit with the bits that ``exp_logits`` gives it; or None
-    zeros_ptr,  # [zero_count] int32 that become 0; or None
+    tile_logit_ptr,  # [rows] fp32: the target's logit with the bits of ``exp_logits``'s accumulator; or None
+    zeros_ptr,  # [zero_count] int32: memory that becomes 0; or None
     # inputs
     source_ptr,  # [rows, hidden]
     weight_ptr,  # [vocab, hidden], or None without logits
@@ -42,8 +42,8 @@ def clean_rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes ``out[i] = source[order[i]]`` where a row counts, else 0; and ``logit[i] = out[i] @
-    weight[target[i]]``."""
+    """Writes BLOCK_ROWS clean rows of hidden states and the logits of their targets. The first program also writes
+    zeros."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
     row = offs_row.to(tl.int64)
@@ -73,7 +73,7 @@ def clean_rows_kernel(
             weight_values = tl.load(pointers, mask=is_local[:, None] & in_hidden, other=0.0)
             lane_sums += hidden_values.to(tl.float32) * weight_values.to(tl.float32)
             if tile_logit_ptr is not None:
-                # products of each row with all rows' targets, of which the diagonal is read: tensor cores sum an
+                # the product of each row and each row's target, of which the diagonal is read: tensor cores sum an
                 # element in the same order in any tile
                 products = dot(hidden_values, weight_values.T, products)
     if logit_ptr is not None:
@@ -98,7 +98,7 @@ def dot_columns_kernel(
     # inputs
     hidden_ptr,  # [rows, hidden]
     weight_ptr,  # [vocab, hidden]
-    column_ptr,  # [entries] int64 or int32, -1 for none, or ELSEWHERE
+    column_ptr,  # [entries] int64 or int32, -1 for no column, or ELSEWHERE
     row_ptr,  # [entries] int64: an entry's row; None: each row in turn has ``entries_per_row`` entries
     bias_ptr,  # [vocab] or None
     # sizes
@@ -117,7 +117,7 @@ def dot_columns_kernel(
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes each entry's logit, the product in fp32 of a row of hidden states and a row of the weight."""
+    """Writes the logits of BLOCK_ENTRIES entries, from products in fp32 of rows of hidden states and of the weight."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
     column_id = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
     has_column = column_id >= 0

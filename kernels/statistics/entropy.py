@@ -1,6 +1,5 @@
-"""Jit functions of the entropy ``-sum p log p``, for the stages of ``lists.py``. A row's state is its moment, the sum
-of ``exp(x - offset) (x - offset)``, beside the softmax's sum of ``exp(x - offset)``; of pieces it is the merged
-entropy."""
+"""Jit functions of the entropy ``-sum p log p``, for the stages of ``lists.py``. The state is a moment, the sum of
+``exp(x - offset) (x - offset)``; for pieces of the vocabulary, the sum of ``share (entropy - log share)``."""
 
 import triton
 import triton.language as tl
@@ -15,7 +14,7 @@ def entropy_zero(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def entropy_add_piece(state, values, share, log_share, is_first):
-    """Adds ``share (entropy - log share)`` of one piece; the sum over all pieces is the row's entropy."""
+    """Adds ``share (entropy - log share)`` of one piece to the state."""
     return (state[0] + tl.where(share > 0.0, share * (values[0] - log_share), 0.0),)
 
 
@@ -34,10 +33,10 @@ def entropy_add_exponentials(state, strip_ptrs, offs, mask, run_max, run_sum, of
 
 @triton.jit
 def entropy_exchange_target(state, removed_exp, removed_z, added_exp, added_z):
-    """Replaces the target's term of the moment, made from the tile's logit, by that of the exact logit. ``removed_exp``
-    and ``added_exp`` are their exponentials, ``removed_z`` and ``added_z`` the logits less the offset."""
-    shifted_sum = state[0] - tl.where(removed_exp > 0.0, removed_exp * removed_z, 0.0)
-    return (shifted_sum + tl.where(added_exp > 0.0, added_exp * added_z, 0.0),)
+    """Replaces the target's term of the moment, which the tile's logit made, by a term of the exact logit. A term is
+    ``exp * z``: ``z`` is the logit less the offset, ``exp`` its exponential."""
+    moment = state[0] - tl.where(removed_exp > 0.0, removed_exp * removed_z, 0.0)
+    return (moment + tl.where(added_exp > 0.0, added_exp * added_z, 0.0),)
 
 
 @triton.jit
@@ -56,16 +55,17 @@ def entropy_add_lanes(state, x, column, in_columns, class_weights_ptr, lane_max,
 
 @triton.jit
 def entropy_merge_lanes(state, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum):
-    shifted_sum = tl.sum(tl.where(weight > 0.0, weight * (state[0] + lane_sum * distance), 0.0), 0)
-    return (log_sum - shifted_sum / row_sum,)
+    moment = tl.sum(tl.where(weight > 0.0, weight * (state[0] + lane_sum * distance), 0.0), 0)
+    return (log_sum - moment / row_sum,)
 
 
 @triton.jit
 def entropy_half(z, e, IS_FIRST_SOFTMAX: tl.constexpr, INFINITE: tl.constexpr):
-    """The moments [rows] of half a tile, from ``z``, logits less the offset in base 2, and ``e = 2 ** z``."""
+    """Returns the moments [rows] of half a tile, from ``z``, logits less the offset in base 2, and ``e = 2 ** z``.
+    INFINITE: True if a logit may be -inf."""
     if IS_FIRST_SOFTMAX:
         if INFINITE:
-            z = tl.maximum(z, -160.0)  # 0 below, where a logit of -inf would make it nan
+            z = tl.maximum(z, -160.0)  # e is 0 below, and its product with -inf would be nan
         return tl.sum(e * z, 1)
     else:
         return tl.sum(tl.where(e > 0.0, e * z, 0.0), 1)
@@ -73,6 +73,6 @@ def entropy_half(z, e, IS_FIRST_SOFTMAX: tl.constexpr, INFINITE: tl.constexpr):
 
 @triton.jit
 def entropy_store_sums(strip_ptrs, offs, in_rows, moment, total, shift_error):
-    """Stores a strip's moments, from the sums ``moment`` of ``e z`` and ``total`` of ``e``. ``shift_error`` [rows]: the
-    rounding error that all ``z`` of a row have in common, which is removed."""
+    """Stores the moments [rows] of a strip. ``moment``: sum of ``e z``. ``total``: sum of ``e``. ``shift_error``: the
+    rounding error that all ``z`` of a row have in common, which this function removes."""
     tl.store(strip_ptrs[0] + offs, (moment - shift_error * total) * (tl.exp2(-shift_error) * ln_2), mask=in_rows)

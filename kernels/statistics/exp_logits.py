@@ -1,24 +1,23 @@
 """The logits matmul whose epilogue writes statistics, and exponentials or relative logits instead of logits.
 
-A persistent GEMM over tiles [BLOCK_M, BLOCK_N] of one or two column strips. From the fp32 accumulator the epilogue
-makes, for each row and strip, an offset, the sum of exponentials, and numbers for other statistics. Beside these it
-writes one of three:
+The matmul is a persistent GEMM over tiles [BLOCK_M, BLOCK_N] of one or two strips of columns. From the fp32 accumulator
+the epilogue makes, for each row and strip, an offset, the sum of exponentials, and numbers for other statistics. It
+also writes one of three:
 
-- exponentials ``E = exp(x - offset)`` in the operands' 16-bit dtype. A row's offset is given, the target's logit, so
-that
-  the gradient is E times a factor per row, without a pass over E. If a strip's maximum is more than REACH above it, the
-  strip gets a larger offset; ``level_rows_kernel`` brings such rows to one offset afterwards.
+- exponentials ``E = exp(x - offset)`` in the operands' 16-bit dtype. A row's offset is its target's logit, so that the
+  gradient is E times a factor per row, without a pass over E. If a strip's maximum is more than REACH above the offset,
+  the strip gets a larger offset; ``level_rows_kernel`` brings such rows to one offset afterwards.
 - relative logits ``(x - offset) / log 2`` in fp16, where the offset is the row's maximum in the strip. Their error is
   2^-12 of their distance to the maximum, so that the error of a probability ``p`` is ``2^-12 log(p_max / p)`` of p, in
   rows whose logits lie within 45,000 nats. Every statistic and every gradient can be made from relative logits.
 - nothing, if the call needs statistics only.
 
-No rounding error grows with the size of a logit itself. The target's term of a sum is made from the tile's logit here;
-``merge.py`` and ``level_rows_kernel`` replace it by that of the exact logit, so that loss and gradient have the same
-logit.
+No rounding error grows with the size of a logit itself. The target's term of a sum is made here from the accumulator's
+logit. ``merge.py`` and ``level_rows_kernel`` replace the term by one of the exact logit, so that loss and gradient read
+the same logit.
 
-Operands may be e4m3, with a scale for each row of hidden states and one scale for the weight. The target's exact logit
-then replaces the tile's here; exact logits of other probable ids replace the tile's later (``heavy.py``).
+Operands may be e4m3, with a scale for each row of hidden states and one scale for the weight. Here the target's exact
+logit then replaces the accumulator's; later (``heavy.py``) exact logits of other probable ids replace theirs.
 
 ``exp_logits`` is the body of kernels that are generated for the statistics beside each softmax (``lists.py``).
 """
@@ -39,26 +38,26 @@ from ..common.transform import log2_e, transform_logits
 
 # nats by which a logit may exceed its offset: e^60 and e^-60 are well inside bf16's range
 REACH = tl.constexpr(60.0)
-# Least offset. A strip whose ids a bias excludes may have a maximum below it, whose product with log2_e is rounded by
-# so much that exponentials would overflow. A power of 2, since its product with log2_e is exact.
+# Least offset. If a bias excludes all ids of a strip, the strip's maximum may be lower. Its product with log2_e would
+# have a rounding error with which exponentials overflow. A power of 2 has an exact product with log2_e.
 MIN_OFFSET = tl.constexpr(-(2.0**30))
 
 
 @triton.jit
 def finish_tile(
-    out_matrix,  # the output, as ``blocks.py`` takes a matrix; descriptor and pointer None: nothing is stored
-    offset_ptr,  # [strips, rows] fp32, ``strip_offset_ptr`` of ``exp_logits``
-    sum_ptrs,  # these three as ``exp_logits`` takes them
-    strip_ptrs,
-    strip_stride,
+    out_matrix,  # a ``matrix`` of ``blocks.py``: the output; descriptor and pointer None: nothing is stored
+    offset_ptr,  # [strips, rows] fp32: offsets of strips
+    sum_ptrs,  # a tuple, for each softmax [strips, rows] fp32: sums of exponentials
+    strip_ptrs,  # a tuple of [strips, rows]: numbers that the vectors of statistics are made of
+    strip_stride,  # elements from strip to strip of the statistics
     tile,  # [BLOCK_M, BLOCK_N] fp32 logits as the softmax sees them
-    class_weights_ptr,
-    row_offset,  # [BLOCK_M] fp32 offsets; None: each strip's maximum is its offset
+    class_weights_ptr,  # [vocab] or None
+    row_offset,  # [BLOCK_M] fp32 offsets of rows; None: each strip's maximum is its offset
     row_start,  # first row of the tile
-    tile_n,  # index of the tile's column of tiles
+    tile_n,  # index of the tile along the vocabulary
     vocab,
-    ratios,
-    widths,
+    ratios,  # a tuple, for each softmax its inverse temperature relative to the logits'
+    widths,  # a tuple, for each softmax the number of columns that it is over
     STORE_LOGITS: tl.constexpr,
     STORE_STRIP: tl.constexpr,
     ADD_HALF: tl.constexpr,
@@ -68,21 +67,21 @@ def finish_tile(
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
     VOCAB_DIVISOR: tl.constexpr,  # a divisor of the vocabulary: BLOCK_N, half of it, or 1
-    MAY_BE_INFINITE: tl.constexpr,  # a logit may be -inf
-    STORE_TOP: tl.constexpr,  # where the strip's offset is the row's, stores the strip's maximum as its offset
+    MAY_BE_INFINITE: tl.constexpr,  # True: a logit may be -inf
+    STORE_TOP: tl.constexpr,  # True: if a strip's offset is the row's, the strip's maximum is stored in its place
 ):
-    """Stores a tile's output and its strips' statistics. The sum of exponentials is stored with a minus sign if the
-    strip's offset is not ``row_offset``."""
+    """Stores the output of a tile and the statistics of its strips. Stores the first softmax's sum of exponentials with
+    a minus sign if the strip's offset is not the row's."""
     TILE_STRIPS: tl.constexpr = BLOCK_N // STRIP
     HALF: tl.constexpr = BLOCK_N // 2
     HAS_OUTPUT: tl.constexpr = out_matrix[0] is not None or out_matrix[1] is not None
     IS_RELATIVE: tl.constexpr = HAS_OUTPUT and row_offset is None
     offs_row = row_start + tl.arange(0, BLOCK_M)
     in_rows = offs_row < out_matrix[3]
-    ends = (vocab,)
+    ends = (vocab,)  # for each softmax the end of its columns
     for i in tl.static_range(1, NUM_SOFTMAXES):
         ends = ends + (vocab if widths[i] is None else widths[i],)
-    # a strip past the vocabulary writes an offset of -inf and a sum of 0, which merge to nothing; its store is outside
+    # a strip past the vocabulary writes an offset of -inf and a sum of 0, which add nothing when strips are merged
     for i in tl.static_range(TILE_STRIPS):
         x = tile if TILE_STRIPS == 1 else column_halves(tile, BLOCK_M, BLOCK_N)[i]
         strip = tile_n * TILE_STRIPS + i
@@ -106,11 +105,11 @@ def finish_tile(
         if row_offset is not None:
             offset = tl.where(strip_max - row_offset > REACH, strip_max - REACH, row_offset)
         shift = tl.where(offset < MIN_OFFSET, MIN_OFFSET, offset)  # exponentials below it are 0, as those of -inf
-        totals = (strip_max,)  # of no meaning: ADD_HALF of the first half returns the first totals
+        totals = (strip_max,)  # ADD_HALF does not read it at the first half
         for half in tl.static_range(2 // TILE_STRIPS):
             half_tile = x if TILE_STRIPS == 2 else column_halves(x, BLOCK_M, STRIP)[half]
             half_start = strip * STRIP + half * HALF
-            # one fused multiply-add; the rounding error of its constant, one per row, is removed from the sums
+            # one fused multiply-add, with a rounding error per row, which the sums are rid of below
             neg_shift_log2 = tl.broadcast_to((shift * -log2_e)[:, None], half_tile.shape)
             z = tl.math.fma(half_tile, tl.full(half_tile.shape, log2_e, tl.float32), neg_shift_log2)
             e = tl.exp2(z)
@@ -119,7 +118,7 @@ def finish_tile(
             )  # fmt: skip
             if HAS_OUTPUT:
                 store_tile(out_matrix, row_start, half_start, z if IS_RELATIVE else e)
-        # the rounding error of the fused multiply-add's constant, in base 2
+        # the rounding error of ``shift * log2_e``
         shift_error = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
         scale = tl.exp2(-shift_error)
         total, stores_offset = totals[0] * scale, in_rows
@@ -139,29 +138,30 @@ def finish_tile(
 def exp_logits(
     # outputs
     out_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_N / 2]; or None
-    out_ptr,  # the same where it has no descriptor; both None: nothing is stored
-    # [strips, rows] fp32; with row offsets only where the strip's offset is another one, elsewhere nothing, or of e4m3
-    # operands the strip's maximum
+    out_ptr,  # the output where it has no descriptor; both None: nothing is stored
+    # [strips, rows] fp32: offsets of strips; with ``row_offset_ptr`` written only where a strip's offset is not the
+    # row's, and with e4m3 operands elsewhere the strip's maximum
     strip_offset_ptr,
-    # a tuple, for each softmax [strips, rows] fp32: sum of exp(ratio (x - offset)) over the softmax's columns; that of
-    # the first softmax with a minus sign where the strip's offset is not the row's
+    # a tuple, for each softmax [strips, rows] fp32: sum of exp(ratio (x - offset)) over the softmax's columns; the sum
+    # of the first softmax has a minus sign where the strip's offset is not the row's
     sum_ptrs,
-    strip_ptrs,  # a tuple of [strips, rows]: what the vectors of statistics are made of
+    strip_ptrs,  # a tuple of [strips, rows]: numbers that the vectors of statistics are made of
     # inputs
-    hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]; or None
-    hidden_ptr,  # the same where it has no descriptor
-    weight_desc,  # [vocab, hidden], block [BLOCK_N, BLOCK_K]; or None
-    weight_ptr,  # the same where it has no descriptor
+    hidden_desc,  # [rows, hidden] 16 bit or e4m3, block [BLOCK_M, BLOCK_K]; or None
+    hidden_ptr,  # hidden states where they have no descriptor
+    weight_desc,  # [vocab, hidden] of the dtype of hidden states, block [BLOCK_N, BLOCK_K]; or None
+    weight_ptr,  # the weight where it has no descriptor
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
     row_offset_ptr,  # [rows] fp32; None: each strip's maximum is its offset
-    target_ptr,  # [rows] int64, -1 where the row does not count; None if target_logit_ptr is
-    hidden_scale_ptr,  # [rows] fp32, of e4m3 operands as in ``descaled``, like the next three; else None
-    weight_scale_ptr,  # [] fp32
+    target_ptr,  # [rows] int64, -1 where the row does not count; None without ``target_logit_ptr``
+    # of e4m3 operands only, else None:
+    hidden_scale_ptr,  # [rows] fp32: scale of each row's numbers
+    weight_scale_ptr,  # [] fp32: scale of the weight's numbers
     hidden_common_ptr,  # [rows] fp32: a row's component along one direction, which its e4m3 numbers lack
     weight_common_ptr,  # [vocab] fp32: the weight times that direction
-    target_logit_ptr,  # [rows] fp32: the exact logit, which replaces that of e4m3 operands; None: none does
-    count_ptr,  # [] int64: rows of the call that count; None for all
+    target_logit_ptr,  # [rows] fp32: the target's exact logit, which replaces the accumulator's
+    count_ptr,  # [] int64: number of rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
     rows,
@@ -186,10 +186,10 @@ def exp_logits(
     STRIP: tl.constexpr,  # columns of a strip: BLOCK_N or half of it
     GROUP_M: tl.constexpr,
     VOCAB_DIVISOR: tl.constexpr,  # the largest divisor of the vocabulary among BLOCK_N, half of it, and 1
-    EVEN_HIDDEN: tl.constexpr,  # no tile extends past the hidden size
+    EVEN_HIDDEN: tl.constexpr,  # True: BLOCK_K divides the hidden size
 ):
-    """For logits ``x`` of ``hidden @ weight.T``: stores ``exp(x - offset)`` or ``x - offset``, and each strip's offset
-    and sums."""
+    """Makes logits x from ``hidden @ weight.T``. Stores ``exp(x - offset)`` or ``(x - offset) / log 2``, and the offset
+    and the sums of each strip."""
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
     out_matrix = out_desc, out_ptr, out_stride, rows, vocab

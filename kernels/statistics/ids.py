@@ -2,8 +2,8 @@
 
     paired[i] = target[i + shift] where that target counts, else -1;  out[i] = field[i + shift] there, else 0
 
-The shift runs along the last dimension of the caller's tensors, whose length is ``length``. Sets of ids become entries,
-pairs of a row and a column.
+The shift runs along the last dimension of the caller's tensors, a line of ``line_length`` tokens. Sets of ids become
+entries. An entry is a pair of a row and a column.
 """
 
 import triton
@@ -22,22 +22,22 @@ def read_targets_kernel(
     inverse_ptr,  # [] fp32: one_or_nan / max(counted, 1)
     # inputs
     target_ptr,  # [tokens] int64
-    mask_ptr,  # [tokens] bytes, or None for 1
+    mask_ptr,  # [tokens] bytes, 0 for a token that does not count; or None
     # sizes
     tokens,
-    length,  # of the dimension that the shift runs along
+    line_length,
     vocab,
     # scalars
     shift,
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """Shifts, checks and counts targets. One program reads all targets, so that no counter has to be 0 before."""
+    """Shifts, checks and counts targets. One program reads all targets, so that no counter has to be set to 0 first."""
     counted_lanes = tl.zeros((BLOCK,), dtype=tl.int32)
     wrong_lanes = tl.zeros((BLOCK,), dtype=tl.int32)
     for block_start in range(0, tokens, BLOCK):
         row = block_start + tl.arange(0, BLOCK)
-        has_target = (row < tokens) & (row % length + shift < length)
+        has_target = (row < tokens) & (row % line_length + shift < line_length)
         target = tl.load(target_ptr + row + shift, mask=has_target, other=-1)
         is_counted = has_target & (target != ignore_index)
         if mask_ptr is not None:
@@ -59,21 +59,21 @@ def read_fields_kernel(
     out_ptr,  # [fields, tokens] fp32, 0 where a row does not count
     # inputs
     first_ptr,  # [tokens] floating point
-    second_ptr,  # likewise, or None; so are the next two
+    second_ptr,  # [tokens] floating point, or None, like the next two
     third_ptr,
     fourth_ptr,
-    target_ptr,  # [tokens] int64: the target that a row predicts, -1 where it does not count
+    target_ptr,  # [tokens] int64: the target that a row predicts, -1 where the row does not count
     # sizes
     tokens,
     # scalars
     shift,
-    max_first,  # of the first field, numbers above it become nan
+    max_first,  # numbers of the first field above it become nan
     max_second,
     max_third,
     max_fourth,
     BLOCK: tl.constexpr,
 ):
-    """Moves up to four fields to the rows that predict their tokens; 0 where a row does not count."""
+    """Moves up to four fields to the rows that predict their tokens. Writes 0 where a row does not count."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_counted = tl.load(target_ptr + row, mask=row < tokens, other=-1) >= 0
     field_pointers = first_ptr, second_ptr, third_ptr, fourth_ptr
@@ -86,19 +86,19 @@ def read_fields_kernel(
 
 
 @triton.jit
-def predicting_row(token, target_ptr, length, shift):
-    """Returns the row that predicts a token; whether there is such a row and it counts; and the row's target. For a
-    token that no row predicts the row is one that predicts no token."""
-    index_in_sequence = token % length
-    row = token - index_in_sequence + (index_in_sequence - shift % length + length) % length
+def predicting_row(token, target_ptr, line_length, shift):
+    """Returns the row that predicts a token, True if that row counts, and the row's target. For a token that no row
+    predicts, it returns a row that predicts no token, and False."""
+    index_in_line = token % line_length
+    row = token - index_in_line + (index_in_line - shift % line_length + line_length) % line_length
     target = tl.load(target_ptr + row)
-    return row, (index_in_sequence >= shift) & (target >= 0), target
+    return row, (index_in_line >= shift) & (target >= 0), target
 
 
 @triton.jit
 def make_nan(one_or_nan_ptr, inverse_ptr, is_wrong):
-    """Stores nan to both pointers if ``is_wrong``."""
-    # by a mask, since the condition of a branch would wait for what is loaded
+    """Stores nan to two pointers if ``is_wrong``."""
+    # by a mask: a branch would wait for the loads that its condition depends on
     lane = tl.arange(0, 1)
     tl.store(one_or_nan_ptr + lane, float("nan"), mask=lane < is_wrong.to(tl.int32))
     tl.store(inverse_ptr + lane, float("nan"), mask=lane < is_wrong.to(tl.int32))
@@ -107,27 +107,27 @@ def make_nan(one_or_nan_ptr, inverse_ptr, is_wrong):
 @kernel
 def kept_rows_kernel(
     # outputs
-    begin_ptr,  # [tokens] int64: where a row's entries begin
-    end_ptr,  # [tokens] int64: where they end; equal to begin for a row that keeps no ids
+    begin_ptr,  # [tokens] int64: index of a row's first entry
+    end_ptr,  # [tokens] int64: index after a row's last entry; equal to begin for a row that keeps no ids
     one_or_nan_ptr,  # [] fp32: becomes nan if an offset or a set is wrong
-    inverse_ptr,  # [] fp32: likewise
+    inverse_ptr,  # [] fp32: becomes nan in the same cases
     # inputs
-    ids_ptr,  # [entries] int, -1 for none
-    offset_ptr,  # [tokens + 1] int64: where tokens' ids begin; None: each token has ``ids_per_token``
-    target_ptr,  # [tokens] int64: the target that a row predicts, -1 where it does not count
+    ids_ptr,  # [entries] int, -1 for no id
+    offset_ptr,  # [tokens + 1] int64: index of a token's first id; None: each token has ``ids_per_token`` ids
+    target_ptr,  # [tokens] int64: the target that a row predicts, -1 where the row does not count
     # sizes
     entries,
     ids_per_token,
     tokens,
-    length,
+    line_length,
     # scalars
     shift,
     KEPT_EVERYWHERE: tl.constexpr,  # True: a row that counts and keeps no ids is wrong
     BLOCK: tl.constexpr,
 ):
-    """Writes where each row's entries begin and end. The first entry of a row is its target's."""
+    """Writes the range of entries of the row that predicts one token. The first entry of a row is its target's."""
     token = tl.program_id(0).to(tl.int64)
-    row, is_counted, _ = predicting_row(token, target_ptr, length, shift)
+    row, is_counted, _ = predicting_row(token, target_ptr, line_length, shift)
     begin, end = token * ids_per_token, (token + 1) * ids_per_token
     is_wrong = token < 0
     if offset_ptr is not None:
@@ -143,7 +143,7 @@ def kept_rows_kernel(
     keeps_ids = is_counted & (tl.max(id_lanes, 0) > 0)
     if KEPT_EVERYWHERE:
         is_wrong = is_wrong | (is_counted & (keeps_ids == 0))
-    set_begin = begin + token  # a row's target comes before the others
+    set_begin = begin + token  # each earlier token has one more entry than ids, its target's
     tl.store(begin_ptr + row, set_begin)
     tl.store(end_ptr + row, tl.where(keeps_ids, end + token + 1, set_begin))
     make_nan(one_or_nan_ptr, inverse_ptr, is_wrong)
@@ -152,31 +152,31 @@ def kept_rows_kernel(
 @kernel
 def kept_entries_kernel(
     # outputs
-    row_ptr,  # [entries + tokens] int64, -1 behind the last set
+    row_ptr,  # [entries + tokens] int64: an entry's row, -1 after the last set
     column_ptr,  # [entries + tokens] int32; -1 for no id, for a repeated id, and for an id that is the target
     entry_bias_ptr,  # [entries + tokens] fp32, which the caller has set to 0; or None
     one_or_nan_ptr,  # [] fp32: becomes nan if an id is out of range
-    inverse_ptr,  # [] fp32: likewise
+    inverse_ptr,  # [] fp32: becomes nan in the same cases
     # inputs
-    begin_ptr,  # [tokens] int64: where a row's entries begin, its target's first
-    end_ptr,  # [tokens] int64: where they end; equal to begin for a row that keeps no ids
-    ids_ptr,  # [entries] int, -1 for none
-    offset_ptr,  # [tokens + 1] int64: where tokens' ids begin; None: each token has ``ids_per_token``
-    bias_ptr,  # [entries] fp32 or None
-    target_ptr,  # [tokens] int64: the target that a row predicts, -1 where it does not count
+    begin_ptr,  # [tokens] int64: index of a row's first entry, its target's
+    end_ptr,  # [tokens] int64: index after a row's last entry; equal to begin for a row that keeps no ids
+    ids_ptr,  # [entries] int, -1 for no id
+    offset_ptr,  # [tokens + 1] int64: index of a token's first id; None: each token has ``ids_per_token`` ids
+    bias_ptr,  # [entries] fp32: added to an id's logit; or None
+    target_ptr,  # [tokens] int64: the target that a row predicts, -1 where the row does not count
     # sizes
     entries,
     ids_per_token,
     tokens,
-    length,
+    line_length,
     vocab,
-    steps,  # number of halvings after which a binary search over tokens ends
+    steps,  # number of halvings of a binary search over tokens
     # scalars
     shift,
     BLOCK: tl.constexpr,
     BLOCK_COMPARED: tl.constexpr,
 ):
-    """Writes each entry's row and column. A program has BLOCK entries, which may be of several rows."""
+    """Writes the row and the column of BLOCK entries, which may be of several rows."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_entries = entry < tl.cast(entries, tl.int64) + tokens
     if offset_ptr is None:
@@ -192,11 +192,9 @@ def kept_entries_kernel(
         token = tl.minimum(token, tokens - 1)
         begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
     id_index = entry - token - 1
-    is_target_entry, is_id_entry = (
-        in_entries & (id_index == begin - 1),
-        in_entries & (begin >= 0) & (id_index >= begin) & (id_index < end) & (id_index < entries),
-    )
-    row, is_counted, target = predicting_row(token, target_ptr, length, shift)
+    is_target_entry = in_entries & (id_index == begin - 1)
+    is_id_entry = in_entries & (begin >= 0) & (id_index >= begin) & (id_index < end) & (id_index < entries)
+    row, is_counted, target = predicting_row(token, target_ptr, line_length, shift)
     id = tl.load(ids_ptr + id_index, mask=is_id_entry, other=-1).to(tl.int64)
     is_kept_id = is_counted & (id != -1)
     in_vocab = (id >= 0) & (id < vocab)

@@ -39,18 +39,18 @@ def read_targets(
     shift: int,
     ignore_index: int,
     vocab: int,
-    dtype: torch.dtype,  # of the three numbers that are returned
+    dtype: torch.dtype,  # dtype of the three numbers
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns ``paired`` [tokens] int64, the target that each row predicts, -1 where a row does not count; and three
-    numbers []: ``counted``, the number of rows that count; ``one_or_nan``, 1, or nan if an id is out of range; and
+    """Returns the target [tokens] int64 that each row predicts, -1 where a row does not count; and three numbers []:
+    ``counted``, the number of rows that count; ``one_or_nan``, 1, or nan if an id is out of range; and
     ``one_or_nan / max(counted, 1)``."""
-    tokens, length = target.numel(), target.shape[-1] if target.dim() else 1
+    tokens, line_length = target.numel(), target.shape[-1] if target.dim() else 1
     paired = torch.empty(tokens, dtype=torch.int64, device=target.device)
     counted, one_or_nan, inverse = torch.empty(3, dtype=dtype, device=target.device).unbind()
     read_targets_kernel[(1,)](
         paired, counted, one_or_nan, inverse,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
-        tokens, length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16,
+        tokens, line_length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16,
     )  # fmt: skip
     return paired, counted, one_or_nan, inverse
 
@@ -59,58 +59,57 @@ def read_fields(
     values: Sequence[torch.Tensor],  # fields, each floating point of the shape of the caller's target
     target: torch.Tensor,  # [tokens] int64, -1 where a row does not count
     shift: int,
-    dtype: torch.dtype,  # of the results
-    maxima: Sequence[float],  # one for each field
+    dtype: torch.dtype,  # dtype of the results
+    maxima: Sequence[float],  # for each field the largest allowed number
 ) -> Sequence[torch.Tensor]:
-    """Returns the fields [tokens], shifted as ``read_targets`` shifts targets; 0 where a row does not count, and nan
-    where a number is above its field's maximum."""
-    tokens, block = len(target), 1024
-    fields_by_row = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
+    """Returns the fields [tokens] of the rows that predict their tokens; 0 where a row does not count, and nan where a
+    number is above its field's maximum."""
+    tokens, block_tokens = len(target), 1024
+    out = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
     for first_field in range(0, len(values) if tokens else 0, 4):
         fields = [value.contiguous() for value in values[first_field : first_field + 4]]
         missing_count = 4 - len(fields)
-        read_fields_kernel[(cdiv(tokens, block),)](
-            fields_by_row[first_field], *fields, *[None] * missing_count, target, tokens, shift,
-            *maxima[first_field : first_field + 4], *[0.0] * missing_count, BLOCK=block, num_warps=4,
+        read_fields_kernel[(cdiv(tokens, block_tokens),)](
+            out[first_field], *fields, *[None] * missing_count, target, tokens, shift,
+            *maxima[first_field : first_field + 4], *[0.0] * missing_count, BLOCK=block_tokens, num_warps=4,
         )  # fmt: skip
-    return fields_by_row.unbind()
+    return out.unbind()
 
 
 def clean_rows(
     out: torch.Tensor,  # [rows, hidden] contiguous
     source: torch.Tensor,  # [rows, hidden]
     target: torch.Tensor,  # [rows] int64, -1 where a row does not count
-    order: torch.Tensor
-    | None = None,  # [rows] int64: the row of ``source`` for each row; None: the first rows in order
-    logit: torch.Tensor | None = None,  # [rows] fp32
+    order: torch.Tensor | None = None,  # [rows] int64: each row's index in ``source``; None: row i has index i
+    logit: torch.Tensor | None = None,  # [rows] fp32, with ``weight``: receives the targets' logits
     weight: torch.Tensor | None = None,  # [vocab, hidden] contiguous
     bias: torch.Tensor | None = None,
     transform: Transform = PLAIN,
     counters: torch.Tensor | None = None,  # [n] int32 that become 0, for a later kernel to count in
-    tile_logit: torch.Tensor | None = None,  # [rows] fp32: ``logit`` as ``exp_logits`` sums it
+    tile_logit: torch.Tensor | None = None,  # [rows] fp32: receives the targets' logits as ``exp_logits`` sums them
 ) -> None:
-    """Writes ``out = source[order]``, 0 where a row does not count; and the targets' logits to ``logit`` and
-    ``tile_logit``, if these are given with ``weight``."""
+    """Writes ``out = source[order]``, 0 where a row does not count; and the logits of targets, if there is a ``logit``
+    or a ``tile_logit``."""
     rows, hidden = out.shape
     # a product takes 16 rows at a time; without products a program per row is faster
-    block_rows, block, warps = 1, min(power_of_2(hidden), 2048), 4
+    block_rows, block_columns, warps = 1, min(power_of_2(hidden), 2048), 4
     if tile_logit is not None:
-        block_rows, block, warps = 16, 64 if INTERPRETED else 512, 8
+        block_rows, block_columns, warps = 16, 64 if INTERPRETED else 512, 8
     clean_rows_kernel[(cdiv(rows, block_rows),)](
         out, logit, tile_logit, counters, source, weight, bias, target, order, rows,
         0 if counters is None else len(counters), hidden, *source.stride(), *transform,
-        BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
+        BLOCK_ROWS=block_rows, BLOCK=block_columns, num_warps=warps,
     )  # fmt: skip
 
 
 def sum_rows(
     table: torch.Tensor,  # [rows, tokens] fp32 contiguous
-    inverse: torch.Tensor,  # []
-    one_or_nan: torch.Tensor,  # []
+    inverse: torch.Tensor,  # [] one_or_nan over the number of rows that count
+    one_or_nan: torch.Tensor,  # [] 1, or nan if an id is out of range
     coefficients: Sequence[float],  # one for each loss; losses are the first rows of ``table``
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the total loss [], the sum of losses times their coefficients; and the sums of ``table`` over tokens
-    [rows], those of losses times ``inverse``, the others times ``one_or_nan``. Both have memory of their own."""
+    """Returns the total loss [], the sum of losses times coefficients; and the sums [rows] of ``table`` over tokens: of
+    losses times ``inverse``, of other rows times ``one_or_nan``. The two tensors share no memory."""
     loss_count = len(coefficients)
     total, sums = table.new_empty(()), table.new_empty(table.shape[0])
     coefficient_args = (*coefficients, *[0.0] * MAX_LOSSES)[:MAX_LOSSES]
@@ -132,15 +131,16 @@ def exp_logits(
     row_offset: torch.Tensor | None,  # [rows] fp32: ``out`` gets exponentials; None: it gets relative logits
     transform: Transform,
     tile: Tile,
-    ratios: Sequence[float | None] = (None,),  # of softmaxes; None for 1, as the first has
-    widths: Sequence[int | None] = (
-        None,
-    ),  # of softmaxes, multiples of a strip; None for all columns, as the first has
+    # for each softmax its inverse temperature relative to the logits'; None for 1, which the first has
+    ratios: Sequence[float | None] = (None,),
+    # for each softmax the number of its columns, a multiple of a strip's; None for all, which the first has
+    widths: Sequence[int | None] = (None,),
     counted: CountedRows = ALL_ROWS,
     target: torch.Tensor | None = None,  # [rows] int64, -1 where a row does not count; with ``target_logit``
     target_logit: torch.Tensor | None = None,  # [rows] fp32: replaces the target's logit in the product
 ) -> None:
-    """Writes exponentials or relative logits of ``hidden @ weight.T`` to ``out``, and statistics to ``strips``."""
+    """Makes the logits of ``hidden @ weight.T``. Writes their exponentials or relative logits to ``out``, and the
+    statistics of strips to ``strips``."""
     tile = tile.for_operand(weight)
     hidden, hidden_scale, hidden_common = as_quantised(hidden)
     weight, weight_scale, weight_common = as_quantised(weight)
@@ -164,24 +164,24 @@ def exp_logits(
 
 
 def mend_heavy(
-    ids: torch.Tensor,  # [rows, HEAVY] int32 contiguous: written to
-    logits: torch.Tensor,  # [rows, HEAVY] fp32 contiguous: written to
-    stored: torch.Tensor,  # [rows, vocab] as ``exp_logits`` has written it: corrected in place
-    strips: Strips,  # likewise
-    hidden: torch.Tensor,  # [rows, hidden] contiguous, 16 bit, as the weight
-    weight: torch.Tensor,  # [vocab, hidden]
+    ids: torch.Tensor,  # [rows, HEAVY] int32 contiguous: receives heavy ids
+    logits: torch.Tensor,  # [rows, HEAVY] fp32 contiguous: receives their exact logits
+    stored: torch.Tensor,  # [rows, vocab] what ``exp_logits`` has stored: mended in place
+    strips: Strips,  # what ``exp_logits`` has written: mended in place
+    hidden: torch.Tensor,  # [rows, hidden] contiguous, 16 bit
+    weight: torch.Tensor,  # [vocab, hidden] contiguous, 16 bit
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     target: torch.Tensor,  # [rows] int64, -1 where a row does not count
-    target_logit: torch.Tensor,  # [rows] fp32, as in the strips; of exponentials it is the rows' offset
+    target_logit: torch.Tensor,  # [rows] fp32: the target's exact logit, the offset of the row's exponentials
     transform: Transform,
     strip_width: int,  # columns of a strip
-    ratios: Sequence[float | None] = (None,),  # this and the next two as ``exp_logits`` takes them
-    widths: Sequence[int | None] = (None,),
+    ratios: Sequence[float | None] = (None,),  # for each softmax, like the argument of ``exp_logits``
+    widths: Sequence[int | None] = (None,),  # for each softmax, like the argument of ``exp_logits``
     counted: CountedRows = ALL_ROWS,
 ) -> None:
-    """Replaces logits of e4m3 operands by exact ones where an id is heavy, in ``stored`` and ``strips``; lists these
-    ids and logits in ``ids`` and ``logits`` (``heavy.py``)."""
+    """Replaces the logits of heavy ids (``heavy.py``) from e4m3 operands by exact ones, in ``stored`` and ``strips``.
+    Writes each row's heavy ids and their logits to ``ids`` and ``logits``."""
     (rows, vocab), hidden_size, strip_count = stored.shape, hidden.shape[1], strips.offset.shape[0]
     kernel_of(body_of_heavy, "mend_heavy_kernel", strips.kinds, code_of_tile)[(rows,)](
         ids, logits, stored, *strips.sums, *strips.statistic_tensors,
@@ -193,17 +193,17 @@ def mend_heavy(
 
 
 def merge_strips(
-    out: SoftmaxOutputs,  # all but ``target_logit``
-    level: torch.Tensor | None,  # [rows] fp32 of exponentials, written to; None for relative logits
+    out: SoftmaxOutputs,  # all but ``target_logit`` are written
+    level: torch.Tensor | None,  # [rows] fp32: receives the rows' levels of exponentials; None for relative logits
     strips: Strips,
-    target_logit: torch.Tensor | None,  # [rows] fp32, the exact logit
-    tile_logit: torch.Tensor | None,  # [rows] fp32, the logit in the strips' sums; None: the exact one
+    target_logit: torch.Tensor | None,  # [rows] fp32: the target's exact logit
+    tile_logit: torch.Tensor | None,  # [rows] fp32: the target's logit in the strips' sums; None: the exact logit
     target: torch.Tensor | None,  # [rows] int64, -1 where a row does not count
     columns: int,  # number of columns that the softmax is over
     ratio: float | None = None,
     view: int = 0,  # index of the softmax
 ) -> None:
-    """Merges the strips' statistics of one softmax into ``out``."""
+    """Merges the statistics of strips, of one softmax, into ``out``."""
     strip_count, rows = strips.offset.shape
     strip_tensors = [tensor for outputs in strips.statistics[view] for tensor in outputs.tensors]
     kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
@@ -222,13 +222,13 @@ def row_stats(
     class_weights: torch.Tensor | None = None,  # [columns]
     ratio: float | None = None,
 ) -> None:
-    """Writes statistics of complete rows of raw logits to ``out``."""
+    """Writes the statistics of a softmax over complete rows of raw logits to ``out``."""
     logits = stored.logits
     assert stored.offset is None
-    block, warps = row_block(columns)
+    block_columns, warps = row_block(columns)
     kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(logits.shape[0],)](
         *out[:-1], *out.statistic_tensors, logits, None, None, None, target, stored.bias, class_weights, columns,
-        logits.stride(0), *stored.transform, ratio, FILLS_ZEROS=False, BLOCK=block, num_warps=warps,
+        logits.stride(0), *stored.transform, ratio, FILLS_ZEROS=False, BLOCK=block_columns, num_warps=warps,
     )  # fmt: skip
 
 
@@ -239,8 +239,8 @@ def set_stats(
     ratio: float | None,
     fills_zeros: bool,
 ) -> None:
-    """Writes statistics of rows with sets of columns to ``out``. Those of other rows become 0 with ``fills_zeros``;
-    else they are not written."""
+    """Writes the statistics of rows with a set of columns to ``out``. Rows without a set get 0 with ``fills_zeros``,
+    and else stay as they are."""
     kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(len(sets.target),)](
         *out[:-1], *out.statistic_tensors, logit, *sets, None, None, 0, 0, *PLAIN, ratio,
         FILLS_ZEROS=fills_zeros, BLOCK=128, num_warps=1,
@@ -248,7 +248,7 @@ def set_stats(
 
 
 def sums(
-    outputs: Sequence[SumOutputs],  # of one softmax of the student; all sums read the teacher, or none does
+    outputs: Sequence[SumOutputs],  # of one softmax of the student; all sums read the teacher, or no sum does
     student: Stored,
     softmax: tuple[torch.Tensor, torch.Tensor],  # lse_base and neg_log_sum, [rows] fp32 each
     ratio: float | None,
@@ -256,13 +256,12 @@ def sums(
     columns: int,  # number of columns that both vocabularies have
     tie_tolerance: float | None,  # relative difference up to which probabilities count as equal; None for 0
 ) -> None:
-    """Writes sums over the vocabulary to ``outputs``, from stored logits and known softmaxes."""
+    """Writes sums over the vocabulary to ``outputs``, from stored logits and the statistics of their softmaxes."""
     kinds, tensors, numbers = flat_outputs(outputs)
     kernel_of(row_sums, "sums_kernel", kinds)[(student.logits.shape[0],)](
         *tensors, student.logits, student.offset, student.bias, *softmax, *teacher_operands(teacher),
         strip_stride(student, teacher), columns, student.logits.stride(0), *student.transform, ratio, *numbers,
-        tie_tolerance,
-        BLOCK=min(row_block(columns)[0], 2048), num_warps=4,
+        tie_tolerance, BLOCK=min(row_block(columns)[0], 2048), num_warps=4,
     )  # fmt: skip
 
 
@@ -270,18 +269,18 @@ def dot_columns(
     logit: torch.Tensor,  # [rows, n] or [entries] fp32, contiguous
     hidden: torch.Tensor,  # [rows, hidden]
     weight: torch.Tensor,  # [vocab, hidden]
-    columns: torch.Tensor,  # int64 or int32 of the shape of ``logit``, contiguous, -1 for none
+    columns: torch.Tensor,  # int64 or int32 of the shape of ``logit``, contiguous, -1 for no column
     bias: torch.Tensor | None,
     transform: Transform,
-    rows: torch.Tensor | None = None,  # [entries] int64: rows of ``hidden``; None: the rows of ``logit`` [rows, n]
+    rows: torch.Tensor
+    | None = None,  # [entries] int64: rows of ``hidden``; None: row i of ``logit`` [rows, n] is row i
     fill_value: float = 0.0,
 ) -> None:
-    """Writes exact logits of ``columns`` to ``logit``, and ``fill_value`` where a column is -1."""
+    """Writes the exact logits of ``columns`` to ``logit``, and ``fill_value`` where a column is -1."""
     entries, entries_per_row, hidden_size = columns.numel(), columns.shape[-1], hidden.shape[1]
-    block_entries = 8
-    dot_columns_kernel[(cdiv(entries, block_entries),)](
+    dot_columns_kernel[(cdiv(entries, 8),)](
         logit, hidden, weight, columns, rows, bias, entries, entries_per_row, hidden_size,
-        *hidden.stride(), *weight.stride(), fill_value, *transform, BLOCK_ENTRIES=block_entries,
+        *hidden.stride(), *weight.stride(), fill_value, *transform, BLOCK_ENTRIES=8,
         BLOCK=min(power_of_2(hidden_size), 256), num_warps=4,
     )  # fmt: skip
 
@@ -289,50 +288,48 @@ def dot_columns(
 def merge_softmax(
     out: SoftmaxOutputs,
     gathered: torch.Tensor,  # [ranks, numbers, rows] fp32: the numbers that each rank has sent
-    zero_or_nan: torch.Tensor,  # [] fp32
+    zero_or_nan: torch.Tensor,  # [] fp32: added to the results
     target: torch.Tensor,  # [rows] int64
     ratio: float,
-    indices: MessageIndices,  # of the statistics among the numbers
-    has_target_logits: bool,  # all pieces have the target's logit; False: one piece has it, the others 0
+    indices: MessageIndices,  # indices of the statistics among the numbers
+    has_target_logits: bool,  # True: all ranks have sent the target's logit; False: one rank, the others 0
 ) -> None:
-    """Merges the statistics of all ranks' pieces of the vocabulary into ``out``."""
+    """Merges the statistics of a softmax that the ranks have sent, each over a piece of the vocabulary, into
+    ``out``."""
     ranks, num_numbers, rows = gathered.shape
-    block = 64
-    kernel_of(kernels.merge_ranks, "merge_ranks_kernel", out.kinds, code_of_pieces)[(cdiv(rows, block),)](
+    kernel_of(kernels.merge_ranks, "merge_ranks_kernel", out.kinds, code_of_pieces)[(cdiv(rows, 64),)](
         out.lse_base, out.neg_log_sum, out.lse, out.logprob, out.target_logit, *out.statistic_tensors, gathered,
         zero_or_nan, target, ranks, num_numbers, rows, *indices.vectors, ratio, LSE_BASE=indices.lse_base,
         NEG_LOG_SUM=indices.neg_log_sum, TARGET_LOGIT=indices.target_logit,
-        HAS_TARGET_LOGITS=has_target_logits, BLOCK=block, num_warps=4,
+        HAS_TARGET_LOGITS=has_target_logits, BLOCK=64, num_warps=4,
     )  # fmt: skip
 
 
 def kept_sets(
-    begins: torch.Tensor,  # [tokens] int64: a row's first entry
-    ends: torch.Tensor,  # [tokens] int64: the entry after a row's last
+    begins: torch.Tensor,  # [tokens] int64: index of a row's first entry
+    ends: torch.Tensor,  # [tokens] int64: index after a row's last entry
     rows: torch.Tensor,  # [entries + tokens] int64: an entry's row
     columns: torch.Tensor,  # [entries + tokens] int32: an entry's column
-    entry_bias: torch.Tensor | None,  # [entries + tokens] fp32: what is added to an entry's logit
-    one_or_nan: torch.Tensor,  # [] fp32
-    inverse: torch.Tensor,  # [] fp32
-    target: torch.Tensor,  # [tokens] int64: the target that a row predicts, -1 where it does not count
-    ids: torch.Tensor,  # [entries] int: ids that tokens keep, -1 for none
-    offsets: torch.Tensor | None,  # [tokens + 1] int64: where a token's ids begin; None: all tokens have equally many
+    entry_bias: torch.Tensor | None,  # [entries + tokens] fp32: added to an entry's logit
+    one_or_nan: torch.Tensor,  # [] fp32: becomes nan if an id, an offset or a set is wrong
+    inverse: torch.Tensor,  # [] fp32: becomes nan in the same cases
+    target: torch.Tensor,  # [tokens] int64: the target that a row predicts, -1 where the row does not count
+    ids: torch.Tensor,  # [entries] int: ids that tokens keep, -1 for no id
+    offsets: torch.Tensor | None,  # [tokens + 1] int64: index of a token's first id; None: all have equally many ids
     bias: torch.Tensor | None,  # [entries] fp32
-    length: int,  # of the last dimension of the caller's tensors
+    line_length: int,  # size of the last dimension of the caller's tensors
     shift: int,
     vocab: int,
-    kept_everywhere: bool,  # True: a row that counts and keeps no ids is wrong
+    everywhere: bool,  # True: a row that counts and keeps no ids is wrong
 ) -> None:
-    """Writes each row's set of ids as entries, to the first five arguments. Writes nan to ``one_or_nan`` and
-    ``inverse`` if an id, an offset or a set is wrong."""
-    tokens, entries, block = len(target), len(ids), 128
-    sizes = entries, entries // tokens, tokens, length
-    outputs_of_check = one_or_nan, inverse
+    """Writes the set of ids of each row as entries, to the first five arguments."""
+    tokens, entries, block_entries = len(target), len(ids), 128
+    sizes = entries, entries // tokens, tokens, line_length
     kept_rows_kernel[(tokens,)](
-        begins, ends, *outputs_of_check, ids, offsets, target, *sizes, shift,
-        KEPT_EVERYWHERE=kept_everywhere, BLOCK=block, num_warps=1,
+        begins, ends, one_or_nan, inverse, ids, offsets, target, *sizes, shift,
+        KEPT_EVERYWHERE=everywhere, BLOCK=block_entries, num_warps=1,
     )  # fmt: skip
-    kept_entries_kernel[(cdiv(entries + tokens, block),)](
-        rows, columns, entry_bias, *outputs_of_check, begins, ends, ids, offsets, bias, target, *sizes, vocab,
-        tokens.bit_length(), shift, BLOCK=block, BLOCK_COMPARED=16, num_warps=4,
+    kept_entries_kernel[(cdiv(entries + tokens, block_entries),)](
+        rows, columns, entry_bias, one_or_nan, inverse, begins, ends, ids, offsets, bias, target, *sizes, vocab,
+        tokens.bit_length(), shift, BLOCK=block_entries, BLOCK_COMPARED=16, num_warps=4,
     )  # fmt: skip

@@ -1,15 +1,15 @@
-"""Statistics [rows] fp32, merged from those of parts of a row.
+"""Statistics [rows] fp32, merged from the statistics of parts of a row; and sums over tokens.
 
-``merge_strips`` merges statistics of strips [strips, rows], which ``exp_logits`` has written, and replaces the target's
-term of a sum by that of the exact logit:
+``merge_strips`` merges statistics of strips [strips, rows], which ``exp_logits`` has written. It replaces the target's
+term of a sum by a term of the exact logit:
 
     lse = log sum_s sum[s] exp(offset[s]),  lse_base = max_s offset[s],  neg_log_sum = lse_base - lse
 
-``merge_ranks`` merges statistics of pieces of the vocabulary [ranks, numbers, rows], which the ranks have sent:
+``merge_ranks`` merges statistics [ranks, numbers, rows] that the ranks have sent, each of a piece of the vocabulary:
 
     lse = log sum_r exp(lse[r]),  share[r] = exp(lse[r] - lse)
 
-Both are bodies of kernels that are generated for the statistics beside the softmax (``lists.py``).
+The two are bodies of kernels that are generated for the statistics beside the softmax (``lists.py``).
 
 ``sum_rows_kernel`` sums a table [rows, tokens] of losses' and metrics' values over tokens, and adds up the losses:
 
@@ -31,14 +31,14 @@ def merge_strips(
     lse_base_ptr,  # [rows] fp32: log p = (x - lse_base) + neg_log_sum
     neg_log_sum_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; or None
-    level_ptr,  # [rows] fp32, of exponentials: the offset that all strips of a row shall get; None for relative logits
+    level_ptr,  # [rows] fp32: the offset that all strips of a row's exponentials shall get; None for relative logits
     output_ptrs,  # a tuple of [rows]: the statistics' vectors
     # inputs
-    strip_offset_ptr,  # [strips, rows] fp32; of exponentials read where the sum is negative, else it is target_logit
-    strip_sum_ptr,  # [strips, rows] fp32; of exponentials with a minus sign where the offset is not target_logit
-    strip_ptrs,  # a tuple of [strips, rows]: what each of the vectors is made of
-    target_logit_ptr,  # [rows] fp32, the exact logit; None without targets
-    tile_logit_ptr,  # [rows] fp32: the target's logit in the strips' sums; None: it is the exact one
+    strip_offset_ptr,  # [strips, rows] fp32; of exponentials only read where the sum is negative
+    strip_sum_ptr,  # [strips, rows] fp32; of exponentials with a minus sign where the offset is not the target's logit
+    strip_ptrs,  # a tuple of [strips, rows]: numbers that the vectors are made of
+    target_logit_ptr,  # [rows] fp32: the target's exact logit; None without targets
+    tile_logit_ptr,  # [rows] fp32: the target's logit in the strips' sums; None: the exact logit is in them
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     # sizes
     rows,
@@ -48,7 +48,7 @@ def merge_strips(
     # scalars
     ratio,  # inverse temperature relative to the logits'; float or None for 1
     IS_FIRST_SOFTMAX: tl.constexpr,  # False: the sums are of another softmax, which may be over fewer columns
-    ZERO: tl.constexpr,  # jit function: sums of no pieces
+    ZERO: tl.constexpr,  # a stage of ``lists.py``, like the next four
     ADD_EXPONENTIALS: tl.constexpr,
     ADD_STRIPS: tl.constexpr,
     EXCHANGE_TARGET: tl.constexpr,
@@ -57,7 +57,7 @@ def merge_strips(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STRIPS: tl.constexpr,
 ):
-    """Writes ``lse = log sum_s sum[s] exp(offset[s])`` of each row, and the other statistics that strips have."""
+    """Writes ``lse = log sum_s sum[s] exp(offset[s])`` of each row, and the statistics beside the softmax."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
     run_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
@@ -70,8 +70,7 @@ def merge_strips(
         target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
         is_counted = (target >= 0) & (target < columns)
         if ratio is not None:
-            # ``where`` keeps the compiler from a fused multiply-add, so that the product is rounded as that of offsets
-            # is
+            # ``where`` keeps the compiler from a fused multiply-add: the product is rounded like products of offsets
             exact_logit = tl.where(is_counted, exact_logit * ratio, 0.0)
         run_max = tl.where(is_counted, exact_logit, run_max)
     for start in range(0, strip_count, BLOCK_STRIPS):
@@ -116,16 +115,16 @@ def merge_strips(
         if NUM_VECTORS > 0:
             states = EXCHANGE_TARGET(states, removed_exp, tile_logit - offset, added_exp, exact_logit - offset)
     if target_ptr is not None:
-        min_max = times(MIN_OFFSET + 0.0, ratio)
-        # strips have no sums of logits so small: a row whose maximum is one becomes nan
-        run_sum = tl.where(is_counted & (run_max < min_max) & (run_max > float("-inf")), float("nan"), run_sum)
+        least_max = times(MIN_OFFSET + 0.0, ratio)
+        # strips have no sums of such small logits: a row whose maximum is so small becomes nan
+        run_sum = tl.where(is_counted & (run_max < least_max) & (run_max > float("-inf")), float("nan"), run_sum)
     log_sum = tl.log2(run_sum) * ln_2
     lse = run_max + log_sum
     if lse_ptr is not None:
         tl.store(lse_ptr + offs_row, lse, mask=in_rows)
     tl.store(lse_base_ptr + offs_row, run_max, mask=in_rows)
     tl.store(neg_log_sum_ptr + offs_row, -log_sum, mask=in_rows)
-    # exact_logit - lse would lose all that is below an ulp of the logits
+    # exact_logit - lse would have the rounding error of lse, which grows with the logits
     if logprob_ptr is not None:
         logprob = (exact_logit - run_max) - log_sum
         logprob = tl.where(is_counted, tl.where(logprob > 0.0, 0.0, logprob), 0.0)
@@ -143,39 +142,39 @@ def merge_ranks(
     # outputs
     lse_base_ptr,  # [rows] fp32: log p = (x - lse_base) + neg_log_sum
     neg_log_sum_ptr,  # [rows] fp32
-    lse_ptr,  # [rows] fp32; None for a teacher's softmax, like the next two
-    logprob_ptr,  # [rows] fp32, 0 where the row does not count
-    target_logit_ptr,  # [rows] fp32, or None if another launch writes it
+    lse_ptr,  # [rows] fp32; None for a teacher's softmax
+    logprob_ptr,  # [rows] fp32, 0 where the row does not count; None for a teacher's softmax
+    target_logit_ptr,  # [rows] fp32; None for a teacher's softmax, or if another launch writes it
     output_ptrs,  # a tuple of [rows]: the statistics' vectors
     # inputs
     gathered_ptr,  # [ranks, num_numbers, rows] fp32: each piece's statistics, and last a fingerprint of its tokens
-    zero_or_nan_ptr,  # [] fp32: nan where pieces are of different tokens
+    zero_or_nan_ptr,  # [] fp32: nan if ranks have different tokens
     target_ptr,  # [rows] int64, -1 where a row does not count
     # sizes
     ranks,
-    num_numbers,  # numbers per row that a piece has sent
+    num_numbers,  # number of a piece's numbers per row
     rows,
     vector_indices,  # a tuple, for each of ``output_ptrs`` its index among a piece's numbers
     # scalars
     ratio,  # the softmax's inverse temperature relative to the logits'
-    LSE_BASE: tl.constexpr,  # its index among a piece's numbers
-    NEG_LOG_SUM: tl.constexpr,  # likewise
-    TARGET_LOGIT: tl.constexpr,  # likewise
-    ZERO: tl.constexpr,  # jit function: sums of no pieces
+    LSE_BASE: tl.constexpr,  # index of lse_base among a piece's numbers
+    NEG_LOG_SUM: tl.constexpr,  # index of neg_log_sum
+    TARGET_LOGIT: tl.constexpr,  # index of the target's logit
+    ZERO: tl.constexpr,  # a stage of ``lists.py``, like the next two
     ADD_PIECE: tl.constexpr,
     MERGE_PIECES: tl.constexpr,
     NUM_VECTORS: tl.constexpr,
-    HAS_TARGET_LOGITS: tl.constexpr,  # all pieces have the target's logit; False: one piece has it, the others 0
+    HAS_TARGET_LOGITS: tl.constexpr,  # True: all pieces have the target's logit; False: one piece, the others have 0
     BLOCK: tl.constexpr,
 ):
-    """Merges the statistics of all pieces, in the same order on every rank; in fp64, since pieces' statistics are
-    rounded already and should not be rounded much more."""
+    """Merges the statistics of all pieces, in the same order on every rank. It computes in fp64, since the pieces'
+    statistics have been rounded once already."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     number_stride = tl.cast(rows, tl.int64)
     piece_stride = num_numbers * number_stride
     zero_or_nan = tl.load(zero_or_nan_ptr)
-    # the most probable piece, to which shares are relative: its lse, and the two numbers that lse is the difference of
+    # of the most probable piece, to which shares are relative
     top_lse = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
     top_lse_base = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
     top_neg_log_sum = tl.zeros((BLOCK,), dtype=tl.float64)
@@ -235,23 +234,23 @@ def merge_ranks(
 @kernel
 def sum_rows_kernel(
     # outputs
-    total_ptr,  # [] the first ``loss_rows`` sums times their coefficients
-    out_ptr,  # [rows] sums
+    total_ptr,  # [] sum of the losses times their coefficients
+    out_ptr,  # [rows] sums of rows
     # inputs
-    table_ptr,  # [rows, tokens] contiguous
-    inverse_ptr,  # [] factor of the first ``loss_rows`` rows, those of losses
-    one_or_nan_ptr,  # [] factor of the others
+    table_ptr,  # [rows, tokens] contiguous; the first rows are the losses'
+    inverse_ptr,  # [] factor of the losses' rows
+    one_or_nan_ptr,  # [] factor of other rows
     # sizes
     tokens,
     loss_rows,  # number of losses, at most 4
     # scalars
-    coefficient0,  # of the first loss
+    coefficient0,  # coefficient of the first loss
     coefficient1,
     coefficient2,
     coefficient3,
     BLOCK: tl.constexpr,
 ):
-    """Writes ``out[r] = factor[r] * sum_i table[r, i]``, and the weighted total of losses."""
+    """Writes ``out[r] = factor[r] * sum_i table[r, i]`` for each row; and the sum of losses times coefficients."""
     row = tl.program_id(0)
     factor = tl.load(inverse_ptr) if row < loss_rows else tl.load(one_or_nan_ptr)
     value = row_sum(table_ptr, row, tokens, BLOCK) * factor
@@ -266,7 +265,7 @@ def sum_rows_kernel(
 
 @triton.jit
 def row_sum(table_ptr, row, tokens, BLOCK: tl.constexpr):
-    """The sum of row ``row`` of a table [rows, tokens], fp32."""
+    """Returns the sum of a row of a table [rows, tokens], fp32."""
     lane_sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)

@@ -1,12 +1,11 @@
 """Statistics [rows] fp32 of stored logits, one program per row.
 
-``row_stats`` is the body of kernels that are generated for the statistics beside the softmax (``lists.py``). It makes
-the statistics of complete rows [rows, columns]:
+``row_stats`` is the body of kernels that are generated for the statistics beside the softmax (``lists.py``). From
+complete rows [rows, columns] of logits it makes
 
     log p = (x - lse_base) + neg_log_sum,  lse_base = max x,  neg_log_sum = -log sum exp(x - lse_base)
 
-or, where softmaxes are over sets of columns, from the logits [entries] fp32 of all sets, the statistics of each row's
-set:
+Where softmaxes are over sets of columns, it reads the logits [entries] fp32 of all sets:
 
     lse[i] = log sum_{begin[i] <= e < end[i]} exp(logit[e])
 """
@@ -27,15 +26,15 @@ def row_stats(
     target_logit_ptr,  # [rows] fp32; None without targets
     output_ptrs,  # a tuple of [rows]: the statistics' vectors
     # inputs
-    logits_ptr,  # [rows, columns], raw; of sets [entries] fp32, as the softmax sees them
-    column_ptr,  # [entries] int32, of sets: an entry's column, -1 for none; None without sets, like the next two
-    begin_ptr,  # [rows] int64: where a row's entries begin
-    end_ptr,  # [rows] int64: where they end; equal to begin for a row without a set
+    logits_ptr,  # [rows, columns] raw logits; of sets [entries] fp32 logits as the softmax sees them
+    column_ptr,  # [entries] int32: an entry's column, -1 for no column; None without sets
+    begin_ptr,  # [rows] int64: index of a row's first entry; None without sets
+    end_ptr,  # [rows] int64: index after a row's last entry, equal to begin for a row without a set; None without sets
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
     # sizes
-    columns,  # of complete rows
+    columns,  # number of columns of complete rows
     stride,  # elements from row to row of complete rows of logits
     # scalars
     logit_scale,  # float or None for 1
@@ -49,7 +48,7 @@ def row_stats(
     FILLS_ZEROS: tl.constexpr,  # True: a row without a set gets statistics of 0; False: its outputs are not written
     BLOCK: tl.constexpr,
 ):
-    """Writes ``lse = log sum exp(ratio * x)`` of a row or of its set, and the other statistics."""
+    """Writes ``lse = log sum exp(ratio * x)`` of a row or of its set, and the statistics beside the softmax."""
     row = tl.program_id(0).to(tl.int64)
     HAS_SETS: tl.constexpr = begin_ptr is not None
     row_scale = load_number(row_scale_ptr, row)
@@ -66,8 +65,7 @@ def row_stats(
             if bias_ptr is not None:
                 raw_target += tl.load(bias_ptr + target, mask=is_counted, other=0.0).to(tl.float32)
             target_logit = transform_logits(raw_target, logit_scale, softcap, row_scale)
-    # each lane has a maximum (-inf at first), a sum of exp(x - max), and the statistics' states, so that there is no
-    # reduction in the loop
+    # each lane has its maximum, its sum of exp(x - max) and its states, so that the loop has no reduction
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -105,7 +103,7 @@ def row_stats(
     mask = row_lane >= row
     if HAS_SETS:
         target_logit = tl.sum(lane_target, 0)
-        # a branch would be on what is loaded
+        # by a mask: a branch would wait for the loads that its condition depends on
         mask = row_lane < tl.where((end > begin) | FILLS_ZEROS, row + 1, row)
         row_max = tl.where(end > begin, row_max, 0.0)
         log_sum = tl.where(end > begin, log_sum, 0.0)
@@ -117,7 +115,7 @@ def row_stats(
         tl.store(target_logit_ptr + row_lane, target_logit, mask=mask)
     if logprob_ptr is not None:
         target_logit = times(target_logit, ratio)
-        # target_logit - lse would lose all that is below an ulp of the logits
+        # target_logit - lse would have the rounding error of lse, which grows with the logits
         tl.store(logprob_ptr + row_lane, tl.where(is_counted, (target_logit - row_max) - log_sum, 0.0), mask=mask)
     for i in tl.static_range(NUM_VECTORS):
         value = merged_values[i]

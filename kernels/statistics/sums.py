@@ -1,8 +1,8 @@
-"""Sums over the vocabulary, from stored logits whose softmaxes are known, one program per row.
+"""Sums over the vocabulary, from stored logits and the statistics of their softmaxes, one program per row.
 
 ``row_sums`` is the body of generated kernels (``common/sums.py``). It makes ``sum_j f(log p_j, log q_j)`` for the
-student's softmax p and a dense teacher's q, or ``sum_j f(log p_j)``; and the sum of the slopes of f, if a gradient
-needs it.
+student's softmax p and a dense teacher's q, or ``sum_j f(log p_j)``. If a gradient needs the sum of the slopes of f, it
+makes that sum too.
 """
 
 import triton
@@ -14,15 +14,15 @@ from ..common.transform import load_number, load_row
 @triton.jit
 def row_sums(
     output_ptrs,  # a tuple of [rows] fp32: for each sum its value and, if it has a total, the sum of its slopes
-    # inputs: the student's
-    logits_ptr,  # [rows, columns or more]
+    # inputs
+    logits_ptr,  # [rows, columns or more] the student's
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
     lse_base_ptr,  # [rows] fp32: log p = (x - lse_base) + neg_log_sum
     neg_log_sum_ptr,  # [rows] fp32
     teacher,  # None, or a tuple of a dense teacher's pointers and numbers, as ``sums.FLAT`` names them
     # sizes
-    strip_stride,  # elements from strip to strip of both offsets; 0 for raw logits
+    strip_stride,  # elements from strip to strip of the student's and the teacher's offsets; 0 for raw logits
     columns,  # number of columns that both vocabularies have
     stride,  # elements from row to row of the student's logits
     # scalars
@@ -32,12 +32,12 @@ def row_sums(
     ratio,  # the softmax's inverse temperature relative to the logits'; float or None for 1
     scalars,  # a tuple of floats, the numbers of the sums' functions
     tie_tolerance,  # relative difference up to which p and q count as equal; None for 0
-    ADD_SUMS: tl.constexpr,  # generated function
-    IS_PAIRED: tl.constexpr,  # there is a teacher
+    ADD_SUMS: tl.constexpr,  # generated function of ``common/sums.py``
+    IS_PAIRED: tl.constexpr,  # True: the sums read a teacher
     NUM_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes all sums of one row."""
+    """Writes all sums over the vocabulary of one row."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     row_scale = load_number(row_scale_ptr, row)

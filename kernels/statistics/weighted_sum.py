@@ -1,5 +1,5 @@
-"""Jit functions of the weighted sum ``sum_j omega_j x_j`` of a row's logits, omega the class weights or 1, for the
-stages of ``lists.py``."""
+"""Jit functions of the weighted sum ``sum_j omega_j x_j`` of a row's logits, for the stages of ``lists.py``. ``omega``:
+the class weights, or 1."""
 
 import triton
 import triton.language as tl
