@@ -168,7 +168,7 @@ def sizes_of(
         has_plain_operands = has_plain_rows and call.softcap is None and not has_bias_grad
         store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), has_plain_operands, teacher)
     fp8_copy_origin = (
-        None if call.precision is None or not store.multiplies else "made" if call.fp8_weight is None else "given"
+        None if call.precision is None or not store.has_matmul else "made" if call.fp8_weight is None else "given"
     )
     is_only_hidden = makes_grads == (True, False, False)
     traits_of_call: dict[str, Any] = {
@@ -198,10 +198,10 @@ def sizes_of(
 
 def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     """Raises ValueError where an option needs this library's matmuls and a call of these sizes runs in BLAS's."""
-    is_own_fp8 = sizes.fp8 is not None and tokens.spec.backend.bounds_rows
+    is_own_fp8 = sizes.fp8 is not None and tokens.spec.backend.stops_at_device_count
     if not (sizes.skips or sizes.deterministic or is_own_fp8):
         return
-    is_bounded = sizes.store.bounds_rows and tokens.spec.backend.bounds_rows
+    is_bounded = sizes.store.stops_at_device_count and tokens.spec.backend.stops_at_device_count
     is_fixed, device = sizes.deterministic, tokens.call.device
     needs = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
     sums_over_segments = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
@@ -210,7 +210,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
         f"skip_ignored=True needs our own matmuls, which do not run these operands ({needs}); use 'wait' or False":
             sizes.skips and not is_bounded,
         f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
-            is_fixed and device.type == "cpu" and not tokens.spec.backend.bounds_rows,
+            is_fixed and device.type == "cpu" and not tokens.spec.backend.stops_at_device_count,
         "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk; "
         "cast to bfloat16, or leave it False":
             is_fixed and sizes.dtype == torch.float16,

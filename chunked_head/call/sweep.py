@@ -358,7 +358,7 @@ def run_chunks(
         if work.shard is not None:
             local_targets = rows.target if work.column_sets is None else work.local_targets[chunk]
             inputs = rows.hidden, local_targets, work.token_checks[chunk]
-            work.shard.merge_stats(work.backend.merge_ranks, *inputs, out, objective.demand, store.known_targets)
+            work.shard.merge_stats(work.backend.merge_ranks, *inputs, out, objective.demand, store.has_target_logits)
         if has_sums and not is_teacher_last:
             store.sum_statistics(rows, out)
             if work.shard is not None:

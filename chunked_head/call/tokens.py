@@ -172,7 +172,9 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
         tokens = replace(tokens, column_sets=sets_of(tokens, batch, leading, call.kept_everywhere))
     if call.weight is not None and call.skip_ignored:
         # on the CPU there is no device to wait for
-        host_waits = call.skip_ignored == "wait" or (reading_is_free(tokens.targets) and not spec.backend.bounds_rows)
+        host_waits = call.skip_ignored == "wait" or (
+            reading_is_free(tokens.targets) and not spec.backend.stops_at_device_count
+        )
         return packed(tokens, Packing.by_target(tokens.targets, host_waits))
     if not (spec.can_end_with_segments and call.segments is not None and len(tokens.targets)):
         return tokens

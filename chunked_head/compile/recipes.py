@@ -58,7 +58,7 @@ def call_of_recipe(key: str, operands: list[Tensor], tensors: list[Tensor]) -> t
     with torch.autocast(operands[0].device.type, dtype=autocast, enabled=autocast is not None):
         call = TASKS[function](*operands[:2], **arguments)
         spec = spec_of(call)
-    if skip_ignored and not spec.backend.bounds_rows:
+    if skip_ignored and not spec.backend.stops_at_device_count:
         raise ValueError(
             "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
             "that count out, and a graph's tensors do not change their sizes by what is in them"

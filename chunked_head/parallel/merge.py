@@ -16,7 +16,7 @@ class GatheredStats(NamedTuple):
     message: Tensor  # [ranks, numbers + 1, rows] in the order of ``Layout.places``; last the tokens' check numbers
     demand: Demand  # the statistics that the call needs
     target: Tensor  # [rows] int64, -1 where a row does not count
-    known_targets: bool  # every rank has sent the target's complete logit
+    has_target_logits: bool  # every rank has sent the target's complete logit
     zero_or_nan: Tensor  # [] 0, or nan if ranks have different tokens
 
 

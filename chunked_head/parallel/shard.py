@@ -86,14 +86,14 @@ class Shard:
         token_checks: Tensor,  # [rows] numbers that differ where ranks have different tokens
         stats: RowStats,
         demand: Demand,
-        known_targets: bool,
+        has_target_logits: bool,
     ) -> None:
         """Sends this rank's statistics ``stats`` of a chunk in one message. Merges all ranks' statistics by a backend's
         ``merge_ranks``, and writes statistics over the vocabulary to ``stats``.
 
         The message also has ``token_checks`` [rows], or with ``compares_hidden`` the sum of each row of hidden states.
         If these numbers differ between ranks, results are nan: a data-parallel group may have been passed by mistake.
-        ``known_targets``: every rank has the complete logits of the targets.
+        ``has_target_logits``: every rank has the complete logits of the targets.
         """
         layout, dtype = layout_of(demand), stats.lse.dtype
         for name, vector_form in layout.forms.items():
@@ -110,7 +110,7 @@ class Shard:
             is_same_token = (gathered_messages[:, -1] - check_numbers).abs() <= MOST_RELATIVE_DIFFERENCE * hidden_norms
         assert self.zero_or_nan is not None
         zero_or_nan = torch.where(is_same_token.all(), self.zero_or_nan, torch.nan).to(dtype)
-        merge_ranks(GatheredStats(gathered_messages, demand, target, known_targets, zero_or_nan), stats)
+        merge_ranks(GatheredStats(gathered_messages, demand, target, has_target_logits, zero_or_nan), stats)
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
         """Sums over ranks, in place, the statistics that are sums over the vocabulary; sends one message."""

@@ -176,7 +176,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     sizes = plan.sizes
     if plan.schedule == "forward":
         yield from gradient_buffers(sizes, plan.hidden_accumulate, plan.weight_accumulate, SWEEP)
-        if sizes.dtype == torch.float16 and sizes.store.multiplies and sizes.weight_grad and sizes.half_products:
+        if sizes.dtype == torch.float16 and sizes.store.has_matmul and sizes.weight_grad and sizes.half_products:
             # the tile is made with fp16's scale, which is taken out before it is added; ``cast_buffers`` has it else
             columns = min(sizes.vocab, cast_rows(sizes.hidden))
             yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
@@ -213,7 +213,7 @@ def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     yield Buffer("statistics of ranks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
     yield from sizes.store.chunk_buffers(sizes, rows, last, is_forward or sizes.keeps_sweep)
     yield from block_buffers(sizes, rows, sizes.vocab, SWEEP, last)
-    if sizes.store.multiplies:
+    if sizes.store.has_matmul:
         yield from operand_buffers(sizes, rows, SWEEP, last)
     yield from cast_buffers(sizes, sizes.vocab, SWEEP, last)
     if is_forward and sizes.hidden_ranks > 1 and sizes.hidden_grad:
@@ -443,7 +443,7 @@ def as_text(sections: Sequence[Section]) -> str:
 def content_of_logits(sizes: Sizes) -> str:
     """A line of the printed plan about the buffer of logits: what it stores for each logit, and the reason why it
     needs so many bits."""
-    if not sizes.store.multiplies:
+    if not sizes.store.has_matmul:
         return sizes.store.description
     content_text = f"{16 if sizes.own_matmul else 8 * sizes.wide.itemsize}-bit {sizes.store.description}"
     if sizes.gpu is None:

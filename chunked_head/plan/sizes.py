@@ -133,7 +133,7 @@ class Sizes:
     @functools.cached_property
     def own_matmul(self) -> bool:
         """True where a kernel of this library makes the logits; False where BLAS does."""
-        return self.store.bounds_rows and self.store.multiplies
+        return self.store.stops_at_device_count and self.store.has_matmul
 
     @functools.cached_property
     def any_grad(self) -> bool:

@@ -26,7 +26,9 @@ class Backend:
     recording: Callable[..., Any] | None = (
         None  # context manager that records the launches of a sweep; None: no kernels
     )
-    bounds_rows = False  # True: some stores have matmuls that stop at a number of rows that only the device knows
+    stops_at_device_count = (
+        False  # True: some stores have matmuls that stop at a number of rows that only the device knows
+    )
     grad_store: type[MatmulStore] = LogitsStore  # the store of recomputed tiles whose matmul writes dlogits
     read_targets = staticmethod(functions.read_targets)
     read_fields = staticmethod(functions.read_fields)
@@ -92,14 +94,16 @@ class Backend:
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Merges the ranks' statistics, each over a piece of the vocabulary, into ``out``. Writes nan if the ranks have
         different tokens."""
-        (message, demand, target, known_targets, zero_or_nan), vectors = gathered, out.by_name
+        (message, demand, target, has_target_logits, zero_or_nan), vectors = gathered, out.by_name
         _, index_of, softmaxes = layout_of(demand)
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # the last is a teacher's
         for names, ratio in zip(softmaxes, ratios, strict=False):
             statistic_indices = tuple([index_of[name] for _, vector_names in names.statistics for name in vector_names])
             lse_base, neg_log_sum = index_of[names.lse_base], index_of[names.neg_log_sum]
             indices = MessageIndices(lse_base, neg_log_sum, index_of["target_logit"], statistic_indices)
-            self.merge_softmax(outputs_of(vectors, names), message, zero_or_nan, target, ratio, indices, known_targets)
+            self.merge_softmax(
+                outputs_of(vectors, names), message, zero_or_nan, target, ratio, indices, has_target_logits
+            )
         for statistic in demand.lists:
             list_indices = [index_of[name] for name in statistic.vectors]
             pieces = [message[:, i : i + statistic.width].double().transpose(1, 2) for i in list_indices]

@@ -29,8 +29,8 @@ class SetStore(Store):
 
     name = "kept"
     description = "none: every token keeps a set of ids"
-    bounds_rows = True
-    multiplies = False
+    stops_at_device_count = True
+    has_matmul = False
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class WithSets(Store):
 
     def __init__(self, store: Store, sets: SetStore):
         self.store, self.sets = store, sets
-        self.known_targets = store.known_targets
+        self.has_target_logits = store.has_target_logits
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         self.store.fill(rows, out)

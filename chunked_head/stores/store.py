@@ -127,12 +127,14 @@ class Store:
 
     name = "logits"
     description = "logits"  # name of the buffer in a printed plan
-    bounds_rows = False  # True: the store's matmuls can stop at a number of rows that only the device knows
-    multiplies = True  # False: logits come from gathered rows, not from a matmul
+    stops_at_device_count = False  # True: the store's matmuls can stop at a number of rows that only the device knows
+    has_matmul = True  # False: logits come from gathered rows, not from a matmul
     head: Head
     demand: Demand
     softmaxes: tuple[Names, ...]  # names of the vectors of each softmax, the teacher's last
-    known_targets = False  # True: every rank writes the logits of all targets; False: the rank that has their column
+    has_target_logits = (
+        False  # True: every rank writes the logits of all targets; False: the rank that has their column
+    )
 
     @classmethod
     def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stores_logits: bool) -> Iterator[Buffer]:

@@ -50,7 +50,7 @@ class TritonBackend(Backend):
 
     name = "triton"
     recording = staticmethod(recording)
-    bounds_rows = True
+    stops_at_device_count = True
     grad_store = GradStore
     read_targets = staticmethod(statistics.read_targets)
     read_fields = staticmethod(statistics.read_fields)

@@ -52,7 +52,7 @@ class FastStore(RelativeStore):
         if self.buffer is None:
             return
         device = head.weight.device
-        self.known_targets = True  # every rank's exponentials are relative to the target's logit
+        self.has_target_logits = True  # every rank's exponentials are relative to the target's logit
         self.level = empty(self.rows, dtype=torch.float32, device=device)
         # the three factors per row that level_rows writes; each vector starts on the same alignment
         self.factors = empty(3, strip_rows(self.sizes.tokens), dtype=torch.float32, device=device)

@@ -110,7 +110,7 @@ class RelativeStore(HalfStore):
             self.finished_parts,
             tile_logit,
         )
-        if self.known_targets and head.add_targets is not None:
+        if self.has_target_logits and head.add_targets is not None:
             head.add_targets(out.target_logit)  # adds the logits of targets on other ranks
         self.stored_strips = strips = self.strips.of_rows(row_count)
         for statistic in self.demand.lists:

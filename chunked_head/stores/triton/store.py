@@ -93,7 +93,7 @@ def sums_frequent(sizes: Sizes, rows: int, dtype: torch.dtype) -> bool:
 class HalfStore(MatmulStore):
     """A store of 16-bit operands. Rows of its buffer start on 16 bytes, which our products need."""
 
-    bounds_rows = True
+    stops_at_device_count = True
 
     @classmethod
     def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
