@@ -25,11 +25,11 @@ foreseen one; if they differ, it computes logits and gradients again.
 import contextlib
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -50,26 +50,23 @@ OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic",
 OUTPUT_NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OutputTuple = tuple[Tensor | None, ...]
 RunFunction = Callable[[Tensor, Tensor, Tensor | None], OutputTuple]
-RunWithLossFunction = Callable[[Tensor, Tensor, Tensor | None], tuple["ForeseenLoss", OutputTuple]]
-# the SFTTrainer whose step runs, and the batch of that step
+# Returns the foreseen loss [], its derivatives [N] by the tokens' log-probabilities, and what a RunFunction returns
+RunWithLossFunction = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, OutputTuple]]
+# the SFTTrainer whose step runs, and the batch of that step; None outside of a step
 SFT_STEP: ContextVar[tuple[Any, Any] | None] = ContextVar("step", default=None)
 
 
-class ForeseenLoss(NamedTuple):
-    """A loss of log-probabilities whose gradients have been made along with the statistics."""
-
-    loss: Tensor  # []
-    slopes: Tensor  # [N], derivatives of the loss by the tokens' log-probabilities
-
-
-@dataclass(frozen=True)
 class LogProbSeam:
     """The object that replaces TRL's autograd function ``ChunkedLogProbFunction``."""
 
-    options: Execution  # of each call
-    num_outputs: int = len(OUTPUT_NAMES)  # 2 for TRL 1.14, whose function takes no ``outputs``
-    foresees_loss: bool = False  # gradients of SFT's loss are made along with the statistics
-    logprobs: LogprobsOfTrainer = field(default_factory=LogprobsOfTrainer)
+    def __init__(
+        self,
+        options: Execution,  # options of every call
+        num_outputs: int = len(OUTPUT_NAMES),  # 2 for TRL 1.14, whose function takes no ``outputs``
+        foresees_loss: bool = False,  # gradients of SFT's loss are made along with the statistics
+    ):
+        self.options, self.num_outputs, self.foresees_loss = options, num_outputs, foresees_loss
+        self.logprobs = LogprobsOfTrainer()
 
     def apply(
         self,
@@ -84,8 +81,8 @@ class LogProbSeam:
         outputs: tuple[str, ...] = OUTPUT_NAMES,
     ) -> OutputTuple:
         """Returns log-probabilities, entropies, logarithms of the sum of squared probabilities, mean logits, and a
-        mask: whether the target is the first id that has the largest logit. Each is [N], or None if ``outputs`` does
-        not name it. The first two are differentiable."""
+        mask of the targets that are the first id with the largest logit. Each result is [N], or None if ``outputs``
+        does not name it. Log-probabilities and entropies are differentiable."""
         unknown_names = sorted(set(outputs) - set(OUTPUT_NAMES))
         if unknown_names:
             raise ValueError(f"outputs must be among {', '.join(map(repr, OUTPUT_NAMES))}, got {unknown_names[0]!r}")
@@ -112,33 +109,30 @@ class LogProbSeam:
                 results.argmax == targets if has_top1 else None,
             )  # fmt: skip
 
-        def run_with_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[ForeseenLoss, OutputTuple]:
+        def run_with_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, OutputTuple]:
             weight, bias = product_operands(hidden, weight, bias)
-            assert foreseen_loss is not None
+            assert loss_and_fields is not None
             metric_functions = (metrics.entropy(),) * has_entropy + (metrics.accuracy(),) * has_top1
-            loss, statistics = loss_and_statistics(
-                hidden, weight, targets, *foreseen_loss, metric_functions, bias=bias, **head_options
+            loss, slopes, statistics = loss_and_statistics(
+                hidden, weight, targets, *loss_and_fields, metric_functions, bias=bias, **head_options
             )
             inner_outputs = [
                 statistics[name].clone().requires_grad_() for name in ("logprob", *["entropy"] * has_entropy)
             ]
-            return loss, (
-                *inner_outputs,
-                *[None] * (4 - len(inner_outputs)),
-                statistics["argmax"] == targets if has_top1 else None,
-            )
+            is_top1 = statistics["argmax"] == targets if has_top1 else None
+            return loss, slopes, (*inner_outputs, *[None] * (4 - len(inner_outputs)), is_top1)
 
         is_foreseeable = self.foresees_loss and {"log_sum_sq_probs", "mean_logits"}.isdisjoint(outputs)
-        foreseen_loss = sft_loss(len(targets)) if is_foreseeable else None
-        results = run_inner_graph(run, hidden, weight, bias, foreseen_loss and run_with_loss)
+        loss_and_fields = sft_loss(len(targets)) if is_foreseeable else None
+        results = run_inner_graph(run, hidden, weight, bias, loss_and_fields and run_with_loss)
         return results[: self.num_outputs]
 
 
-@dataclass(frozen=True)
 class DivergenceSeam:
     """The object that replaces TRL's autograd function ``ChunkedDivergenceFunction``."""
 
-    options: Execution  # of each call
+    def __init__(self, options: Execution):
+        self.options = options
 
     def apply(
         self,
@@ -188,7 +182,7 @@ class DivergenceSeam:
 
 
 def product_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias as TRL casts them: to the dtype of the hidden states, or not at all under autocast."""
+    """Weight and bias in the dtype of the hidden states, as TRL casts them; unchanged under autocast."""
     if torch.is_autocast_enabled(hidden.device.type):
         return weight, bias
     return weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
@@ -200,7 +194,7 @@ def detached(values: Tensor | None) -> Tensor | None:
 
 
 def gathered_parameters(*parameters: Tensor | None) -> Any:
-    """A context in which parameters that DeepSpeed's ZeRO-3 shards are complete on this rank."""
+    """A context in which this rank holds complete parameters, also those that DeepSpeed's ZeRO-3 shards."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return contextlib.nullcontext()
     from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -211,9 +205,9 @@ def gathered_parameters(*parameters: Tensor | None) -> Any:
 def loss_and_statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, loss: Losses, batch: dict[str, Tensor],
     metric_functions: tuple[metrics.Metric, ...], temperature: float, **head_options: Any,
-) -> tuple[ForeseenLoss, dict[str, Tensor]]:  # fmt: skip
-    """Returns the sum of ``loss`` over all tokens, whose gradients are made in this pass, and the statistics of the
-    tokens [N] by name."""
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Returns the sum [] of ``loss`` over all tokens, its derivatives [N] by the tokens' log-probabilities, and the
+    statistics [N] of the tokens by name. The gradients of the sum are made in this pass."""
     options: Any = head_options
     call: Call[Any] = call_of(
         "linear_loss", hidden, weight, targets, options, temperature=temperature, losses=loss, metrics=metric_functions,
@@ -222,7 +216,7 @@ def loss_and_statistics(
     outcome = run_call(call, spec_of(call))
     with on_device(call.device), torch.no_grad():
         slopes = -outcome.objective.coefficients_at_once(outcome.stats)["beta"]
-        return ForeseenLoss(outcome.outputs[0], slopes), outcome.stats.by_name
+        return outcome.outputs[0], slopes, outcome.stats.by_name
 
 
 def run_inner_graph(
@@ -232,16 +226,15 @@ def run_inner_graph(
     bias: Tensor | None,
     run_with_loss: RunWithLossFunction | None = None,
 ) -> OutputTuple:
-    """``run(hidden, weight, bias)``, as a node of autograd's graph if its backward needs more than autograd: to gather
-    a weight that ZeRO-3 shards in between, or to use the gradients of a foreseen loss. ``run_with_loss`` returns a pair
-    of that loss and what ``run`` returns."""
+    """Returns ``run(hidden, weight, bias)``. The result is one node of autograd's graph if ZeRO-3 shards the weight,
+    which backward has to gather again, or if ``run_with_loss`` makes the gradients of a foreseen loss."""
     if not torch.is_grad_enabled() or (run_with_loss is None and not hasattr(weight, "ds_id")):
         return run(hidden, weight, bias)
     return InnerGraphFunction.apply(hidden, weight, bias, run, run_with_loss)
 
 
 class InnerGraphFunction(torch.autograd.Function):
-    """A function whose forward builds a graph of its own, and whose backward runs that graph with complete
+    """An autograd function whose forward builds an inner graph, and whose backward runs the inner graph with complete
     parameters."""
 
     @staticmethod
@@ -253,7 +246,7 @@ class InnerGraphFunction(torch.autograd.Function):
         run: RunFunction,
         run_with_loss: RunWithLossFunction | None,
     ) -> OutputTuple:
-        device_type, ctx.foreseen_loss = hidden.device.type, None
+        device_type, ctx.loss, ctx.slopes = hidden.device.type, None, None
         ctx.autocast = torch.autocast(
             device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
         )
@@ -263,11 +256,11 @@ class InnerGraphFunction(torch.autograd.Function):
             if run_with_loss is None:
                 inner_outputs = run(*ctx.operands)
             else:
-                ctx.foreseen_loss, inner_outputs = run_with_loss(*ctx.operands)
+                ctx.loss, ctx.slopes, inner_outputs = run_with_loss(*ctx.operands)
         ctx.inner_outputs = inner_outputs
         outputs = tuple(None if value is None else value.detach() for value in inner_outputs)
-        needs_grad = [value is None or value.requires_grad for value in inner_outputs]
-        ctx.mark_non_differentiable(*[output for output, needs in zip(outputs, needs_grad, strict=True) if not needs])
+        is_constant = [value is not None and not value.requires_grad for value in inner_outputs]
+        ctx.mark_non_differentiable(*itertools.compress(outputs, is_constant))
         return outputs
 
     @staticmethod
@@ -276,10 +269,10 @@ class InnerGraphFunction(torch.autograd.Function):
         inner_outputs, upstreams = ctx.inner_outputs, upstream
         inputs = [operand for operand in ctx.operands if operand is not None and operand.requires_grad]
         with gathered_parameters(weight, bias):
-            if ctx.foreseen_loss is not None:
-                factor = factor_of(ctx.foreseen_loss.slopes, upstream)
+            if ctx.loss is not None:
+                factor = factor_of(ctx.slopes, upstream)
                 if factor is not None:
-                    inner_outputs, upstreams = (ctx.foreseen_loss.loss,), (factor,)
+                    inner_outputs, upstreams = (ctx.loss,), (factor,)
                 else:
                     with torch.enable_grad(), ctx.autocast:
                         inner_outputs = ctx.run(*ctx.operands)
@@ -290,18 +283,18 @@ class InnerGraphFunction(torch.autograd.Function):
             # the graph is retained for a second backward, as the operands are, until the outer graph goes
             options = {"retain_graph": True, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
             grads = iter(torch.autograd.grad(inner_outputs, inputs, upstreams, **options))
-        return *[next(grads) if needs else None for needs in ctx.needs_input_grad[:3]], None, None
+        return *[next(grads) if needs_grad else None for needs_grad in ctx.needs_input_grad[:3]], None, None
 
 
 def factor_of(slopes: Tensor, upstream: OutputTuple) -> Tensor | None:
-    """The factor [] with which the upstream gradient of the log-probabilities is ``factor * slopes``. None, with a
-    warning, if that gradient is no multiple of ``slopes``, or if another output has a gradient."""
-    upstream_logprobs, *other_upstreams = upstream
-    if upstream_logprobs is not None and all(grad is None for grad in other_upstreams):
+    """The factor [] for which ``factor * slopes`` is the upstream gradient of the log-probabilities. Returns None and
+    warns if there is no such factor, or if another output has a gradient."""
+    logprobs_grad, *other_grads = upstream
+    if logprobs_grad is not None and all(grad is None for grad in other_grads):
         square_sum = slopes.square().sum()
-        factor = torch.where(square_sum > 0, (upstream_logprobs * slopes).sum() / square_sum, 1.0)
+        factor = torch.where(square_sum > 0, (logprobs_grad * slopes).sum() / square_sum, 1.0)
         magnitude = (factor * slopes).abs()
-        if bool(((upstream_logprobs - factor * slopes).abs() <= 1e-5 * magnitude + 1e-6 * magnitude.max()).all()):
+        if bool(((logprobs_grad - factor * slopes).abs() <= 1e-5 * magnitude + 1e-6 * magnitude.max()).all()):
             return factor
     warnings.warn(
         "TRL's loss has another gradient than patch_trl(losses=...) foresaw from its config. It is computed from the "
@@ -312,7 +305,7 @@ def factor_of(slopes: Tensor, upstream: OutputTuple) -> Tensor | None:
 
 
 def sft_loss(num_tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
-    """Returns the loss of the SFT step that runs, and its fields [tokens] by name; None if no SFT step runs.
+    """Returns the loss of the SFT step that runs, and the loss's fields [tokens] by name; None if no SFT step runs.
     ``num_tokens``: number of rows that TRL passes to the head: all tokens of the batch, or those that count."""
     trainer_and_batch = SFT_STEP.get()
     if trainer_and_batch is None or not num_tokens or torch.compiler.is_compiling():
@@ -321,10 +314,10 @@ def sft_loss(num_tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
     try:
         labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
         loss = mixes.cross_entropy(token_scaling=trainer.args.loss_type == "dft")
-    except (AttributeError, KeyError):  # another version's
+    except (AttributeError, KeyError):  # a batch or config of another version
         return None
-    num_sequences, length = inputs.get("labels", labels).shape
-    num_prompt_tokens = num_tokens // num_sequences - length  # of PEFT's virtual prompt, in front of each sequence
+    num_sequences, sequence_length = inputs.get("labels", labels).shape
+    num_prompt_tokens = num_tokens // num_sequences - sequence_length  # PEFT's virtual prompt in front of each sequence
     if (
         labels.numel() != num_tokens
         and "shift_labels" not in inputs
@@ -336,8 +329,8 @@ def sft_loss(num_tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
 
 
 def with_sft_step(object_path: ObjectPath, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``compute_loss`` of SFTTrainer, ``original``, with ``SFT_STEP`` set to the trainer and the step's batch while it
-    runs."""
+    """Wraps ``original``, the ``compute_loss`` of SFTTrainer: ``SFT_STEP`` holds the trainer and the step's batch while
+    ``original`` runs."""
 
     @functools.wraps(original)
     def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -350,8 +343,7 @@ def with_sft_step(object_path: ObjectPath, original: Callable[..., Any]) -> Call
     return compute_loss
 
 
-# names of the parameters of ``apply``, which are TRL's; in TRL 1.14 the first has another name, and ``outputs`` is
-# missing
+# names of the parameters of ``apply``, as in TRL; in TRL 1.14 the first has another name, and ``outputs`` is missing
 LOGPROB_PARAMETERS, DIVERGENCE_PARAMETERS = (
     ", ".join([*inspect.signature(seam_class.apply).parameters][1:]) for seam_class in (LogProbSeam, DivergenceSeam)
 )
@@ -372,8 +364,8 @@ SFT = Framework(
 def replacement_functions(
     options: Execution, losses: Collection[str] = ()
 ) -> list[tuple[Framework, Callable[[ObjectPath, Any], Any]]]:
-    """Pairs of a framework and the function that returns the replacement of each of its objects, as
-    ``Framework.replace`` takes it."""
+    """Pairs of a framework and the argument of its ``Framework.replace``: a function that returns the replacement of an
+    object. TypeError or ValueError for wrong arguments."""
     check_named(options, OPTIONS)
     if tuple(losses) not in ((), ("SFT",)):
         raise ValueError(f'losses must be () or ("SFT",), the trainer whose loss is foreseen, got {losses!r}')
@@ -392,8 +384,8 @@ def patch_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> 
 
     Args:
         losses: ``("SFT",)`` makes the gradients of ``SFTTrainer`` along with log-probabilities, in three matmuls
-            instead of four; a frozen head takes two in both cases. TRL computes its loss and metrics all the same. If
-            the gradient of TRL's loss is not the foreseen one, gradients are computed again, with a warning.
+            instead of four; a frozen head takes two in both cases. TRL still computes its loss and metrics. If the
+            gradient of TRL's loss is not the foreseen one, gradients are computed again, with a warning.
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
             call, as in ``linear_logprobs``. The options of a later ``patch_trl`` replace those of an earlier one.
 

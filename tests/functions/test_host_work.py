@@ -112,9 +112,7 @@ def in_e4m3(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> Non
 
 def foreseen_by_trl(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> None:
     loss, fields = losses.cross_entropy(), {"mask": target > 3}
-    trl.loss_and_statistics(hidden, weight, target, loss, fields, (), temperature=1.0, backend=backend)[
-        0
-    ].loss.backward()
+    trl.loss_and_statistics(hidden, weight, target, loss, fields, (), temperature=1.0, backend=backend)[0].backward()
 
 
 EVERYWHERE: list[Call] = [*MOST, streams, on_logits, in_e4m3, foreseen_by_trl]
