@@ -197,7 +197,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("PyTorch's op: another schema", "chunked_head/integrations/pytorch/__init__.py", "    if schema != SCHEMA:\n", "    if operator is None:\n", "tests/frameworks/test_pytorch.py"),
     ("TRL 1.14: outputs", "chunked_head/integrations/trl.py", "return results[: self.num_outputs]", "return results", "tests/frameworks/test_trl_seams.py"),
     ("verl: a gradient summed twice", "chunked_head/integrations/verl/__init__.py", "== GATHER_BACKWARD:\n        return False", "== GATHER_BACKWARD:\n        return True", "tests/frameworks/test_framework_seams.py"),
-    ("Liger: z-loss's factor", "chunked_head/integrations/liger.py", "loss += z_loss * (make", "loss += (make", "tests/frameworks/test_drop_ins.py"),
+    ("Liger: z-loss's factor", "chunked_head/integrations/liger.py", "loss += z_loss_factor * (make", "loss += (make", "tests/frameworks/test_drop_ins.py"),
     ("Liger: predictions of tokens that do not count", "chunked_head/integrations/liger.py", "torch.where(is_counted, token_outputs.argmax, -1)", "token_outputs.argmax", "tests/frameworks/test_drop_ins.py"),
     ("CCE: values that predict nothing", "chunked_head/integrations/cut_cross_entropy.py", "return loss[..., shift_steps:] if", "return loss if", "tests/frameworks/test_drop_ins.py"),
     ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "rank_layout.local_values(labels.t())", "rank_layout.local_values(labels)", "tests/frameworks/test_framework_seams.py"),

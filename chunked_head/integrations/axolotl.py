@@ -6,7 +6,7 @@
       memory_budget: 1GiB
 
 ``patch_model`` patches the model when it has its adapters. Preference and reinforcement learning (``rl:``) raise:
-TRL 1.14, which Axolotl 0.21 pins, computes their losses from logits by its own kernels.
+TRL 1.14, which Axolotl 0.21 pins, computes these losses from logits in kernels of TRL.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class ChunkedHeadArgs(BaseModel):
 
 
 class ChunkedHeadPlugin(BasePlugin):
-    """Axolotl's plugin, which patches the model of a run. The module's docstring has its configuration."""
+    """A plugin of Axolotl that patches the model of a run. The module's docstring says how to configure the plugin."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{ChunkedHeadArgs.__name__}"

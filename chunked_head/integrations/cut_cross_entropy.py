@@ -5,7 +5,7 @@
 replaces the import of this name from ``cut_cross_entropy``, which need not be installed. Gradients are exact: none of
 their elements is filtered out. If no token counts, the loss is 0, not nan.
 
-``translated`` and ``init_of`` read a table of another library's options; ``liger.py`` uses them too.
+``translated`` and ``init_of`` read a table of another library's options. ``liger.py`` uses both functions too.
 """
 
 import enum
@@ -21,14 +21,14 @@ from ..core.checks import PLAIN
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 
-# of an option of another library: the name of our option with this meaning; or, for each of its values, our options as
-# a dict or the name of an option, where the key ``...`` stands for any other value
+# Translation of another library's option: the name of our option that takes the same value; or a mapping from values to
+# our options, each a dict or the name of our option that takes the value. The key ``...`` stands for any other value.
 Translation = str | Mapping[Any, str | dict[str, Any]]
 
 
 def translated(translations: Mapping[str, Translation], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """This library's options for the options of another library. ``arguments`` without a row in ``translations`` are
-    left out.
+    """This library's options for ``arguments``, options of another library. Names that ``translations`` lacks are left
+    out.
 
     Raises:
         TypeError, ValueError: a value is wrong, or has no translation. The message has the other library's name of
@@ -56,8 +56,8 @@ def translated(translations: Mapping[str, Translation], arguments: Mapping[str, 
 
 
 def init_of(function: Callable[..., Any], translations: Mapping[str, Translation]) -> Any:
-    """An ``__init__`` for a subclass of ``OptionsModule``. Its parameters are the names of the table, in order, with
-    their defaults in ``function``."""
+    """An ``__init__`` for a subclass of ``OptionsModule``. The names in ``translations`` are its parameters, in order.
+    Defaults are those of ``function``."""
     parameters = inspect.signature(function).parameters
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.Signature([self_parameter, *(parameters[name] for name in translations)])
@@ -118,23 +118,24 @@ def linear_cross_entropy(
         reduction: ``"mean"``, ``"sum"``, or ``"none"``: values [...] without the first ``shift`` positions.
         shift: pairs position t of ``e`` with target t + shift; True is 1.
         return_lse: return the log-sum-exp too: fp32, differentiable, in the shape of values with ``reduction="none"``.
-        filter_eps, filter_e_grad, filter_c_grad: without effect, since gradients are exact; a nonzero threshold raises.
+        filter_eps, filter_e_grad, filter_c_grad: have no effect, since gradients are exact; ValueError for a
+            ``filter_eps`` other than 0, None and "auto".
         accum_e_fp32, accum_c_fp32: if either is True, gradients are summed over chunks in fp32. If both are False, the
             plan chooses the dtype.
         impl: a name of Apple's implementations, or a member of its enumeration. ``"torch_compile"``:
-            ``backend="torch"``. ``"cce"``: the device's default backend. Any other: that too, and gradients are summed
-            in fp32.
-        vocab_parallel_options: None. For ranks that share the classifier, call ``chunked_head.linear_cross_entropy``
-            with ``parallel``.
+            ``backend="torch"``. ``"cce"``: the device's default backend. Any other: the default backend, with gradients
+            summed in fp32.
+        vocab_parallel_options: must be None. For ranks that share the classifier, call
+            ``chunked_head.linear_cross_entropy`` with ``parallel``.
 
     Returns:
         The loss, fp32, or ``(loss, lse)``.
     """
     options = translated(OPTIONS | {"vocab_parallel_options": {None: {}}}, locals())
     reduction, shift_steps = options.pop("reduction"), options["shift"]
-    length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
-    if shift_steps >= max(1, length):
-        raise ValueError(f"shift must be in [0, {length}), the last dimension of targets, got {shift}")
+    num_positions = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
+    if shift_steps >= max(1, num_positions):
+        raise ValueError(f"shift must be in [0, {num_positions}), the last dimension of targets, got {shift}")
     options["bias"] = bias
     if not return_lse:
         loss = head.linear_cross_entropy(e, c, targets, reduction=reduction, **options)

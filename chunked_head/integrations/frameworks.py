@@ -28,10 +28,11 @@ class Framework:
     Attributes:
         package: name of the framework on the package index.
         tested_versions: versions that the tests ran with.
-        parameters_by_path: the objects that this library replaces or builds on, each with the names of its parameters,
-            in order and without ``self`` and ``ctx``: ``"a, b"``. ``"a, *, c"``: the first is a, and c is among the
-            others. ``"*"``: any parameters. ``"a, b | c"``: either of two lists.
-        module: name of the framework's module. If it is imported, its ``__version__`` is the version (a checkout).
+        parameters_by_path: for each object that this library replaces or builds on, the names of the object's
+            parameters in order, without ``self`` and ``ctx``: ``"a, b"``. ``"a, *, c"``: the first is a, and c is among
+            the others. ``"*"``: any parameters. ``"a, b | c"``: either of two lists.
+        module: name of the framework's module. ``__version__`` of the imported module comes before the installed
+            package's version, since the module may be a checkout.
         importing_modules: further modules that import the objects by their names.
     """
 
@@ -51,8 +52,8 @@ class Framework:
             raise ImportError(f"{self.package} is not installed: {command}") from None
 
     def tested_objects(self) -> dict[ObjectPath, Any]:
-        """The framework's objects whose parameters are as tested, by path. A warning names the other objects, and how
-        their parameters differ."""
+        """The framework's objects whose parameters are as tested, by path. A warning names each other object, and how
+        the parameters of that object differ."""
         version, objects, differences = self.version(), dict[ObjectPath, Any](), []
         for object_path, parameter_names in self.parameters_by_path.items():
             original = REPLACEMENTS[object_path][0] if object_path in REPLACEMENTS else object_at(object_path)
@@ -70,12 +71,12 @@ class Framework:
         return objects
 
     def has_tested_parameters(self) -> bool:
-        """True if all objects have the tested parameters; else a warning says which have not."""
+        """True if all objects have the tested parameters; else a warning names the objects that have not."""
         return len(self.tested_objects()) == len(self.parameters_by_path)
 
     def require(self, has_tested_parameters: bool, name: str) -> None:
-        """RuntimeError unless ``has_tested_parameters``: our class ``name`` cannot subclass the framework's class,
-        whose parameters are not as tested."""
+        """RuntimeError unless ``has_tested_parameters``: without tested parameters, our class ``name`` cannot subclass
+        the framework's class."""
         if not has_tested_parameters:
             raise RuntimeError(
                 f"{name} is not there for {self.package} {self.version()}, as the warning at its import says; leave it "
@@ -89,7 +90,7 @@ class Framework:
             self.set_object(object_path, REPLACEMENTS[object_path][1])
 
     def restore(self) -> None:
-        """Puts the framework's objects back in their places. RuntimeError if other code has replaced ours since."""
+        """Puts the framework's objects back in place of ours. RuntimeError if other code has replaced our objects."""
         for object_path in REPLACEMENTS.keys() & self.parameters_by_path.keys():
             (original, replacement), current_object = REPLACEMENTS[object_path], object_at(object_path)
             if current_object is not replacement:
@@ -99,7 +100,7 @@ class Framework:
             del REPLACEMENTS[object_path]
 
     def set_object(self, object_path: ObjectPath, value: Any) -> None:
-        """Sets the object of a path to ``value``, also in ``importing_modules`` that are imported already."""
+        """Puts ``value`` at a path, and in place of the same name in each of ``importing_modules`` that is imported."""
         *owner_names, name = object_path[1].split(".")
         for module_name in (object_path[0], *self.importing_modules):
             owner = sys.modules.get(module_name)  # the module, then the class inside of it that has the object
@@ -121,9 +122,9 @@ def object_at(object_path: ObjectPath) -> Any:
 
 
 def parameters_difference(original: Any, tested_names: str) -> str:
-    """How the parameters of ``original`` differ from ``tested_names``, in words; "" if they do not.
+    """Text that says how the parameters of ``original`` differ from ``tested_names``; "" if they do not differ.
 
-    ``tested_names``: as in ``Framework.parameters_by_path``."""
+    ``tested_names``: a value of ``Framework.parameters_by_path``."""
     if tested_names == "*":
         return ""
     owner = getattr(original, "__self__", original)  # the autograd Function of a bound ``apply``
@@ -133,8 +134,8 @@ def parameters_difference(original: Any, tested_names: str) -> str:
         return f"is {original!r}"
     parameter_names = [name for name in parameters if name not in ("self", "ctx")]
     for alternative in tested_names.split(" | "):
-        name_lists = [names_text.replace(",", " ").split() for names_text in alternative.split("*")]
-        leading_names, *further_names = name_lists  # further ones behind each "*"
+        # a list of names before the first "*", and one behind each "*"
+        leading_names, *further_names = (text.replace(",", " ").split() for text in alternative.split("*"))
         num_leading = len(leading_names) if further_names else None
         if parameter_names[:num_leading] == leading_names and set(parameter_names) >= set(*further_names):
             return ""
@@ -142,10 +143,10 @@ def parameters_difference(original: Any, tested_names: str) -> str:
 
 
 def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``module(*args)`` with ``compute(*args)`` in place of its forward, and returns the result.
+    """Calls ``module(*args)`` with ``compute(*args)`` in place of the module's forward, and returns the result.
 
-    The module's hooks run before and after it: they gather a sharded weight before its use and free it afterwards
-    (FSDP, Megatron's overlapped parameter gather), in backward too.
+    The module's hooks run before and after ``compute``. They gather a sharded weight before its use and free the weight
+    afterwards (FSDP, Megatron's overlapped parameter gather), in backward too.
     """
     instance_forward = vars(module).get("forward")
     module.forward = compute
@@ -158,8 +159,8 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
 
 
 def check_named(options: Mapping[str, Any], known_names: Collection[str], note: str = "") -> None:
-    """Checks options by name. TypeError for a name that is not among ``known_names``; ``note`` is the end of that
-    error's text. TypeError or ValueError for a wrong value."""
+    """Checks options by name. TypeError, whose text contains ``note``, for a name that is not among ``known_names``.
+    TypeError or ValueError for a wrong value."""
     for name, value in options.items():
         if name not in known_names:
             listing = ", ".join(sorted(known_names))

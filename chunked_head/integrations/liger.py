@@ -32,11 +32,11 @@ KERNEL_OPTIONS: dict[str, Translation] = {"chunk_mem_const": {1: {}}, "ce_impl":
 
 @dataclass
 class CrossEntropyOutput:
-    """The loss, and further results without gradient; those that were not asked for are None.
+    """The loss, and further results without gradient, which are None unless the call requests them.
 
-    ``z_loss``: the summand of the loss that ``lse_square_scale`` adds, in the shape of the loss. ``token_accuracy``:
-    the fraction of tokens whose target is the likeliest id, of those that count; with ``reduction="none"`` 1 or 0 for
-    each token [...]. ``predicted_tokens`` [...] int64: the likeliest ids, -1 where a token does not count.
+    ``z_loss``: what ``lse_square_scale`` adds to the loss, in the shape of the loss. ``token_accuracy``: of the tokens
+    that count, the fraction whose target is the likeliest id; with ``reduction="none"`` 1 or 0 for each token [...].
+    ``predicted_tokens`` [...] int64: the likeliest ids, -1 where a token does not count.
     """
 
     loss: Tensor
@@ -46,7 +46,7 @@ class CrossEntropyOutput:
 
 
 def scaled_z_loss(stats: Stats, batch: Batch) -> Tensor:
-    """``lse**2`` of each token [tokens], times the probability of its target, without gradient of the latter."""
+    """``lse ** 2`` of each token [tokens], times the detached probability of the token's target."""
     return stats.logprob.detach().exp() * stats.lse.square()
 
 
@@ -70,30 +70,32 @@ def liger_fused_linear_cross_entropy(
     *,
     memory_budget: int | str | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Liger's functional of this name. Returns the loss, or a ``CrossEntropyOutput`` if further results are asked for.
+    """Liger's functional of this name. Returns the loss, or a ``CrossEntropyOutput`` if further results are requested.
 
     Args:
         ce_weight, lse_square_scale, accum_dtype: ``class_weights``, ``z_loss`` and ``accumulate_dtype`` of
             ``chunked_head.linear_cross_entropy``.
-        label_smoothing, ignore_index, reduction, softcap: as in ``chunked_head.linear_cross_entropy``.
-        memory_budget: as there; it replaces ``chunk_mem_const``, which must be 1.
-        use_token_scaling: multiply each token's loss by the probability of its target, without gradient of the latter
-            (DFT).
+        label_smoothing, ignore_index, reduction, softcap, memory_budget: as in ``chunked_head.linear_cross_entropy``.
+        chunk_mem_const: must be 1; ``memory_budget`` replaces it.
+        use_token_scaling: multiply each token's loss by the detached probability of the token's target (DFT).
         return_z_loss, return_token_accuracy, return_predicted_tokens: see ``CrossEntropyOutput``. Predicted tokens, and
             z-loss or accuracy with ``reduction="none"``, need a second pass over the logits: one matmul more.
     """
     options = translated(OPTIONS | KERNEL_OPTIONS, locals())
-    z_loss, is_unreduced = float(options.pop("z_loss")), reduction == "none"
+    z_loss_factor, is_unreduced = float(options.pop("z_loss")), reduction == "none"
     loss = losses.cross_entropy(options.pop("label_smoothing"), options.pop("class_weights"), use_token_scaling)
-    if z_loss:
-        loss += z_loss * (make("z_loss", scaled_z_loss, {}) if use_token_scaling else losses.z_loss())
+    if z_loss_factor:
+        loss += z_loss_factor * (make("z_loss", scaled_z_loss, {}) if use_token_scaling else losses.z_loss())
     metric_functions = [metrics.accuracy()] if return_token_accuracy and not is_unreduced else []
     loss_output = linear_loss(input, weight, target, loss, bias=bias, metrics=metric_functions, **options)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
         return loss_output.loss
     output = CrossEntropyOutput(loss_output.loss)
     if return_z_loss and not is_unreduced:
-        output.z_loss = z_loss * loss_output.parts["z_loss"] if z_loss else torch.zeros_like(loss_output.loss)
+        if z_loss_factor:
+            output.z_loss = z_loss_factor * loss_output.parts["z_loss"]
+        else:
+            output.z_loss = torch.zeros_like(loss_output.loss)
     if metric_functions:
         output.token_accuracy = loss_output.metrics["accuracy"].value
     if return_predicted_tokens or (is_unreduced and (return_z_loss or return_token_accuracy)):
@@ -104,9 +106,8 @@ def liger_fused_linear_cross_entropy(
         if return_predicted_tokens:
             output.predicted_tokens = torch.where(is_counted, token_outputs.argmax, -1)
         if is_unreduced and return_z_loss:
-            output.z_loss = (
-                z_loss * token_outputs.lse.square() * (token_outputs.logprobs.exp() if use_token_scaling else 1.0)
-            )
+            token_factors = token_outputs.logprobs.exp() if use_token_scaling else 1.0
+            output.z_loss = z_loss_factor * token_outputs.lse.square() * token_factors
         if is_unreduced and return_token_accuracy:
             output.token_accuracy = (is_counted & (token_outputs.argmax == target)).to(loss_output.loss.dtype)
     return output
@@ -136,7 +137,7 @@ class LigerFusedLinearCrossEntropyFunction:
         ce_mode: None = None,
         chunk_mem_const: int = 1,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Returns loss, z-loss, token accuracy and predicted tokens; None for those that were not asked for.
+        """Returns loss, z-loss, token accuracy and predicted tokens. The last three are None unless requested.
 
         Arguments are those of ``liger_fused_linear_cross_entropy``. ``ce_impl`` and ``ce_mode``, which choose among
         Liger's kernels, must be None.

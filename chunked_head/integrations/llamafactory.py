@@ -8,8 +8,8 @@ where ``train.yaml`` may have the head's options, next to LLaMA-Factory's argume
     chunked_head: {memory_budget: 1GiB}
 
 LLaMA-Factory has no plugins, and its callbacks do not see a reference model. Every stage calls ``load_model``. During a
-run that name is a function which patches the model that LLaMA-Factory's own function returns (``patch_model``). The
-rest is LLaMA-Factory's code on lazy logits.
+run, another ``load_model`` patches the model that LLaMA-Factory's function returns (``patch_model``). The rest is
+LLaMA-Factory's code on lazy logits.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
         options: options of ``patch_model``, in addition to those under ``chunked_head`` in ``args``.
 
     Raises:
-        TypeError, ValueError: an option is wrong; the loss of a stage or an argument is one that this library has no
-            part in. ImportError: LLaMA-Factory is not installed.
+        TypeError, ValueError: an option is wrong; the stage or an argument has a loss that this library has no part in.
+            ImportError: LLaMA-Factory is not installed.
     """
     LLAMAFACTORY.version()
     from llamafactory.hparams import read_args
@@ -71,8 +71,7 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
 
 @contextlib.contextmanager
 def patched_models(**options: Any) -> Iterator[list[Any]]:
-    """A context in which every model that a stage loads is patched. Its value is the list of the models loaded so
-    far."""
+    """A context in which every model that a stage loads is patched. ``with`` yields the list of the loaded models."""
     check_options(options)
     loaded_models: list[Any] = []
 

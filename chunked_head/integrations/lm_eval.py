@@ -23,8 +23,8 @@ from .huggingface.lazy_logits import LazyLogits
 from .huggingface.model_patch import OPTIONS, check_options
 from .huggingface.patch import patch_model
 
-MODULE = "lm_eval.models.huggingface"  # lm-eval's module that this one replaces a class of
-USES = {
+MODULE = "lm_eval.models.huggingface"  # lm-eval's module that has HFLM
+TESTED_PARAMETERS = {
     ("lm_eval.api.registry", "register_model"): "names", (MODULE, "HFLM"): "pretrained, *",
     (MODULE, "HFLM._loglikelihood_tokens"): "requests, disable_tqdm, override_bs",
     (MODULE, "HFLM._model_call"): "inps, *", (MODULE, "HFLM._batch_scheduler"): "*",
@@ -33,7 +33,7 @@ USES = {
     (MODULE, "Collator.get_original"): "newarr",
 }  # fmt: skip
 # in other versions lm-eval's own loop reads lazy logits, one request after the other
-IS_SUPPORTED = Framework("lm_eval", ("0.4.11", "0.4.13"), USES).has_tested_parameters()
+IS_SUPPORTED = Framework("lm_eval", ("0.4.11", "0.4.13"), TESTED_PARAMETERS).has_tested_parameters()
 
 from lm_eval.api.registry import register_model  # noqa: E402
 from lm_eval.models import huggingface as lm_eval_models  # noqa: E402
@@ -70,8 +70,8 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """HFLM's method, a batch of contexts at a time. Returns a pair for each request: the log-likelihood of its
-        continuation, and whether each id of the continuation has the largest logit."""
+        """Scores a batch of contexts at a time, in place of HFLM's method. Returns a pair for each request: the
+        log-likelihood of the continuation, and whether each id of the continuation has the largest logit."""
         if not IS_SUPPORTED:
             lm_eval_outcomes: list[tuple[float, bool]]
             lm_eval_outcomes = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
@@ -98,8 +98,8 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
         return outcomes_in_order
 
     def batch_outcomes(self, batch: Sequence[Request], collator: Any) -> list[tuple[Any, tuple[float, bool]]]:
-        """A pair for each request of a batch, and for each that shares a context with one of the batch: its texts, and
-        the outcome (log-likelihood, whether greedy) of its continuation."""
+        """Returns a pair for each request of a batch, and for each request that shares its context with one of the
+        batch: the texts, and the outcome (log-likelihood, whether greedy) of the continuation."""
         input_ids = [
             torch.tensor((context + ids)[-(self.max_length + 1) : -1], device=self.device) for _, context, ids in batch
         ]
@@ -109,20 +109,14 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
         logits = self._model_call(padded_ids)
         row_length = logits.shape[1]
         num_prompt_tokens = row_length - padded_ids.shape[1]  # virtual tokens, which stand first
-        scored_requests: list[tuple[Any, Tensor, Tensor]] = []  # texts, ids, and the ids' rows in all of the batch
+        # texts, ids of the continuation, and indices of the ids' rows in the batch's flattened logits
+        scored_requests: list[tuple[Any, Tensor, Tensor]] = []
         for i, ((texts, context, ids), tokens) in enumerate(zip(batch, input_ids, strict=True)):
             end_row = i * row_length + num_prompt_tokens + len(tokens)
             row_indices = torch.arange(end_row - len(ids), end_row, device="cpu").view(1, -1, 1)  # passed as logits
-            for request_texts, continuation_ids, rows_of_request in collator.get_cache(
-                texts, context, ids, row_indices
-            ):
-                scored_requests.append(
-                    (
-                        request_texts,
-                        torch.tensor(continuation_ids, device="cpu"),
-                        rows_of_request.flatten()[-len(continuation_ids) :],
-                    )
-                )
+            for request_texts, request_ids, request_rows in collator.get_cache(texts, context, ids, row_indices):
+                last_rows = request_rows.flatten()[-len(request_ids) :]
+                scored_requests.append((request_texts, torch.tensor(request_ids, device="cpu"), last_rows))
         texts_of, ids_of, row_indices_of = zip(*scored_requests, strict=True)
         scored_logits = logits.flatten(0, 1)[torch.cat(row_indices_of).to(logits.device)]
         logprobs, is_greedy = scores(scored_logits, torch.cat(ids_of).to(logits.device))
@@ -136,8 +130,8 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
 
 @torch.no_grad()
 def scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of ids [rows] under logits [rows, vocab], and a mask [rows]: whether an id is the first that
-    has the largest logit."""
+    """Returns log-probabilities of ids [rows] under logits [rows, vocab], and a mask [rows] of the ids that are the
+    first with the largest logit."""
     operand = statistics_operand(logits._virtual) if isinstance(logits, LazyLogits) else None
     if operand is not None:
         logprobs, largest_ids = logprobs_outputs(operand, ids, argmax=True)

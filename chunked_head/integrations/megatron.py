@@ -1,12 +1,11 @@
-"""Megatron's GPTModel on this library's head, by the model's argument ``output_processor`` (megatron-core from 0.18
-on).
+"""Megatron's GPTModel on this library's head, by the model's argument ``output_processor`` (from megatron-core 0.18).
 
     from chunked_head.integrations.megatron import OutputProcessor
     processor = OutputProcessor(memory_budget="1GiB")
     losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, output_processor=processor)
 
 or ``attach_head(model)`` once, after which every forward with labels uses a processor. The head is vocabulary- and
-sequence-parallel if the model's output layer is. Values differ from Megatron's only where it rounds logits to 16 bits.
+sequence-parallel if the model's output layer is. Values differ only where Megatron rounds logits to 16 bits.
 """
 
 import functools
@@ -122,18 +121,13 @@ class OutputProcessor:
         hidden: Tensor,
         weight: Tensor | None,
     ) -> Any:
-        """What the processor returns, computed from operands that the layer's hooks have made ready. ``labels`` and
-        ``loss_mask`` [batch, sequence]; ``hidden`` [sequence of this rank, batch, hidden]; ``weight`` [vocab of this
-        rank, hidden], None for the layer's own."""
+        """The processor's result, from operands that the layer's hooks have made ready. ``labels`` and ``loss_mask``
+        [batch, sequence]; ``hidden`` [sequence of this rank, batch, hidden]; ``weight`` [vocab of this rank, hidden],
+        None: the weight of the layer."""
         weight, rank_layout = layer.weight if weight is None else weight, RankLayout(layer)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         targets = rank_layout.local_values(labels.t())
-        head_options: dict[str, Any] = {
-            **self.options,
-            "bias": bias,
-            "logit_scale": logit_scale,
-            "parallel": rank_layout.parallel,
-        }
+        head_options: Any = {**self.options, "bias": bias, "logit_scale": logit_scale, "parallel": rank_layout.parallel}
         token_weights = None if loss_mask is None else rank_layout.local_values(loss_mask.t())
         if self.logprobs:
             temperature = self.temperature
@@ -174,20 +168,21 @@ class RankLayout:
             )
 
     def local_values(self, values: Tensor) -> Tensor:
-        """This rank's part of ``values`` of all tokens [sequence, ...]: a slice of a sharded sequence, else all."""
-        return (
-            values.chunk(self.num_ranks)[torch.distributed.get_rank(self.group)] if self.is_sequence_sharded else values
-        )
+        """Values of this rank's tokens, out of ``values`` [sequence, ...] of all tokens. If the sequence is not
+        sharded, a rank has all tokens."""
+        if not self.is_sequence_sharded:
+            return values
+        return values.chunk(self.num_ranks)[torch.distributed.get_rank(self.group)]
 
     def all_tokens(self, values: Tensor) -> Tensor:
-        """Values of all tokens [batch, sequence]. ``values``: those of this rank's tokens [sequence, batch]."""
+        """Values [batch, sequence] of all tokens, from ``values`` [sequence, batch] of this rank's tokens."""
         values = GatheredValues.apply(values, self.group) if self.is_sequence_sharded else values
         return values.t().contiguous()
 
 
 class GatheredValues(torch.autograd.Function):
-    """Gathers all ranks' values along the first dimension. Every rank computes the same loss of them, so that backward
-    takes a rank's own slice of the gradient, without a message."""
+    """Gathers all ranks' values along the first dimension. Every rank computes the same loss from the gathered values,
+    so backward sends no message and returns this rank's slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -203,9 +198,9 @@ class GatheredValues(torch.autograd.Function):
 
 
 def check_layer(layer: Any, config: Any, has_softcap: bool) -> None:
-    """ValueError if an output layer does more than a product, if its weight is sharded over a second group, or if
-    Megatron makes the weight's gradient from what the layer stores. ``has_softcap``: the caller has said what the layer
-    does to logits."""
+    """ValueError if an output layer does more than a product, if the layer's weight is sharded over a second group, or
+    if Megatron computes the weight's gradient from tensors that the layer stores. ``has_softcap``: the caller has said
+    what the layer does to logits."""
     forward_module = inspect.getmodule(type(layer).forward)
     if not has_softcap and (
         "forward" in vars(layer) or forward_module is None or forward_module.__name__ not in PRODUCT_MODULES

@@ -34,7 +34,7 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
     Args:
         ignore_index: label of tokens that do not count.
         logit_softcapping: bound of the logits by tanh; no bound for 0 or None.
-        reduction: ``"sum"``, with which a call divides by ``num_label_tokens`` if that is given, or ``"mean"``.
+        reduction: ``"mean"``, or ``"sum"``, which a call divides by ``num_label_tokens`` unless that is None.
         label_smoothing, z_loss: as in ``chunked_head.linear_cross_entropy``.
         options: as in ``chunked_head.Execution`` without ``parallel`` and ``accumulate_into``.
     """
@@ -71,12 +71,12 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,  # [batch, sequence]
     ) -> Tensor:
-        """The loss of this rank's tokens, a scalar. With ``num_label_tokens`` it is their sum divided by that number:
-        this rank's share of the mean over the tokens of all ranks.
+        """The loss of this rank's tokens, a scalar. With ``num_label_tokens``, the sum over the tokens is divided by
+        ``num_label_tokens``: the result is this rank's share of the mean over the tokens of all ranks.
 
         Raises:
-            ValueError: ``num_label_tokens`` or ``loss_weights`` with ``reduction="mean"``; a sharded weight without the
-            group that its gradient is reduced over.
+            ValueError: ``num_label_tokens`` or ``loss_weights`` with ``reduction="mean"``; a sharded weight without
+            ``grad_reduce_group``.
         """
         for name, value in (("num_label_tokens", num_label_tokens), ("loss_weights", loss_weights)):
             if value is not None and self.reduction != "sum":

@@ -49,7 +49,7 @@ else:
 
 
 class ChunkedHeadLoss(ChunkedLossWrapper):
-    """Cross-entropy of the model's hidden states and its output layer, summed over tokens and divided by
+    """Cross-entropy of logits that the output layer would compute, summed over tokens and divided by
     ``global_valid_tokens``.
 
     FSDP gathers the output layer's weight once, and reduces its gradient once. The backends ``spmd_types`` and
@@ -91,7 +91,7 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
             TypeError: ``loss_inputs`` has arguments of other losses. ValueError: ``set_lm_head`` was not called, or the
                 backend is ``full_dtensor``.
         """
-        unknown_inputs = loss_inputs.keys() - {"positions"}  # which the trainer gives every loss
+        unknown_inputs = loss_inputs.keys() - {"positions"}  # the trainer passes positions to every loss
         if unknown_inputs:
             raise TypeError(
                 f"ChunkedHeadLoss takes no {', '.join(sorted(unknown_inputs))}: it is a cross-entropy of tokens"

@@ -78,14 +78,14 @@ def test_who_sums_the_gradient_of_verls_hidden_states() -> None:
     hidden, _, _ = operands()
     gathered = _GatherFromSequenceParallelRegion.apply(hidden)
     with mock.patch.object(dist, "get_world_size", lambda group: 2):
-        assert verl.reduces_here(gathered, None, None) is False
-        assert verl.reduces_here(gathered, None, True) is True and verl.reduces_here(hidden, None, False) is False
+        assert verl.sums_dhidden(gathered, None, None) is False
+        assert verl.sums_dhidden(gathered, None, True) is True and verl.sums_dhidden(hidden, None, False) is False
         for other in (hidden, gathered * 1):
             with pytest.raises(ValueError, match=r"does not come from Megatron's gather.*reduce_dhidden=True"):
-                verl.reduces_here(other, None, None)
-        assert verl.reduces_here(hidden.detach(), None, None) is True  # nothing to sum
+                verl.sums_dhidden(other, None, None)
+        assert verl.sums_dhidden(hidden.detach(), None, None) is True  # nothing to sum
     with mock.patch.object(dist, "get_world_size", lambda group: 1):
-        assert verl.reduces_here(hidden, None, None) is True
+        assert verl.sums_dhidden(hidden, None, None) is True
 
 
 def test_verl_flattens() -> None:

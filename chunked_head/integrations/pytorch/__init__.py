@@ -5,8 +5,8 @@
     handle.undo()  # or: with chunked_head.override_torch(): ...
 
 PyTorch computes its chunked ``"mean"`` and ``"sum"`` by one operator, which has a kernel for each device. This module
-registers other kernels for ``CPU`` and ``CUDA``. They pass calls for which ``is_served`` is False on to PyTorch's
-kernel. What comes before and after the operator is PyTorch's code: its checks, autograd, graphs of ``torch.compile``.
+registers other kernels for ``CPU`` and ``CUDA``. Calls for which ``is_served`` is False still run PyTorch's kernel.
+PyTorch's code runs before and after the operator: checks, autograd, graphs of ``torch.compile``.
 """
 
 import warnings
@@ -46,11 +46,11 @@ def operands_with_flags(call: Any) -> list[tuple[Tensor | None, bool]]:
 
 
 def is_served(call: Any) -> bool:
-    """True for a call that this library computes; PyTorch's kernel computes the others."""
+    """True for a call that this library computes, False for a call that PyTorch's kernel computes."""
     tensors = [operand for operand, _ in operands_with_flags(call) if operand is not None]
     dtype, has_ids = call.input.dtype, call.target.dtype == torch.int64 and call.target.dim() == 1
     accumulation_dtypes = (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,)
-    # a graph may have been traced without a gradient that autograd asks for now
+    # a graph may have been traced without a gradient that autograd needs in this call
     lacks_gradient = torch.is_grad_enabled() and any(
         operand is not None and operand.requires_grad > needs_grad for operand, needs_grad in operands_with_flags(call)
     )
@@ -127,14 +127,14 @@ class Override:
                     else pytorch_kernel.call_boxed(dispatch_keys, *arguments)
                 )
 
-            # torch.compile traces what runs between its graphs, unless an option of its own says otherwise
+            # torch.compile traces code between graphs, unless this option of the decorator says otherwise
             (disable_compile,) = private("_disable_dynamo") or (torch.compiler.disable,)
             self.library.impl(OPERATOR_NAME, disable_compile(served_kernel), device, with_keyset=True)
         Override.current_override = self
 
     def undo(self) -> None:
-        """Removes our kernels, so that PyTorch's run again. A second call has no effect."""
-        self.library = None  # the library's end is the registration's
+        """Removes our kernels, so that PyTorch's kernels run again. A second call has no effect."""
+        self.library = None  # the end of the library object ends the registration
         Override.current_override = None if Override.current_override is self else Override.current_override
 
     def __enter__(self) -> "Override":

@@ -20,7 +20,7 @@ from ..frameworks import Framework, check_named
 
 VERL = Framework(
     "verl", ("0.9.1",),
-    {  # which verl looks up at every call
+    {  # verl looks up these names at every call
         ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"):
             "hidden, weight, labels, temperature, reduction, dist_process_group",
         ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"):
@@ -29,8 +29,8 @@ VERL = Framework(
     module="verl",
     importing_modules=("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
 )  # fmt: skip
-# the backward of Megatron's gather_from_sequence_parallel_region, which sums gradients over the ranks
-GATHER_BACKWARD = "_GatherFromSequenceParallelRegionBackward"  # Megatron's autograd node of a gather of sequences
+# autograd node of Megatron's gather_from_sequence_parallel_region; the node sums gradients over the ranks
+GATHER_BACKWARD = "_GatherFromSequenceParallelRegionBackward"
 TRAINER_LOGPROBS = LogprobsOfTrainer()  # ``linear_logprobs`` for verl's losses
 
 
@@ -49,27 +49,27 @@ def linear_cross_entropy(
     """Log-probabilities of ``labels`` and entropies, both fp32 and differentiable, with verl's signature.
 
     Args:
-        hidden, labels: their tokens are in the same order. Their leading dimensions may differ by dimensions of 1 or by
+        hidden, labels: tokens are in the same order in both. Leading dimensions may differ by dimensions of 1 or by
             flattening, as Megatron's [sequence, 1, hidden] and [1, sequence] do.
         temperature: divides the logits: a number, a 0-d tensor, or a tensor of labels' shape, with one for each token.
         reduction: of the log-probabilities: ``"none"``, ``"sum"`` or ``"mean"``. Entropies are always per token.
         dist_process_group: ranks that hold consecutive rows of the weight, the same number each.
         mask: bool, in the shape of labels: tokens that count, such as those of responses. Other tokens, and tokens
             whose label is -100, have value 0 and no gradient; with ``skip_ignored=True`` they cost no matmul.
-        reduce_dhidden: whether the gradient of ``hidden`` is summed over ``dist_process_group`` here. verl's kernels do
-            not sum it, since ``hidden`` comes from Megatron's gather of sequences, whose backward sums. None: False if
-            ``hidden`` comes from that gather; otherwise ValueError, since the gradient could be wrong.
+        reduce_dhidden: whether this function sums the gradient of ``hidden`` over ``dist_process_group``. verl's
+            kernels do not, since ``hidden`` comes from Megatron's gather of sequences, whose backward sums. None: False
+            if ``hidden`` comes from that gather; otherwise ValueError, since the gradient could be wrong.
         options: as in ``chunked_head.Execution``.
 
     Returns:
-        ``(logprobs, entropy)``, in the shape of labels if that is hidden's leading shape, else flat [tokens].
+        ``(logprobs, entropy)``, in the shape of labels if hidden has the same leading shape, else flat [tokens].
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f'reduction must be "none", "sum" or "mean", got {reduction!r}')
     if dist_process_group is not None:
         if "parallel" in options:
             raise ValueError("parallel is what dist_process_group says already; leave one of them out")
-        reduces_dhidden = reduces_here(hidden, dist_process_group, reduce_dhidden)
+        reduces_dhidden = sums_dhidden(hidden, dist_process_group, reduce_dhidden)
         options["parallel"] = VocabParallel(dist_process_group, reduce_dhidden=reduces_dhidden)
     leading_shape = tuple(hidden.shape[:-1])
     if isinstance(temperature, Tensor) and temperature.dim() == 0:
@@ -94,10 +94,10 @@ def linear_cross_entropy(
 
 
 class FusedLinearForPPO(nn.Module):
-    """A module with the arguments of verl's. ``chunk_size``: number of tokens in a chunk; None: the plan decides.
-    ``impl_backend``, which chooses among verl's kernels, is checked and has no effect."""
+    """A module with the arguments of verl's module of this name. ``chunk_size``: number of tokens in a chunk; None: the
+    plan decides. ``impl_backend``, which chooses among verl's kernels, is checked and has no effect."""
 
-    options: ClassVar[Execution] = {}  # of every call; set by patch_verl
+    options: ClassVar[Execution] = {}  # options of every call; patch_verl makes a subclass that has others
 
     def __init__(self, chunk_size: int | None = None, impl_backend: str = "torch"):
         super().__init__()
@@ -113,9 +113,9 @@ class FusedLinearForPPO(nn.Module):
         return linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature, **options)
 
 
-def reduces_here(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
-    """True if the gradient of ``hidden`` is to be summed over ``group`` by this library, rather than by the graph that
-    made ``hidden``. ValueError if that is not known."""
+def sums_dhidden(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
+    """True if this library has to sum the gradient of ``hidden`` over ``group``, False if the graph that made
+    ``hidden`` does. ValueError if neither is known."""
     if reduce_dhidden is not None:
         return reduce_dhidden
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
@@ -130,8 +130,8 @@ def reduces_here(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> boo
 
 
 def flat_tokens(name: str, value: Any, labels: Tensor) -> Any:
-    """A tensor in the shape of labels, as [tokens]; ``value`` itself if it is no tensor. ValueError for other shapes.
-    ``name``: of the argument, for errors."""
+    """Returns a tensor in the shape of labels as [tokens], and returns ``value`` if it is no tensor. ValueError for
+    other shapes. ``name``: name of the argument, for errors."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != labels.shape:
