@@ -119,16 +119,25 @@ def source(*questions: str, command: bool = True) -> str:
     return "\n\n".join(texts)
 
 
-def old_figures() -> list[str]:
-    """Sentences about results that are OLD commits behind this one, or of a commit that this repository lacks."""
-    files: dict[str, list[str]] = {}
+def sittings() -> dict[tuple[str, str], list[str]]:
+    """Files of results by their day and commit, the newest first."""
+    files: dict[tuple[str, str], list[str]] = {}
     for question in measured(FILES):
-        files.setdefault(read(question)["commit"], []).append(FILES[question])
+        record = json.loads((RESULTS / FILES[question]).read_text())
+        files.setdefault((record["date"][:10], record["commit"][:7]), []).append(FILES[question])
+    return dict(sorted(files.items(), key=lambda item: item[0][0], reverse=True))
+
+
+def ages() -> list[str]:
+    """A sentence for each commit and day of results: how many commits ago, and which files.
+
+    Results that are OLD commits behind HEAD, or of a commit that this repository lacks, begin with "old".
+    """
     sentences = []
-    for commit, names in files.items():
+    for (day, commit), files in sittings().items():
         words = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD"]
         counted = subprocess.run(words, capture_output=True, text=True, check=False)
         behind = counted.stdout.strip() if counted.returncode == 0 else "an unknown number of"
-        if not behind.isdigit() or int(behind) >= OLD:
-            sentences.append(f"{', '.join(names)}: measured at {commit[:7]}, {behind} commits ago")
+        is_old = not behind.isdigit() or int(behind) >= OLD
+        sentences.append(f"{'old: ' * is_old}{commit} of {day}, {behind} commits ago: {', '.join(files)}")
     return sentences

@@ -24,8 +24,7 @@ _KEYS = ("shape", "data", "provider", "upstream", "below", "status", "ms", "rati
 
 def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every provider at one shape: a row for each floor, and for each provider and upstream."""
-    # Anew for each shape: compiled code is for one shape, see providers.
-    ready, _ = providers.resolve(args.provider, args.device)
+    ready = providers.build_again(args.provider, args.device)
     operands = make_operands(shape, args.dtype, args.device, data=args.data)
     found = accuracy.errors_of(ready, shape, operands, args, watch) if args.errors else {}
     measure.release(operands)
@@ -79,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.provider = args.provider or (providers.LATE if args.late else providers.NAMES)
     sizes = command.sizes(args, _GPU_SHAPES)
     ready, skipped = providers.resolve(args.provider, args.device)
+    args.provider = [provider.label for provider in ready]
     jobs = list[command.Job]()
     for size in sizes:
         for data in args.data:

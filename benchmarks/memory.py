@@ -27,9 +27,7 @@ def run_model(model: tuple[str, int, int], args: Any, watch: Watch) -> list[Row]
     rows, exhausted, device = list[Row](), set[str](), args.device
     for tokens in args.tokens:
         shape = Shape(tokens, hidden, vocab)
-        # Anew for each shape: compiled code is for one shape, see providers.
-        ready, _ = providers.resolve(args.provider, device)
-        for provider in ready:
+        for provider in providers.build_again(args.provider, device):
             watch.tick()
             if provider.label in exhausted:
                 continue
@@ -109,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ready, skipped = providers.resolve(args.provider, args.device)
     if not ready:
         return command.nothing_runs(skipped)
+    args.provider = [provider.label for provider in ready]
     jobs = [
         ({"model": model[0], "provider": "ours"}, functools.partial(run_model, model, args)) for model in args.model
     ]

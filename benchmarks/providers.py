@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +149,20 @@ def resolve(specs: Sequence[str], device: torch.device) -> tuple[list[Provider],
     return ready, skipped
 
 
+def build_again(labels: Sequence[str], device: torch.device) -> list[Provider]:
+    """Build providers that could run before, since compiled code is for one shape.
+
+    The call of a provider that cannot be set up any more raises Unavailable, so that its row says why.
+    """
+
+    def unavailable(reason: str, *operands: Tensor) -> Tensor:
+        raise Unavailable(reason)
+
+    ready, skipped = resolve(labels, device)
+    broken = {label: functools.partial(unavailable, reason) for label, reason in skipped.items()}
+    return ready + [Provider(label, parse_spec(label)[0], call) for label, call in broken.items()]
+
+
 def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The usual head: all logits in the input's type, then the cross-entropy in float32."""
     return F.cross_entropy((hidden @ weight.T).float(), target)
@@ -282,11 +295,12 @@ def _function(package: Package, device: torch.device) -> Any:
 def _import_empty(names: Sequence[str]) -> None:
     """Put packages in place that find their modules and run nothing of their own; the parent stands first."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
             raise ModuleNotFoundError(name=name)
-        sys.modules[name] = module = types.ModuleType(name)
-        module.__path__ = list(found.submodule_search_locations or ())
+        if name not in sys.modules:
+            spec.loader = None  # nothing runs
+            sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
 def _import_ours(options: dict[str, Any]) -> Any:

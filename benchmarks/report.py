@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import fp8_report
+from benchmarks import fp8_report, providers
 from benchmarks.figures import (
     DATA,
     ERRORS,
@@ -28,12 +28,13 @@ from benchmarks.figures import (
     RESULTS,
     ROOT,
     SHOWN,
+    ages,
     measured,
     mib,
     number,
-    old_figures,
     read,
     rows_of,
+    sittings,
     source,
     table,
 )  # fmt: skip
@@ -42,6 +43,8 @@ from chunked_head import plan
 from chunked_head.core.gpus import CARDS, GPUS
 
 PLOTS = ROOT / "docs" / "plots"
+LOST = "a fault of that commit's benchmark, since mended"
+NO_NUMBER = "not measured, or it did not run ([why](docs/benchmarks.md#one-head))"
 PLOTTED = {
     "heads": "head", "model": "models", "memory": "memory", "curves": "curves", "fp8_training": "fp8-training",
     "fp8_differences": "fp8-training",
@@ -71,10 +74,17 @@ def heads(*questions: str) -> str:
     return "\n\n".join(texts)
 
 
+def absent_from(found: dict[str, Any]) -> dict[str, str]:
+    """Reasons of providers without a row: they were skipped, or the benchmark of that commit lost them."""
+    names = providers.LATE if "--late" in found["command"] else providers.NAMES
+    lost = set(names) - {row["provider"] for row in found["rows"]} if "--provider" not in found["command"] else ()
+    return dict.fromkeys(sorted(lost), LOST) | found["skipped"]
+
+
 def of_one_head(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:
     late = any(row["provider"].startswith("late") for row in rows)
     alone = {row["provider"]: row for row in rows if row.get("below") == ONE and row["status"] == "ok"}
-    lines, absent = [], dict(found["skipped"])
+    lines, absent = [], absent_from(found)
     for row in sorted(rows, key=lambda row: list(NAMES).index(row["provider"]) if row["provider"] in NAMES else -1):
         if row["status"] != "ok":
             absent[row["provider"]] = f"{row['status']}, {row['error']}"
@@ -145,7 +155,7 @@ def two_heads() -> str:
     questions = measured(HEADS)
     runs = [read(question) for question in questions]
     cells: dict[str, list[str]] = {name: [] for name in NAMES}
-    absent = {name: why for found in runs for name, why in found["skipped"].items()}
+    absent = {name: why for found in runs for name, why in absent_from(found).items()}
     columns, every = list[str](), [row for found in runs for row in found["rows"]]
     for shape in dict.fromkeys(row["shape"] for row in every):
         rows = {(row["provider"], row["data"]): row for row in every if row["shape"] == shape}
@@ -165,7 +175,7 @@ def two_heads() -> str:
     for name in (name for name in absent if set(cells.get(name, ())) <= {"-"}):
         lines.append([NAMES[name], f"did not run: {reason(absent[name])}", *["-"] * (len(columns) - 1)])
     kinds = list(dict.fromkeys(DATA[row["data"]] for row in every))
-    words = f"On {kinds[0]}" if len(kinds) == 1 else f"Pairs of numbers: on {' and on '.join(kinds)}; -: not measured"
+    words = f"On {kinds[0]}" if len(kinds) == 1 else f"Pairs of numbers: on {' and on '.join(kinds)}. -: {NO_NUMBER}"
     return f"{table(['', *columns], lines)}\n\n{words}. {source(*questions, command=False)}"
 
 
@@ -197,10 +207,10 @@ def of_products(row: dict[str, Any]) -> str:
 
 
 def trainers() -> str:
-    """Time and memory of each trainer's step, by its own head and ours; TRL's are of an older ``patch_trl``."""
+    """Time and memory of each trainer's step, by its own head and ours."""
     lines = [[row["trainer"], *(f"{row['ways'][way]['ms']:.1f} ms" for way in ("plain", "ours")),
               *(f"{row['ways'][way]['peak_bytes'] / 2**30:.1f} GiB" for way in ("plain", "ours"))]
-             for row in read("trainers")["rows"] if "ways" in row and not row["trainer"].startswith("TRL")]  # fmt: skip
+             for row in read("trainers")["rows"] if "ways" in row]  # fmt: skip
     return table(["", "step, its own head", "here", "peak, its own head", "here"], lines, "trainers")
 
 
@@ -243,9 +253,10 @@ def models() -> str:
 
 def longest() -> str:
     """The longest sequence of each way within a limit, of runs of their own."""
-    found = [row for question in ("longest-others", "longest-ours") for row in read(question)["longest"]]
-    lines = [[NAMES[row["provider"]], f"{row['fits']:,} tokens"] for row in found]
-    return table(["", "longest sequence within 80 GiB"], lines, "longest-ours", "longest-others")
+    questions = measured(("longest-others", "longest-ours"))
+    rows = [row for question in questions for row in read(question)["longest"] if "fits" in row]
+    lines = [[NAMES[row["provider"]], f"{row['fits']:,} tokens"] for row in rows]
+    return table(["", "longest sequence within 80 GiB"], lines, *reversed(questions))
 
 
 def curves() -> str:
@@ -285,6 +296,13 @@ def long() -> str:
         return "`python -m benchmarks long --gpus 2` measures it; no run at this version is recorded."
     head = "tokens, GPUs", "", "seconds", "of one GPU's", "peak MiB (beside gradients)", "off: loss, dhidden, dweight"
     return table(head, lines, *questions)
+
+
+def commits() -> str:
+    """A line for each commit and day of results."""
+    lines = [[day, commit, ", ".join(f"`{file.removesuffix('.json')}`" for file in files)]
+             for (day, commit), files in sittings().items()]  # fmt: skip
+    return table(["measured", "commit", "results"], lines)
 
 
 def host() -> str:
@@ -331,7 +349,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "readme": two_heads, "heads": lambda: heads(*HEADS), "late": lambda: heads("late"),
     "beside": lambda: beside(RESULTS / "beside"),
     "default": default, "losses": all_losses, "memory": memory, "models": models, "longest": longest,
-    "trainers": trainers, "framework-steps": framework_steps,
+    "commits": commits, "trainers": trainers, "framework-steps": framework_steps,
     "gpus": gpus,
     "curves": curves, "parallel": parallel, "host": host, "long": long, "plans": plans,
     **fp8_report.SECTIONS,
@@ -402,8 +420,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    for sentence in old_figures():
-        print(f"old: {sentence}; measure it again (python -m benchmarks sitting)")
+    sentences = ages()
+    print("\n".join(["results by commit:", *sentences]))
+    if any(sentence.startswith("old") for sentence in sentences):
+        print("`python -m benchmarks sitting` measures old results again")
     return int(args.check and bool(changed))
 
 

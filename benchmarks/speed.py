@@ -21,8 +21,7 @@ _KEYS = ("shape", "row", "upstream", "status", "ms", "ratio", "below", "must", "
 
 def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every row at one shape: a record for each floor, and for each row or peer and upstream."""
-    # Anew for each shape, and before our calls are warm: compiled code is for one shape, see providers.
-    ready, _ = providers.resolve(speed_rows.PEERS if args.peers else (), args.device)
+    ready = providers.build_again(args.peers, args.device)  # before our calls are warm
     bench = Bench(shapes.make_operands(shape, args.dtype, args.device, targets=args.targets))
     measure.release(bench.operands)
     asked: dict[str, Any] = {}
@@ -72,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if 0.0 in args.upstream:
         parser.error("argument --upstream: 0 can be promised to no accumulate_into, name another number")
     sizes = command.sizes(args, speed_rows.SHAPES)
+    ready, skipped = providers.resolve(speed_rows.PEERS if args.peers else (), args.device)
+    args.peers = [provider.label for provider in ready]
     jobs = command.over(sizes, args, run_shape, row="all", provider="ours")
-    _, skipped = providers.resolve(speed_rows.PEERS if args.peers else (), args.device)
     return command.run("speed", args, jobs, len(sizes) * args.rounds, _table, _KEYS, skipped=skipped)
 
 

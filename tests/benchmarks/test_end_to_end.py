@@ -1,6 +1,7 @@
 """Every benchmark from its command line to its file, tiny, on the CPU; ``test_benchmarks.py`` has their parts."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,16 +150,39 @@ def test_host(tmp_path: Path, quick: None) -> None:
 def test_sitting(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Parts that fail leave the others."""
     few = "head --device cpu --shape 48x16x320 --rounds 1 --no-memory --provider eager --provider liger"
-    parts = {"refused": ("refused.json", 1.0, "head --rounds none"), "slow": ("slow.json", 1e-5, "head"),
-             "partial": ("host.json", 1.0, few)}  # fmt: skip
-    monkeypatch.setattr(sitting, "PARTS", parts)
+    parts = ("refused.json", 1.0, "head --rounds none"), ("slow.json", 1e-5, "head"), ("host.json", 1.0, few)
+    monkeypatch.setattr(sitting, "PARTS", {part[0]: sitting.Part(*part) for part in parts})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (tmp_path / "refused.json").write_text("{}")  # an older one
     assert sitting.main(["--output-dir", str(tmp_path)]) == 1
     said = capsys.readouterr().out.split("all parts:")[1]
     assert [path.name for path in tmp_path.iterdir()] == ["host.json"]
     for words in ("exit status 2\n    no results", "cut after 0 seconds", "without liger: "):
         assert words in said
+
+
+def test_a_sitting_on_several_gpus(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Parts of one GPU have one each, no two at a time the same one; then come parts of several."""
+    busy, seen = set[str](), list[tuple[str, tuple[str, ...]]]()
+
+    def run(name: str, folder: Path, devices: Any) -> str:
+        assert busy.isdisjoint(devices)
+        busy.update(devices)
+        time.sleep(0.01)
+        busy.difference_update(devices)
+        seen.append((name, tuple(devices)))
+        return name
+
+    monkeypatch.setattr(sitting, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    assert sitting.main(["--gpus", "3"]) == 0
+    assert seen[-2:] == [("long-2", ("5", "6")), ("parallel-2", ("5", "6"))]
+    assert {name for name, _ in seen} == sitting.PARTS.keys() - {"parallel-4"}
+    assert {devices for _, devices in seen[:-2]} == {("5",), ("6",), ("7",)}
+    assert "all parts:" in capsys.readouterr().out
 
 
 def test_models_and_curves(tmp_path: Path, monkeypatch: Any) -> None:

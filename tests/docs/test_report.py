@@ -46,9 +46,10 @@ def test_old_figures_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a hundred commits on, and where the commit is none of this repository's."""
-    commits = {"new": "1" * 40, "late": "2" * 40, "other": "3" * 40}
+    commits = {"new": "1" * 40, "late": "2" * 40, "other": "3" * 40, "beside": "1" * 40}
     for name, commit in commits.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"commit": commit}))
+        record = {"commit": commit, "date": f"2026-11-0{4 - int(commit[0])}T03:00"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "FILES", {name: f"{name}.json" for name in [*commits, "not measured yet"]})
     behind = {"1": "99\n", "2": "100\n"}
@@ -58,12 +59,14 @@ def test_old_figures_are_warned_of(
         return SimpleNamespace(stdout=text, returncode=0 if text else 128)
 
     monkeypatch.setattr(figures.subprocess, "run", count)
-    assert figures.old_figures() == [
-        "late.json: measured at 2222222, 100 commits ago",
-        "other.json: measured at 3333333, an unknown number of commits ago",
+    assert figures.ages() == [
+        "1111111 of 2026-11-03, 99 commits ago: new.json, beside.json",
+        "old: 2222222 of 2026-11-02, 100 commits ago: late.json",
+        "old: 3333333 of 2026-11-01, an unknown number of commits ago: other.json",
     ]
+    assert report.commits().splitlines()[2] == "| 2026-11-03 | 1111111 | `new`, `beside` |"
     monkeypatch.setattr(report, "made", dict)
-    assert report.main(["--check"]) == 0 and "old: late.json: measured at" in capsys.readouterr().out
+    assert report.main(["--check"]) == 0 and "benchmarks sitting` measures" in capsys.readouterr().out
 
 
 ROWS = [
@@ -81,6 +84,7 @@ def test_two_heads_on_two_kinds_of_data(
 ) -> None:
     """Time and error of the same data side by side; two decimals; what did not run stands last."""
     found = report.read("head") | {"rows": ROWS, "skipped": {"torch": "too old"}, "commit": "be47ae3"}
+    found["command"] += " --provider ours"
     failed = {"shape": "8x4x9", "data": "trained", "status": "failed", "provider": "quack", "error": "no such size"}
     small = [row | {"shape": "8x4x9"} for row in ROWS if row["data"] == "trained"]
     of_file = {"head": ROWS[:2], "head-flat": ROWS[2:], "small": [*small, failed], "small-flat": []}
@@ -90,7 +94,7 @@ def test_two_heads_on_two_kinds_of_data(
         monkeypatch.setitem(figures.FILES, name, str(tmp_path / f"{name}.json"))
     lines = report.two_heads().splitlines()
     assert lines[0] == "|  | 8 x 2 x 9: ms | GiB | error, % | 8 x 4 x 9: ms | GiB | error, % |"
-    words = "Pairs of numbers: on trained-like data and on flat data; -: not measured. NVIDIA H"
+    words = "Pairs of numbers: on trained-like data and on flat data. -: not measured, or it did not run ([why]"
     assert any(line.startswith(words) for line in lines)
     assert lines[5].startswith("| quack, scaled exponentials | did not run: no such size |")
     assert lines[3] == "| **chunked_head**" + 2 * " | 10.20, 10.40 | 1.0 | 0.20, 0.10" + " |"
@@ -136,7 +140,9 @@ def test_figures_of_gpus_are_of_those() -> None:
 
 
 def test_a_sitting_writes_what_is_shown() -> None:
-    assert {file for file, _, _ in sitting.PARTS.values()} <= set(figures.FILES.values())
+    renewed = {part.file for part in sitting.PARTS.values()}
+    others = {figures.FILES[name] for name in ("framework-steps", "framework-axolotl")}
+    assert renewed | others == set(figures.FILES.values()) and not renewed & others
     pytest.importorskip("rich")
     from benchmarks import losses
 
