@@ -8,13 +8,10 @@ A size whose inputs, gradients and plan take more memory than there is gets no p
 import argparse
 import datetime
 import functools
-import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,7 +22,7 @@ from torch import Tensor, distributed
 from benchmarks import command, measure, shapes
 from benchmarks.accuracy import relative_error
 from benchmarks.command import Row, mebibytes, number
-from benchmarks.parallel_ranks import LIMITS, LOSS_LIMITS
+from benchmarks.parallel_ranks import LIMITS, LOSS_LIMITS, process_group, run_ranks, write_rows
 from benchmarks.shapes import Operands, Shape
 from chunked_head import TokenParallel, VocabParallel, linear_cross_entropy, plan, shift_targets
 from chunked_head.parallel.groups import part_sizes
@@ -41,7 +38,6 @@ PATIENCE = datetime.timedelta(seconds=60)  # of ranks that wait for one that has
 SETTLED = 2.0  # seconds of steps before those that are timed, on a GPU
 CHECKED_ROWS = 256  # the last ones, whose gradient is compared with float32
 SPARE = 0.95  # of a GPU's memory
-ROWS_FILE, MEETING_FILE = "rows.json", "meeting"
 
 
 @dataclass(frozen=True)
@@ -205,28 +201,17 @@ class Rank:
 
 
 def enter(rank: int, task: Task, folder: str) -> None:
-    """One process; rank 0 writes the rows after each shape."""
-    device = torch.device(task.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/{MEETING_FILE}",
-        rank=rank, world_size=task.ranks, timeout=PATIENCE, device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    """Measure every shape on one rank."""
     rows = list[Row]()
-    for shape in task.shapes:
-        measurer = Rank(shape, task, device)
-        for row in task.rows:
-            record, failure = measure.attempt(functools.partial(measurer.measured, row), measurer.operands)
-            rows.append({**described(shape, row, task), **(failure.record() if failure else record)})
-            if rank == 0:
-                Path(folder, ROWS_FILE).write_text(json.dumps(rows))
-        del measurer
-        measure.release()
-    distributed.destroy_process_group()
+    with process_group(rank, task.ranks, task.device, folder, PATIENCE) as device:
+        for shape in task.shapes:
+            measurer = Rank(shape, task, device)
+            for row in task.rows:
+                record, failure = measure.attempt(functools.partial(measurer.measured, row), measurer.operands)
+                rows.append({**described(shape, row, task), **(failure.record() if failure else record)})
+                write_rows(folder, rows)
+            del measurer
+            measure.release()
 
 
 # ---- the command
@@ -240,11 +225,7 @@ def described(shape: Shape, row: str, task: Task) -> Row:
 
 def run(task: Task) -> list[Row]:
     """The rows that a process for each rank has measured; those before a crash, and the crash, where one ends so."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn: Callable[[], Any] = functools.partial(torch.multiprocessing.spawn, enter, (task, folder), task.ranks)
-        _, failure = measure.attempt(spawn)
-        written = Path(folder, ROWS_FILE)
-        rows: list[Row] = json.loads(written.read_text()) if written.exists() else []
+    rows, failure = run_ranks(enter, task.ranks, task)
     if failure is not None:
         rows.append({**described(task.shapes[0], "one", task), "row": "all", **failure.record()})
     return rows

@@ -6,18 +6,14 @@ over ranks of the gradient of hidden states by itself, tell what bounds the rati
 """
 
 import argparse
-import functools
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from rich.table import Table
 
-from benchmarks import command, measure, parallel_ranks, shapes
+from benchmarks import command, parallel_ranks, shapes
 from benchmarks.command import Row, mebibytes, number
 from benchmarks.parallel_ranks import Task
 from benchmarks.parallel_rows import MUST_BESIDE_CE, ROWS, SHAPE, chosen
@@ -87,12 +83,7 @@ def _task(argv: Sequence[str]) -> tuple[Task, argparse.Namespace]:
 
 def run(task: Task) -> list[Row]:
     """The rows that a process for each rank has measured; those before a crash, and the crash, where one ends so."""
-    with tempfile.TemporaryDirectory() as folder:
-        _, failure = measure.attempt(
-            functools.partial(torch.multiprocessing.spawn, parallel_ranks.enter, (task, folder), task.ranks)
-        )
-        written = Path(folder, parallel_ranks.ROWS_FILE)
-        rows: list[Row] = json.loads(written.read_text()) if written.exists() else []
+    rows, failure = parallel_ranks.run_ranks(parallel_ranks.enter, task.ranks, task)
     if failure is not None:
         where = {"shape": "all", "dtype": task.dtype, "row": "all", "provider": "ours"}
         rows.append({**where, **failure.record()})

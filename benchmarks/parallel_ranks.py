@@ -4,7 +4,8 @@ import contextlib
 import datetime
 import functools
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import torch
 from torch import distributed
 
 from benchmarks import measure, shapes, traffic
-from benchmarks.command import WARM_UP, Watch
+from benchmarks.command import WARM_UP, Row, Watch
 from benchmarks.parallel_rows import ROWS, SHAPE, Bench
 from benchmarks.rounds import Turns, time_rounds
 from benchmarks.shapes import Shape
 
-ROWS_FILE, MEETING_FILE = "rows.json", "meeting"
-# ranks that wait for one that has failed end the run instead
+ROWS_FILE = "rows.json"
+# time until ranks that wait for one that has failed end the run
 PATIENCE = datetime.timedelta(seconds=180)
 # how far gradients and losses may be from one GPU's: 16-bit types, and wider ones
 LIMITS = {True: 0.02, False: 1e-4}
@@ -39,27 +40,57 @@ class Task:
     memory: bool
 
 
-def enter(rank: int, task: Task, folder: str) -> None:
-    """One process; rank 0 writes the rows after each shape."""
-    device = torch.device(task.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", rank)
+def run_ranks(enter: Callable[..., None], ranks: int, task: Any) -> tuple[list[Row], measure.Failure | None]:
+    """Run ``enter(rank, task, folder)`` in a process for each rank.
+
+    Returns the rows that rank 0 has written, and the failure of a process that ended early.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn: Callable[[], Any] = functools.partial(torch.multiprocessing.spawn, enter, (task, folder), ranks)
+        _, failure = measure.attempt(spawn)
+        written = Path(folder, ROWS_FILE)
+        return json.loads(written.read_text()) if written.exists() else [], failure
+
+
+@contextlib.contextmanager
+def process_group(
+    rank: int, ranks: int, device_type: str, folder: str, patience: datetime.timedelta
+) -> Iterator[torch.device]:
+    """Join the ranks' process group and leave it; gives this rank's device, which on a CPU has one thread.
+
+    Args:
+        patience: time that a rank waits for another one before the run ends.
+    """
+    is_gpu = device_type == "cuda"
+    device = torch.device("cuda", rank) if is_gpu else torch.device(device_type)
+    if is_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/{MEETING_FILE}",
-        rank=rank, world_size=task.ranks, timeout=PATIENCE, device_id=device if device.type == "cuda" else None,
+        "nccl" if is_gpu else "gloo", init_method=f"file://{folder}/meeting",
+        rank=rank, world_size=ranks, timeout=patience, device_id=device if is_gpu else None,
     )  # fmt: skip
-    rows = list[dict[str, Any]]()
+    yield device
+    distributed.destroy_process_group()
+
+
+def write_rows(folder: str, rows: list[Row]) -> None:
+    """Write a run's rows so far, on rank 0."""
+    if distributed.get_rank() == 0:
+        Path(folder, ROWS_FILE).write_text(json.dumps(rows))
+
+
+def enter(rank: int, task: Task, folder: str) -> None:
+    """Measure every shape on one rank."""
+    rows = list[Row]()
     watch = Watch(len(task.shapes) * task.rounds) if rank == 0 else None
-    with watch or contextlib.nullcontext():
+    group = process_group(rank, task.ranks, task.device, folder, PATIENCE)
+    with watch or contextlib.nullcontext(), group as device:
         for shape in task.shapes:
             rows += Ranks(shape, task, device, watch).measured()
             measure.release()
-            if rank == 0:
-                Path(folder, ROWS_FILE).write_text(json.dumps(rows))
-    distributed.destroy_process_group()
+            write_rows(folder, rows)
 
 
 class Ranks:
@@ -71,10 +102,10 @@ class Ranks:
         self.rank = distributed.get_rank()
         self.bench = Bench(shape, self.dtype, device, task.rows)
         self.one = torch.zeros(1, device=device)
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, Row] = {}
         self.steps: dict[str, Callable[[], Any]] = {}
 
-    def measured(self) -> list[dict[str, Any]]:
+    def measured(self) -> list[Row]:
         """A record for each row; the same on all ranks, but for what only rank 0 can tell."""
         for name in self.task.rows:
             self.stage(f"warm-up of {name}")
@@ -102,7 +133,7 @@ class Ranks:
         """True where this rank has nothing to do with a row."""
         return ROWS[name].one_rank and self.rank > 0
 
-    def together(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def together(self, action: Callable[[], Row]) -> Row:
         """An action's record on rank 0, or the failure of the first rank that failed."""
         found, failure = measure.attempt(action, self.bench)
         records = self.gathered(failure.record() if failure else found)
@@ -115,7 +146,7 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
-    def ready(self, name: str) -> dict[str, Any]:
+    def ready(self, name: str) -> Row:
         """Make a row's step and run it; its loss and how far its gradients are from one GPU's."""
         if ROWS[name].workload is None:
             self.steps[name] = nothing if self.idle(name) else self.bench.floor(name)
@@ -128,7 +159,7 @@ class Ranks:
         for _ in range(WARM_UP):
             step.operands.clear()
             loss = float(step())
-        found: dict[str, Any] = {"loss": loss, "plan": self.bench.plan(step, self.dtype)}
+        found: Row = {"loss": loss, "plan": self.bench.plan(step, self.dtype)}
         found |= self.bench.errors(name, step)
         half = self.dtype.itemsize < 4
         if self.rank == 0 and not ROWS[name].one_rank:
@@ -184,10 +215,10 @@ class Ranks:
             row |= {"traffic_error": failure.record()} if failure else described(messages)
             self.bench.clear()
 
-    def memory(self, step: Callable[[], Any], records: list[dict[str, int]]) -> dict[str, Any]:
+    def memory(self, step: Callable[[], Any], records: list[dict[str, int]]) -> Row:
         """The largest peak of a rank's, each rank's, and what of it is no gradient."""
         peaks = [one["peak_bytes"] for one in records]
-        found: dict[str, Any] = {"peak_bytes": max(peaks), "peak_bytes_of_ranks": peaks}
+        found: Row = {"peak_bytes": max(peaks), "peak_bytes_of_ranks": peaks}
         if isinstance(step, measure.Step):
             found["beside_gradients_bytes"] = max(peaks) - self.bench.gradient_bytes(step)
         return found
@@ -197,7 +228,7 @@ def nothing() -> None:
     """Work of a rank in a row that only rank 0 runs."""
 
 
-def agreement(records: list[dict[str, Any]]) -> dict[str, Any]:
+def agreement(records: list[Row]) -> Row:
     """True where rank 0 agrees with one GPU, and every rank's loss with rank 0's, to the bit."""
     losses = [one["loss"] for one in records if "loss" in one]
     if "agrees" not in records[0]:
@@ -205,7 +236,7 @@ def agreement(records: list[dict[str, Any]]) -> dict[str, Any]:
     return {"agrees": records[0]["agrees"] and all(loss == losses[0] for loss in losses)}
 
 
-def described(messages: list[traffic.Message]) -> dict[str, Any]:
+def described(messages: list[traffic.Message]) -> Row:
     """Collectives in numbers: how many, and their bytes by kind."""
     kinds = dict.fromkeys(message.kind for message in messages)
     by_kind = {kind: [message.bytes for message in messages if message.kind == kind] for kind in kinds}
