@@ -134,7 +134,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("checkpoint: gradients made twice", "chunked_head/call/run.py", "makes_grads is None and in_backward()", "False", "tests/functions/test_gradients.py -k checkpointing"),
     # losses
     ("bound: clip_high", "chunked_head/losses/policy.py", '1.0 + bound(loss_name, "clip_high", clip_high)', '1.0 + bound(loss_name, "clip_high", clip_low)', FORMULAS),
-    ("bound: CISPO's lower one", "chunked_head/losses/policy.py", ".clamp(min=low, max=high)", ".clamp(max=high)", FORMULAS),
+    ("bound: CISPO's lower one", "chunked_head/losses/policy.py", ".clamp(min=min_ratio, max=max_ratio)", ".clamp(max=max_ratio)", FORMULAS),
     ("swapped: SAPO's temperatures", "chunked_head/losses/policy.py", "torch.where(advantages > 0, positive_gate, negative_gate)", "torch.where(advantages > 0, negative_gate, positive_gate)", FORMULAS),
     ("sign: rollout weights", "chunked_head/losses/policy.py", 'old_logprobs(stats, batch) - batch["rollout_logprobs"]', 'batch["rollout_logprobs"] - old_logprobs(stats, batch)', FORMULAS),
     ("mask: GSPO's tokens of no segment", "chunked_head/losses/policy_segments.py", 'torch.where(batch["segments"] >= 0, advantages, 0.0)', 'advantages', FORMULAS),

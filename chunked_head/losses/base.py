@@ -111,7 +111,7 @@ class Measure:
 
     kind: str  # name of the function that made it, such as "grpo"
     function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)  # compiled code depends on all of them but floats
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of ``function``
     needs: frozenset[str] = frozenset()  # names of statistics
     fields: Collection[str] = ()  # names of required fields; a tuple
     optional_fields: tuple[str, ...] = ()  # names of optional fields
@@ -342,15 +342,14 @@ def sharing_results(factory: Callable[FactoryArguments, FactoryResult]) -> Calla
 
 
 def make(
-    kind: str,
+    kind: str,  # name of the loss
     function: Callable[..., Tensor],
-    summand_options: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
+    summand_options: Mapping[str, Any],  # the user's ``SummandOptions``
+    options: Mapping[str, Any] | None = None,  # keyword arguments of ``function``
     needs: Iterable[str] = (),  # names of statistics
-    **summand_fields: Any,
+    **summand_fields: Any,  # further fields of ``Summand``
 ) -> Losses:
-    """``Losses`` of one summand. ``summand_options``: the user's ``SummandOptions``. ``summand_fields``: further fields
-    of ``Summand``. TypeError or ValueError, with the name of the loss, for wrong options."""
+    """``Losses`` of one summand. TypeError or ValueError, with the name of the loss, for wrong options."""
     checks.refuse_unknown("losses", kind, summand_options, SUMMAND_OPTION_NAMES)
     summand = Summand(kind, function, options or {}, frozenset(needs), **summand_fields, **summand_options)
     loss_name = f"losses.{kind}"

@@ -5,7 +5,7 @@ In all docstrings ``p`` is the student's distribution, and ``q`` the teacher's. 
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class TeacherOptions(SummandOptions, total=False):
 
 
 @sharing_results
-def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
+def forward_kl(form: str = "kl", **teacher: Unpack[TeacherOptions]) -> Losses:
     """``(q * (q / p).log()).sum(-1)``: KL(q || p) to a dense teacher.
 
     ``form="cross_entropy"`` is ``-(q * p.log()).sum(-1)``, which is KL(q || p) plus the teacher's entropy, with the
@@ -42,15 +42,14 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     [..., H_t] with ``teacher_weight`` [V_t, H_t] and optionally ``teacher_bias`` [V_t]. Logits and hidden states are
     indexed like the student's hidden states. The target may be None; of a target only ``ignore_index`` is read. The
     sizes of the vocabularies may differ by up to 1023, the padding of a head: then both distributions are over the
-    first ``min(V, V_t)`` ids. With the call's ``vocab_size``, the teacher may have any number of ids that is not below
-    ``vocab_size``. ``teacher``: ``TeacherOptions``.
+    first ``min(V, V_t)`` ids. With the call's ``vocab_size``, the teacher may have ``vocab_size`` ids or more.
     """
     choice("losses.forward_kl", "form", form, ("kl", "cross_entropy"))
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
 
 
 @sharing_results
-def reverse_kl(**teacher: Any) -> Losses:
+def reverse_kl(**teacher: Unpack[TeacherOptions]) -> Losses:
     """``(p * (p / q).log()).sum(-1)``: KL(p || q) to a dense teacher. Fields and options are those of ``forward_kl``.
 
     If the teacher excludes an id (by a logit of -inf) that the student does not exclude, the divergence is infinite.
@@ -60,7 +59,7 @@ def reverse_kl(**teacher: Any) -> Losses:
 
 
 @sharing_results
-def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
+def jsd(beta: float = 0.5, **teacher: Unpack[TeacherOptions]) -> Losses:
     """``(beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)`` with ``m = beta * q + (1 - beta) * p``:
     ``beta * KL(q || m) + (1 - beta) * KL(p || m)`` to a dense teacher (GKD, 2306.13649).
 
@@ -69,11 +68,13 @@ def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
     """
     beta = number("losses.jsd", "beta", beta, 0.0, 1.0)
     divergences_at_ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
-    return dense("jsd", (divergences_at_ends.get(beta, "jsd"),), teacher, None if beta in divergences_at_ends else beta)
+    if beta in divergences_at_ends:
+        return dense("jsd", (divergences_at_ends[beta],), teacher)
+    return dense("jsd", ("jsd",), teacher, beta)
 
 
 @sharing_results
-def tvd(**teacher: Any) -> Losses:
+def tvd(**teacher: Unpack[TeacherOptions]) -> Losses:
     """``0.5 * (p - q).abs().sum(-1)``: total variation distance to a dense teacher. The subgradient is 0 where
     ``p_j = q_j``. Fields and options are those of ``forward_kl``.
     """
@@ -81,7 +82,7 @@ def tvd(**teacher: Any) -> Losses:
 
 
 @sharing_results
-def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any) -> Losses:
+def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Unpack[TeacherOptions]) -> Losses:
     """``-a.log()`` with ``a = torch.min(p, q).sum(-1)``: ``a`` is the probability that a verifier ``q`` accepts a token
     of the trained drafter ``p`` (Samarin et al., 2602.23881; ``speculators``). Fields and other options are those of
     ``forward_kl``.
@@ -111,17 +112,16 @@ def _sum_of(stats: Stats, batch: Batch, factor: float, statistics: tuple[str, ..
 
 
 def dense(
-    kind: str,
-    statistics: tuple[str, ...],
-    teacher_options: dict[str, Any],
-    beta: float | None = None,
+    kind: str,  # name of the loss
+    statistics: tuple[str, ...],  # names of the statistics that ``function`` reads
+    teacher_options: Mapping[str, Any],  # the user's ``TeacherOptions``
+    beta: float | None = None,  # of the JSD
     function: Callable[..., Tensor] = _sum_of,
     options: dict[str, Any] | None = None,
-    sums: Mapping[str, Sum] | None = None,
+    sums: Mapping[str, Sum] | None = None,  # sums over the vocabulary, by the name of the statistic
 ) -> Losses:
     """A loss of a dense teacher: ``function`` of ``statistics``, by default the sum of the statistics times the factor
-    of ``t_squared``. ``teacher_options``: the user's ``TeacherOptions``. ``beta``: of the JSD. ``sums``: further
-    statistics that are sums over the vocabulary, by name. TypeError or ValueError for wrong options."""
+    of ``t_squared``. TypeError or ValueError for wrong options."""
     refuse_unknown("losses", kind, teacher_options, TeacherOptions.__annotations__)
     loss_name, summand_options = f"losses.{kind}", dict(teacher_options)
     temperature = summand_options.pop("teacher_temperature", None)
@@ -155,7 +155,7 @@ def topk_kl(
     teacher_renormalize: bool | None = None,
     teacher_temperature: float | None = None,
     t_squared: bool = False,
-    **summand: Any,
+    **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``(t * (t / s).log()).sum(-1) + rest_t * (rest_t / rest_s).log()`` with ``s`` and ``t`` [..., K] the student's
     and the teacher's probabilities of ``teacher_ids``, ``rest_s = 1 - s.sum(-1)`` and ``rest_t = 1 - t.sum(-1)``: a
@@ -181,7 +181,7 @@ def topk_kl(
     An entry counts where ``teacher_mask`` is true and its log-probability is above -1e6 (-inf and -1e9 are padding).
     The id of an entry that does not count may be any number. Entries of equal ids count once, with the largest of their
     log-probabilities. A token without entries has value 0. ``rest_s`` and ``rest_t`` are at least the dtype's epsilon
-    in the logarithms. ``summand``: ``SummandOptions``.
+    in the logarithms.
     """
     options = topk_options("losses.topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
     options["factor"] = squared_temperature("losses.topk_kl", summand.get("temperature"), t_squared)
@@ -290,9 +290,9 @@ def topk_divergence(
     student: Tensor,  # [..., K]: log-probabilities; for "topk" plus any constant per token
     teacher: Tensor,  # [..., K]: log-probabilities
     is_counted: Tensor,  # [..., K] bool: true where an entry counts; entries that count have different ids
-    divergence: str,
-    normalize: str,
-    beta: float,
+    divergence: str,  # "forward", "reverse", "jsd" or "tvd"
+    normalize: str,  # "tail", "vocab" or "topk": the outcomes over which the divergence is summed
+    beta: float,  # weight of the teacher in the JSD
     teacher_renormalize: bool,
     teacher_temperature: float,
 ) -> Tensor:
@@ -339,8 +339,8 @@ def divergence_of(
     log_q: Tensor,
     log_p: Tensor,
     finite_log_p: Tensor,  # log_p, clamped to finite numbers
-    divergence: str,
-    beta: float,
+    divergence: str,  # "forward", "reverse", "jsd" or "tvd"
+    beta: float,  # weight of the teacher in the JSD
     is_counted: Tensor | None,  # bool; None: the terms are returned and not summed
     p: Tensor | None = None,  # None: exp(finite_log_p)
 ) -> Tensor:

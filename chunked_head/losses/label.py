@@ -1,13 +1,13 @@
 """Losses of the softmax at the target, or of the logits alone: cross-entropy, focal, poly1, unlikelihood, z-loss,
 entropy."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ..core.checks import check_shape, check_weights, flag, number
-from .base import Losses, make, sharing_results
+from .base import Losses, SummandOptions, make, sharing_results
 from .batch import Batch, Stats
 
 
@@ -17,7 +17,7 @@ def cross_entropy(
     class_weights: Tensor | None = None,
     token_scaling: bool = False,
     entropy_scaling: float | None = None,
-    **summand: Any,
+    **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-logprob``; with label smoothing e and class weights c, as in ``torch.nn.functional.cross_entropy``:
     ``-(1 - e) * c[y] * logprob - e / V * (c * p.log()).sum(-1)``.
@@ -25,8 +25,7 @@ def cross_entropy(
     ``class_weights`` [V], floating point. With them the default denominator is, as in PyTorch, the sum of the targets'
     weights over the tokens that count. They do not change a ``normalizer`` or the z-loss. ``token_scaling`` multiplies
     a token's value by the detached probability of its target (DFT). ``entropy_scaling`` a multiplies a token's value by
-    ``H^a``, with H the detached entropy in nats (EAFT). Neither changes the denominator. ``summand``:
-    ``SummandOptions``.
+    ``H^a``, with H the detached entropy in nats (EAFT). Neither changes the denominator.
     """
     loss_name = "losses.cross_entropy"
     checked_smoothing = number(loss_name, "label_smoothing", label_smoothing, 0.0, 1.0)
@@ -76,10 +75,10 @@ def _cross_entropy(
 
 
 @sharing_results
-def focal(gamma: float = 2.0, **summand: Any) -> Losses:
+def focal(gamma: float = 2.0, **summand: Unpack[SummandOptions]) -> Losses:
     """``-(1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
 
-    The paper's alpha is a factor of the loss, or ``token_weights=alpha[target]``. ``summand``: ``SummandOptions``.
+    The paper's alpha is a factor of the loss, or ``token_weights=alpha[target]``.
     """
     return make("focal", _focal, summand, {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3) or None})
 
@@ -94,11 +93,11 @@ def _focal(stats: Stats, batch: Batch, gamma: float | None) -> Tensor:
 
 
 @sharing_results
-def poly1(epsilon: float = 1.0, **summand: Any) -> Losses:
+def poly1(epsilon: float = 1.0, **summand: Unpack[SummandOptions]) -> Losses:
     """``-logprob + epsilon * (1 - logprob.exp())``: cross-entropy as a series in powers of 1 - p, with the coefficient
     1 + epsilon of the first power (Leng et al., arXiv 2204.12511).
 
-    ``epsilon`` is at least -1. ``summand``: ``SummandOptions``.
+    ``epsilon`` is at least -1.
     """
     return make("poly1", _poly1, summand, {"epsilon": number("losses.poly1", "epsilon", epsilon, -1.0, 1e3)})
 
@@ -108,11 +107,10 @@ def _poly1(stats: Stats, batch: Batch, epsilon: float) -> Tensor:
 
 
 @sharing_results
-def unlikelihood(**summand: Any) -> Losses:
+def unlikelihood(**summand: Unpack[SummandOptions]) -> Losses:
     """``-torch.log(1 - logprob.exp())``: lowers the probability of unwanted tokens (Welleck et al., arXiv 1908.04319).
 
-    ``token_weights`` select the unwanted tokens. The probability is clamped to at most 1 - 1e-6, without gradient
-    above. ``summand``: ``SummandOptions``.
+    ``token_weights`` select the unwanted tokens. The probability is at most 1 - 1e-6, without gradient above.
     """
     return make("unlikelihood", _unlikelihood, summand)
 
@@ -124,11 +122,10 @@ def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
 
 
 @sharing_results
-def z_loss(**summand: Any) -> Losses:
+def z_loss(**summand: Unpack[SummandOptions]) -> Losses:
     """``lse ** 2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 
     ``lse`` is the logsumexp of the scaled and capped logits divided by the loss's temperature. The target may be None.
-    ``summand``: ``SummandOptions``.
     """
     return make("z_loss", _z_loss, summand, reads_target=False)
 
@@ -138,11 +135,11 @@ def _z_loss(stats: Stats, batch: Batch) -> Tensor:
 
 
 @sharing_results
-def entropy(**summand: Any) -> Losses:
+def entropy(**summand: Unpack[SummandOptions]) -> Losses:
     """``-(p * p.log()).sum(-1)`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a
     penalty.
 
-    ``p`` is the softmax at the loss's temperature. The target may be None. ``summand``: ``SummandOptions``.
+    ``p`` is the softmax at the loss's temperature. The target may be None.
     """
     return make("entropy", _entropy, summand, needs=("entropy",), reads_target=False)
 

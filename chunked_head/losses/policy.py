@@ -4,7 +4,8 @@ In all docstrings ``r = exp(logprob - old_logprobs)``, and ``A`` are the advanta
 bonus and KL to a reference are summands of their own. Normalisers (GRPO, Dr. GRPO, DAPO ...): ``chunked_head.weights``.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -44,11 +45,10 @@ class Rollout(NamedTuple):
 
 
 @sharing_results
-def reinforce(**policy: Any) -> Losses:
+def reinforce(**policy: Unpack[PolicyOptions]) -> Losses:
     """``-A * logprob``: REINFORCE. On policy (r = 1), the gradient of every clipped loss is that of REINFORCE.
 
-    Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs. ``policy``:
-    ``PolicyOptions``.
+    Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs.
     """
     return make_policy("reinforce", _reinforce, {}, policy)
 
@@ -66,7 +66,7 @@ def grpo(
     delta: float | None = None,
     dual_clip: float | None = None,
     ratio_clamp: float | None = 20.0,
-    **policy: Any,
+    **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-torch.min(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)``: the clipped surrogate of PPO and GRPO.
 
@@ -76,8 +76,7 @@ def grpo(
     ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A``. For c >= 1 + clip_high this is ``delta = c``. Only one
     of ``delta`` and ``dual_clip`` can be passed.
     ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient where the clamp acts; None: no
-    clamp. GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``. ``policy``:
-    ``PolicyOptions``.
+    clamp. GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``.
     """
     clip_options = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
     if delta is not None and dual_clip is not None:
@@ -98,35 +97,40 @@ def _grpo(
 
 @sharing_results
 def cispo(
-    clip_high: float = 4.0, clip_low: float | None = None, ratio_clamp: float | None = 20.0, **policy: Any
+    clip_high: float = 4.0,
+    clip_low: float | None = None,
+    ratio_clamp: float | None = 20.0,
+    **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-r.clamp(max=1 + clip_high).detach() * A * logprob``: the clipped ratio is a detached factor, so that no token
     loses its gradient (MiniMax-M1, arXiv 2506.13585).
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``clip_low``: the ratio is at least
-    1 - clip_low; None: no lower bound. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
+    1 - clip_low; None: no lower bound. ``ratio_clamp``: see ``grpo``.
     """
-    high = 1.0 + bound("losses.cispo", "clip_high", clip_high)
-    low = None if clip_low is None else 1.0 - number("losses.cispo", "clip_low", clip_low, 0.0, 1.0)
-    options = {"low": low, "high": high, "ratio_clamp": ratio_clamp}
+    max_ratio = 1.0 + bound("losses.cispo", "clip_high", clip_high)
+    min_ratio = None if clip_low is None else 1.0 - number("losses.cispo", "clip_low", clip_low, 0.0, 1.0)
+    options = {"min_ratio": min_ratio, "max_ratio": max_ratio, "ratio_clamp": ratio_clamp}
     return make_policy("cispo", _cispo, options, policy)
 
 
 def _cispo(
-    stats: Stats, batch: Batch, low: float | None, high: float, ratio_clamp: float | None, rollout: Rollout | None
-) -> Tensor:
+    stats: Stats, batch: Batch, min_ratio: float | None, max_ratio: float, ratio_clamp: float | None,
+    rollout: Rollout | None,
+) -> Tensor:  # fmt: skip
     advantages = weighted_advantages(batch["advantages"], stats, batch, rollout)
-    ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp).exp().clamp(min=low, max=high)
+    ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp).exp().clamp(min=min_ratio, max=max_ratio)
     return -ratio * advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
 @sharing_results
-def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
+def sapo(
+    tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Unpack[PolicyOptions]
+) -> Losses:
     """``-A * 4 / tau * torch.sigmoid(tau * (r - 1))`` with ``tau = torch.where(A > 0, tau_pos, tau_neg)``: a soft gate
     in place of the clip (arXiv 2511.20347). On policy its gradient is that of REINFORCE.
 
-    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``ratio_clamp``: see ``grpo``. ``policy``:
-    ``PolicyOptions``.
+    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``ratio_clamp``: see ``grpo``.
     """
     options = {
         "tau_pos": number("losses.sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
@@ -216,13 +220,13 @@ def make_policy(
     kind: str,
     function: Any,
     options: dict[str, Any],
-    policy: dict[str, Any],
-    unit: str | None = None,  # None: a loss per token that reads no segments
+    policy_options: Mapping[str, Any],  # the user's ``PolicyOptions``
+    unit: str | None = None,  # "token" or "segment", of a loss that reads segments; None: "token", reads no segments
 ) -> Losses:
-    """A policy loss. ``policy``: the user's ``PolicyOptions``. The options of rollout weights become the argument
-    ``rollout`` of ``function``. TypeError or ValueError for wrong options."""
-    loss_name, summand_options, rollout = f"losses.{kind}", dict(policy), None
-    refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
+    """A policy loss. The options of rollout weights become the argument ``rollout`` of ``function``. TypeError or
+    ValueError for wrong options."""
+    loss_name, summand_options, rollout = f"losses.{kind}", dict(policy_options), None
+    refuse_unknown("losses", kind, policy_options, PolicyOptions.__annotations__)
     mode, level = summand_options.pop("rollout", None), summand_options.pop("rollout_level", "token")
     max_weight, min_weight = summand_options.pop("rollout_max", None), summand_options.pop("rollout_min", None)
     choice(loss_name, "rollout", mode, (None, "truncate", "mask"))
@@ -262,7 +266,7 @@ def kl_to_reference(
     kl_clamp: float | None = None,
     ratio_clamp: float | None = 20.0,
     level: str = "token",
-    **summand: Any,
+    **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: an estimate of KL(policy || reference) from the
     target's log-probability.
@@ -278,8 +282,7 @@ def kl_to_reference(
     of the mean log-ratio over the token's segment.
     ``log_ratio_clamp`` c clamps d to [-c, c]. ``kl_clamp`` c clamps the value to [-c, c] before ``bias_correction``.
     There is no gradient where a clamp acts, except that ``kl_clamp`` does not change the gradient of a "+".
-    ``ratio_clamp`` clamps log r, see ``grpo``. ``summand``: ``SummandOptions``. Rollout weights do not multiply this
-    loss.
+    ``ratio_clamp`` clamps log r, see ``grpo``. Rollout weights do not multiply this loss.
     """
     loss_name = "losses.kl_to_reference"
     choice(loss_name, "estimator", estimator, ESTIMATORS)

@@ -1,7 +1,7 @@
 """Policy-gradient losses with a ratio per segment: ``gspo``, ``gmpo``, ``rloo`` and ``vespo``."""
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from ..core.checks import bound, choice, number
 from .base import Losses, sharing_results
 from .batch import Batch, Stats, clamped
 from .policy import (
+    PolicyOptions,
     Rollout,
     checked_clip,
     clipped_ratio,
@@ -28,7 +29,7 @@ def gspo(
     level: str = "segment",
     delta: float | None = None,
     ratio_clamp: float | None = 20.0,
-    **policy: Any,
+    **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
     ``R = segment_mean(logprob - old_logprobs).exp()`` and ``A_s = segment_mean(A)`` (arXiv 2507.18071).
@@ -40,7 +41,7 @@ def gspo(
     ``level``: "segment", or "token" for GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` (sg: without gradient)
     with each token's advantage; for ``weighting="segment"`` a segment's value is the mean over its tokens.
     ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient where
-    the clamp acts. The paper clips at 3e-4 and 4e-4. ``policy``: ``PolicyOptions``.
+    the clamp acts. The paper clips at 3e-4 and 4e-4.
     """
     options = {
         **checked_clip("losses.gspo", clip_low, clip_high, delta),
@@ -54,8 +55,8 @@ def gspo(
 def _gspo(
     stats: Stats,
     batch: Batch,
-    weighting: str,
-    level: str,
+    weighting: str,  # "segment" or "token": what has one value
+    level: str,  # "segment" or "token": what has one ratio
     ratio_clamp: float | None,
     rollout: Rollout | None,
     **clip_options: Any,
@@ -79,13 +80,15 @@ def _gspo(
 
 
 @sharing_results
-def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
+def gmpo(
+    clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Unpack[PolicyOptions]
+) -> Losses:
     """``-A_s * segment_mean(clipped).exp()`` per segment, with ``A_s = segment_mean(A)`` and ``clipped =
     torch.where(per_token(A_s) > 0, r.log().clamp(max=clip_high), r.log().clamp(min=-clip_low))``: the geometric mean of
     ratios, each clipped from above for a positive advantage of its segment, else from below (arXiv 2507.20673).
 
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them the ratio is 1 with its
-    gradient). ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
+    gradient). ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first.
     """
     options = {
         "clip_low": bound("losses.gmpo", "clip_low", clip_low),
@@ -115,7 +118,7 @@ def rloo(
     clip_high: float = 0.2,
     delta: float | None = None,
     ratio_clamp: float | None = 20.0,
-    **policy: Any,
+    **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
     ``R = segment_sum(logprob - old_logprobs).exp()``, the ratio of complete answers, and ``A_s = segment_mean(A)``
@@ -123,8 +126,7 @@ def rloo(
 
     ``advantages`` are leave-one-out advantages, which the caller computes.
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with the gradient of
-    R). ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. ``policy``:
-    ``PolicyOptions``.
+    R). ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c].
     """
     clip_options = checked_clip("losses.rloo", clip_low, clip_high, delta)
     options = {**clip_options, "ratio_clamp": ratio_clamp}
@@ -149,7 +151,7 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
     ratio_clamp: float = 20.0,
-    **policy: Any,
+    **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-phi.detach() * A * logprob`` with ``phi = w ** k * (l * (1 - w)).exp()``, ``k = torch.where(A >= 0, k_pos,
     k_neg)`` and ``l = torch.where(A >= 0, lambda_pos, lambda_neg)``, where ``w = per_token(segment_sum(logprob -
@@ -159,7 +161,7 @@ def vespo(
     There is one value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. ``ratio_clamp`` c: a
     token's log-ratio is clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights (``rollout_level="token"``
     only) do not multiply the value: their logarithms are added to log w, with the same clamps. Fields: segments
-    [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). ``policy``: ``PolicyOptions``.
+    [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1).
     """
     if policy.get("rollout_level", "token") != "token":
         raise ValueError('rollout_level of losses.vespo must be "token": a segment\'s weight is a sum over its tokens')

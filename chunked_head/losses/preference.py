@@ -6,25 +6,26 @@ field ``pair_weights`` [P] of a batch multiplies the values of pairs (``weights.
 """
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.checks import choice, flag, number, refuse
-from .base import Losses, make, sharing_results
+from .base import Losses, SummandOptions, make, sharing_results
 from .batch import Batch, Stats, gate
 
 
 @sharing_results
-def orpo(beta: float = 0.1, **summand: Any) -> Losses:
+def orpo(beta: float = 0.1, **summand: Unpack[SummandOptions]) -> Losses:
     """``-beta * F.logsigmoid(odds.log()[chosen] - odds.log()[rejected])`` per pair, with ``odds = P / (1 - P)`` and
     ``P = segment_mean(logprob).exp()``: the odds-ratio term of ORPO (arXiv 2403.07691).
 
     Fields: ``segments``, ``pairs``. The paper adds the negative log-likelihood of prompt and chosen completion: add it
     as the docstring of ``cpo`` says, with ``nll_mask`` true on the chosen sequences' prompts and completions, and
-    ``segments`` -1 on prompts. The prompts' targets must not be ``ignore_index``. ``summand``: ``SummandOptions``.
+    ``segments`` -1 on prompts. The prompts' targets must not be ``ignore_index``.
     """
     beta = number("losses.orpo", "beta", beta, 0.0)
     return make("orpo", _orpo, summand, {"beta": beta}, fields=("segments", "pairs"), scope="segment", unit="pair")
@@ -49,7 +50,7 @@ def kto(
     *,
     average: bool = False,
     reference_free: bool = False,
-    **summand: Any,
+    **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``torch.where(desirable, desirable_weight * torch.sigmoid(beta * (kl - u)), undesirable_weight *
     torch.sigmoid(beta * (u - kl)))`` per segment, with ``u = segment_sum(logprob - ref_logprobs)``: KTO (arXiv
@@ -61,7 +62,7 @@ def kto(
 
     Fields: ``segments``, ``segment_labels`` [num_segments] (true: desirable), ``ref_logprobs`` unless
     ``reference_free``; ``kl_baseline`` is optional. There is one value per segment. The denominator is the number of
-    segments with a token that counts, whatever the weights are. ``summand``: ``SummandOptions``.
+    segments with a token that counts, whatever the weights are.
     """
     loss_name = "losses.kto"
     options = {
@@ -116,7 +117,7 @@ DPO_VARIANTS = (
     "apo_down", "discopop", "aot", "aot_unpaired",
 )  # fmt: skip
 CPO_VARIANTS = ("sigmoid", "hinge", "ipo")  # values of ``variant`` of ``cpo``
-MEAN_SCORE_VARIANTS = ("ipo", "sigmoid_norm")  # variants that score a segment by its mean by default
+MEAN_SCORE_VARIANTS = ("ipo", "sigmoid_norm")  # variants whose default score of a segment is a mean
 # variants that take label_smoothing
 SMOOTHABLE_VARIANTS = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
 SORTING_VARIANTS = ("aot", "aot_unpaired")  # variants that compare a pair with all others
@@ -137,7 +138,7 @@ def dpo(
     divergence: str = "reverse_kl",
     divergence_alpha: float = 0.5,
     ld_alpha: float | None = None,
-    **summand: Any,
+    **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob -
     ref_logprobs)``: direct preference optimisation (arXiv 2305.18290) and, by ``variant``, its relatives (names and
@@ -157,7 +158,6 @@ def dpo(
     ``reference_free``. There is one value per pair, and the mean is over pairs. ``average``: the score is a mean over
     tokens rather than a sum; None: for ``ipo`` and ``sigmoid_norm`` only. The optional field ``pair_weights`` [P]
     multiplies the values of all variants but ``aot`` and ``aot_unpaired``, and does not change the denominator.
-    ``summand``: ``SummandOptions``.
     """
     loss_name = "losses.dpo"
     choice(loss_name, "variant", variant, DPO_VARIANTS)
@@ -183,7 +183,12 @@ def dpo(
 
 @sharing_results
 def simpo(
-    beta: float = 0.1, gamma: float = 0.5, *, label_smoothing: float = 0.0, alpha: float = 0.0, **summand: Any
+    beta: float = 0.1,
+    gamma: float = 0.5,
+    *,
+    label_smoothing: float = 0.0,
+    alpha: float = 0.0,
+    **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]) - gamma)`` per pair, with ``score =
     segment_mean(logprob)``: SimPO (arXiv 2405.14734).
@@ -191,7 +196,6 @@ def simpo(
     ``alpha`` other than 0 is AlphaPO (2501.03884): it replaces a score u by ``(1 - exp(-alpha * u)) / alpha``, with
     exponents of at most 80. ``label_smoothing`` is as in ``dpo``. Fields: ``segments``, ``pairs``. The docstring of
     ``cpo`` says how to add the chosen segments' NLL. The paper's code takes ``gamma / beta`` in place of ``gamma``.
-    ``summand``: ``SummandOptions``.
     """
     further_options = {
         "margin": number("losses.simpo", "gamma", gamma),
@@ -208,7 +212,7 @@ def cpo(
     label_smoothing: float = 0.0,
     average: bool | None = None,
     alpha: float = 0.0,
-    **summand: Any,
+    **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob)``:
     the pair term of contrastive preference optimisation (arXiv 2401.08417); ``dpo`` without a reference.
@@ -216,7 +220,6 @@ def cpo(
     ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. ``average``: the score is a mean over tokens rather
     than a sum; None: for ``ipo`` only. ``alpha`` replaces scores as in ``simpo``: sums, as in TRL, or with ``average``
     means, as in AlphaPO's paper. Exponents are at most 80, for ``ipo`` 40. Fields: ``segments``, ``pairs``.
-    ``summand``: ``SummandOptions``.
 
     The paper adds the chosen segments' negative log-likelihood, which is a summand of its own:
     ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``, where
@@ -235,11 +238,10 @@ def make_paired(
     label_smoothing: float,
     average: bool | None,
     has_reference: bool,
-    summand: dict[str, Any],
-    **further_options: Any,
+    summand_options: Mapping[str, Any],  # the user's ``SummandOptions``
+    **further_options: Any,  # checked options of ``pair_values``
 ) -> Losses:
-    """A loss of pairs of scores. ``summand``: the user's ``SummandOptions``. ``further_options``: options of
-    ``pair_values``, already checked. TypeError or ValueError for wrong options."""
+    """A loss of pairs of scores. TypeError or ValueError for wrong options."""
     loss_name = f"losses.{kind}"
     checked_smoothing = number(loss_name, "label_smoothing", label_smoothing, 0.0, 1.0)
     variant_text = f"for variant {variant!r}, got {checked_smoothing}"
@@ -264,8 +266,8 @@ def make_paired(
     # pairs that are compared with all others have no weights
     optional_fields = ("pair_weights",) if is_separable else ()
     return make(
-        kind, _paired, summand, options, fields=fields, optional_fields=optional_fields, scope="segment", unit="pair",
-        is_separable=is_separable,
+        kind, _paired, summand_options, options, fields=fields, optional_fields=optional_fields, scope="segment",
+        unit="pair", is_separable=is_separable,
     )  # fmt: skip
 
 
@@ -279,17 +281,15 @@ def pair_values(
     batch: Batch,
     beta: float,
     variant: str,
-    eps: float,
-    average: bool,
-    has_reference: bool,
-    margin: float = 0.0,
-    tau: float = 0.05,
-    power: float | None = 0.0,
-    ld_alpha: float | None = None,
+    eps: float,  # label smoothing
+    average: bool,  # scores are means over tokens, not sums
+    has_reference: bool,  # scores are relative to ``ref_logprobs``
+    margin: float = 0.0,  # subtracted from ``beta`` times the difference of scores
+    tau: float = 0.05,  # temperature of discopop
+    power: float | None = 0.0,  # argument of ``transformed_scores``
+    ld_alpha: float | None = None,  # factor of tokens past the length of a pair's shorter segment; None: 1
 ) -> Tensor:
-    """Values [P] of a loss of pairs, without ``pair_weights``. ``eps``: label smoothing. ``has_reference``: scores are
-    relative to ``ref_logprobs``. ``margin`` is subtracted from ``beta`` times the difference of scores. ``tau`` is an
-    option of discopop, ``power`` of ``transformed_scores``."""
+    """Values [P] of a loss of pairs, without ``pair_weights``."""
     if variant in SORTING_VARIANTS:
         first_scores, second_scores = sorted_scores(stats, batch, average, has_reference, variant == "aot")
     else:

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, fx
@@ -22,9 +22,9 @@ from ..core.private import breaks_graph, in_own_thread
 from ..core.records import SumFunction
 from ..core.tiles import LOG_FLOOR
 from ..core.tracing import FILL_ARGUMENTS, FILL_VALUES, SAME_NUMBERS, NoKernelError, Writer, name_of, traced
-from .base import Losses, make
+from .base import Losses, SummandOptions, make
 from .batch import Batch, Stats
-from .distillation import dense
+from .distillation import TeacherOptions, dense
 
 # a user's function f(log_p), f(log_p, log_q), f(log_p, options) or f(log_p, log_q, options)
 ElementwiseFunction = Callable[..., Tensor]
@@ -225,7 +225,9 @@ class TracedFunction:
 
 
 @breaks_graph
-def divergence(function: ElementwiseFunction, options: Mapping[str, float] | None = None, **teacher: Any) -> Losses:
+def divergence(
+    function: ElementwiseFunction, options: Mapping[str, float] | None = None, **teacher: Unpack[TeacherOptions]
+) -> Losses:
     """``f(p.log(), q.log()).sum(-1)`` with ``function`` f: any divergence between student p and a dense teacher q.
 
         def alpha_divergence(log_p, log_q, options):
@@ -241,21 +243,23 @@ def divergence(function: ElementwiseFunction, options: Mapping[str, float] | Non
     cannot be traced for another reason.
 
     Log-probabilities are clamped to at least -1e4, so that a probability of 0 times its logarithm is 0, and values are
-    finite where student or teacher excludes an id. ``teacher``: ``TeacherOptions``. Fields are those of ``forward_kl``.
+    finite where student or teacher excludes an id. Fields are those of ``forward_kl``.
     """
     vocab_sum = sum_of("losses.divergence", function, options, True)
     return dense("divergence", ("divergence",), teacher, sums={"divergence": vocab_sum})
 
 
 @breaks_graph
-def vocabulary_sum(function: ElementwiseFunction, options: Mapping[str, float] | None = None, **summand: Any) -> Losses:
+def vocabulary_sum(
+    function: ElementwiseFunction, options: Mapping[str, float] | None = None, **summand: Unpack[SummandOptions]
+) -> Losses:
     """``f(p.log()).sum(-1)`` with ``function`` f: any function of the student's distribution that adds up over ids.
 
         loss = losses.vocabulary_sum(lambda log_p: (2 * log_p).exp())  # sum of p squared, 1 less Tsallis' entropy
 
     ``function(log_p)``, or ``function(log_p, options)``, and ``options`` are as in ``divergence``. The target may be
     None; of a target only ``ignore_index`` is read. ``losses.custom(..., sums=...)`` takes functions of such sums, for
-    example Renyi's entropy. ``summand``: ``SummandOptions``.
+    example Renyi's entropy.
     """
     vocab_sum = sum_of("losses.vocabulary_sum", function, options, False)
     statistics, sums_by_name = ("vocabulary_sum",), {"vocabulary_sum": vocab_sum}

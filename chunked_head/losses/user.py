@@ -41,7 +41,7 @@ def custom(
     tensors: Mapping[str, Tensor] | None = None,  # tensors [vocab], further keyword arguments of the function
     teacher: Teacher | None = None,
     sums: Mapping[str, Any] | None = None,  # functions to sum over the vocabulary, by statistic
-    **summand: Any,
+    **summand_options: Any,
 ) -> Losses:
     """A loss of ``function(stats, batch) -> values``, which returns one unreduced value per ``unit``.
 
@@ -73,7 +73,8 @@ def custom(
     function there may be a pair ``(function, options)``.
 
     ``options`` and ``tensors`` are keyword arguments of the function. ``teacher``: options that turn the logits of a
-    dense teacher into its distribution. ``summand``: ``SummandOptions``. TypeError or ValueError for wrong arguments.
+    dense teacher into its distribution. ``summand_options``: ``SummandOptions``. TypeError or ValueError for wrong
+    arguments.
     """
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
@@ -119,7 +120,7 @@ def custom(
     return make(
         "custom",
         function,
-        {"name": name, **summand},
+        {"name": name, **summand_options},
         options,
         tensors=tensors,
         teacher=teacher,

@@ -198,7 +198,7 @@ def check_pieces(owner: str, measure: Measure, sample: MadeUpTokens) -> tuple[se
     """Returns the set of names of statistics and the set of names of fields that a function reads. ValueError if the
     function does not return one value per unit. With scope "token", ValueError if two pieces of the tokens have other
     values or gradients than all tokens at once."""
-    results_at_once, statistics, read_fields = values_on_sample(owner, measure, sample, ALL_TOKENS)
+    results_at_once, statistic_names, field_names = values_on_sample(owner, measure, sample, ALL_TOKENS)
     pieces = [values_on_sample(owner, measure, sample, piece)[0] for piece in TOKEN_PIECES if measure.scope == "token"]
     for quantity, values in results_at_once.items():
         if pieces and not are_close(values[sample.mask], torch.cat([piece[quantity] for piece in pieces])[sample.mask]):
@@ -208,7 +208,7 @@ def check_pieces(owner: str, measure: Measure, sample: MadeUpTokens) -> tuple[se
                 'function draws random numbers or writes into what it reads. Pass scope="segment" if it needs '
                 "other tokens, or compute what is common to the batch before the call and pass it as a field"
             )
-    return statistics, read_fields
+    return statistic_names, field_names
 
 
 @breaks_graph
@@ -223,14 +223,14 @@ def reads_of(owner: str, summand: Summand, extra_fields: Mapping[str, Field]) ->
     field is optional if the function also runs without it. ValueError where ``check_pieces`` raises."""
 
     def names_read(sample: MadeUpTokens) -> ReadNames:
-        statistics, read_fields = check_pieces(owner, summand, sample)
-        required_fields = set[str]()
-        for name in (*read_fields, "target"):
+        statistic_names, field_names = check_pieces(owner, summand, sample)
+        required_names = set[str]()
+        for name in (*field_names, "target"):
             try:
                 values_on_sample(owner, summand, sample, ALL_TOKENS, left_out_field=name)
             except ValueError:
-                required_fields.add(name)
-        return statistics, required_fields, read_fields - required_fields
+                required_names.add(name)
+        return statistic_names, required_names, field_names - required_names
 
     return shared_result(summand, (summand.scope, summand.unit), extra_fields, names_read)
 
