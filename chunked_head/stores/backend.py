@@ -19,16 +19,14 @@ from .store import LogitsStore, MatmulStore, Store, outputs_of
 
 
 class Backend:
-    """The functions that read and write tensors of a call. Here they are torch operations, which run on every device;
-    ``TritonBackend`` has kernels."""
+    """The functions of a call that compute on tensors. Here they are torch operations, which run on every device; in
+    ``TritonBackend`` they launch kernels."""
 
     name = "torch"
-    recording: Callable[..., Any] | None = (
-        None  # context manager that records the launches of a sweep; None: no kernels
-    )
-    stops_at_device_count = (
-        False  # True: some stores have matmuls that stop at a number of rows that only the device knows
-    )
+    # context manager that records the launches of a sweep; None: no kernels
+    recording: Callable[..., Any] | None = None
+    # True: some stores have matmuls that stop at a number of rows that only the device knows
+    stops_at_device_count = False
     grad_store: type[MatmulStore] = LogitsStore  # the store of recomputed tiles whose matmul writes dlogits
     read_targets = staticmethod(functions.read_targets)
     read_fields = staticmethod(functions.read_fields)
@@ -60,9 +58,9 @@ class Backend:
         return {"in_blocks": True}
 
     def quantised(self, weight: Tensor, direction: Tensor, prints: Tensor | None = None) -> Quantised:
-        """Returns a weight [rows, hidden] rounded to e4m3 by one scale, beside the product of each row and
+        """Returns a weight [rows, hidden] in e4m3 with one scale. Its ``common`` has the product of each row and
         ``direction`` [hidden]. Writes the fingerprints of the rows to ``prints`` [rows] int32."""
-        out = empty_quantised(len(weight), weight.shape[1], weight.device, each_row=False)
+        out = empty_quantised(len(weight), weight.shape[1], weight.device, has_row_scales=False)
         self.quantise_(out, weight, direction, out.common, prints)
         return out
 

@@ -66,8 +66,8 @@ class GradientBuffer:
             )
 
     def result(self) -> Tensor | None:
-        """Returns what backward returns as the weight's gradient: None, since the gradient is in the buffer; for
-        Megatron, whose hooks need a gradient but do not read it, zeros without memory."""
+        """Returns the weight's gradient for autograd: None, since the buffer has the gradient. Megatron's hooks need a
+        tensor but do not read it: for Megatron it returns zeros that take no memory."""
         weight, zeros = self.weight, private("_efficientzerotensor")
         if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
             return None

@@ -1,5 +1,5 @@
-"""The three matrix products of a head by BLAS, into existing buffers. 16-bit operands are summed in fp32: by cuBLAS
-itself (``out_dtype``); on other devices they are cast to fp32, a tile of the vocabulary at a time."""
+"""The three matrix products of a head by BLAS, into existing buffers. They sum products of 16-bit operands in fp32.
+cuBLAS can do so (``out_dtype``); on other devices operands are cast to fp32, a tile of the vocabulary at a time."""
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ def project(
     writes ``hidden @ weight.T`` and returns ``bias``, which the caller has to add.
 
     BLAS sums few rows in another order, so a row's logits would depend on the number of rows. Few rows are therefore
-    padded with rows of zeros. cuBLAS has algorithms for products with a bias that are up to twice as exact. They make
-    fp32 products of fp32 operands without a bias too, by a bias of zeros.
+    padded with rows of zeros. cuBLAS has algorithms for products with a bias that are up to twice as exact. Without a
+    bias, fp32 products of fp32 operands get a bias of zeros, so that cuBLAS uses these algorithms.
     """
     fused_bias = product_bias = None
     least_rows = LEAST_ROWS * torch.get_num_threads()
@@ -84,7 +84,7 @@ def add_dhidden(
     out: Tensor,  # [rows, hidden]
     is_first: bool,
 ) -> None:
-    """Adds ``dlogits @ weight`` to ``out``, or stores it if ``is_first``."""
+    """Adds ``dlogits @ weight`` to ``out``, or overwrites ``out`` if ``is_first``."""
     if summed_by_blas(dlogits, weight, out):
         multiply(dlogits, weight, out, is_first)
         return
@@ -104,7 +104,7 @@ def add_dweight(
     is_first: bool,
     dlogits_divisor: Tensor | None = None,  # [] the number by which ``dlogits`` were divided; None for 1
 ) -> None:
-    """Adds ``dlogits_divisor * dlogits.T @ hidden`` to ``out``, or stores it if ``is_first``."""
+    """Adds ``dlogits_divisor * dlogits.T @ hidden`` to ``out``, or overwrites ``out`` if ``is_first``."""
     if dlogits_divisor is None and summed_by_blas(dlogits, hidden, out):
         multiply(dlogits.t(), hidden, out, is_first)
         return
@@ -142,7 +142,7 @@ def sums_halves(device: torch.device) -> bool:
 
 
 def blas_multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
-    """Adds ``a @ b`` to ``out``, or stores it if ``is_first``."""
+    """Adds ``a @ b`` to ``out``, or overwrites ``out`` if ``is_first``."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if is_first else torch.addmm(out, a, b, out=out)
     elif is_first:
@@ -152,7 +152,7 @@ def blas_multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, is_first: bool) -> None:
-    """Adds ``a @ b`` to ``out``, or stores it if ``is_first``; a sweep's recorder notes the call."""
+    """Adds ``a @ b`` to ``out``, or overwrites ``out`` if ``is_first``; a sweep's recorder notes the call."""
     blas_multiply(a, b, out, is_first)
     if RECORDERS and (active_recorder := recorder()) is not None:
         active_recorder.record_call(multiply, a, b, out, is_first, written_tensors=(out,))
@@ -183,7 +183,7 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def accumulate(out: Tensor, value: Tensor, is_first: bool, factor: Tensor | None = None) -> None:
-    """Adds ``factor * value`` to ``out``, or stores it if ``is_first``. ``factor`` []: None for 1."""
+    """Adds ``factor * value`` to ``out``, or overwrites ``out`` if ``is_first``. ``factor`` []: None for 1."""
     if factor is None:
         out.copy_(value) if is_first else out.add_(value)
     elif is_first:

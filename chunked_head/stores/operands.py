@@ -20,8 +20,8 @@ from .torch_functions import dot_columns, row_blocks
 class Head:
     """A head: the weight, bias, scale s and cap c of logits ``c tanh(s (hidden @ weight.T + bias) / c)``.
 
-    ``logit_scale`` and ``softcap`` are s and c divided by the call's temperature, which divides the logits by it. The
-    temperature of each token is in ``Rows.scale``.
+    ``logit_scale`` and ``softcap`` are s and c, each divided by the call's temperature. The logits are thereby divided
+    by the temperature. Temperatures per token are in ``Rows.scale``.
     """
 
     weight: Tensor  # [vocab, hidden]
@@ -77,7 +77,7 @@ class TeacherHead:
         return replace(self, weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
 
     def rows(self, rows: slice | Tensor) -> "TeacherHead":
-        """Returns the teacher's logits or hidden states of some rows, a slice or a tensor of indices."""
+        """Returns the teacher of some rows of the call. ``rows``: a slice, or a tensor of indices."""
         logits, hidden = (None if tensor is None else tensor[rows] for tensor in (self.logits, self.hidden))
         return replace(self, logits=logits, hidden=hidden)
 
@@ -95,10 +95,9 @@ class TeacherHead:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The set of columns of each row (``kept_ids``). The softmax of a row with a set is over the columns of the set. No
-    matmul makes these logits.
+    """The set of columns of each row (``kept_ids``). The softmax of a row with a set is over the columns of the set.
 
-    A set is a range of the n entries of all rows. An entry is a column, or no column (-1).
+    The sets of all rows have n entries. An entry is a column, or no column (-1). A row's set is a range of entries.
     """
 
     starts: Tensor  # [tokens] int64: index of a row's first entry
@@ -157,13 +156,13 @@ class Rows(NamedTuple):
 
 
 def fp8_logits(out: Tensor, rows: Rows, first_column: int, head: Head, fp8: RoundedHead) -> None:
-    """Writes products of e4m3 operands in fp32, plus the bias, to ``out`` [rows, columns]: the logits from column
-    ``first_column`` on. The targets' logits are products of 16-bit operands."""
-    quantised_hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, each_row=True)
-    quantise_(quantised_hidden, rows.hidden, fp8.direction, quantised_hidden.common)
-    project(quantised_hidden.values.float(), fp8.weight.values, out)
-    assert quantised_hidden.common is not None and fp8.weight.common is not None
-    out.mul_(quantised_hidden.scale[:, None] * fp8.weight.scale).addr_(quantised_hidden.common, fp8.weight.common)
+    """Writes raw logits from column ``first_column`` of the vocabulary on to ``out`` [rows, columns]: products of e4m3
+    operands in fp32, plus the bias. Logits of targets are products of 16-bit operands instead."""
+    hidden = empty_quantised(len(rows.hidden), rows.hidden.shape[1], rows.hidden.device, has_row_scales=True)
+    quantise_(hidden, rows.hidden, fp8.direction, hidden.common)
+    project(hidden.values.float(), fp8.weight.values, out)
+    assert hidden.common is not None and fp8.weight.common is not None
+    out.mul_(hidden.scale[:, None] * fp8.weight.scale).addr_(hidden.common, fp8.weight.common)
     bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
     out += bias
     target_columns = rows.target - first_column
@@ -183,8 +182,8 @@ def mend_heavy(
     target: Tensor,
     transform: Transform,
 ) -> None:
-    """Finds the heavy ids of each row, which ``kernels/statistics/heavy.py`` defines. Replaces their logits in
-    ``logits`` by exact ones, and writes ``ids``, -1 after a row's last, and ``exact_logits``."""
+    """Finds the heavy ids of each row, which ``kernels/statistics/heavy.py`` defines. Writes them to ``ids``, then -1;
+    and their exact logits to ``exact_logits``, then 0, and to ``logits``."""
     ids.fill_(-1)
     exact_logits.zero_()
     for block in row_blocks(logits):

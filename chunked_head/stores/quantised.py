@@ -20,11 +20,11 @@ WORD_MASK = (1 << 32) - 1  # the bits of a 32-bit word
 DIRECTION_ROWS = 16384  # most rows of a weight whose mean gives its direction
 
 
-def empty_quantised(rows: int, columns: int, device: torch.device, each_row: bool) -> Quantised:
+def empty_quantised(rows: int, columns: int, device: torch.device, has_row_scales: bool) -> Quantised:
     """Returns uninitialised memory for a matrix [rows, columns] in e4m3, with a scale per row or one scale."""
     values = empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-    scale, common = (empty(n, dtype=torch.float32, device=device) for n in (rows if each_row else 1, rows))
-    return Quantised(values, scale if each_row else scale[0], common)
+    scale, common = (empty(n, dtype=torch.float32, device=device) for n in (rows if has_row_scales else 1, rows))
+    return Quantised(values, scale if has_row_scales else scale[0], common)
 
 
 class QuantisedWeight:
@@ -100,14 +100,13 @@ def watch_optimizers() -> None:
 
 @breaks_graph
 def outdate(*_: Any) -> None:
-    """Makes all copies invalid, since any optimizer may have changed any weight: it may hold a shard of the weight, or
-    a copy in another dtype."""
+    """Makes all copies invalid. An optimizer's step may have changed any weight, since the optimizer may hold a shard
+    of the weight, or a copy in another dtype."""
     CURRENT.clear()
 
 
 class RoundedHead(NamedTuple):
-    """A head's weight in e4m3, and the direction along which hidden states lose their component before they are
-    rounded."""
+    """A head's weight in e4m3, and the direction whose component is subtracted from hidden states before rounding."""
 
     weight: Quantised
     direction: Tensor  # [hidden] fp32, which ``direction_of`` makes
@@ -143,7 +142,7 @@ def version_of(weight: Tensor) -> int:
 def direction_of(rows: Tensor) -> Tensor:
     """Returns the direction [hidden] fp32 of the mean of a weight's rows, in numbers of bf16; 0 if the mean is 0.
 
-    Hidden states have a large component in common along this direction where logits tell how frequent ids are.
+    If a head has learnt how frequent ids are, hidden states have a large component in common along this direction.
     """
     mean = rows[:: cdiv(max(len(rows), 1), DIRECTION_ROWS)].mean(0, dtype=torch.float32)
     return torch.nn.functional.normalize(mean, dim=0).bfloat16().float()
@@ -157,9 +156,10 @@ def quantise_(
     prints: Tensor | None = None,
     expected: Tensor | None = None,
 ) -> None:
-    """Rounds a matrix to ``out`` and writes vectors, like ``kernels.e4m3.launch.quantise``, by torch operations."""
-    each_row = out is None or out.scale.dim() == 1
-    divisor = matrix.new_empty(()) if each_row else divisor_of(matrix)
+    """Rounds a matrix to e4m3 by torch operations. ``kernels/e4m3/launch.py``, ``quantise``, describes the
+    arguments."""
+    has_row_scales = out is None or out.scale.dim() == 1
+    divisor = matrix.new_empty(()) if has_row_scales else divisor_of(matrix)
     squares = torch.zeros(2, len(matrix), dtype=torch.float32, device=matrix.device)
     for block in slices(len(matrix), cast_rows(matrix.shape[1])):
         exact = matrix[block].float()
@@ -167,7 +167,7 @@ def quantise_(
             torch.mv(exact, direction, out=dots[block])
             if expected is not None:
                 dots[block].masked_fill_(fingerprints(matrix[block]) != expected[block], torch.nan)
-            if out is not None and each_row:
+            if out is not None and has_row_scales:
                 # 8 significant bits, so that the product with the direction is exact
                 dots[block].view(torch.int32).bitwise_and_(-65536)
                 exact = exact - dots[block, None] * direction
@@ -175,7 +175,7 @@ def quantise_(
             prints[block] = fingerprints(matrix[block])
         if out is None:
             continue
-        if each_row:
+        if has_row_scales:
             largest = exact.abs().amax(1)
             out.scale[block] = divisor = (largest / LARGEST_E4M3).clamp(min=LEAST_SCALE) + largest * 0.0
         exact = exact * torch.reciprocal(divisor).unsqueeze(-1)
@@ -184,8 +184,8 @@ def quantise_(
         squares[1, block] = exact.copy_(out.values[block]).square_().sum(1)
     if out is not None:
         # 1 more for both, so that the ratio for a row of zeros is 1
-        exact_squares, rounded_squares = (squares if each_row else squares.sum(1)) + 1.0
-        torch.mul(out.scale if each_row else divisor, (exact_squares / rounded_squares).sqrt_(), out=out.scale)
+        exact_squares, rounded_squares = (squares if has_row_scales else squares.sum(1)) + 1.0
+        torch.mul(out.scale if has_row_scales else divisor, (exact_squares / rounded_squares).sqrt_(), out=out.scale)
 
 
 def fingerprints(matrix: Tensor) -> Tensor:
@@ -197,8 +197,8 @@ def fingerprints(matrix: Tensor) -> Tensor:
 
 
 def divisor_of(weight: Tensor) -> Tensor:
-    """Returns the power of 2 [] by which a weight is divided before it is rounded: the longest of a few rows gets a
-    root mean square of 2 to 4, or less if the weight's largest number would exceed e4m3's."""
+    """Returns the power of 2 [] that divides a weight before it is rounded. The longest of a few rows gets a root mean
+    square of 2 to 4; less if the weight's largest number would else exceed e4m3's."""
     sample = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
     mean_square = sample.square().mean(1).amax().clamp(min=LEAST_SCALE)
     divisor, largest = (0.5 * mean_square.log2()).floor().sub(1.0).exp2(), torch.linalg.vector_norm(weight, math.inf)

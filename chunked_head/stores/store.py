@@ -101,7 +101,7 @@ OwnColumns = tuple[Tensor, Tensor | None, Tensor]
 
 
 def heavy_columns(stats: RowStats) -> OwnColumns | None:
-    """Returns each row's heavy ids, no coefficients, and the exact logits of these ids; None for a call without fp8."""
+    """Returns each row's heavy ids, None for coefficients, and the ids' exact logits; None for a call without fp8."""
     if stats.heavy_ids is None or stats.heavy_logits is None:
         return None
     return stats.heavy_ids, None, stats.heavy_logits
@@ -132,9 +132,8 @@ class Store:
     head: Head
     demand: Demand
     softmaxes: tuple[Names, ...]  # names of the vectors of each softmax, the teacher's last
-    has_target_logits = (
-        False  # True: every rank writes the logits of all targets; False: the rank that has their column
-    )
+    # True: every rank writes the logits of all targets; False: the rank that has their column
+    has_target_logits = False
 
     @classmethod
     def chunk_buffers(cls, sizes: Sizes, rows: int, last: Phase, stores_logits: bool) -> Iterator[Buffer]:
@@ -148,8 +147,8 @@ class Store:
         return iter(())
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Writes ``rows.hidden``, with 0 where a row does not count, and makes the logits [rows, vocab] of a chunk.
-        Writes the statistics that the product yields to ``out``."""
+        """Copies ``rows.source`` to ``rows.hidden``, with 0 where a row does not count, and makes the chunk's logits
+        [rows, vocab]. Writes the statistics that the product yields to ``out``."""
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Writes the statistics of the latest chunk to the vectors [rows] of ``out``. If ranks share the vocabulary,
@@ -162,7 +161,7 @@ class Store:
         """Adds the gradients of the latest chunk to ``grads``."""
 
     def finish(self, grads: Gradients) -> None:
-        """Adds the gradients' terms that are made once for all chunks, to ``grads``."""
+        """Adds terms that are made once for all chunks to ``grads``."""
 
 
 class MatmulStore(Store):
@@ -234,8 +233,8 @@ class MatmulStore(Store):
         """Returns the coefficients divided by a divisor [], and the divisor. The largest gradient of a logit becomes
         about 64, so that dlogits fit fp16.
 
-        The probabilities of a 128K vocabulary are then among fp16's normal numbers, and their logarithms have a factor
-        of 1000 left. The divisor is 1 if a gradient is nan or infinite: the other tokens' gradients stay finite.
+        Probabilities of 1 / 128K are then normal numbers of fp16, and a coefficient's factor, such as log p, may be up
+        to 1000 before a gradient overflows. The divisor is 1 if a gradient is nan or infinite: others stay finite.
         """
         largest_by_vector = [value.abs().view(len(value), -1).amax(1) for value in coefficients.by_name.values()]
         largest_by_row = torch.stack(largest_by_vector).amax(0) * abs(self.head.logit_scale)
@@ -262,7 +261,7 @@ class MatmulStore(Store):
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxOutputs | None) -> Stored:
         """Returns the teacher's logits of some columns: the caller's, or new ones from the teacher's hidden states.
-        ``normalize``: memory that receives the statistics of its softmax; None: no statistics are made."""
+        ``normalize``: memory that receives the statistics of the teacher's softmax; None: no statistics are made."""
         teacher = rows.teacher
         assert teacher is not None
         if teacher.logits is None:
@@ -291,12 +290,9 @@ class MatmulStore(Store):
         counted: CountedRows = ALL_ROWS,
         partial_sums: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Writes the gradient of raw logits to ``dlogits`` and returns it. The logits are those of ``head``, whose
-        weight begins at column ``first_column`` of the vocabulary.
-
-        ``partial_sums``: for each sum over the vocabulary the memory [programs, rows] of its parts, if the gradient's
-        kernel makes the sums too.
-        """
+        """Writes the gradient of raw logits to ``dlogits``, and returns ``dlogits``. ``head``: a slice that begins at
+        column ``first_column`` of the vocabulary. ``partial_sums``: for each sum over the vocabulary the memory
+        [programs, rows] of its parts, if the gradient's kernel makes the sums too."""
         pairing, columns, softmax = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             softmax = self.teacher_softmax(teacher, stats, min(max(pairing.columns - first_column, 0), columns))
@@ -310,13 +306,13 @@ class MatmulStore(Store):
         return dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, is_first: bool) -> None:
-        """Adds ``dlogits @ weight`` to ``out`` [rows, hidden], or stores it if ``is_first``."""
+        """Adds ``dlogits @ weight`` to ``out`` [rows, hidden], or overwrites ``out`` if ``is_first``."""
         add_dhidden(dlogits, weight, out, is_first)
 
     def add_dweight(
         self, dlogits: Tensor, rows: Rows, out: Tensor, is_first: bool, dlogits_divisor: Tensor | None = None
     ) -> None:
-        """Adds ``dlogits_divisor * dlogits.T @ rows.hidden`` to ``out``, or stores it if ``is_first``.
+        """Adds ``dlogits_divisor * dlogits.T @ rows.hidden`` to ``out``, or overwrites ``out`` if ``is_first``.
         ``dlogits_divisor`` []: the number by which ``dlogits`` were divided; None for 1."""
         add_dweight(dlogits, rows.hidden, out, is_first, dlogits_divisor)
 

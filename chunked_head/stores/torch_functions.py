@@ -282,7 +282,7 @@ def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, tr
 
 
 def appended(values: Tensor, last: float) -> Tensor:
-    """Returns [n + 1] the values [n], then ``last``."""
+    """Returns a vector [n + 1]: the values [n], then ``last``."""
     return torch.nn.functional.pad(values, (0, 1), value=last)
 
 
@@ -401,8 +401,8 @@ def transformed(x: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
 
 
 def slope(x: Tensor, transform: Transform) -> Tensor | float:
-    """Returns the derivative of transformed logits ``x`` [rows, columns] with respect to raw logits: [rows, columns],
-    or without a cap [rows, 1] or a float."""
+    """Returns the derivative of transformed logits ``x`` [rows, columns] with respect to raw logits: a tensor [rows,
+    columns]; without a cap, a tensor [rows, 1] or a float."""
     row_scale = 1.0 if transform.row_scale is None else transform.row_scale[:, None]
     factor = row_scale if transform.logit_scale is None else row_scale * transform.logit_scale
     if transform.softcap is None:
@@ -440,10 +440,10 @@ def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor
 
 
 def teacher_logprobs(teacher: TeacherSoftmax, rows: slice, columns: int) -> Tensor:
-    """Returns [rows, columns] the log-probabilities of the teacher's first ``columns`` ids, for a slice of rows."""
+    """Returns the log-probabilities [rows, columns] of the teacher's first ``columns`` ids, for a slice of rows."""
     return logprobs(logits_of(teacher.stored, rows, columns), teacher.lse_base[rows], teacher.neg_log_sum[rows])
 
 
 def logprobs(x: Tensor, lse_base: Tensor, neg_log_sum: Tensor) -> Tensor:
-    """Returns [rows, columns] the log-probabilities of logits ``x`` [rows, columns]."""
+    """Returns the log-probabilities of logits ``x`` [rows, columns]."""
     return (x - lse_base[:, None]).add_(neg_log_sum[:, None])

@@ -9,8 +9,8 @@ It has three stores, each with one buffer that all chunks use. Statistics come f
   gradient. It is for 16-bit operands.
 - ``LogitsStore``: BLAS writes fp32 logits. With 16-bit operands, a 16-bit gradient is written over their bytes.
 
-The schedule "recompute" knows the statistics before it makes gradients. ``GradStore`` then replaces the first two
-stores: its matmul writes dlogits and no logits. Terms of a dense teacher need rows of both models' logits, so there
+When the schedule "recompute" makes gradients, statistics are known. ``GradStore`` then replaces the first two stores:
+its matmul writes dlogits and no logits. With a dense teacher, whose terms need rows of both models' logits,
 ``LogitsStore`` replaces them.
 """
 

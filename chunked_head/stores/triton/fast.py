@@ -22,12 +22,12 @@ from .store import counted_of
 
 
 class FastStore(RelativeStore):
-    """The store of bf16 exponentials E, relative to one logit per row, the row's level.
-    ``kernels/gradients/row_grad.py`` defines the factors per row that turn them into gradients.
+    """The store of bf16 exponentials E, relative to one logit per row, the row's level. Factors per row, which
+    ``kernels/gradients/row_grad.py`` defines, turn E into gradients.
 
     dhidden is ``E @ weight`` times a factor, plus a factor times the target's row of the weight. dweight is ``E.T @
-    (factor * hidden)``; besides, the row of a token's target gets the token's hidden state times a factor. The second
-    terms are added after the last chunk, for all tokens sorted by target, with a correction for their rounding.
+    (factor * hidden)``, plus, in the row of each token's target, the token's hidden state times a factor. Targets'
+    terms of dweight are added after the last chunk, sorted by target, with a correction for the rounding of E.
     """
 
     name = "fast"
@@ -72,19 +72,10 @@ class FastStore(RelativeStore):
         terms = terms_of(self.demand, rows.target, stats, coefficients)
         # scales the chunk's hidden states in place, which only the weight's gradient reads afterwards
         gradients.level_rows(
-            exponentials,
-            row_factors,
-            None if grads.weight is None or self.rounded is not None else rows.hidden,
-            self.stored_strips,
-            self.gpu.strip_width(relative=False),
-            self.level,
-            stats.logprob,
-            terms,
-            transform(self.head, rows.scale),
-            counted_of(rows),
-            occurrences,
-            self.rounded is not None,
-        )
+            exponentials, row_factors, None if grads.weight is None or self.rounded is not None else rows.hidden,
+            self.stored_strips, self.gpu.strip_width(relative=False), self.level, stats.logprob, terms,
+            transform(self.head, rows.scale), counted_of(rows), occurrences, self.rounded is not None,
+        )  # fmt: skip
         if self.rounded is not None:
             self.add_rounded(self.rounded, rows, stats, grads)
             return

@@ -26,15 +26,14 @@ from .store import FrequentRows, HalfStore, counted_of, sums_frequent
 
 
 class RelativeStore(HalfStore):
-    """The store of fp16 logits relative to the maximum of each strip of columns. One pass turns them into any gradient.
-    ``FastStore`` is a subclass, and keeps exponentials."""
+    """The store of fp16 logits relative to the maximum of each strip of columns. One pass turns the logits into any
+    gradient. The subclass ``FastStore`` keeps exponentials instead."""
 
     name = "relative"
     description = "logits relative to strips of columns"
     partial_sums: Tensor | None = None  # parts of the sums over the vocabulary that are made along with the gradient
-    finished_parts: Tensor | None = (
-        None  # [multiprocessors] int32: number of finished parts of each cut tile of dhidden
-    )
+    # [multiprocessors] int32: for each tile of dhidden whose sum is cut into parts, the number of finished parts
+    finished_parts: Tensor | None = None
     level: Tensor | None = None  # [rows] the logit that stored exponentials are relative to; None: logits are stored
     frequent: FrequentRows | None = None  # rows of the weight's gradient that add up in float32
 
@@ -99,17 +98,9 @@ class RelativeStore(HalfStore):
         tile_logit = None if head.fp8 is not None else self.tile_logit[:row_count]
         assert rows.source is not None
         statistics.clean_rows(
-            rows.hidden,
-            rows.source,
-            rows.target,
-            rows.order,
-            out.target_logit,
-            head.weight,
-            head.bias,
-            logit_transform,
-            self.finished_parts,
-            tile_logit,
-        )
+            rows.hidden, rows.source, rows.target, rows.order, out.target_logit, head.weight, head.bias,
+            logit_transform, self.finished_parts, tile_logit,
+        )  # fmt: skip
         if self.has_target_logits and head.add_targets is not None:
             head.add_targets(out.target_logit)  # adds the logits of targets on other ranks
         self.stored_strips = strips = self.strips.of_rows(row_count)
@@ -123,18 +114,10 @@ class RelativeStore(HalfStore):
                 stored_logits = stored_logits.view(self.sizes.dtype)
             self.stored = Stored(stored_logits, strips.offset)
         statistics.exp_logits(
-            stored_logits,
-            strips,
-            *self.operands(rows, head, True),
-            head.bias,
-            head.class_weights,
-            None if self.level is None else out.target_logit,
-            logit_transform,
-            self.tile,
-            *self.ratios_and_columns,
-            counted_of(rows),
-            *((None, None) if head.fp8 is None else (rows.target, out.target_logit)),
-        )
+            stored_logits, strips, *self.operands(rows, head, True), head.bias, head.class_weights,
+            None if self.level is None else out.target_logit, logit_transform, self.tile, *self.ratios_and_columns,
+            counted_of(rows), *((None, None) if head.fp8 is None else (rows.target, out.target_logit)),
+        )  # fmt: skip
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Merges the statistics of strips into statistics of rows. Before, with e4m3 operands, it replaces the logits
@@ -142,21 +125,10 @@ class RelativeStore(HalfStore):
         head = self.head
         if out.heavy_ids is not None and out.heavy_logits is not None:
             statistics.mend_heavy(
-                out.heavy_ids,
-                out.heavy_logits,
-                self.stored.logits,
-                self.stored_strips,
-                rows.hidden,
-                head.weight,
-                head.bias,
-                head.class_weights,
-                rows.target,
-                out.target_logit,
-                transform(head, rows.scale),
-                self.gpu.strip_width(relative=self.level is None),
-                *self.ratios_and_columns,
-                counted_of(rows),
-            )
+                out.heavy_ids, out.heavy_logits, self.stored.logits, self.stored_strips, rows.hidden, head.weight,
+                head.bias, head.class_weights, rows.target, out.target_logit, transform(head, rows.scale),
+                self.gpu.strip_width(relative=self.level is None), *self.ratios_and_columns, counted_of(rows),
+            )  # fmt: skip
         target_vectors = out.target_logit, None if head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
             outputs, view = outputs_of(out.by_name, self.softmaxes[i]), (columns or self.vocab, ratio_of(ratio), i)
@@ -172,17 +144,9 @@ class RelativeStore(HalfStore):
         buffer, logit_transform = self.teacher_buffer[:row_count, columns], transform(teacher, rows.scale)
         strips = self.teacher_strips.of_rows(row_count)
         statistics.exp_logits(
-            buffer,
-            strips,
-            teacher.hidden,
-            teacher.weight,
-            teacher.bias,
-            None,
-            None,
-            logit_transform,
-            self.teacher_tile,
-            counted=counted_of(rows),
-        )
+            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, logit_transform,
+            self.teacher_tile, counted=counted_of(rows),
+        )  # fmt: skip
         statistics.merge_strips(normalize, None, strips, None, None, None, columns.stop)
         return Stored(buffer, strips.offset)
 
@@ -200,17 +164,9 @@ class RelativeStore(HalfStore):
             self.teacher_stored = self.teacher_logits(block_rows, slice(self.sizes.teacher_columns), outputs)
             assert self.partial_sums is not None
             self.differentiate_(
-                dlogits[block],
-                stored.narrow(block),
-                head,
-                0,
-                block_rows,
-                block_stats,
-                coefficients.narrow(block),
-                self.teacher_stored,
-                self.gradient_rows(block_rows),
-                self.partial_sums[:, :, block].unbind(),
-            )
+                dlogits[block], stored.narrow(block), head, 0, block_rows, block_stats, coefficients.narrow(block),
+                self.teacher_stored, self.gradient_rows(block_rows), self.partial_sums[:, :, block].unbind(),
+            )  # fmt: skip
         if self.partial_sums is not None:
             for i, partial_sum in enumerate(self.partial_sums.unbind()):
                 torch.sum(partial_sum[:, : len(dlogits)], 0, out=stats.by_name[f"sum{i}"])
@@ -255,23 +211,15 @@ class RelativeStore(HalfStore):
         is_first: bool,
         factors: products.RowFactors = products.NO_FACTORS,
     ) -> None:
-        """Adds ``softmax * (dlogits @ weight) + at_target * weight[target]`` to ``out``, or stores it if ``is_first``.
-        ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
+        """Adds ``softmax * (dlogits @ weight) + at_target * weight[target]`` to ``out``, or overwrites ``out`` if
+        ``is_first``. ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
         if self.sizes.own_dhidden:
             most_units = self.dhidden_parts.numel() // self.gpu.product.elements
             split = self.sizes.dhidden_split(rows.target.shape[0], most_units)
             products.dhidden(
-                out,
-                dlogits,
-                weight,
-                self.gpu.product,
-                factors,
-                counted_of(rows),
-                False,
-                split,
-                self.dhidden_parts,
+                out, dlogits, weight, self.gpu.product, factors, counted_of(rows), False, split, self.dhidden_parts,
                 self.finished_parts,
-            )
+            )  # fmt: skip
         elif factors.target is None:
             super().add_dhidden(dlogits, rows, weight, out, is_first)
         else:
@@ -281,8 +229,8 @@ class RelativeStore(HalfStore):
 
 
 def dhidden_part_elements(sizes: Sizes, rows: int) -> int:
-    """Returns the number of fp32 elements of the parts of dhidden's cut tiles; or, if BLAS multiplies exponentials, of
-    the product [rows, hidden]."""
+    """Returns the number of fp32 elements of dhidden's scratch memory: parts of the sums of its tiles; or, if BLAS
+    multiplies exponentials, the product [rows, hidden]."""
     if sizes.gpu is None or not sizes.hidden_grad:
         return 0
     if sizes.store.name == "fast" and (sizes.e4m3_gradients or not sizes.own_dhidden):

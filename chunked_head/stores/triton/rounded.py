@@ -25,9 +25,10 @@ E4M3 = torch.float8_e4m3fn
 class RoundedGradients:
     """Gradients of hidden states and weight, with memory for the e4m3 operands of a chunk.
 
-    The dense part of dhidden is a product of a chunk's exponentials and the transposed weight; that of dweight is a
-    product of the transposed exponentials and hidden states. The sparse part has the gradients of a row's target and
-    heavy ids. It is added to dhidden with each chunk, and to dweight after the last chunk.
+    The dense part of dhidden is a product of a chunk's exponentials and the transposed weight; the dense part of
+    dweight is a product of the transposed exponentials and hidden states. The sparse part has the gradients of the
+    logits of a row's target and heavy ids. Its terms are added to dhidden with each chunk, and to dweight after the
+    last chunk.
     """
 
     @staticmethod
@@ -83,25 +84,10 @@ class RoundedGradients:
             hidden, mean = rows.hidden, self.hidden_mean
             e4m3.mean_of_rows(mean, hidden, rows.target)
         e4m3.split_sparse(
-            exp,
-            self.sparse_ids[rows.tokens],
-            self.sparse_dlogits[rows.tokens],
-            self.divisor,
-            self.hidden_factor,
-            self.row_max,
-            hidden,
-            mean,
-            stats.heavy_ids,
-            stats.heavy_logits,
-            strips,
-            strip_width,
-            level,
-            rows.target,
-            stats.target_logit,
-            factors,
-            fp8.weight.scale,
-            counted,
-        )
+            exp, self.sparse_ids[rows.tokens], self.sparse_dlogits[rows.tokens], self.divisor, self.hidden_factor,
+            self.row_max, hidden, mean, stats.heavy_ids, stats.heavy_logits, strips, strip_width, level, rows.target,
+            stats.target_logit, factors, fp8.weight.scale, counted,
+        )  # fmt: skip
         padded_rows, out, transposed, block_sums = padded_e4m3(row_count), None, None, None
         if self.sizes.hidden_grad:
             out = self.exp[:row_count]

@@ -27,7 +27,7 @@ MOST_FREQUENT = 512
 
 
 def counted_of(rows: Rows) -> CountedRows:
-    """Returns the number of rows that count and the chunk's first row, from which kernels see which rows to skip."""
+    """Returns the call's number of rows that count, and the chunk's first row. Kernels skip all other rows."""
     return CountedRows(rows.counted, rows.tokens.start)
 
 
@@ -43,11 +43,10 @@ def is_aligned(out: Tensor) -> bool:
 
 
 class FrequentRows:
-    """Rows of the weight's gradient, summed over chunks in float32, for frequent ids: those that many tokens have as
-    their target.
+    """Rows of the weight's gradient of frequent ids, the targets of many tokens, summed over chunks in float32.
 
     The terms of a frequent id nearly cancel. A 16-bit sum rounds the remainder twice in every chunk, since cuBLAS
-    rounds a product before it adds it. On Zipf-distributed ids the error was 2.3e-3 with two chunks, 1.7e-3 with one.
+    rounds a product before the addition. On Zipf-distributed ids the error was 2.3e-3 with two chunks, 1.7e-3 with one.
     """
 
     def __init__(self, targets: Tensor, sizes: Sizes, rows: int):
@@ -79,7 +78,8 @@ class FrequentRows:
 
 
 def frequent_step(tokens: int) -> int:
-    """Returns the least number of tokens of a frequent id, with which at most ``MOST_FREQUENT`` ids are frequent."""
+    """Returns the least number of tokens of a frequent id, chosen so that at most ``MOST_FREQUENT`` ids are
+    frequent."""
     return max(FREQUENT_TOKENS, cdiv(tokens, MOST_FREQUENT))
 
 
@@ -107,7 +107,7 @@ class HalfStore(MatmulStore):
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
         if self.sizes.fp8:
-            self.e4m3_hidden = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, each_row=True)
+            self.e4m3_hidden = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, has_row_scales=True)
 
     def operands(self, rows: Rows, head: Head, is_new: bool) -> tuple[Matrix, Matrix]:
         """Returns the operands of the product that makes the logits. ``is_new``: False if the latest call had the same
@@ -144,31 +144,17 @@ class GradStore(HalfStore):
         terms = terms_of(self.demand, rows.target, stats, coefficients, tile.start, columns)
         logit_transform = transform(head, rows.scale)
         gradients.grad_logits(
-            dlogits,
-            *self.operands(rows, head, tile.start == 0),
-            head.bias,
-            head.class_weights,
-            terms,
-            logit_transform,
-            self.gpu.logits,
-            counted_of(rows),
-        )
+            dlogits, *self.operands(rows, head, tile.start == 0), head.bias, head.class_weights, terms,
+            logit_transform, self.gpu.logits, counted_of(rows),
+        )  # fmt: skip
         target_columns = rows.target[:, None], None, terms.target_logit[:, None]
         for exact_columns in (target_columns, heavy_columns(stats), own_columns(rows, stats, coefficients)):
             if exact_columns is not None:
                 ids, entry_coefficients, exact_logits = exact_columns
                 gradients.row_grad(
-                    dlogits,
-                    Stored(exact_logits, None),
-                    head.class_weights,
-                    terms,
-                    None,
-                    (),
-                    None,
-                    tile.start,
-                    logit_transform,
-                    entries=(ids, entry_coefficients, None, None),
-                )
+                    dlogits, Stored(exact_logits, None), head.class_weights, terms, None, (), None, tile.start,
+                    logit_transform, entries=(ids, entry_coefficients, None, None),
+                )  # fmt: skip
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, is_first: bool) -> None:
