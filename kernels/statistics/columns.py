@@ -42,8 +42,7 @@ def clean_rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes BLOCK_ROWS clean rows of hidden states and the logits of their targets. The first program also writes
-    zeros."""
+    """Writes BLOCK_ROWS rows of hidden states and the logits of their targets. The first program also writes zeros."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
     row = offs_row.to(tl.int64)

@@ -16,8 +16,8 @@ No rounding error grows with the size of a logit itself. The target's term of a 
 logit. ``merge.py`` and ``level_rows_kernel`` replace the term by one of the exact logit, so that loss and gradient read
 the same logit.
 
-Operands may be e4m3, with a scale for each row of hidden states and one scale for the weight. Here the target's exact
-logit then replaces the accumulator's; later (``heavy.py``) exact logits of other probable ids replace theirs.
+Operands may be e4m3, with a scale for each row of hidden states and one scale for the weight. Exact logits then replace
+the accumulator's: of the target here, of other probable ids later (``heavy.py``).
 
 ``exp_logits`` is the body of kernels that are generated for the statistics beside each softmax (``lists.py``).
 """

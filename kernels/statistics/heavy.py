@@ -6,8 +6,8 @@ from e4m3 operands ``x_e4m3`` nearly does:
     x > lse + t log 2,  x_e4m3 > lse + (t - MARGIN_LOG2) log 2
 
 ``lse`` is the log-sum-exp, over this rank's columns, of logits from e4m3 operands with the target's exact logit. ``t``
-is the first of LEAST_HEAVY_LOG2, 1 more and 2 more at which at most HEAVY ids pass the second test. At 2 more always so
-few pass, since probabilities sum to 1. A row's heavy ids depend on no other row.
+is LEAST_HEAVY_LOG2 if at most HEAVY ids pass the second test with it; else 1 more if at most HEAVY ids pass with that;
+else 2 more, where HEAVY = 2^-t bounds the number of heavy ids. A row's heavy ids depend on no other row.
 
 ``mend_heavy`` opens the strips of columns in which an id can be heavy and lists the row's heavy ids in ascending order.
 In what ``exp_logits`` has stored, it mends the ids' exponentials or relative logits and the statistics of their strips.

@@ -203,7 +203,7 @@ def merge_strips(
     ratio: float | None = None,
     view: int = 0,  # index of the softmax
 ) -> None:
-    """Merges the statistics of strips, of one softmax, into ``out``."""
+    """Merges the statistics of all strips into ``out``, for one softmax."""
     strip_count, rows = strips.offset.shape
     strip_tensors = [tensor for outputs in strips.statistics[view] for tensor in outputs.tensors]
     kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
