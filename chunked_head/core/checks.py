@@ -313,13 +313,13 @@ def answer_names(module: str, hints: Mapping[str, str]) -> None:
     ``hints``: by remedy, names of other libraries, separated by spaces, in small letters without ``_``."""
     package, remedies = sys.modules[module], {name: remedy for remedy, names in hints.items() for name in names.split()}
 
-    def missing(name: str) -> NoReturn:
+    def raise_for(name: str) -> NoReturn:
         remedy = remedies.get(name.lower().replace("_", ""))
         hint = f"; that is {remedy}" if remedy else "" if name.startswith("__") else nearest(name, package.__all__)
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
     # through vars, since type checkers that saw a __getattr__ would accept every name
-    vars(package)["__getattr__"] = missing
+    vars(package)["__getattr__"] = raise_for
 
 
 def remedy_for(unknown: Any, options: Collection[str]) -> str:
@@ -328,15 +328,15 @@ def remedy_for(unknown: Any, options: Collection[str]) -> str:
     return f"; {remedy}" if required_option in options else nearest(unknown, options)
 
 
-def refuse_unknown(module: str, kind: str, options: Iterable[str], common: Iterable[str]) -> None:
-    """Raises TypeError for an option that the factory ``chunked_head.<module>.<kind>`` does not take. ``common``:
+def refuse_unknown(module: str, factory: str, options: Iterable[str], common: Iterable[str]) -> None:
+    """Raises TypeError for an option that the factory ``chunked_head.<module>.<factory>`` does not take. ``common``:
     options that every factory takes."""
     unknown = sorted(set(options) - set(common))
     if unknown:
-        parameters = inspect.signature(getattr(sys.modules[f"{PACKAGE}.{module}"], kind)).parameters.values()
+        parameters = inspect.signature(getattr(sys.modules[f"{PACKAGE}.{module}"], factory)).parameters.values()
         names = dict.fromkeys([*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *common])
         hint = remedy_for(unknown[0], names)
-        raise TypeError(f"{module}.{kind} has no option {unknown[0]!r}{hint}; its options are {', '.join(names)}")
+        raise TypeError(f"{module}.{factory} has no option {unknown[0]!r}{hint}; its options are {', '.join(names)}")
 
 
 def in_a_line(error: BaseException) -> str:
@@ -344,10 +344,10 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def mismatch(cached: str, made_for: Any, used_for: Any) -> RuntimeError:
+def mismatch(cached_name: str, made_for: Any, used_for: Any) -> RuntimeError:
     """Returns the error for a cached object that a call of another kind has made: two kinds of calls share a key."""
     return RuntimeError(
-        f"{cached} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
+        f"{cached_name} was made for {made_for} and is used for {used_for}: two kinds of calls share a key, which is a "
         "mistake in chunked_head and none of yours; please report it with the losses, metrics and options of the "
         "calls before"
     )

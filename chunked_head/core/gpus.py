@@ -128,12 +128,13 @@ def run_as(name: str) -> Gpu:
     if not INTERPRETED:
         return gpu
 
-    def small(tile: Tile, m: int = 32, k: int = 64) -> Tile:
+    def shrink(tile: Tile, m: int = 32, k: int = 64) -> Tile:
         return tile._replace(block_m=m, block_n=64, block_k=k, per_multiprocessor=1)
 
     return gpu._replace(
         name="interpreter" if gpu.name == "sm_90" else gpu.name, multiprocessors=4,
-        logits=small(gpu.logits), product=small(gpu.product, k=32), few_rows=gpu.few_rows and small(gpu.few_rows, m=16),
+        logits=shrink(gpu.logits), product=shrink(gpu.product, k=32),
+        few_rows=gpu.few_rows and shrink(gpu.few_rows, m=16),
         own_dweight_rows=(16, 64) if gpu.own_dweight_rows[1] > 0 else gpu.own_dweight_rows,
     )  # fmt: skip
 
@@ -177,15 +178,15 @@ def multiprocessors_of(device: torch.device) -> int:
 def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> int:
     """The number of programs of a persistent matmul with a result [rows, columns]: the number that the GPU runs at a
     time, or the number of the result's tiles if that is smaller."""
-    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
-    return min(tile.per_multiprocessor * multiprocessors_of(device), tiles)
+    num_tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
+    return min(tile.per_multiprocessor * multiprocessors_of(device), num_tiles)
 
 
 class DhiddenSplit(NamedTuple):
-    """How dhidden's product cuts the tiles of its last turn into parts over the vocabulary."""
+    """How dhidden's product cuts the tiles of the last turn into parts over the vocabulary."""
 
     pieces: int = 1  # number of parts of each tile
-    units: int = 0  # number of parts of all tiles, for whose partial sums memory is needed
+    units: int = 0  # number of parts of all cut tiles, whose partial sums need memory
 
 
 UNCUT = DhiddenSplit()
@@ -210,13 +211,13 @@ def dhidden_split(
 
 
 def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, max_units: int) -> DhiddenSplit:
-    """``dhidden_split``, computed anew."""
-    last_tiles = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
+    """Computes ``dhidden_split``."""
+    num_last_tiles = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
     best_split, min_turns = UNCUT, float("inf")
-    for pieces in range(1, MAX_PIECES + 1):
-        if pieces > 1 and (last_tiles * pieces > max_units or pieces * MIN_STEPS * tile.block_k > vocab):
+    for num_parts in range(1, MAX_PIECES + 1):
+        if num_parts > 1 and (num_last_tiles * num_parts > max_units or num_parts * MIN_STEPS * tile.block_k > vocab):
             break
-        turns = cdiv(last_tiles * pieces, multiprocessors) / pieces + 0.005 * pieces
+        turns = cdiv(num_last_tiles * num_parts, multiprocessors) / num_parts + 0.005 * num_parts
         if turns < min_turns:
-            best_split, min_turns = DhiddenSplit(pieces, last_tiles * pieces if pieces > 1 else 0), turns
+            best_split, min_turns = DhiddenSplit(num_parts, num_last_tiles * num_parts if num_parts > 1 else 0), turns
     return best_split

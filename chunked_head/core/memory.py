@@ -59,9 +59,10 @@ class Cache(Generic[Key, Value]):
                 entry[0] = value
             entry[1] = next(self._clock)
             if len(entries) > self.capacity:
-                oldest = [key for key, _ in sorted(entries.items(), key=lambda item: item[1][1])]
                 # removes some more at a time, since finding the oldest sorts all entries
-                removed += [entries.pop(key) for key in oldest[: len(entries) - self.capacity + self.capacity // 64]]
+                count = len(entries) - self.capacity + self.capacity // 64
+                oldest = sorted(entries.items(), key=lambda item: item[1][1])[:count]
+                removed += [entries.pop(key) for key, _ in oldest]
         return entry
 
     def clear(self) -> None:

@@ -57,8 +57,8 @@ def nan_filter() -> Any:
 
 
 def anomalies_at(mask: Tensor | None) -> AbstractContextManager[Any]:
-    """A context in which autograd's anomaly mode checks only rows of gradients where ``mask`` [rows] is true; no row if
-    it is None. A nan in another row is replaced by 0 later."""
+    """A context in which autograd's anomaly mode checks only rows of gradients where ``mask`` [rows] is true; None:
+    no row. A nan in another row is replaced by 0 later."""
     checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     return nan_filter()(mask) if checks_nan and nan_filter() is not None else nullcontext()
 
@@ -67,10 +67,10 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
     """Calls ``function()`` in a new thread, without this thread's hooks and switched-off dispatch keys, and returns the
     result. The new thread has this thread's stream, grad mode and inference mode."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def with_modes() -> Result:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.cuda.stream(stream):
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad), torch.cuda.stream(stream):
             return function()
 
     with ThreadPoolExecutor(1) as pool:

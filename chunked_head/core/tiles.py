@@ -38,12 +38,13 @@ LEAST_HEAVY_LOG2, MARGIN_LOG2, HEAVY = -8.0, 0.25, 64
 class Quantised(NamedTuple):
     """A matrix in e4m3, one byte per number: ``values * scale`` is the matrix, rounded.
 
-    From rows of hidden states, a multiple of one direction [columns] was subtracted before: ``common`` has the factors.
+    From each row of hidden states a multiple of one direction [columns] was subtracted before: ``common`` has the
+    multiples.
     """
 
     values: torch.Tensor  # [rows, columns] float8_e4m3fn, contiguous
     scale: torch.Tensor  # [rows] fp32, or [] for all rows; nan if an element of the row, or of all rows, is not finite
-    common: torch.Tensor | None = None  # [rows] fp32 factors of the direction; None: nothing was subtracted
+    common: torch.Tensor | None = None  # [rows] fp32 multiples of the direction; None: nothing was subtracted
 
 
 Matrix = torch.Tensor | Quantised  # an operand of the logits' products

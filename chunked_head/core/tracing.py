@@ -76,12 +76,12 @@ class Writer:
     shape = "(BLOCK,)"  # source of the shape that values have in the kernel
     overrides: ClassVar[dict[str, str]] = {}  # by operation: an expression in place of the one in ARITHMETIC
 
-    def __init__(self, traced: fx.GraphModule):
+    def __init__(self, trace: fx.GraphModule):
         self.lines: list[str] = []  # of the source
         self.names: dict[str, str] = {}  # by expression: name of the variable that holds it
         self.values: dict[fx.Node, str] = {}  # by node: name of the variable that holds its value
-        self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
-        (output_node,) = traced.graph.find_nodes(op="output")
+        self.inputs = {node: i for i, node in enumerate(trace.graph.find_nodes(op="placeholder"))}
+        (output_node,) = trace.graph.find_nodes(op="output")
         outputs: Any = output_node.args[0]
         self.outputs: list[fx.Node] = list(outputs)
 
@@ -111,11 +111,11 @@ class Writer:
             operation = operation.removesuffix("_")  # older torch has such operations in the gradient of a minimum
         if node.meta["val"].dim() > 1 or dtype not in TRITON_DTYPES:
             raise NoKernelError(str(node))
-        tensors = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        operand_nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
         if operation == "select" and node.args[0] in self.inputs:
             return self.select(*node.args)  # type: ignore[arg-type]
         if operation in SAME_NUMBERS:
-            return self.cast(tensors[0], dtype)
+            return self.cast(operand_nodes[0], dtype)
         if operation in FILL_VALUES:
             return self.constant(FILL_VALUES[operation], dtype)
         if operation in FILL_ARGUMENTS:
@@ -144,7 +144,7 @@ class Writer:
             return self.computed((ARITHMETIC | self.overrides)[operation], node.args, dtype)
         if operation in COMPARISONS:
             has_floats = any(isinstance(arg, float) for arg in node.args)
-            has_floats = has_floats or any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors)
+            has_floats = has_floats or any(node_read.meta["val"].dtype == torch.float32 for node_read in operand_nodes)
             return self.computed(COMPARISONS[operation], node.args, torch.float32 if has_floats else torch.int64)
         if operation in LOGICAL:
             return self.computed(LOGICAL[operation], node.args, torch.bool)

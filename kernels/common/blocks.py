@@ -63,8 +63,8 @@ def load_rows(matrix, row_start, column_start, ROWS: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def dot(a, b, acc):
-    """Returns ``acc + a @ b`` fp32. Under the interpreter, whose product of bf16 operands is wrong, operands are cast
-    to fp32 first."""
+    """Returns ``acc + a @ b`` fp32. The interpreter multiplies bf16 operands wrongly, so that operands are cast to fp32
+    there."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc)
@@ -95,8 +95,9 @@ def descaled(
     columns,
 ):
     """Returns logits from the product of e4m3 operands: multiplies by the scales of hidden states and weight, and adds
-    the outer product of ``hidden_common`` and ``weight_common``. This is the logits' share of the direction that was
-    subtracted from hidden states (``Quantised``). A pointer of None leaves out the scales, or the outer product."""
+    the outer product of ``hidden_common`` and ``weight_common``. The outer product is the logits' share of the
+    direction that was subtracted from hidden states (``Quantised``). A pointer of None leaves out the scales, or the
+    outer product."""
     if hidden_scale_ptr is not None:
         scale = tl.load(hidden_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(weight_scale_ptr)
         product = product * scale[:, None]
@@ -143,8 +144,9 @@ def store_tile(matrix, row_start, column_start, tile):
 
 @triton.jit
 def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns the indices of the row of tiles and of the column of tiles that tile number ``tile`` is in. Numbers run
-    down the rows within a group of GROUP_M rows of tiles, so that concurrent tiles read the same columns from L2."""
+    """Returns a tile's index among the rows of tiles, and its index among the columns of tiles. ``tile``: number of the
+    tile. Numbers run down the rows within a group of GROUP_M rows of tiles, so that concurrent tiles read the same
+    columns from L2."""
     group = tile // (GROUP_M * tiles_n)
     group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
     tile_in_group = tile % (GROUP_M * tiles_n)

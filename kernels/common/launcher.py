@@ -37,11 +37,11 @@ LAUNCH_HOOKS = [  # two lists: functions that Triton calls before, and after, ea
 
 
 def specialization(parameter: Any) -> str:
-    """The Python source of what Triton specialises a kernel for of one argument. The launch function evaluates the
-    source as a part of the key of compiled kernels.
+    """The Python source of an argument's property for which Triton specialises a kernel. The launch function evaluates
+    the source as a part of the key of compiled kernels.
 
-    For a constant this is its value; for a descriptor its dtype and block; for a pointer its dtype, and whether the
-    address is a multiple of 16 bytes; for an integer whether it is 1, a multiple of 16, and within 32 bits; for any
+    The property of a constant is its value; of a descriptor its dtype and block; of a pointer its dtype, and whether
+    the address is a multiple of 16 bytes; of an integer whether it is 1, a multiple of 16, and within 32 bits; of any
     other argument its type.
     """
     name = parameter.name
@@ -61,8 +61,8 @@ def specialization(parameter: Any) -> str:
 
 
 def c_argument(parameter: Any) -> str:
-    """The Python source of what the C function gets for one argument of a kernel: for a tensor its address, for a
-    descriptor its fields. This source reads variables that the source of ``specialization`` sets before.
+    """The Python source of the C function's argument for a kernel's argument: the address of a tensor, the fields of a
+    descriptor. The source reads variables that the source of ``specialization`` sets before.
     """
     name = parameter.name
     if parameter.is_constexpr:
@@ -148,15 +148,15 @@ def c_function(kernel: Any, num_arguments: int) -> tuple[Callable[..., None], tu
     function = getattr(run, "launch", None)
     if inspect.isfunction(function):  # a Python function for descriptors, which calls the C function
         function = inspect.getclosurevars(function).nonlocals.get("launcher")
-    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if not inspect.isbuiltin(function) or scratch != [0, 0]:
+    scratch_sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if not inspect.isbuiltin(function) or scratch_sizes != [0, 0]:
         return None
-    calls: list[tuple] = []
+    observed_calls: list[tuple] = []
     observed_run = copy.copy(run)
     grid_and_stream, arguments = [tuple([object() for _ in range(count)]) for count in (4, num_arguments)]
-    observed_run.launch = lambda *c_arguments: calls.append(c_arguments)
+    observed_run.launch = lambda *c_arguments: observed_calls.append(c_arguments)
     observed_run(*grid_and_stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
-    (c_arguments,) = calls
+    (c_arguments,) = observed_calls
     is_unpacked = c_arguments[-num_arguments:] == arguments
     is_expected = c_arguments[:4] == grid_and_stream and (is_unpacked or c_arguments[-1] == arguments)
     return (function, c_arguments[4 : -num_arguments if is_unpacked else -1], is_unpacked) if is_expected else None
@@ -205,7 +205,7 @@ class Launcher:
         source = LAUNCH_SOURCE.format(
             arguments=", ".join(arguments), constants=", ".join([*constants, ""]),
             named="".join(f"{name}={name}, " for name in constants),
-            descriptors=", ".join(f"of_{arguments[i]}" for i in self.descriptors),
+            descriptors=", ".join(f"of_{arguments[i]}" for i in self.descriptor_indices),
             specializations=", ".join(map(specialization, parameters)),
             c_arguments=", ".join(map(c_argument, parameters)),
         )  # fmt: skip
@@ -218,7 +218,7 @@ class Launcher:
         return scope["launch"]
 
     @functools.cached_property
-    def descriptors(self) -> list[int]:
+    def descriptor_indices(self) -> list[int]:
         """Indices of the arguments that may be descriptors."""
         return [i for i, name in enumerate(self.kernel.arg_names) if name.endswith("_desc")]
 
@@ -244,12 +244,12 @@ class Launcher:
             active_recorder.is_refused = True
 
     def keep(self, key: tuple, compiled: Any) -> None:
-        self.compiled_by_key[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
+        self.compiled_by_key[key] = Compiled(compiled, len(self.kernel.params), self.descriptor_indices)
 
 
 # names of arguments for which kernels are not specialised: sizes that depend on the number of tokens or on the call
 PER_CALL = (
-    "entries", "first_row", "ids_per_token", "line_length", "most_parts", "numel", "picked",
+    "entries", "first_row", "ids_per_token", "line_length", "most_parts", "num_picked", "numel",
     "pieces", "programs", "rows", "second_numel", "step", "steps", "tokens", "units",
     *[f"vector_index{i}" for i in range(32)],
 )  # fmt: skip

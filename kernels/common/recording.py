@@ -5,9 +5,9 @@ addresses differ. A ``Recorder`` observes one sweep. A tensor of the sweep is an
 argument of a step that is a tensor has a place: the tensor of the sweep that contains the argument, and an offset in
 bytes. A ``Recording`` allocates such tensors again, computes the addresses, and runs the steps.
 
-``Recorder.end`` returns None if a sweep cannot be recorded: a step's argument lies in no tensor of the sweep, as the
-results of torch's operators do; inputs share memory; or an operator outside of the steps has written to a tensor of the
-sweep, as the tensor's version shows.
+``Recorder.end`` returns None if a sweep cannot be recorded: a step's argument lies in no tensor of the sweep, but in
+the result of a torch operator; inputs share memory; or an operator outside of the steps has written to a tensor of the
+sweep, which the tensor's version shows.
 """
 
 import functools
@@ -62,18 +62,18 @@ def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
     return (sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * itemsize
 
 
-class EncodedDescriptor(NamedTuple):
-    """A descriptor among a kernel's arguments, with a cache of its encoded fields."""
+class EncodedDescriptor:
+    """A descriptor of the tensor at ``place`` among a kernel's arguments, with a cache of its encoded fields."""
 
-    place: TensorPlace  # of the tensor that it describes
-    block: tuple[int, ...]  # its block's shape
-    fields_of: Callable[[Any], tuple] | None  # descriptor -> fields; None: the kernel takes the descriptor itself
-    num_fields: int
-    fields_by_address: dict[int, tuple]  # by the tensor's address
+    def __init__(self, place: TensorPlace, block: Sequence[int], fields_of: Callable[[Any], tuple] | None, count: int):
+        """``block``: shape of the descriptor's block. ``fields_of``: returns the ``count`` fields that the kernel takes
+        for a descriptor; None: the kernel takes the descriptor itself."""
+        self.place, self.block, self.fields_of, self.num_fields = place, block, fields_of, count
+        self.fields_by_address: dict[int, tuple] = {}  # by the tensor's address
 
     def fields_at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
-        """Encoded fields of a descriptor for the tensor at ``self.place``, which lies at ``address``; kept in
-        ``fields_by_address`` if the kernel takes fields."""
+        """Returns the encoded fields of a descriptor for the tensor, which lies at ``address``, and keeps them if the
+        kernel takes fields. ``tensors``: one for each slot."""
         descriptor = described(self.place.view(tensors), *self.block)
         if self.fields_of is None:
             return (descriptor,)
@@ -110,7 +110,7 @@ class Recorder:
         self.is_refused |= any(lower[1] > higher[0] for lower, higher in itertools.pairwise(ranges))
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
-        """Gives the tensor the next slot."""
+        """Gives the next slot to a tensor."""
         begin = tensor.data_ptr()
         self.tensors.append(tensor)
         self.ranges.append((begin, begin + extent(tensor.shape, tensor.stride(), tensor.element_size())))
@@ -118,7 +118,7 @@ class Recorder:
         self.versions.append(0 if self.is_refused else tensor._version)
 
     def add_memory(self, tensor: torch.Tensor) -> None:
-        """Gives a tensor that the sweep has allocated the next slot."""
+        """Gives the next slot to a tensor that the sweep has allocated."""
         self.add_tensor(tensor)
         self.is_refused |= not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT > 0
 
@@ -134,7 +134,7 @@ class Recorder:
     def place_of(self, tensor: torch.Tensor) -> TensorPlace:
         """The place of a tensor. Refuses the sweep if no slot contains it."""
         if tensor.numel() == 0:  # without memory, so that it must be the slot's tensor itself
-            slot = next((slot for slot, recorded in enumerate(self.tensors) if recorded is tensor), None)
+            slot = next((slot for slot, slot_tensor in enumerate(self.tensors) if slot_tensor is tensor), None)
             self.is_refused |= slot is None
             return TensorPlace(slot or 0, 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
         return self.place_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -161,7 +161,7 @@ class Recorder:
         ``EncodedDescriptor``."""
         num_fields = 1 if fields_of is None else len(descriptor.fields.get(fields_of) or fields_of(descriptor))
         place = self.place_at(descriptor.base.data_ptr(), descriptor.base.dtype, descriptor.shape, descriptor.strides)
-        self.descriptors.append(EncodedDescriptor(place, tuple(descriptor.block_shape), fields_of, num_fields, {}))
+        self.descriptors.append(EncodedDescriptor(place, descriptor.block_shape, fields_of, num_fields))
         return [("descriptors", len(self.descriptors) - 1, field) for field in range(num_fields)]
 
     def record_launch(
@@ -174,38 +174,39 @@ class Recorder:
     ) -> None:
         """Records a launch by a kernel's C function. ``arguments``: of the kernel, without its constants.
         ``c_arguments``: of the C function, with addresses, constants and the fields of descriptors."""
-        remaining_arguments, places = iter(arguments), dict(zip(launcher.descriptors, compiled.fields, strict=True))
-        recorded: list[Argument] = []
+        remaining_arguments = iter(arguments)
+        fields_of = dict(zip(launcher.descriptor_indices, compiled.fields, strict=True))  # by index
+        step_arguments: list[Argument] = []
         for i, parameter in enumerate(launcher.kernel.params):
             argument = None if parameter.is_constexpr else next(remaining_arguments)
-            if argument is not None and i in places:
-                recorded += self.descriptor(argument, places[i])
+            if argument is not None and i in fields_of:
+                step_arguments += self.descriptor(argument, fields_of[i])
             elif isinstance(argument, torch.Tensor):
-                recorded.append(self.pointer(argument))
+                step_arguments.append(self.pointer(argument))
             else:
-                recorded.append(self.add_constant(c_arguments[len(recorded)]))
-        self.is_refused |= len(recorded) != len(c_arguments)
-        leading = [*map(self.add_constant, grid), ("constants", 0, 0), *map(self.add_constant, compiled.prefix)]
-        run = compiled.run if compiled.is_unpacked else functools.partial(run_with_tuple, compiled.run, len(leading))
+                step_arguments.append(self.add_constant(c_arguments[len(step_arguments)]))
+        self.is_refused |= len(step_arguments) != len(c_arguments)
+        prefix = [*map(self.add_constant, grid), ("constants", 0, 0), *map(self.add_constant, compiled.prefix)]
+        run = compiled.run if compiled.is_unpacked else functools.partial(run_with_tuple, compiled.run, len(prefix))
         self.kernels.append((launcher, compiled))
-        self.steps.append((run, leading + recorded))
+        self.steps.append((run, prefix + step_arguments))
 
     def record_call(
         self, function: Callable[..., Any], *arguments: Any, written_tensors: Sequence[torch.Tensor] = ()
     ) -> None:
         """Records a call of ``function``: a launch by Triton, or operators of torch. ``written_tensors``: the arguments
         to which operators have written, once for each write."""
-        recorded: list[Argument] = []
+        step_arguments: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
-                recorded.append(self.view(argument))
+                step_arguments.append(self.view(argument))
             elif hasattr(argument, "block_shape"):
-                recorded += self.descriptor(argument, None)
+                step_arguments += self.descriptor(argument, None)
             else:
-                recorded.append(self.add_constant(argument))
+                step_arguments.append(self.add_constant(argument))
         for tensor in written_tensors:
             self.versions[self.place_of(tensor).slot] += 1
-        self.steps.append((function, recorded))
+        self.steps.append((function, step_arguments))
 
     def end(self, results: Sequence[torch.Tensor], num_sharing: int = 0) -> "Recording | None":
         """Returns the recording; None if the sweep cannot be recorded. A replay returns new tensors in place of
@@ -260,23 +261,23 @@ class Recording:
                 block_end += -(-tensor.nbytes // ALLOCATOR_ALIGNMENT) * ALLOCATOR_ALIGNMENT
         self.allocations.append((torch.Size([block_end]), torch.uint8, tensors[-1].device))
 
-        def moved(slot: int, offset: int) -> tuple[int, int]:
+        def replay_place(slot: int, offset: int) -> tuple[int, int]:
             replay_slot, begin = replay_places[slot]
             return replay_slot, begin + offset
 
         self.constants, self.results = recorder.constants, [replay_places[slot][0] for slot in results]
-        self.pointers = [moved(*pointer) for pointer in recorder.pointers]
-        self.views = [place.moved(*moved(*place[:2])) for place in recorder.views]
-        self.descriptors = [
-            encoded._replace(place=encoded.place.moved(*moved(*encoded.place[:2]))) for encoded in recorder.descriptors
-        ]
+        self.pointers = [replay_place(*pointer) for pointer in recorder.pointers]
+        self.views = [place.moved(*replay_place(*place[:2])) for place in recorder.views]
+        self.descriptors = recorder.descriptors  # the recorder ends here
+        for encoded in self.descriptors:
+            encoded.place = encoded.place.moved(*replay_place(*encoded.place[:2]))
         self.kernels = recorder.kernels  # a reference, since Triton unloads kernels without one
         self.launchers = list(dict.fromkeys([launcher for launcher, _ in recorder.kernels]))
         self.hooks = [launcher.kernel.pre_run_hooks for launcher in self.launchers]
         # how many elements of the argument pool each argument takes
-        sizes = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
-        sizes += [encoded.num_fields for encoded in self.descriptors]
-        pool_indices = list(itertools.accumulate(sizes, initial=0))
+        pool_sizes = [1] * (len(self.constants) + len(self.pointers) + len(self.views))
+        pool_sizes += [encoded.num_fields for encoded in self.descriptors]
+        pool_indices = list(itertools.accumulate(pool_sizes, initial=0))
         first_index = {"constants": 0, "pointers": len(self.constants)}
         first_index["views"] = first_index["pointers"] + len(self.pointers)
         first_index["descriptors"] = first_index["views"] + len(self.views)
@@ -300,11 +301,12 @@ class Recording:
         Returns None, before any step, if the recording is not usable or an allocated tensor is not aligned."""
         if not self.usable():
             return None
-        allocated = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocations]
-        rows: Sequence[torch.Tensor] = ()
+        new_tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocations]
+        result_rows: Sequence[torch.Tensor] = ()
         if self.row_matrix_shape is not None:
-            rows = torch.empty(self.row_matrix_shape, dtype=torch.float32, device=allocated[-1].device).unbind()
-        tensors = [*inputs, *rows, *allocated]
+            device = new_tensors[-1].device
+            result_rows = torch.empty(self.row_matrix_shape, dtype=torch.float32, device=device).unbind()
+        tensors = [*inputs, *result_rows, *new_tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
         if functools.reduce(operator.or_, addresses[len(inputs) :], 0) % ALIGNMENT:
             return None

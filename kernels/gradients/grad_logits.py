@@ -26,15 +26,15 @@ from .identity import log_probabilities
 def grad_logits(
     # outputs
     dlogits_desc,  # [rows, columns] 16 bit, block [BLOCK_M, BLOCK_N / 2]; or None
-    dlogits_ptr,  # the same where it has no descriptor; else None
+    dlogits_ptr,  # [rows, columns] if there is no descriptor; else None
     # inputs
     hidden_desc,  # [rows, hidden] 16 bit or e4m3, as the weight, block [BLOCK_M, BLOCK_K]
-    hidden_ptr,  # the same where it has no descriptor
+    hidden_ptr,  # [rows, hidden] if there is no descriptor; else None
     weight_desc,  # [columns, hidden], block [BLOCK_N, BLOCK_K]
-    weight_ptr,  # the same where it has no descriptor
+    weight_ptr,  # [columns, hidden] if there is no descriptor; else None
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
-    hidden_scale_ptr,  # [rows] fp32, of e4m3 operands as in ``descaled``, like the next three; else None
+    hidden_scale_ptr,  # [rows] fp32, of e4m3 operands (``descaled``), like the next three; else None
     weight_scale_ptr,  # [] fp32
     hidden_common_ptr,  # [rows] fp32
     weight_common_ptr,  # [columns] fp32
@@ -45,9 +45,9 @@ def grad_logits(
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
-    rows,
-    columns,
-    hidden,
+    rows,  # number of the chunk's rows
+    columns,  # number of columns
+    hidden,  # hidden size
     widths,  # a tuple, for each softmax the number of columns that it is over; None for all
     dlogits_stride,  # from row to row
     # scalars
@@ -103,9 +103,9 @@ def grad_logits(
             if class_weights_ptr is not None:
                 omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
             logs = log_probabilities(x, offs[None, :], softmaxes, NUM_SOFTMAXES)
-            zero = tl.zeros(x.shape, dtype=tl.float32)
+            initial_grad = tl.zeros(x.shape, dtype=tl.float32)
             grad = ADD_TERMS(
-                zero, x, logs, None, offs[None, :], None, omega, None, softmaxes, coefficients, None, None
+                initial_grad, x, logs, None, offs[None, :], None, omega, None, softmaxes, coefficients, None, None
             )  # fmt: skip
             grad *= transform_derivative(x, logit_scale, softcap, row_scale)
             # by selection, since the gradient of a row that does not count may be nan

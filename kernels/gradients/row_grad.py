@@ -1,8 +1,8 @@
 """Gradients of raw logits [rows, columns], which overwrite the stored logits or exponentials of a chunk.
 
-``row_grad`` computes gradients from logits, by ``identity.py``: for all columns, or for a few columns of each row from
-their exact logits [n], the entries. It also computes those sums over the vocabulary that the gradient does not depend
-on, [rows] fp32 for each program that shares a row. It is the body of generated kernels (``common/sums.py``).
+``row_grad`` computes gradients from logits, by ``identity.py``: for all columns, or for entries, a few columns of each
+row, from exact logits [n]. It also computes sums over the vocabulary, if the gradient does not depend on them: [rows]
+fp32 for each program that shares a row. ``row_grad`` is the body of generated kernels (``common/sums.py``).
 
 ``level_rows_kernel`` prepares exponentials E that ``exp_logits`` has stored, so that products read E in place of
 dlogits. It rescales E so that each row has one offset, the row's level; writes factors [rows] fp32; and multiplies
@@ -20,7 +20,7 @@ term is added to dweight after the product. This term is most of dweight's row, 
 
     out = in * factor * one_or_nan
 
-``scale_rows_kernel``:
+``scale_rows_kernel`` multiplies each row by a factor:
 
     out[row] = in[row] * factor[row], 0 where factor[row] is 0
 """
@@ -53,7 +53,7 @@ def row_grad(
     # None: gradients of all columns. Else of entries only, a tuple: column_ptr [n] int64 or int32, -1 for none;
     # added_ptr [n] fp32, added to the column's gradient, or None; begin_ptr and end_ptr [rows] int64, the range of a
     # row's entries, or None; entries_per_row, the number of entries of each row without begin_ptr
-    entries,
+    entries,  # number of entries
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where a row does not count
     target_logit_ptr,  # [rows] fp32
@@ -62,13 +62,13 @@ def row_grad(
     teacher,  # None, or a tuple of a dense teacher's pointers and numbers, as ``sums.FLAT`` names them
     coefficient_ptrs,  # a tuple of [rows] fp32: coefficients, and sums of slopes, that ADD_TERMS reads
     # sizes
-    rows,
-    columns,
+    rows,  # number of the chunk's rows
+    columns,  # number of columns
     first_column,  # column of the vocabulary that column 0 is
     widths,  # a tuple, for each softmax the number of columns that it is over; None for all
     logits_stride,  # elements from row to row
     dlogits_stride,  # elements from row to row
-    strip_stride,  # from strip to strip of both offsets; 0 for raw logits
+    strip_stride,  # elements from strip to strip of the student's and the teacher's offsets; 0 for raw logits
     partial_stride,  # elements from program to program of ``output_ptrs``; None without sums
     count_ptr,  # [] int64: rows of the call that count; None for all
     first_row,  # of the chunk in the call
@@ -88,13 +88,13 @@ def row_grad(
     NUM_SOFTMAXES: tl.constexpr,
     COLUMN_PROGRAMS: tl.constexpr,  # number of programs that share a row
     BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns or entries at a time; those of a strip where logits are relative
+    BLOCK: tl.constexpr,  # number of columns or entries at a time; for relative logits the width of a strip
 ):
     """Writes ``dlogits = g(logits)``, g the gradient of ``identity.py``; 0 where a row does not count.
 
-    With entries it writes the gradients of their columns only. Entries have exact logits: with a rounded ``p`` the
-    difference ``p - q`` would lose all accuracy where the student is near a teacher's ``q``. If several entries of a
-    row have one column, the first of them writes it, with the added gradients of all."""
+    With entries, only gradients of the entries' columns are written. Entries have exact logits: with a rounded ``p``
+    the difference ``p - q`` would lose all accuracy where the student is near a teacher's ``q``. If several entries of
+    a row have one column, the first entry writes it, with the added gradients of all."""
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
@@ -144,7 +144,7 @@ def row_grad(
             sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32),)
     for block_start in range(begin, end, COLUMN_PROGRAMS * BLOCK):
         # for plain rows a sum that starts from zeros takes 32 registers, one that starts from the first term 49
-        zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
+        initial_grad = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         offs = block_start + tl.arange(0, BLOCK)
         if not HAS_ENTRIES:
             in_columns = offs < columns
@@ -161,7 +161,7 @@ def row_grad(
             if added_ptr is not None:
                 for compared_entry in range(begin, end):
                     is_same_column = column == tl.load(column_ptr + compared_entry)
-                    zero += tl.where(is_same_column, tl.load(added_ptr + compared_entry), 0.0)[None, :]
+                    initial_grad += tl.where(is_same_column, tl.load(added_ptr + compared_entry), 0.0)[None, :]
                     in_columns &= (is_same_column & (entry > compared_entry)) == 0
         omega = 1.0
         if class_weights_ptr is not None:
@@ -197,7 +197,7 @@ def row_grad(
         if not LOADS_LOG_PROBABILITIES:
             logs = log_probabilities(x, offs[None, :], softmaxes, NUM_SOFTMAXES)
         grad = ADD_TERMS(
-            zero, x, logs, log_q, offs[None, :], is_target, omega, in_both, softmaxes, coefficients, scalars,
+            initial_grad, x, logs, log_q, offs[None, :], is_target, omega, in_both, softmaxes, coefficients, scalars,
             tie_tolerance,
         )  # fmt: skip
         grad *= transform_derivative(x, logit_scale, softcap, row_scale)
@@ -242,9 +242,9 @@ def level_rows_kernel(
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
-    rows,
-    vocab,
-    strip_count,
+    rows,  # number of the chunk's rows
+    vocab,  # number of columns of the logits
+    strip_count,  # number of strips in a row
     strip_stride,  # elements from strip to strip of the statistics
     stride,  # elements from row to row of the exponentials
     hidden,  # hidden size
@@ -323,7 +323,7 @@ def level_rows_kernel(
 def scale_blocks(out_ptr, in_ptr, factor, numel, program, programs, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     """Writes ``out = in * factor`` for every ``programs``-th block of [numel] elements, from block ``program`` on."""
     if EVEN:
-        numel = numel // 16 * 16  # the compiler sees it, and reads vectors
+        numel = numel // 16 * 16  # shows the multiple to the compiler, which then loads vectors
     offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     blocks = (numel - 1) // BLOCK + 1  # a sum with BLOCK may be beyond 32 bits
     for _ in range(0, tl.cdiv(blocks, programs)):
@@ -342,8 +342,8 @@ def scale_kernel(
     factor_ptr,  # [] on the device
     one_or_nan_ptr,  # [] fp32, a second factor, or None
     # sizes
-    numel,
-    second_numel,
+    numel,  # number of elements of the output
+    second_numel,  # number of elements of the second tensor
     programs,  # number of programs that scale ``in_ptr``; further programs scale ``second_ptr``
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,  # numel is a multiple of 16
@@ -373,7 +373,7 @@ def scale_rows_kernel(
     out_ptr,  # [rows, columns], may be the input itself
     in_ptr,  # [rows, columns]
     factor_ptr,  # [rows] fp32
-    columns,
+    columns,  # number of columns
     BLOCK: tl.constexpr,
 ):
     """Writes ``out[row] = in[row] * factor[row]``; 0 where the factor is 0, even if ``in[row]`` has nan."""

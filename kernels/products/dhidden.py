@@ -49,16 +49,16 @@ def store_dhidden(
 
 
 @triton.jit
-def cut_tiles(tiles, most_parts, units, programs):
+def cut_tiles(num_tiles, most_parts, units, programs):
     """Returns the number of uncut tiles, which come first, and the number of parts of each later tile.
 
     Tiles of the last turn are cut into up to ``most_parts`` parts if they are fewer than ``programs``. ``units``: the
     number of parts for which there is memory. Fewer rows may count than the host assumed, so that the last turn may
     have more tiles than the host expected.
     """
-    last_turn_tiles = tiles % programs
+    last_turn_tiles = num_tiles % programs
     num_parts = tl.maximum(tl.minimum(units // tl.maximum(last_turn_tiles, 1), most_parts), 1)
-    return tl.where(num_parts > 1, tiles - last_turn_tiles, tiles), num_parts
+    return tl.where(num_parts > 1, num_tiles - last_turn_tiles, num_tiles), num_parts
 
 
 @kernel
@@ -69,18 +69,18 @@ def dhidden_kernel(
     finished_ptr,  # [programs] int32, 0 before the launch: number of finished parts of each cut tile; or None
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; or None
-    grad_ptr,  # the same where it has no descriptor; else None
+    grad_ptr,  # [rows, vocab] if there is no descriptor; else None
     weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]; or None
-    weight_ptr,  # the same, never None
+    weight_ptr,  # [vocab, hidden], never None
     count_ptr,  # [] int64: rows of the call that count; None for all
     target_ptr,  # [rows] int64, -1 where the row does not count; None without factors
     softmax_factor_ptr,  # [rows] fp32, or None for 1 and no target's term
     target_factor_ptr,  # [rows] fp32
     # sizes
     first_row,  # of the chunk within the call
-    rows,
-    vocab,
-    hidden,
+    rows,  # number of the chunk's rows
+    vocab,  # number of columns of the logits
+    hidden,  # hidden size
     most_parts,  # most parts that a tile is cut into
     units,  # number of parts for which ``part_ptr`` has memory
     grad_stride,  # elements from row to row
@@ -96,11 +96,11 @@ def dhidden_kernel(
     num_counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(num_counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
-    tiles = tiles_m * tiles_n
-    num_uncut, num_parts = tiles, 1
+    num_tiles = tiles_m * tiles_n
+    num_uncut, num_parts = num_tiles, 1
     if part_ptr is not None:
-        num_uncut, num_parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
-    num_cut = tl.maximum(tiles - num_uncut, 1)
+        num_uncut, num_parts = cut_tiles(num_tiles, most_parts, units, tl.num_programs(0))
+    num_cut = tl.maximum(num_tiles - num_uncut, 1)
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), num_parts) * BLOCK_K
     HALF: tl.constexpr = BLOCK_N // 2
     grad_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
@@ -108,10 +108,13 @@ def dhidden_kernel(
     dhidden_and_size = dhidden_ptr, hidden
     factor_ptrs = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
     for unit in tl.range(
-        tl.program_id(0), num_uncut + (tiles - num_uncut) * num_parts, tl.num_programs(0), flatten=grad_desc is not None
+        tl.program_id(0),
+        num_uncut + (num_tiles - num_uncut) * num_parts,
+        tl.num_programs(0),
+        flatten=grad_desc is not None,
     ):
         # the bounds depend on the unit: with constant bounds the compiler would unroll the loop, with spills
-        tile, begin, end = unit, unit // tiles, vocab
+        tile, begin, end = unit, unit // num_tiles, vocab
         if part_ptr is not None:
             cut_unit = tl.maximum(unit - num_uncut, 0)
             is_cut = unit >= num_uncut
@@ -142,7 +145,7 @@ def dhidden_kernel(
     if part_ptr is not None:
         tl.debug_barrier()  # all threads have stored their elements before one thread counts the part as finished
         for unit in range(
-            num_uncut + tl.program_id(0), num_uncut + (tiles - num_uncut) * num_parts, tl.num_programs(0)
+            num_uncut + tl.program_id(0), num_uncut + (num_tiles - num_uncut) * num_parts, tl.num_programs(0)
         ):
             cut_tile = (unit - num_uncut) % num_cut
             if tl.atomic_add(finished_ptr + cut_tile, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
@@ -163,13 +166,13 @@ def finish_dhidden_kernel(
     dhidden_ptr,  # [rows, hidden]
     # inputs
     product_ptr,  # [rows, hidden] fp32
-    weight_ptr,  # this and the next three as ``dhidden_kernel`` takes them
-    target_ptr,
-    softmax_factor_ptr,
-    target_factor_ptr,
+    weight_ptr,  # [vocab, hidden]
+    target_ptr,  # [rows] int64, -1 where a row does not count
+    softmax_factor_ptr,  # [rows] fp32
+    target_factor_ptr,  # [rows] fp32
     # sizes
-    rows,
-    hidden,
+    rows,  # number of the chunk's rows
+    hidden,  # hidden size
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -195,8 +198,8 @@ def finish_with_sparse_kernel(
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
-    rows,
-    hidden,
+    rows,  # number of the chunk's rows
+    hidden,  # hidden size
     NUM_IDS: tl.constexpr,
     BLOCK_IDS: tl.constexpr,  # power of 2 from NUM_IDS on
     BLOCK_COLUMNS: tl.constexpr,

@@ -8,7 +8,7 @@ after the last row that counts take no time.
 ``add_rows_kernel`` adds terms of single logits to rows of an output. An entry e is one logit: it has a place, which is
 a row of the output, and a row of hidden states or of the weight. Entries are sorted by place, and the terms of each
 place are summed in fp32. The kernel adds the targets' terms that exponentials lack. For softmaxes over sets of columns
-it computes all of dweight and, with rows of the weight, all of dhidden.
+the kernel computes all of dweight and, with rows of the weight, all of dhidden.
 
     out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]] + ratio[e] (s - bf16(s)),  s = softmax_factor[e] rows[row[e]]
 
@@ -39,21 +39,21 @@ def add_or_store(matrix, row_start, column_start, tile, ADD: tl.constexpr, IS_AT
 def dweight_kernel(
     # outputs
     dweight_desc,  # [vocab, hidden], block [BLOCK_M, BLOCK_N / 2], added to or stored; or None
-    dweight_ptr,  # the same where it has no descriptor; else None
+    dweight_ptr,  # [vocab, hidden] if there is no descriptor; else None
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_K, BLOCK_M]; e4m3 [vocab, rows], block [BLOCK_M, BLOCK_K]; or None
-    grad_ptr,  # the same where it has no descriptor
+    grad_ptr,  # the gradient if there is no descriptor; else None
     hidden_desc,  # [rows, hidden], block [BLOCK_K, BLOCK_N], 0 behind the rows that count; e4m3 [hidden, rows]; or None
-    hidden_ptr,  # the same where it has no descriptor
+    hidden_ptr,  # hidden states if there is no descriptor; else None
     scale_ptr,  # [] fp32: factor of the product of e4m3 operands; None for 16-bit operands, like the next two
     grad_sum_ptr,  # [vocab] fp32: what multiplies hidden_mean
     hidden_mean_ptr,  # [hidden] fp32: subtracted from e4m3 rows of hidden states
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
-    rows,
-    vocab,
-    hidden,
+    rows,  # number of the chunk's rows
+    vocab,  # number of columns of the logits
+    hidden,  # hidden size
     grad_stride,  # elements from row to row
     ADD: tl.constexpr,  # adds to what dweight holds
     PROMOTED_ROWS: tl.constexpr,  # rows whose products tensor cores sum before the sum is added in fp32; None: all rows
@@ -67,16 +67,16 @@ def dweight_kernel(
     num_counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(vocab, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
-    tiles = tiles_m * tiles_n
+    num_tiles = tiles_m * tiles_n
     if ADD:
-        tiles = tl.where(num_counted > 0, tiles, 0)  # nothing to add
+        num_tiles = tl.where(num_counted > 0, num_tiles, 0)  # nothing to add
     dweight_matrix = dweight_desc, dweight_ptr, hidden, vocab, hidden
     grad_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     hidden_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     if scale_ptr is not None:
         grad_matrix = grad_desc, grad_ptr, grad_stride, vocab, rows
         hidden_matrix = hidden_desc, hidden_ptr, grad_stride, hidden, rows
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=grad_desc is not None):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=grad_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -116,7 +116,7 @@ def sort_columns_kernel(
     # inputs
     column_ptr,  # [entries] int32 or int64
     # sizes
-    entries,
+    entries,  # number of entries
     BLOCK: tl.constexpr,
     BLOCK_COMPARED: tl.constexpr,
 ):
@@ -146,15 +146,15 @@ def sort_columns_kernel(
 @kernel
 def pick_columns_kernel(
     # outputs
-    out_ptr,  # [rows, picked] contiguous
+    out_ptr,  # [rows, num_picked] contiguous
     # inputs
     grad_ptr,  # [rows, vocab]
     sorted_ptr,  # [tokens] int32: columns in ascending order, -1 for none
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call
-    rows,
-    picked,
+    rows,  # number of the chunk's rows
+    num_picked,  # number of picked columns
     step,  # every ``step``-th column is picked
     stride,  # elements of ``grad_ptr`` from row to row
     BLOCK_ROWS: tl.constexpr,
@@ -164,12 +164,12 @@ def pick_columns_kernel(
     count."""
     offs_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     offs = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    column = tl.load(sorted_ptr + offs.to(tl.int64) * step, mask=offs < picked, other=-1)
+    column = tl.load(sorted_ptr + offs.to(tl.int64) * step, mask=offs < num_picked, other=-1)
     is_counted = offs_row < counted_rows(count_ptr, first_row, rows)
     grad_pointers = grad_ptr + offs_row[:, None] * stride + column[None, :]
     value = tl.load(grad_pointers, mask=is_counted[:, None] & (column >= 0)[None, :], other=0.0)
-    mask = (offs_row < rows)[:, None] & (offs < picked)[None, :]
-    tl.store(out_ptr + offs_row[:, None] * picked + offs[None, :], value, mask=mask)
+    mask = (offs_row < rows)[:, None] & (offs < num_picked)[None, :]
+    tl.store(out_ptr + offs_row[:, None] * num_picked + offs[None, :], value, mask=mask)
 
 
 @kernel
@@ -177,14 +177,14 @@ def put_rows_kernel(
     # outputs
     out_ptr,  # [places, width]
     # inputs
-    rows_ptr,  # [picked, width] fp32
+    rows_ptr,  # [num_picked, width] fp32
     sorted_ptr,  # [tokens] int32: places in ascending order, -1 for none
     # sizes
     step,  # every ``step``-th place has a row
     width,  # elements of a row
     BLOCK: tl.constexpr,
 ):
-    """Writes ``out[sorted[step * i]] = rows[i]``; of several i with one place, the first."""
+    """Writes ``out[sorted[step * i]] = rows[i]``; if several i have one place, the first row."""
     entry = tl.program_id(0).to(tl.int64)
     place = tl.load(sorted_ptr + entry * step)
     previous = tl.load(sorted_ptr + (entry - 1) * step, mask=entry > 0, other=-1)
@@ -232,10 +232,10 @@ def add_piece(
     piece,  # index of the piece, BLOCK_PIECE entries
     out_ptr,
     rows_ptr,
-    entry_pointers,  # as ``entry_and_row`` takes them
-    factor_ptrs,  # as ``load_terms`` takes them
+    entry_pointers,  # a tuple, the argument of ``entry_and_row``
+    factor_ptrs,  # a tuple, the argument of ``load_terms``
     sorted_ptr,
-    entries,
+    entries,  # number of entries
     width,
     stride,
     BLOCK: tl.constexpr,
@@ -299,7 +299,7 @@ def add_rows_kernel(
     order_ptr,  # [entries] int64: the entry of each of ``sorted_ptr``; None: entries are sorted by place
     num_none_ptr,  # [] int64: number of entries without a place, which come first; None: one program for each piece
     # sizes
-    entries,
+    entries,  # number of entries
     width,  # elements of a row
     stride,  # elements of ``rows_ptr`` from row to row
     ENTRIES_PER_ROW: tl.constexpr,  # number of neighbouring entries that have the same row

@@ -41,7 +41,8 @@ def dhidden(
     scratch: torch.Tensor | None = None,  # [n] fp32 for parts of cut tiles, n at least split.units * tile.elements
     finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: numbers of finished parts of cut tiles
 ) -> None:
-    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``; ``factors`` has the last three."""
+    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``. ``factors``: softmax, at_target and
+    target."""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
     is_cut = split.pieces > 1
     # the split assumes one program per multiprocessor
@@ -63,7 +64,7 @@ def finish_dhidden(
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     factors: RowFactors,
 ) -> None:
-    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count. ``factors`` has
+    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count. ``factors``:
     softmax, at_target and target."""
     (rows, hidden), block = product.shape, min(power_of_2(product.shape[1]), 1024)
     finish_dhidden_kernel[cdiv(rows, 4), cdiv(hidden, block)](
@@ -98,7 +99,7 @@ def dweight(
     tile: Tile,
     counted: CountedRows = ALL_ROWS,
     # with e4m3 operands: sums of grad [vocab] and mean of hidden states [hidden], fp32. Their outer product is added
-    common: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
+    grad_sums_and_hidden_mean: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
     promoted: int | None = None,  # number of rows that tensor cores sum before the sum is added in fp32; None: all
 ) -> None:
     """Writes ``out (+)= grad.T @ hidden``."""
@@ -116,7 +117,7 @@ def dweight(
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
         *matrix(grad, *grad_block, tile),
         *matrix(hidden, *hidden_block, tile),
-        scale, *common, *counted, rows, vocab, hidden_size, row_stride(grad, tile),
+        scale, *grad_sums_and_hidden_mean, *counted, rows, vocab, hidden_size, row_stride(grad, tile),
         ADD=not is_first, PROMOTED_ROWS=promoted,
         IS_ATOMIC=tile.described and out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
@@ -163,7 +164,7 @@ def sort_sparse(columns: torch.Tensor) -> tuple[SortedColumns, torch.Tensor]:
 
 
 def sort_into(sorted_columns: torch.Tensor, order: torch.Tensor, num_none: torch.Tensor, columns: torch.Tensor) -> None:
-    """Sorts as ``sort_sparse`` does, into the first three tensors, as one step of a recording."""
+    """Sorts ``columns`` into the other tensors, the results of ``sort_sparse``. It is one step of a recording."""
     torch.sort(columns, stable=True, out=(sorted_columns, order))
     torch.sum(sorted_columns < 0, 0, keepdim=True, out=num_none)
     if RECORDERS and (active_recorder := recorder()) is not None:
@@ -174,29 +175,39 @@ def sort_into(sorted_columns: torch.Tensor, order: torch.Tensor, num_none: torch
 
 
 def pick_columns(
-    out: torch.Tensor,  # [rows, picked] contiguous
+    out: torch.Tensor,  # [rows, num_picked] contiguous
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     columns: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
     step: int,  # every ``step``-th column is picked
     counted: CountedRows = ALL_ROWS,
 ) -> None:
     """Writes ``out[:, i] = grad[:, columns[step * i]]``; 0 where a column is -1, and in rows after those that count."""
-    rows, picked = out.shape
-    pick_columns_kernel[cdiv(rows, 32), cdiv(picked, 32)](
-        out, grad, columns, *counted, rows, picked, step, grad.stride(0), BLOCK_ROWS=32, BLOCK_COLUMNS=32, num_warps=4
+    rows, num_picked = out.shape
+    pick_columns_kernel[cdiv(rows, 32), cdiv(num_picked, 32)](
+        out,
+        grad,
+        columns,
+        *counted,
+        rows,
+        num_picked,
+        step,
+        grad.stride(0),
+        BLOCK_ROWS=32,
+        BLOCK_COLUMNS=32,
+        num_warps=4,
     )
 
 
 def put_rows(
     out: torch.Tensor,  # [places, width] contiguous
-    rows: torch.Tensor,  # [picked, width] fp32
+    rows: torch.Tensor,  # [num_picked, width] fp32
     places: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
     step: int,  # every ``step``-th place has a row
 ) -> None:
-    """Writes ``out[places[step * i]] = rows[i]``; of several i with one place, the first."""
-    picked, row_size = rows.shape
+    """Writes ``out[places[step * i]] = rows[i]``; if several i have one place, the first row."""
+    num_picked, row_size = rows.shape
     block = min(power_of_2(row_size), 1024)
-    put_rows_kernel[picked, cdiv(row_size, block)](out, rows, places, step, row_size, BLOCK=block, num_warps=4)
+    put_rows_kernel[num_picked, cdiv(row_size, block)](out, rows, places, step, row_size, BLOCK=block, num_warps=4)
 
 
 def add_rows(
@@ -208,12 +219,12 @@ def add_rows(
     row: torch.Tensor | None = None,
     is_grouped: bool = False,  # places are int32, and equal places are neighbours
     # softmax_factor and ratio, [entries] fp32 each
-    products: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
+    softmax_factors_and_ratios: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
     entries_per_row: int = 1,  # number of neighbouring entries that have the same row; above 1 most places are -1
 ) -> None:
     """Adds ``out[places[i]] += factors[i] * rows[row[i // entries_per_row]]`` for each entry i. Each sum is rounded
-    once and has the same bits in every run. With ``products`` the kernel also adds ``ratio (s - bf16(s))`` to
-    ``out[places[i]]``, where s is ``softmax_factor`` times the entry's row."""
+    once and has the same bits in every run. With ``softmax_factors_and_ratios`` the kernel also adds ``ratio (s -
+    bf16(s))`` to ``out[places[i]]``, where s is ``softmax_factor`` times the entry's row."""
     num_none, is_sparse = None, entries_per_row > 1
     if is_grouped:
         places = SortedColumns(places, None)
@@ -228,9 +239,9 @@ def add_rows(
     block, gpu = 128 if row_size >= 128 else max(16, power_of_2(row_size)), gpu_of(out.device)
     # fewer at a time where rows are not aligned, whose loads take more registers
     block_entries = 32 if row_size % 16 == 0 else 16
-    pieces = cdiv(entries, PIECE_ENTRIES * SPARSE_PIECES if is_sparse else PIECE_ENTRIES)
-    add_rows_kernel[pieces, cdiv(row_size, block)](
-        out, rows, row, factors, *products, *places[:2], num_none, entries, row_size, rows.stride(0),
+    num_pieces = cdiv(entries, PIECE_ENTRIES * SPARSE_PIECES if is_sparse else PIECE_ENTRIES)
+    add_rows_kernel[num_pieces, cdiv(row_size, block)](
+        out, rows, row, factors, *softmax_factors_and_ratios, *places[:2], num_none, entries, row_size, rows.stride(0),
         ENTRIES_PER_ROW=entries_per_row, BLOCK=block, BLOCK_PIECE=PIECE_ENTRIES, BLOCK_ENTRIES=block_entries,
         BLOCK_SCAN=256,
         PRECISION="ieee" if gpu is None else gpu.fp32_products, num_warps=2,

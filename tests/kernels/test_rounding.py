@@ -161,7 +161,8 @@ def test_dweight(place: Place, sizes: tuple[int, int, int], tile: tiles.Tile, fi
     operands = [Quantised(t.to(place.device, torch.float8_e4m3fn), one * s) for t, s in ((grad, 1.0), (states, 0.5))]
     out, tile = out.to(place.device), tile._replace(e4m3_stages=None)
     products.dweight(out, operands[0]._replace(values=operands[0].values[:vocab]), operands[1], first, tile,
-                     common=(sums.to(place.device), mean.to(place.device)), promoted=promoted)  # fmt: skip
+                     grad_sums_and_hidden_mean=(sums.to(place.device), mean.to(place.device)),
+                     promoted=promoted)  # fmt: skip
     torch.testing.assert_close(out.cpu(), expected.to(dtype), rtol=0.0, atol=0.0)
 
 

@@ -118,4 +118,5 @@ class FastStore(RelativeStore):
         """Adds the targets' terms of some rows to ``dweight``, which has the products with exponentials. ``first_row``:
         index in the call of the first of these rows. ``order``: each row's index in ``hidden``."""
         softmax_factor, target_factor, ratio = self.factors[:, first_row:]
-        products.add_rows(dweight, hidden, targets, target_factor, order, products=(softmax_factor, ratio))
+        factors_and_ratios = softmax_factor, ratio
+        products.add_rows(dweight, hidden, targets, target_factor, order, softmax_factors_and_ratios=factors_and_ratios)
