@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.divergences import DIVERGENCES, Sum
-from ..core.records import Statistic, SumFunction
+from ..core.divergences import DIVERGENCES
+from ..core.records import Statistic, VocabularySum
 from ..core.statistics import OF_LOSSES, TOP, lists_of, needed
-from ..core.stats import SUFFIX, Demand, Pairing, View, VocabularySum, vectors_at
+from ..core.stats import SUFFIX, Demand, Pairing, View, vectors_at
 from ..losses.base import DENSE_STATISTICS, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 
@@ -48,10 +48,10 @@ class Structure:
     def sum_vectors(self) -> dict[tuple[Summand | Metric, int], dict[str, str]]:
         """For each loss and metric, at its view, the vectors of its sums over the vocabulary, by the statistics'
         names."""
-        places = {s[:3]: f"sum{i}" for i, s in enumerate(self.sums)}
+        vectors = {s._replace(is_differentiated=False): f"sum{i}" for i, s in enumerate(self.sums)}
         measures: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
         return {
-            (measure, view): {name: places[*key, view] for name, key in sums_of(measure, self.beta).items()}
+            (measure, view): {name: vectors[s._replace(view=view)] for name, s in sums_of(measure, self.beta).items()}
             for measure, view in measures
         }
 
@@ -189,7 +189,7 @@ def structure_of(
     return structure, demand
 
 
-def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, Sum]:
+def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, VocabularySum]:
     """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: the mixture's weight in the JSD
     of the call's losses, which a metric reads; None without a JSD."""
     if isinstance(measure, Summand):
@@ -200,9 +200,8 @@ def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, Sum]:
             f"metrics.{measure.kind} reads the divergence of a mixture, of which no loss of the call has a beta; add "
             "one that has, times 0.0 where it is only to be measured"
         )
-    return {name: Sum(function, (beta or 0.0,) * function.numbers) for name, function in divergences.items()} | dict(
-        measure.sums
-    )
+    sums = {name: VocabularySum(f, (beta or 0.0,) * f.numbers) for name, f in divergences.items()}
+    return sums | dict(measure.sums)
 
 
 def all_sums(
@@ -210,14 +209,14 @@ def all_sums(
 ) -> tuple[VocabularySum, ...]:
     """The sums over the vocabulary of a call, without repetition: no two have the same function, numbers and
     softmax."""
-    is_differentiated_by_sum = dict[tuple[SumFunction, tuple[float, ...], int], bool]()
+    is_differentiated_by_sum = dict[VocabularySum, bool]()
     measures: list[tuple[Summand | Metric, int]] = [*summand_views, *metric_views]
     for measure, view in measures:
-        for function, numbers in sums_of(measure, beta).values():
-            key = function, numbers, view
-            sloped = isinstance(measure, Summand) and function.total is not None
-            is_differentiated_by_sum[key] = is_differentiated_by_sum.get(key, False) or sloped
-    return tuple([VocabularySum(*key, is_differentiated=sloped) for key, sloped in is_differentiated_by_sum.items()])
+        for vocab_sum in sums_of(measure, beta).values():
+            sum_at_view = vocab_sum._replace(view=view)
+            sloped = isinstance(measure, Summand) and vocab_sum.function.total is not None
+            is_differentiated_by_sum[sum_at_view] = is_differentiated_by_sum.get(sum_at_view, False) or sloped
+    return tuple([s._replace(is_differentiated=sloped) for s, sloped in is_differentiated_by_sum.items()])
 
 
 def pair_up(

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..call.options import Call
 from ..call.spec import Spec, spec_of
 from ..core.checks import NUMBERS
-from ..core.divergences import DIVERGENCES, TRACED, Sum
+from ..core.divergences import DIVERGENCES, TRACED
+from ..core.records import VocabularySum
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 
@@ -73,7 +74,7 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
         return "tensor", len(tensors) - 1
     if isinstance(value, Losses):
         return "losses", described(value.terms, tensors)
-    if isinstance(value, Sum):
+    if isinstance(value, VocabularySum):
         return "sum", (value.function.name, value.numbers)
     for kind, (record_class, field_names) in RECORDS.items():
         if isinstance(value, record_class):
@@ -97,7 +98,7 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
         return Losses(restored(content, tensors))
     if kind == "sum":
         name, numbers = content
-        return Sum(FUNCTIONS[name], numbers)
+        return VocabularySum(FUNCTIONS[name], numbers)
     if kind in RECORDS:
         record_class, field_names = RECORDS[kind]
         names_and_fields = zip(field_names, content, strict=True)

@@ -6,7 +6,6 @@ adds 0 to a sum, even if a logarithm is infinite; a probability of nan makes the
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,13 +79,6 @@ def weighted(p: Tensor, values: Tensor) -> Tensor:
 def below_q(p: Tensor, q: Tensor) -> Tensor:
     """``p (1 - sign(p - q))``: 2 p where p is below q, p where they are equal, else 0; nan where one of them is nan."""
     return p * (1 - (p - q).sign()) + 0.0 * q  # the sign of nan is 0
-
-
-class Sum(NamedTuple):
-    """A sum over the vocabulary that a loss or metric reads: a function, and the numbers that it is called with."""
-
-    function: SumFunction
-    numbers: tuple[float, ...] = ()
 
 
 DIVERGENCES = {  # by name

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .records import RowBlock, Shares, Statistic
+from .records import RowBlock, Statistic
 from .tiles import ELSEWHERE
 
 LogSums = tuple[Tensor, Tensor, Tensor]  # lse_base, neg_log_sum and lse of a softmax, [rows] each
@@ -24,10 +24,8 @@ def entropy_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
     return (block.total.log() - sum_of_products / block.total,)
 
 
-def entropy_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
-    """The entropy of a row from those of pieces: ``sum_r p_r (entropy_r - log p_r)``, p_r the probability of piece
-    r."""
-    p, log_p = shares.share / shares.share.sum(0), shares.log_share - shares.log_sum
+def entropy_of_pieces(vectors: Sequence[Tensor], p: Tensor, log_p: Tensor) -> tuple[Tensor, ...]:
+    """The entropy of each row, ``sum_r p_r (entropy_r - log p_r)`` over its pieces r."""
     return (torch.where(p > 0, p * (vectors[0] - log_p), 0.0).sum(0),)
 
 
@@ -49,7 +47,7 @@ def weighted_sum_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
     return (weighted_logits.sum(1),)
 
 
-def sum_of_pieces(vectors: Sequence[Tensor], shares: Shares | None = None) -> tuple[Tensor, ...]:
+def sum_of_pieces(vectors: Sequence[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
     return (vectors[0].sum(0),)
 
 
@@ -69,7 +67,7 @@ def top_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
     return block.top, torch.where(block.x == block.top[:, None], block.columns, ELSEWHERE).amin(1)
 
 
-def top_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
+def top_of_pieces(vectors: Sequence[Tensor], p: Tensor, log_p: Tensor) -> tuple[Tensor, ...]:
     logits, ids = vectors
     largest = logits.amax(0)
     first_ids = torch.where(logits == largest, ids, torch.inf).amin(0)  # of equal logits the first column
@@ -109,7 +107,7 @@ def runner_up_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
     return block.top, largest_two[:, 1] if largest_two.shape[1] > 1 else torch.full_like(block.top, -torch.inf)
 
 
-def runner_up_of_pieces(vectors: Sequence[Tensor], shares: Shares) -> tuple[Tensor, ...]:
+def runner_up_of_pieces(vectors: Sequence[Tensor], p: Tensor, log_p: Tensor) -> tuple[Tensor, ...]:
     return torch.cat(list(vectors)).topk(2, 0).values.unbind()
 
 
@@ -134,7 +132,7 @@ def column_values(vectors: Sequence[Tensor], log_sums: LogSums, ratio: float, co
 
 
 def column_slopes(grad: Tensor, logits: Tensor, ratio: float) -> dict[str, Tensor]:
-    return {"columns": grad.contiguous()}  # as kernels read it
+    return {"columns": grad.contiguous()}  # kernels read it contiguous
 
 
 def top_k_of_pieces(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.divergences import DIVERGENCES, Sum
+from ..core.divergences import DIVERGENCES
 from ..core.memory import Cache
+from ..core.records import VocabularySum
 from ..core.statistics import WORDS
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
@@ -122,7 +123,7 @@ class Measure:
     temperature: float | None = None
     name: str | None = None  # name that the user chose
     # sums over the vocabulary, by the name of the statistic
-    sums: Mapping[str, Sum] = field(default_factory=dict, kw_only=True)
+    sums: Mapping[str, VocabularySum] = field(default_factory=dict, kw_only=True)
 
     label: str = field(init=False, repr=False)  # the user's name, else the kind
     width: int = field(init=False, repr=False)  # number of values per token; 0 for values of other units
@@ -217,7 +218,7 @@ class Summand(Measure):
         if missing_names:
             numbers = () if self.teacher is None or self.teacher.beta is None else (self.teacher.beta,)
             missing_sums = {
-                name: Sum(DIVERGENCES[name], numbers[: DIVERGENCES[name].numbers]) for name in missing_names
+                name: VocabularySum(DIVERGENCES[name], numbers[: DIVERGENCES[name].numbers]) for name in missing_names
             }
             object.__setattr__(self, "sums", {**missing_sums, **self.sums})
 

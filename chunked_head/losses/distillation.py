@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import INFINITY, MAX_ROUNDED_LOGPROB, check_logprobs, choice, flag, number, refuse_unknown
-from ..core.divergences import Sum
+from ..core.records import VocabularySum
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, sharing_results
 from .batch import Batch, Stats
 
@@ -118,7 +118,7 @@ def dense(
     beta: float | None = None,  # of the JSD
     function: Callable[..., Tensor] = _sum_of,
     options: dict[str, Any] | None = None,
-    sums: Mapping[str, Sum] | None = None,  # sums over the vocabulary, by the name of the statistic
+    sums: Mapping[str, VocabularySum] | None = None,  # sums over the vocabulary, by the name of the statistic
 ) -> Losses:
     """A loss of a dense teacher: ``function`` of ``statistics``, by default the sum of the statistics times the factor
     of ``t_squared``. TypeError or ValueError for wrong options."""

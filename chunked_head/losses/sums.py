@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from ..core.checks import number
-from ..core.divergences import TRACED, Sum
+from ..core.divergences import TRACED
 from ..core.memory import Cache
 from ..core.private import breaks_graph, in_own_thread
-from ..core.records import SumFunction
+from ..core.records import SumFunction, VocabularySum
 from ..core.tiles import LOG_FLOOR
 from ..core.tracing import FILL_ARGUMENTS, FILL_VALUES, SAME_NUMBERS, NoKernelError, Writer, name_of, traced
 from .base import Losses, SummandOptions, make
@@ -36,8 +36,8 @@ MAX_DEPTH = 6  # levels of nested functions and tuples that a key reads
 
 def sum_of(
     owner: str, function: ElementwiseFunction, options: Mapping[str, Any] | None, is_paired: bool | None = None
-) -> Sum:
-    """The ``Sum`` over the vocabulary of a user's function with ``options``. ``is_paired``: the function takes log_q
+) -> VocabularySum:
+    """The sum over the vocabulary of a user's function with ``options``. ``is_paired``: the function takes log_q
     too; None: its number of parameters decides. ``owner``: name of the public function, for errors. TypeError or
     ValueError for a function that cannot be traced."""
     if not callable(function):
@@ -49,7 +49,7 @@ def sum_of(
     if is_paired is None:
         is_paired = number_of_parameters(owner, function) - bool(option_names) == 2
     function_key = key_of(function), option_names, is_paired
-    return Sum(
+    return VocabularySum(
         SUM_FUNCTIONS.get_or_make(function_key, lambda: trace(owner, function, option_names, is_paired)), numbers
     )
 
@@ -270,8 +270,8 @@ def _vocabulary_sum(stats: Stats, batch: Batch) -> Tensor:
     return stats.vocabulary_sum
 
 
-def named_sums(owner: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, Sum]:
-    """Each ``Sum`` over the vocabulary, by the name of its statistic. ``sums``: by name, a function or a pair
+def named_sums(owner: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, VocabularySum]:
+    """Each sum over the vocabulary, by the name of its statistic. ``sums``: by name, a function or a pair
     ``(function, options)``. ``statistics``: names that are not free. TypeError or ValueError for wrong names and
     functions."""
     if sums is not None and not isinstance(sums, Mapping):

@@ -13,7 +13,7 @@ from .agreement import all_gather, all_reduce, reduce_scatter
 class GatheredStats(NamedTuple):
     """Statistics of a chunk's rows from all ranks. A rank's statistics are over its own columns of the vocabulary."""
 
-    message: Tensor  # [ranks, numbers + 1, rows] in the order of ``Layout.places``; last the tokens' check numbers
+    message: Tensor  # [ranks, numbers + 1, rows] by ``Layout.message_indices``; last the tokens' check numbers
     demand: Demand  # the statistics that the call needs
     target: Tensor  # [rows] int64, -1 where a row does not count
     has_target_logits: bool  # every rank has sent the target's complete logit

@@ -96,11 +96,11 @@ class Shard:
         ``has_target_logits``: every rank has the complete logits of the targets.
         """
         layout, dtype = layout_of(demand), stats.lse.dtype
-        for name, vector_form in layout.forms.items():
-            if vector_form.ids is not None and vector_form.sent:  # ids that are not sent stay columns of this rank
+        for name in layout.message_indices:  # ids that are not sent stay columns of this rank
+            if layout.forms[name][1] is not None:
                 stats.by_name[name].add_(self.local_ids.start)
         check_numbers = hidden.sum(1, dtype=dtype) if self.compares_hidden else token_checks
-        message = pack(stats, layout.places, check_numbers)
+        message = pack(stats, layout.message_indices, check_numbers)
         gathered_messages = message.new_empty(self.parallel.ranks, *message.shape)
         all_gather(gathered_messages.view(-1, message.shape[1]), message, self.group)
         is_same_token = gathered_messages[:, -1] == check_numbers

@@ -335,7 +335,7 @@ def merged_bytes(sizes: Sizes) -> int:
     if sizes.ranks == 1:
         return 0
     demand = sizes.demand
-    number_count = 1 + sum(form.numbers or 1 for form in sizes.layout.forms.values() if form.sent)
+    number_count = 1 + sizes.layout.message_numbers
     list_bytes = sum(8 * len(statistic.vectors) * statistic.width for statistic in demand.lists)
     return sizes.ranks * (12 * number_count + 48 + list_bytes) + 8 * number_count
 

@@ -167,7 +167,7 @@ class Sizes:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Names, shapes and dtypes of the statistics' vectors."""
+        """The names, shapes and dtypes of the statistics' vectors."""
         return layout_of(self.demand)
 
     def sums_into(self, dtype: torch.dtype) -> bool:
@@ -210,8 +210,8 @@ class Sizes:
         return self.own_matmul and (is_faster or self.skips or self.deterministic)
 
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
-        """The split of a chunk's dhidden product over the vocabulary, whose partial sums are added. ``most_units``:
-        most units that the buffer of partial sums has room for; None: no limit."""
+        """The split of a chunk's product for dhidden. ``most_units``: the number of parts for which there is memory;
+        None: no limit."""
         if self.gpu is None or not self.own_dhidden or self.deterministic:
             return UNCUT  # nothing is chosen by size
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)

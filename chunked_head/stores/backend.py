@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ..core.checks import BACKENDS, choice
 from ..core.gpus import gpu_of
-from ..core.records import MessageIndices
 from ..core.stats import RowStats, layout_of
 from ..parallel.merge import GatheredStats
 from . import torch_functions as functions
 from .quantised import Quantised, QuantisedWeight, RoundedHead, direction_of, empty_quantised, quantise_
-from .store import LogitsStore, MatmulStore, Store, outputs_of
+from .store import LogitsStore, MatmulStore, Store, vectors_of
 
 
 class Backend:
@@ -93,15 +92,12 @@ class Backend:
         """Merges the ranks' statistics, each over a piece of the vocabulary, into ``out``. Writes nan if the ranks have
         different tokens."""
         (message, demand, target, has_target_logits, zero_or_nan), vectors = gathered, out.by_name
-        _, index_of, softmaxes = layout_of(demand)
+        layout, index_of = layout_of(demand), layout_of(demand).message_indices
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # the last is a teacher's
-        for names, ratio in zip(softmaxes, ratios, strict=False):
-            statistic_indices = tuple([index_of[name] for _, vector_names in names.statistics for name in vector_names])
-            lse_base, neg_log_sum = index_of[names.lse_base], index_of[names.neg_log_sum]
-            indices = MessageIndices(lse_base, neg_log_sum, index_of["target_logit"], statistic_indices)
-            self.merge_softmax(
-                outputs_of(vectors, names), message, zero_or_nan, target, ratio, indices, has_target_logits
-            )
+        for names, ratio in zip(layout.softmaxes, ratios, strict=False):
+            indices = vectors_of(names, index_of)._replace(target_logit=index_of["target_logit"])
+            outputs = vectors_of(names, vectors)
+            self.merge_softmax(outputs, message, zero_or_nan, target, ratio, indices, has_target_logits)
         for statistic in demand.lists:
             list_indices = [index_of[name] for name in statistic.vectors]
             pieces = [message[:, i : i + statistic.width].double().transpose(1, 2) for i in list_indices]

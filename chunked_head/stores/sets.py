@@ -13,7 +13,7 @@ from ..core.records import KeptEntries
 from ..core.stats import SUFFIX, Coefficients, Demand, RowStats, layout_of
 from .gradients import Gradients
 from .operands import Head, Kept, Rows
-from .store import Store, outputs_of, ratio_of, terms_of, transform
+from .store import Store, ratio_of, terms_of, transform, vectors_of
 from .torch_functions import of_rows, slope, transformed
 
 # by name of a vector: its number in a row that has a probability of 0 for each column
@@ -74,7 +74,7 @@ class SetStore(Store):
         if not self.demand.columns_only:
             entries, everywhere = self.entries(rows.tokens), self.column_sets.everywhere
             for i, view in enumerate(self.demand.views):
-                outputs = outputs_of(out.by_name, self.softmaxes[i])
+                outputs = vectors_of(self.softmaxes[i], out.by_name)
                 self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
             return
         out.zero_()

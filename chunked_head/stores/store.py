@@ -12,17 +12,16 @@ from ..core.records import (
     PLAIN,
     CountedRows,
     Softmax,
-    SoftmaxOutputs,
-    StatisticOutputs,
+    SoftmaxVectors,
     Stored,
-    SumOutputs,
-    SumTerm,
+    SumVectors,
     TeacherSoftmax,
     Terms,
     Transform,
+    Vector,
 )
 from ..core.statistics import COLUMNS
-from ..core.stats import SUFFIX, Coefficients, Demand, Names, RowStats, VocabularySum, layout_of
+from ..core.stats import SUFFIX, Coefficients, Demand, RowStats, VocabularySum, layout_of
 from ..plan.plans import Plan
 from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
@@ -45,11 +44,10 @@ def transform(head: Head | TeacherHead, row_scale: Tensor | None) -> Transform:
     return Transform(logit_scale, head.softcap, row_scale if head.scaled else None)
 
 
-def outputs_of(stats: Mapping[str, Tensor], names: Names) -> SoftmaxOutputs:
-    """Looks up the output tensors of a softmax in ``stats``, a dict by name. ``names``: names of the softmax's
-    vectors."""
-    statistics = [StatisticOutputs(s, tuple([stats[name] for name in vectors])) for s, vectors in names.statistics]
-    return SoftmaxOutputs._make([*map(stats.get, names[:-1]), tuple(statistics)])
+def vectors_of(names: SoftmaxVectors[str], by_name: Mapping[str, Vector]) -> SoftmaxVectors[Vector]:
+    """Looks up the vectors of a softmax in ``by_name``; None for a vector without an element there."""
+    statistics = [(statistic, tuple([by_name[name] for name in vectors])) for statistic, vectors in names.statistics]
+    return SoftmaxVectors._make([*map(by_name.get, names[:-1]), tuple(statistics)])  # type: ignore[arg-type]
 
 
 def ratio_of(ratio: float) -> float | None:
@@ -82,7 +80,7 @@ def sum_terms(
     coefficients: Coefficients,
     has_teacher: bool,
     partial_sums: Sequence[Tensor],
-) -> list[SumTerm]:
+) -> list[SumVectors]:
     """Collects the terms of sums over the vocabulary in a gradient. Without ``has_teacher`` it leaves out sums that
     read a teacher. ``partial_sums``: for each sum the memory of its parts; empty if the sums are made already."""
     vectors, coefficients_by_name, terms = stats.by_name, coefficients.by_name, []
@@ -91,7 +89,7 @@ def sum_terms(
         if (has_teacher or not function.is_paired) and not (coefficient is None and partial_sum is None):
             reads_total = function.total == "gradient" and coefficient is not None
             total = vectors[f"sum{i}_total"] if reads_total else None
-            terms.append(SumTerm(function, numbers, view, coefficient, total, partial_sum))
+            terms.append(SumVectors(function, numbers, view, partial_sum, total, coefficient))
     return terms
 
 
@@ -131,7 +129,7 @@ class Store:
     has_matmul = True  # False: logits come from gathered rows, not from a matmul
     head: Head
     demand: Demand
-    softmaxes: tuple[Names, ...]  # names of the vectors of each softmax, the teacher's last
+    softmaxes: tuple[SoftmaxVectors[str], ...]  # names of the vectors of each softmax, the teacher's last
     # True: every rank writes the logits of all targets; False: the rank that has their column
     has_target_logits = False
 
@@ -245,9 +243,9 @@ class MatmulStore(Store):
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
         pairing, views, vectors = self.demand.pairing, self.demand.views, out.by_name
-        groups: dict[tuple[int, bool], list[SumOutputs]] = {}  # by view, and by whether the sum reads the teacher
+        groups: dict[tuple[int, bool], list[SumVectors]] = {}  # by view, and by whether the sum reads the teacher
         for i, (function, numbers, view, _) in enumerate(self.demand.sums):
-            outputs = SumOutputs(function, numbers, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"))
+            outputs = SumVectors(function, numbers, 0, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"))
             groups.setdefault((view, function.is_paired), []).append(outputs)
         for (view, is_paired), sums in groups.items():
             names, teacher, columns = self.softmaxes[view], None, views[view].columns or self.vocab
@@ -259,7 +257,7 @@ class MatmulStore(Store):
             ratio = ratio_of(views[view].ratio)
             self.backend.sums(sums, self.stored, softmax, ratio, teacher, columns, self.tie_tolerance)
 
-    def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxOutputs | None) -> Stored:
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxVectors[Tensor] | None) -> Stored:
         """Returns the teacher's logits of some columns: the caller's, or new ones from the teacher's hidden states.
         ``normalize``: memory that receives the statistics of the teacher's softmax; None: no statistics are made."""
         teacher = rows.teacher
@@ -365,14 +363,14 @@ class LogitsStore(MatmulStore):
             mend_heavy(out.heavy_ids, out.heavy_logits, logits, *head_operands)
         for i, (ratio, columns) in enumerate(self.demand.views):
             softmax_arguments = columns or logits.shape[1], rows.target, head.class_weights, ratio_of(ratio)
-            row_stats(outputs_of(vectors, self.softmaxes[i]), self.stored, *softmax_arguments)
+            row_stats(vectors_of(self.softmaxes[i], vectors), self.stored, *softmax_arguments)
         for statistic in self.demand.lists:
             list_logits, *ids = [vectors[name] for name in statistic.vectors]
             if ids:
                 self.search_largest(*ids)
             self.pick_columns(list_logits, ids[0] if ids else rows.columns)
         if self.demand.pairing is not None:
-            columns_of_both, outputs = slice(0, self.demand.pairing.columns), outputs_of(vectors, self.softmaxes[-1])
+            columns_of_both, outputs = slice(0, self.demand.pairing.columns), vectors_of(self.softmaxes[-1], vectors)
             self.teacher_stored = self.teacher_logits(rows, columns_of_both, outputs)
 
     def search_largest(self, ids: Tensor) -> None:

@@ -13,14 +13,11 @@ from torch import Tensor
 
 from ..core.records import (
     KeptEntries,
-    MessageIndices,
     RowBlock,
-    Shares,
     Softmax,
-    SoftmaxOutputs,
+    SoftmaxVectors,
     Stored,
-    SumOutputs,
-    SumTerm,
+    SumVectors,
     TeacherSoftmax,
     Terms,
     Transform,
@@ -100,7 +97,7 @@ def scale_rows(out: Tensor, source: Tensor, factors: Tensor) -> None:
 
 
 def row_stats(
-    out: SoftmaxOutputs,
+    out: SoftmaxVectors[Tensor],
     stored: Stored,
     columns: int,
     target: Tensor | None = None,
@@ -134,7 +131,7 @@ def row_stats(
                 out_vector[rows] = value
 
 
-def write(out: SoftmaxOutputs, rows: slice, softmax_values: dict[str, Tensor]) -> None:
+def write(out: SoftmaxVectors[Tensor], rows: slice, softmax_values: dict[str, Tensor]) -> None:
     """Writes statistics of some rows, a dict by name, to the tensors of ``out`` that are not None."""
     for name, value in softmax_values.items():
         out_vector = getattr(out, name)
@@ -143,7 +140,7 @@ def write(out: SoftmaxOutputs, rows: slice, softmax_values: dict[str, Tensor]) -
 
 
 def sums(
-    outputs: Sequence[SumOutputs],
+    outputs: Sequence[SumVectors],
     student: Stored,
     softmax: tuple[Tensor, Tensor],
     ratio: float | None,
@@ -155,23 +152,24 @@ def sums(
         x = logits_of(student, rows, columns)
         log_p = logprobs(x if ratio is None else x * ratio, *(vector[rows] for vector in softmax))
         log_q = log_p if teacher is None else teacher_logprobs(teacher, rows, columns)
-        for function, numbers, *out_vectors in outputs:
+        for function, numbers, _, *out_vectors, _ in outputs:
             for out_vector, terms in zip(out_vectors, function.terms(log_p, log_q, *numbers), strict=True):
                 if out_vector is not None:
                     out_vector[rows] = terms.sum(1)
 
 
 def merge_softmax(
-    out: SoftmaxOutputs,
+    out: SoftmaxVectors[Tensor],
     gathered: Tensor,
     zero_or_nan: Tensor,
     target: Tensor,
     ratio: float,
-    indices: MessageIndices,
+    indices: SoftmaxVectors[int],
     has_target_logits: bool,
 ) -> None:
     # in fp64, since the pieces' logarithms are rounded already
-    pieces = [gathered[:, i].double() for i in (*indices[:-1], *indices.vectors)]
+    softmax_indices = indices.lse_base, indices.neg_log_sum, indices.target_logit
+    pieces = [gathered[:, i].double() for i in (*softmax_indices, *indices.statistic_vectors)]
     lse_bases, neg_log_sums, target_logits, *vector_pieces = pieces
     top_piece = (lse_bases - neg_log_sums).max(0, keepdim=True).indices  # [1, rows] the most probable piece
     top_base, top_neg_log_sum = lse_bases.gather(0, top_piece), neg_log_sums.gather(0, top_piece)
@@ -189,9 +187,9 @@ def merge_softmax(
         logprob = torch.where(target >= 0, (target_logit.double() * ratio - lse_base) + neg_log_sum, 0.0)
         softmax_values |= {"target_logit": target_logit, "logprob": logprob + zero_or_nan}
     write(out, slice(None), softmax_values)
-    shares, pieces_by_vector = Shares(share, log_share, log_sum), iter(vector_pieces)
+    p, log_p, pieces_by_vector = share / share.sum(0), log_share - log_sum, iter(vector_pieces)
     for statistic, out_vectors in out.statistics:
-        merged_vectors = statistic.merge([next(pieces_by_vector) for _ in out_vectors], shares)
+        merged_vectors = statistic.merge([next(pieces_by_vector) for _ in out_vectors], p, log_p)
         for out_vector, value in zip(out_vectors, merged_vectors, strict=True):
             out_vector.copy_(value + zero_or_nan if out_vector.is_floating_point() else value)
 
@@ -202,7 +200,7 @@ def row_grad(
     class_weights: Tensor | None,
     terms: Terms,
     teacher: TeacherSoftmax | None,
-    sums: Sequence[SumTerm],
+    sums: Sequence[SumVectors],
     tie_tolerance: float | None,
     first_column: int,
     transform: Transform,
@@ -261,12 +259,14 @@ def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tenso
         yield rows, entries, columns, torch.where(columns[:, 0] == sets.target[rows], 0, ELSEWHERE)
 
 
-def set_stats(out: SoftmaxOutputs, logit: Tensor, sets: KeptEntries, ratio: float | None, fills_zeros: bool) -> None:
+def set_stats(
+    out: SoftmaxVectors[Tensor], logit: Tensor, sets: KeptEntries, ratio: float | None, fills_zeros: bool
+) -> None:
     for rows, entries, columns, target in set_blocks(sets):
         x, has_set = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
         block = of_rows(out, torch.arange(rows.start, rows.stop, device=logit.device))  # copies, by indices
         row_stats(block, Stored(x, None), x.shape[1], target, None, ratio, columns)
-        out_vectors, values = ((*outputs[:-1], *outputs.statistic_tensors) for outputs in (out, block))
+        out_vectors, values = ((*outputs[:-1], *outputs.statistic_vectors) for outputs in (out, block))
         for out_vector, value in zip(out_vectors, values, strict=True):
             if out_vector is not None and value is not None:
                 other_value = torch.zeros_like(value) if fills_zeros else out_vector[rows]
@@ -428,7 +428,7 @@ def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
     return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta[:, None] * log_p))
 
 
-def sum_term(log_p: Tensor, log_q: Tensor, term: SumTerm, rows: slice) -> Tensor:
+def sum_term(log_p: Tensor, log_q: Tensor, term: SumVectors, rows: slice) -> Tensor:
     """Returns the term [rows, columns] of a sum over the vocabulary in the gradient of some rows of logits.
     ``LOG_FLOOR`` bounds both logarithms below."""
     assert term.coefficient is not None

@@ -10,7 +10,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.memory import Cache, empty
-from ...core.records import Statistic, StatisticOutputs, Stored, TeacherSoftmax
+from ...core.records import Statistic, Stored, TeacherSoftmax
 from ...core.tiles import Matrix, Quantised, Tile, cdiv
 from .launcher import is_known
 
@@ -43,7 +43,8 @@ class Strips(NamedTuple):
 
     offset: torch.Tensor  # subtracted from logits before the exponential or the store
     sums: tuple[torch.Tensor, ...]  # for each softmax the sum of exponentials
-    statistics: tuple[tuple[StatisticOutputs, ...], ...]  # for each softmax, the tensors of each of its statistics
+    # for each softmax its statistics, each with the tensors of its vectors
+    statistics: tuple[tuple[tuple[Statistic, tuple[torch.Tensor, ...]], ...], ...]
 
     @classmethod
     def empty(
@@ -54,28 +55,27 @@ class Strips(NamedTuple):
         tensor_count = 1 + sum(1 + sum(len(statistic.vectors) for statistic in group) for group in statistics)
         tensors = iter(empty(tensor_count, strips, strip_rows(rows), dtype=torch.float32, device=device).unbind())
 
-        def outputs_of(statistic: Statistic) -> StatisticOutputs:
-            numbers = [(name, next(tensors)) for name in statistic.vectors]
-            outputs = [tensor.view(torch.int32) if name in statistic.ids else tensor for name, tensor in numbers]
-            return StatisticOutputs(statistic, tuple(outputs))
+        def vectors_of(statistic: Statistic) -> tuple[Statistic, tuple[torch.Tensor, ...]]:
+            vectors = [(name, next(tensors)) for name in statistic.vectors]
+            return statistic, tuple([v.view(torch.int32) if name in statistic.ids else v for name, v in vectors])
 
         offset, sums = next(tensors), tuple([next(tensors) for _ in statistics])
-        return cls(offset, sums, tuple([tuple(map(outputs_of, group)) for group in statistics]))
+        return cls(offset, sums, tuple([tuple(map(vectors_of, group)) for group in statistics]))
 
     @property
     def kinds(self) -> tuple[tuple[Statistic, ...], ...]:
         """The statistics of each softmax."""
-        return tuple([tuple([outputs.statistic for outputs in group]) for group in self.statistics])
+        return tuple([tuple([statistic for statistic, _ in group]) for group in self.statistics])
 
     @property
-    def statistic_tensors(self) -> list[torch.Tensor]:
+    def statistic_vectors(self) -> list[torch.Tensor]:
         """The tensors of all statistics of all softmaxes, in order."""
-        return [tensor for group in self.statistics for outputs in group for tensor in outputs.tensors]
+        return [vector for group in self.statistics for _, vectors in group for vector in vectors]
 
     def all_sums(self) -> torch.Tensor:
         """The memory of all tensors but ``offset`` as one vector [n] fp32, for another use once the rows' statistics
         are merged."""
-        tensor_count, first = len(self.sums) + len(self.statistic_tensors), self.sums[0]
+        tensor_count, first = len(self.sums) + len(self.statistic_vectors), self.sums[0]
         return first.as_strided((tensor_count * first.shape[0] * first.stride(0),), (1,))
 
     def of_rows(self, rows: int) -> "Strips":
@@ -87,8 +87,7 @@ class Strips(NamedTuple):
             return tuple([tensor[:, :rows] for tensor in tensors])
 
         statistics = [
-            tuple([StatisticOutputs(outputs.statistic, narrow(outputs.tensors)) for outputs in group])
-            for group in self.statistics
+            tuple([(statistic, narrow(vectors)) for statistic, vectors in group]) for group in self.statistics
         ]
         return Strips(self.offset[:, :rows], narrow(self.sums), tuple(statistics))
 

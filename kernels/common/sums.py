@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ...core import tiles
 from ...core.memory import Cache
-from ...core.records import SumFunction, SumOutputs
+from ...core.records import SumFunction, SumVectors
 from . import functions
 from .launcher import Launcher, kernel
 from .transform import ln_2, log2_e
@@ -140,7 +140,7 @@ def user_term(coefficient, slope, p, in_columns):
 
 
 class SumKind(NamedTuple):
-    """The properties of a sum over the vocabulary on which the code of a kernel depends."""
+    """The properties of ``SumVectors`` on which the code of a kernel depends, in the order of its fields."""
 
     function: SumFunction
     view: int = 0  # index of the softmax p
@@ -189,16 +189,17 @@ def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) ->
 
 def add_sums(kinds: Sequence[SumKind]) -> str:
     """The source of ``ADD_SUMS``, the function that adds the terms of a block of columns to each sum."""
-    lines, sums = list[str](), list[str]()
-    for kind, terms in zip(kinds, term_calls(kinds, False), strict=True):
-        i = len(sums)
-        lines.append(f"value{i}, slope{i} = {terms}")
+    lines, sum_sources = list[str](), list[str]()
+    for kind, call in zip(kinds, term_calls(kinds, False), strict=True):
+        i = len(sum_sources)
+        lines.append(f"value{i}, slope{i} = {call}")
         value, slope = f"value{i}", f"slope{i}"
         if kind.function.source:
             value, slope = f"within({value}, in_columns)", f"user_slope({slope}, p{kind.view}, in_columns)"
         for term in [value][: kind.has_value] + [slope][: kind.has_total]:
-            sums.append(f"sums[{len(sums)}] + {term}")
-    return HEADER.format(ADD_SUMS) + "\n    ".join([*logarithms(kinds, False), *lines, f"return ({', '.join(sums)},)"])
+            sum_sources.append(f"sums[{len(sum_sources)}] + {term}")
+    lines.append(f"return ({', '.join(sum_sources)},)")
+    return HEADER.format(ADD_SUMS) + "\n    ".join([*logarithms(kinds, False), *lines])
 
 
 def logarithms(kinds: Sequence[SumKind], is_floored: bool) -> list[str]:
@@ -220,9 +221,9 @@ def term_calls(kinds: Sequence[SumKind], is_floored: bool) -> Iterable[str]:
         p = f"p{view}"
         q = "q" if function.is_paired else p
         log_prefix = "low" if is_floored or function.source else "log"
-        numbers = "".join(f", scalars[{first_scalar + i}]" for i in range(function.numbers))
+        number_arguments = "".join(f", scalars[{first_scalar + i}]" for i in range(function.numbers))
         first_scalar += function.numbers
-        yield f"{function.name}_terms({log_prefix}_{p}, {log_prefix}_{q}, {p}, {q}, tie_tolerance{numbers})"
+        yield f"{function.name}_terms({log_prefix}_{p}, {log_prefix}_{q}, {p}, {q}, tie_tolerance{number_arguments})"
 
 
 def user_functions(kinds: Sequence[SumKind]) -> list[str]:
@@ -243,8 +244,8 @@ def kernel_of(
     body: Any, name: str, kinds: Hashable, code_of_kinds: Callable[[Any], KernelCode] = code_of_sums
 ) -> Launcher:
     """Returns the generated kernel ``name`` that calls the jit function ``body``; generates it at first use. The kernel
-    takes the body's arguments, with the elements of FLAT's tuples in place of the tuples. Its code is
-    ``code_of_kinds(kinds)``."""
+    takes the body's arguments, with the elements of FLAT's tuples in place of the tuples. The kernel's
+    code is ``code_of_kinds(kinds)``."""
     return KERNELS.get_or_make(
         (name, body.fn, code_of_kinds, kinds), lambda: generate(body, name, code_of_kinds(kinds))
     )
@@ -270,9 +271,6 @@ def generate(body: Any, name: str, code: KernelCode) -> Launcher:
     return kernel(defined(name, "\n\n\n".join([*code.functions, kernel_source]) + "\n", scope))
 
 
-def flat_outputs(sums: Sequence[SumOutputs]) -> tuple[tuple[SumKind, ...], list[Any], list[float]]:
-    """Returns the kinds of ``sums``; and the tensors to write and the numbers of the functions, in the order in which a
-    generated kernel takes them."""
-    kinds = [SumKind(output.function, has_value=True, has_total=output.total is not None) for output in sums]
-    tensors = [tensor for output in sums for tensor in (output.value, output.total) if tensor is not None]
-    return tuple(kinds), tensors, [number for output in sums for number in output.numbers]
+def kinds_of(sums: Sequence[SumVectors]) -> tuple[SumKind, ...]:
+    """The kinds of ``sums``."""
+    return tuple([SumKind(f, view, *[vector is not None for vector in vectors]) for f, _, view, *vectors in sums])

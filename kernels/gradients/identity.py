@@ -53,7 +53,7 @@ def cut(values, offs, width, fill):
 
 @triton.jit
 def log_probabilities(
-    x,  # logits as the softmax sees them
+    x,  # [rows, columns] logits of the softmax
     offs,  # indices of the columns
     softmaxes,  # a tuple of four: for all softmaxes the lse_bases and neg_log_sums [rows, 1], the ratios and the widths
     NUM_SOFTMAXES: tl.constexpr,
@@ -110,10 +110,10 @@ def code_of_gradient(kind: GradientKind) -> KernelCode:
     terms = list[tuple[str, int]]()  # names of terms with the index of their softmax
     for i in range(kind.num_softmaxes):
         has_alpha, has_eta = has_softmax_coefficients[2 * i : 2 * i + 2]
-        name = "entropy" if has_eta else "fused" if kind.is_fused else "softmax"
-        terms += [(name, i)] * has_alpha
-    for name, i in [*terms, *[("target", 0)] * has_beta, *[("smoothing", 0)] * has_kappa]:
-        line = TERMS[name]
+        term_name = "entropy" if has_eta else "fused" if kind.is_fused else "softmax"
+        terms += [(term_name, i)] * has_alpha
+    for term_name, i in [*terms, *[("target", 0)] * has_beta, *[("smoothing", 0)] * has_kappa]:
+        line = TERMS[term_name]
         lines.append(line.format(*itertools.islice(coefficients, line.count("{}")), i=i))
     if kind.is_fused:  # the first term begins the sum: Triton 3.5 would add it to 0
         lines[1] = lines[1].replace("grad += ", "grad = ")

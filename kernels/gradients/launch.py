@@ -1,8 +1,6 @@
 """Launches of the kernels for the gradients of logits, on torch tensors: grids, block sizes, warps."""
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -12,14 +10,14 @@ from ...core.records import (
     CountedRows,
     KeptEntries,
     Stored,
-    SumTerm,
+    SumVectors,
     TeacherSoftmax,
     Terms,
     Transform,
 )
 from ...core.tiles import ELSEWHERE, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
 from ..common.operands import Strips, as_quantised, even, matrix, row_stride, strip_stride, teacher_operands
-from ..common.sums import SumKind, kernel_of
+from ..common.sums import kernel_of, kinds_of
 from . import grad_logits as matmul
 from . import row_grad as kernels
 from .identity import GradientKind, code_of_gradient
@@ -31,44 +29,26 @@ def row_programs(columns: int) -> int:
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
-class TermArguments(NamedTuple):
-    """The kind of a gradient, and the arguments of its generated kernel that come from its terms."""
-
-    kind: GradientKind
-    coefficients: list[torch.Tensor]  # those that there are, and sums of slopes, in the order in which ADD_TERMS reads
-    lse_bases: tuple[torch.Tensor, ...]  # one for each softmax, like all that follow
-    neg_log_sums: tuple[torch.Tensor, ...]
-    ratios: tuple[float | None, ...]
-    widths: tuple[int | None, ...]
-
-
-def term_arguments(
-    terms: Terms, sums: Sequence[SumTerm] = (), has_entries: bool = False, is_fused: bool = False
-) -> TermArguments:
-    """The arguments for ``terms`` and ``sums``. ``has_entries``: the gradient is of entries. ``is_fused``: the gradient
-    is without the target's term, and uses ``fused_softmax_term``."""
-    lse_bases, neg_log_sums, alphas, etas, ratios, widths = zip(*terms.softmaxes, strict=True)
-    vectors = [*itertools.chain(*zip(alphas, etas, strict=True)), None if is_fused else terms.beta, terms.kappa]
+def kind_and_coefficients(
+    terms: Terms, sums: Sequence[SumVectors] = (), has_entries: bool = False, is_fused: bool = False
+) -> tuple[GradientKind, list[torch.Tensor]]:
+    """Returns the kind of a gradient; and its coefficients and sums of slopes, in the order in which ADD_TERMS reads
+    them. ``is_fused``: the gradient is without the target's term, and uses ``fused_softmax_term``."""
+    vectors = [vector for softmax in terms.softmaxes for vector in (softmax.alpha, softmax.eta)]
+    vectors += [None if is_fused else terms.beta, terms.kappa]
     has_coefficients = tuple([vector is not None for vector in vectors])
-    sum_kinds = [
-        SumKind(
-            term.function, term.view, term.partial is not None, term.total is not None, term.coefficient is not None
-        )
-        for term in sums
-    ]
-    kind = GradientKind(len(lse_bases), has_coefficients, tuple(sum_kinds), has_entries, is_fused)
+    kind = GradientKind(len(terms.softmaxes), has_coefficients, kinds_of(sums), has_entries, is_fused)
     vectors += [vector for term in sums for vector in (term.coefficient, term.total)]
-    coefficients = [vector for vector in vectors if vector is not None]
-    return TermArguments(kind, coefficients, lse_bases, neg_log_sums, ratios, widths)
+    return kind, [vector for vector in vectors if vector is not None]
 
 
 def row_grad(
     dlogits: torch.Tensor,  # [rows, columns], may share the logits' bytes; of sets' entries [entries] fp32
-    stored: Stored,  # with entries their exact logits, fp32
+    stored: Stored,  # with ``entries`` exact logits of the entries, fp32
     class_weights: torch.Tensor | None,  # [columns]
     terms: Terms,
     teacher: TeacherSoftmax | None,
-    sums: Sequence[SumTerm],  # over the vocabulary
+    sums: Sequence[SumVectors],  # over the vocabulary: terms, and outputs
     tie_tolerance: float | None,  # relative difference up to which probabilities count as equal; None for 0
     first_column: int,  # column of the vocabulary that column 0 is
     transform: Transform,
@@ -78,8 +58,8 @@ def row_grad(
     # of entries: columns, gradients to add (or None), and for sets the begins and ends of rows (else None)
     entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    """Writes the gradient of the logits to ``dlogits``: in all columns, or with ``entries`` only in theirs. A second
-    launch overwrites ``own_columns``, from exact logits."""
+    """Writes the gradient of the logits to ``dlogits``, in all columns; with ``entries`` only in the entries' columns.
+    A second launch overwrites ``own_columns``, from exact logits."""
     rows, columns, entries_per_row = len(terms.target), dlogits.shape[-1], None
     # one program walks over a row, since a narrower gradient overwrites logits of earlier columns
     block_rows, column_programs = 1, 1
@@ -96,18 +76,18 @@ def row_grad(
         block, warps = row_block(columns)
         block = min(block, 4096) if sums else block
     if entries_per_row is not None:
-        sums = [term._replace(partial=None) for term in sums]
-    term_args = term_arguments(terms, sums, entries_per_row is not None)
-    partial_sums = [term.partial for term in sums if term.partial is not None]
-    kernel = kernel_of(kernels.row_grad, "row_grad_kernel", term_args.kind, code_of_gradient)
-    kernel[(column_programs * cdiv(rows, block_rows),)](
+        sums = [term._replace(value=None) for term in sums]
+    kind, coefficients = kind_and_coefficients(terms, sums, entries_per_row is not None)
+    lse_bases, neg_log_sums, _, _, ratios, widths = zip(*terms.softmaxes, strict=True)
+    partial_sums = [term.value for term in sums if term.value is not None]
+    kernel_of(kernels.row_grad, "row_grad_kernel", kind, code_of_gradient)[(column_programs * cdiv(rows, block_rows),)](
         dlogits, *partial_sums, stored.logits, stored.offset, stored.bias,
         *(() if entries_per_row is None else (*entries, entries_per_row)),
         None if terms.kappa is None else class_weights, terms.target, terms.target_logit,
-        *term_args.lse_bases, *term_args.neg_log_sums, *teacher_operands(teacher), *term_args.coefficients,
-        rows, columns, first_column, *term_args.widths, stored.logits.stride(0), dlogits.stride(0),
+        *lse_bases, *neg_log_sums, *teacher_operands(teacher), *coefficients,
+        rows, columns, first_column, *widths, stored.logits.stride(0), dlogits.stride(0),
         strip_stride(stored, teacher), partial_sums[0].stride(0) if partial_sums else None, *counted, *transform,
-        *term_args.ratios, *[number for term in sums for number in term.numbers], tie_tolerance if sums else None,
+        *ratios, *[number for term in sums for number in term.numbers], tie_tolerance if sums else None,
         COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if own_columns is not None:
@@ -132,8 +112,8 @@ def grad_logits(
     dlogits: torch.Tensor,  # [rows, columns] 16 bit, row stride a multiple of 8
     hidden: Matrix,  # [rows, hidden] contiguous
     weight: Matrix,  # [columns, hidden] contiguous, of the same dtype
-    bias: torch.Tensor | None,  # [columns], as class_weights
-    class_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,  # [columns]
+    class_weights: torch.Tensor | None,  # [columns]
     terms: Terms,
     transform: Transform,
     tile: Tile,
@@ -145,15 +125,16 @@ def grad_logits(
     weight, weight_scale, weight_common = as_quantised(weight)
     rows, columns, hidden_size = *dlogits.shape, hidden.shape[1]
     programs = programs_of(tile, rows, columns, hidden.device)
-    term_args = term_arguments(terms, is_fused=True)
-    widths = [None if width is None or width >= columns else width for width in term_args.widths]
-    kernel_of(matmul.grad_logits, "grad_logits_kernel", term_args.kind, code_of_gradient)[(programs,)](
+    kind, coefficients = kind_and_coefficients(terms, is_fused=True)
+    lse_bases, neg_log_sums, _, _, ratios, widths = zip(*terms.softmaxes, strict=True)
+    widths = [None if width is None or width >= columns else width for width in widths]
+    kernel_of(matmul.grad_logits, "grad_logits_kernel", kind, code_of_gradient)[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, None if terms.kappa is None else class_weights, hidden_scale, weight_scale, hidden_common,
-        weight_common, terms.target, *term_args.lse_bases, *term_args.neg_log_sums, *term_args.coefficients,
-        *counted, rows, columns, hidden_size, *widths, row_stride(dlogits, tile), *transform, *term_args.ratios,
+        weight_common, terms.target, *lse_bases, *neg_log_sums, *coefficients,
+        *counted, rows, columns, hidden_size, *widths, row_stride(dlogits, tile), *transform, *ratios,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(hidden_size, tile), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -10,16 +10,15 @@ from ...core.records import (
     PLAIN,
     CountedRows,
     KeptEntries,
-    MessageIndices,
-    SoftmaxOutputs,
+    SoftmaxVectors,
     Stored,
-    SumOutputs,
+    SumVectors,
     TeacherSoftmax,
     Transform,
 )
 from ...core.tiles import HEAVY, INTERPRETED, Matrix, Tile, cdiv, power_of_2, row_block
 from ..common.operands import Strips, as_quantised, even, matrix, row_stride, strip_stride, teacher_operands
-from ..common.sums import flat_outputs, kernel_of
+from ..common.sums import kernel_of, kinds_of
 from . import merge as kernels
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits as body_of_tiles
@@ -152,7 +151,7 @@ def exp_logits(
     programs = programs_of(tile, rows, vocab, hidden.device)
     kernel_of(body_of_tiles, "exp_logits_kernel", strips.kinds, code_of_tile)[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
-        strips.offset, *strips.sums, *strips.statistic_tensors,
+        strips.offset, *strips.sums, *strips.statistic_vectors,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, row_offset, target, hidden_scale, weight_scale, hidden_common, weight_common, target_logit,
@@ -184,7 +183,7 @@ def mend_heavy(
     Writes each row's heavy ids and their logits to ``ids`` and ``logits``."""
     (rows, vocab), hidden_size, strip_count = stored.shape, hidden.shape[1], strips.offset.shape[0]
     kernel_of(body_of_heavy, "mend_heavy_kernel", strips.kinds, code_of_tile)[(rows,)](
-        ids, logits, stored, *strips.sums, *strips.statistic_tensors,
+        ids, logits, stored, *strips.sums, *strips.statistic_vectors,
         strips.offset, hidden, weight, bias, class_weights, target, target_logit, *counted,
         vocab, strip_count, strips.offset.stride(0), stored.stride(0), hidden_size, *widths, *transform, *ratios,
         IS_RELATIVE=stored.dtype == torch.float16, HEAVY=HEAVY, STRIP=strip_width,
@@ -193,7 +192,7 @@ def mend_heavy(
 
 
 def merge_strips(
-    out: SoftmaxOutputs,  # all but ``target_logit`` are written
+    out: SoftmaxVectors[torch.Tensor],  # all but ``target_logit`` are written
     level: torch.Tensor | None,  # [rows] fp32: receives the rows' levels of exponentials; None for relative logits
     strips: Strips,
     target_logit: torch.Tensor | None,  # [rows] fp32: the target's exact logit
@@ -205,17 +204,17 @@ def merge_strips(
 ) -> None:
     """Merges the statistics of all strips into ``out``, for one softmax."""
     strip_count, rows = strips.offset.shape
-    strip_tensors = [tensor for outputs in strips.statistics[view] for tensor in outputs.tensors]
+    strip_vectors = [vector for _, vectors in strips.statistics[view] for vector in vectors]
     kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
-        out.lse, out.lse_base, out.neg_log_sum, out.logprob, level if view == 0 else None, *out.statistic_tensors,
-        strips.offset, strips.sums[view], *strip_tensors, target_logit, tile_logit, target,
+        out.lse, out.lse_base, out.neg_log_sum, out.logprob, level if view == 0 else None, *out.statistic_vectors,
+        strips.offset, strips.sums[view], *strip_vectors, target_logit, tile_logit, target,
         rows, strips.offset.stride(0), strip_count, columns, ratio,
         IS_FIRST_SOFTMAX=view == 0, BLOCK_ROWS=8, BLOCK_STRIPS=512, num_warps=8,
     )  # fmt: skip
 
 
 def row_stats(
-    out: SoftmaxOutputs,
+    out: SoftmaxVectors[torch.Tensor],
     stored: Stored,  # raw logits
     columns: int,
     target: torch.Tensor | None = None,  # [rows] int64, -1 where a row does not count
@@ -227,13 +226,13 @@ def row_stats(
     assert stored.offset is None
     block_columns, warps = row_block(columns)
     kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(logits.shape[0],)](
-        *out[:-1], *out.statistic_tensors, logits, None, None, None, target, stored.bias, class_weights, columns,
+        *out[:-1], *out.statistic_vectors, logits, None, None, None, target, stored.bias, class_weights, columns,
         logits.stride(0), *stored.transform, ratio, FILLS_ZEROS=False, BLOCK=block_columns, num_warps=warps,
     )  # fmt: skip
 
 
 def set_stats(
-    out: SoftmaxOutputs,  # without a weighted sum
+    out: SoftmaxVectors[torch.Tensor],  # without a weighted sum
     logit: torch.Tensor,  # [entries] fp32
     sets: KeptEntries,
     ratio: float | None,
@@ -242,13 +241,13 @@ def set_stats(
     """Writes the statistics of rows with a set of columns to ``out``. Rows without a set get 0 with ``fills_zeros``,
     and else stay as they are."""
     kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(len(sets.target),)](
-        *out[:-1], *out.statistic_tensors, logit, *sets, None, None, 0, 0, *PLAIN, ratio,
+        *out[:-1], *out.statistic_vectors, logit, *sets, None, None, 0, 0, *PLAIN, ratio,
         FILLS_ZEROS=fills_zeros, BLOCK=128, num_warps=1,
     )  # fmt: skip
 
 
 def sums(
-    outputs: Sequence[SumOutputs],  # of one softmax of the student; all sums read the teacher, or no sum does
+    outputs: Sequence[SumVectors],  # of one softmax of the student; all sums read the teacher, or no sum does
     student: Stored,
     softmax: tuple[torch.Tensor, torch.Tensor],  # lse_base and neg_log_sum, [rows] fp32 each
     ratio: float | None,
@@ -257,8 +256,9 @@ def sums(
     tie_tolerance: float | None,  # relative difference up to which probabilities count as equal; None for 0
 ) -> None:
     """Writes sums over the vocabulary to ``outputs``, from stored logits and the statistics of their softmaxes."""
-    kinds, tensors, numbers = flat_outputs(outputs)
-    kernel_of(row_sums, "sums_kernel", kinds)[(student.logits.shape[0],)](
+    tensors = [tensor for output in outputs for tensor in (output.value, output.total) if tensor is not None]
+    numbers = [number for output in outputs for number in output.numbers]
+    kernel_of(row_sums, "sums_kernel", kinds_of(outputs))[(student.logits.shape[0],)](
         *tensors, student.logits, student.offset, student.bias, *softmax, *teacher_operands(teacher),
         strip_stride(student, teacher), columns, student.logits.stride(0), *student.transform, ratio, *numbers,
         tie_tolerance, BLOCK=min(row_block(columns)[0], 2048), num_warps=4,
@@ -286,20 +286,20 @@ def dot_columns(
 
 
 def merge_softmax(
-    out: SoftmaxOutputs,
+    out: SoftmaxVectors[torch.Tensor],
     gathered: torch.Tensor,  # [ranks, numbers, rows] fp32: the numbers that each rank has sent
     zero_or_nan: torch.Tensor,  # [] fp32: added to the results
     target: torch.Tensor,  # [rows] int64
     ratio: float,
-    indices: MessageIndices,  # indices of the statistics among the numbers
+    indices: SoftmaxVectors[int],  # indices of the statistics among the numbers
     has_target_logits: bool,  # True: all ranks have sent the target's logit; False: one rank, the others 0
 ) -> None:
     """Merges the statistics of a softmax that the ranks have sent, each over a piece of the vocabulary, into
     ``out``."""
     ranks, num_numbers, rows = gathered.shape
     kernel_of(kernels.merge_ranks, "merge_ranks_kernel", out.kinds, code_of_pieces)[(cdiv(rows, 64),)](
-        out.lse_base, out.neg_log_sum, out.lse, out.logprob, out.target_logit, *out.statistic_tensors, gathered,
-        zero_or_nan, target, ranks, num_numbers, rows, *indices.vectors, ratio, LSE_BASE=indices.lse_base,
+        out.lse_base, out.neg_log_sum, out.lse, out.logprob, out.target_logit, *out.statistic_vectors, gathered,
+        zero_or_nan, target, ranks, num_numbers, rows, *indices.statistic_vectors, ratio, LSE_BASE=indices.lse_base,
         NEG_LOG_SUM=indices.neg_log_sum, TARGET_LOGIT=indices.target_logit,
         HAS_TARGET_LOGITS=has_target_logits, BLOCK=64, num_warps=4,
     )  # fmt: skip

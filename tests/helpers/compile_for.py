@@ -131,7 +131,7 @@ def calls() -> None:
     target = torch.zeros(8, dtype=torch.int64)
     for demand in (Demand(), Demand(statistics=(STATISTICS,))):
         stats = RowStats.empty(8, layout_of(demand), torch.float32, target.device)
-        message = torch.zeros(2, len(layout_of(demand).places) + 1, 8)
+        message = torch.zeros(2, len(layout_of(demand).message_indices) + 1, 8)
         TRITON.merge_ranks(GatheredStats(message, demand, target, False, torch.zeros(())), stats)
 
 

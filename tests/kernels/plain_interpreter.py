@@ -52,7 +52,7 @@ def test_targets_rows_beside_a_product() -> None:
 
 def test_statistics_of_two_ranks() -> None:
     logits, target = torch.randn(5, 40), torch.randint(40, (5,))
-    picked, names = logits.gather(1, target[:, None])[:, 0], layout_of(Demand()).places
+    picked, names = logits.gather(1, target[:, None])[:, 0], layout_of(Demand()).message_indices
     pieces = []
     for first in (0, 20):
         part, here = logits[:, first : first + 20], (target >= first) & (target < first + 20)

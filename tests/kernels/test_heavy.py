@@ -10,7 +10,7 @@ from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
 from chunked_head.core.gpus import run_as
-from chunked_head.core.records import CountedRows, SoftmaxOutputs, StatisticOutputs, Stored, Transform
+from chunked_head.core.records import CountedRows, SoftmaxVectors, Stored, Transform
 from chunked_head.core.statistics import ENTROPY, RUNNER_UP, TOP, WEIGHTED_SUM
 from chunked_head.core.tiles import HEAVY, LEAST_HEAVY_LOG2, MARGIN_LOG2, Quantised
 from chunked_head.stores import operands as stores
@@ -37,9 +37,9 @@ def operands(place: Place, spread: float) -> tuple[torch.Tensor, ...]:
     )
 
 
-def outputs(kinds: tuple, device: torch.device) -> SoftmaxOutputs:
+def outputs(kinds: tuple, device: torch.device) -> SoftmaxVectors:
     vectors = tuple(
-        StatisticOutputs(
+        (
             each,
             tuple(
                 torch.zeros(ROWS, dtype=torch.int32 if name in each.ids else torch.float32, device=device)
@@ -48,7 +48,7 @@ def outputs(kinds: tuple, device: torch.device) -> SoftmaxOutputs:
         )
         for each in kinds
     )
-    return SoftmaxOutputs(*torch.zeros(4, ROWS, device=device).unbind(), None, vectors)
+    return SoftmaxVectors(*torch.zeros(4, ROWS, device=device).unbind(), None, vectors)
 
 
 def steps_of(near: torch.Tensor) -> torch.Tensor:
@@ -142,11 +142,11 @@ def test_what_is_mended(place: Place, relative: bool, spread: float, softcap: fl
         torch.testing.assert_close(out.lse[counts], true.lse[counts], rtol=1e-5, atol=3e-4)
         own = counts & (target < end)
         torch.testing.assert_close(out.logprob[own], true.logprob[own], rtol=1e-5, atol=3e-4)
-        for ours, theirs in zip(out.statistics, true.statistics, strict=True):
+        for (statistic, ours), (_, theirs) in zip(out.statistics, true.statistics, strict=True):
             # a sum of logits as they are stored: each is off by 2^-12 of its distance from the largest
-            atol = 2e-3 if ours.statistic is not WEIGHTED_SUM else 2.0**-12 * float(expected.abs().sum(1).max())
-            for one, other in zip(ours.tensors, theirs.tensors, strict=True):
-                torch.testing.assert_close(one[counts], other[counts], rtol=1e-4, atol=atol, msg=ours.statistic.name)
+            atol = 2e-3 if statistic is not WEIGHTED_SUM else 2.0**-12 * float(expected.abs().sum(1).max())
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one[counts], other[counts], rtol=1e-4, atol=atol, msg=statistic.name)
 
 
 @pytest.mark.parametrize("place", PLACES)

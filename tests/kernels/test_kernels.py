@@ -124,7 +124,7 @@ def test_a_target_has_the_bits_of_its_tile(
     device, bias, made = states.device, torch.linspace(-1, 1, 640).to(states), records.Transform(scale)
     strips = operands.Strips.empty(70, -(-640 // tile.block_n), device, ((TOP,),)).of_rows(70)
     statistics.exp_logits(None, strips, states, weight, bias, None, None, made, tile)
-    tops, ids = strips.statistics[0][0].tensors
+    tops, ids = strips.statistics[0][0][1]
     for top, target in zip(tops, ids.long(), strict=True):
         exact, of_tile = torch.empty(2, 70, device=device).unbind()
         statistics.clean_rows(torch.empty_like(states), states, target, None, exact, weight, bias, made, None, of_tile)
@@ -339,8 +339,8 @@ def test_statistics_of_strips(place: Place, vocab: int, kept: str, tile: tiles.T
         lse, lse_base, neg_log_sum, logprob, entropy, weighted, top, _ = found
         ids = found[7].view(torch.int32)
         vectors = {ENTROPY: (entropy,), WEIGHTED_SUM: (weighted,), TOP: (top, ids)}
-        made_of = [records.StatisticOutputs(each, vectors[each]) for each, _ in strips.statistics[second]]
-        result = records.SoftmaxOutputs(lse, lse_base, neg_log_sum, logprob, None, tuple(made_of))
+        made_of = [(each, vectors[each]) for each, _ in strips.statistics[second]]
+        result = records.SoftmaxVectors(lse, lse_base, neg_log_sum, logprob, None, tuple(made_of))
         statistics.merge_strips(result, leveled, strips, *targets, every.shape[1], ratio if second else None, second)
         log_p = every - every.logsumexp(1, keepdim=True)
         budget = 4e-6 + 2 * accumulation_error(states[counts], weight)
@@ -374,9 +374,7 @@ def test_more_strips_than_are_read_at_once(place: Place) -> None:
     for kept, drawn in ((strips.offset, offset), (strips.sums[0], total), (shifted_sum, -shifted)):
         kept.copy_(drawn)
     lse, lse_base, neg_log_sum, entropy = torch.full((4, rows), torch.nan, device=place.device)
-    outputs = records.SoftmaxOutputs(
-        lse, lse_base, neg_log_sum, statistics=(records.StatisticOutputs(ENTROPY, (entropy,)),)
-    )
+    outputs = records.SoftmaxVectors(lse, lse_base, neg_log_sum, statistics=((ENTROPY, (entropy,)),))
     statistics.merge_strips(outputs, None, strips, None, None, None, count)
     x, weight = offset.double(), (offset.double() - offset.double().amax(0)).exp()
     exact = offset.amax(0) + (weight * total).sum(0).log()

@@ -119,7 +119,7 @@ def test_the_target_is_exact(place: Place, tile: tiles.Tile) -> None:
     states, weight, target, logit = exact_operands(place, SIZES[0])
     rows, count = len(states), -(-len(weight) // tile.block_n)
     strips = operands.Strips.empty(rows, count, states.device, ((TOP,),)).of_rows(rows)
-    tops, ids = strips.statistics[0][0].tensors
+    tops, ids = strips.statistics[0][0][1]
     statistics.exp_logits(
         None, strips, quantised(states, True), quantised(weight, False), None, None, None, records.PLAIN, tile,
         target=target, target_logit=torch.full_like(logit, 1e6),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.gpus import RELATIVE_STRIP
 from ...core.memory import empty
-from ...core.records import ALL_ROWS, CountedRows, SoftmaxOutputs, Stored
+from ...core.records import ALL_ROWS, CountedRows, SoftmaxVectors, Stored
 from ...core.stats import Coefficients, RowStats
 from ...core.tiles import ELSEWHERE, STRIPS_AT_ONCE, cdiv
 from ...kernels.common.operands import Strips, strip_rows
@@ -21,7 +21,7 @@ from ...plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, sli
 from ..gradients import Gradients
 from ..matmul import add_dhidden
 from ..operands import CallRows, Head, Rows
-from ..store import outputs_of, ratio_of, teacher_buffers, transform
+from ..store import ratio_of, teacher_buffers, transform, vectors_of
 from .store import FrequentRows, HalfStore, counted_of, sums_frequent
 
 
@@ -131,13 +131,13 @@ class RelativeStore(HalfStore):
             )  # fmt: skip
         target_vectors = out.target_logit, None if head.fp8 is not None else self.tile_logit, rows.target
         for i, (ratio, columns) in enumerate(self.demand.views):
-            outputs, view = outputs_of(out.by_name, self.softmaxes[i]), (columns or self.vocab, ratio_of(ratio), i)
+            outputs, view = vectors_of(self.softmaxes[i], out.by_name), (columns or self.vocab, ratio_of(ratio), i)
             statistics.merge_strips(outputs, self.level, self.stored_strips, *target_vectors, *view)
         if self.demand.pairing is not None and not self.plan.teacher_last:
-            outputs = outputs_of(out.by_name, self.softmaxes[-1])
+            outputs = vectors_of(self.softmaxes[-1], out.by_name)
             self.teacher_stored = self.teacher_logits(rows, slice(self.sizes.teacher_columns), outputs)
 
-    def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxOutputs | None) -> Stored:
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxVectors[Tensor] | None) -> Stored:
         teacher, row_count = rows.teacher, rows.target.shape[0]
         if teacher is None or teacher.hidden is None or teacher.weight is None or normalize is None:
             return super().teacher_logits(rows, columns, normalize)
@@ -160,7 +160,7 @@ class RelativeStore(HalfStore):
         for block in slices(len(dlogits), self.teacher_rows):
             block_rows, block_stats = rows.narrow(block), stats.narrow(block)
             assert self.demand.pairing is not None
-            outputs = outputs_of(block_stats.by_name, self.softmaxes[-1])
+            outputs = vectors_of(self.softmaxes[-1], block_stats.by_name)
             self.teacher_stored = self.teacher_logits(block_rows, slice(self.sizes.teacher_columns), outputs)
             assert self.partial_sums is not None
             self.differentiate_(
