@@ -56,8 +56,8 @@ def translated(translations: Mapping[str, Translation], arguments: Mapping[str, 
 
 
 def init_of(function: Callable[..., Any], translations: Mapping[str, Translation]) -> Any:
-    """An ``__init__`` for a subclass of ``OptionsModule``. The names in ``translations`` are its parameters, in order.
-    Defaults are those of ``function``."""
+    """Makes the ``__init__`` of a subclass of ``OptionsModule``. The parameters are the names in ``translations``, in
+    order, with the defaults of ``function``."""
     parameters = inspect.signature(function).parameters
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.Signature([self_parameter, *(parameters[name] for name in translations)])

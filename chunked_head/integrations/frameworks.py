@@ -71,7 +71,7 @@ class Framework:
         return objects
 
     def has_tested_parameters(self) -> bool:
-        """True if all objects have the tested parameters; else a warning names the objects that have not."""
+        """True if all objects have the tested parameters. Otherwise a warning names the objects that differ."""
         return len(self.tested_objects()) == len(self.parameters_by_path)
 
     def require(self, has_tested_parameters: bool, name: str) -> None:
@@ -111,7 +111,7 @@ class Framework:
 
 
 def object_at(object_path: ObjectPath) -> Any:
-    """The object at a path; None if its module or name is missing."""
+    """The object at a path; None if the module or the name is missing."""
     try:
         value: Any = importlib.import_module(object_path[0])
     except ImportError:

@@ -91,9 +91,9 @@ class OutputProcessor:
         output_weight: Tensor | None,  # [vocab / ranks, hidden]
         labels: Tensor | None,  # [batch, sequence]
         loss_mask: Tensor | None,  # [batch, sequence]
-        context: Any,
-        config: Any,
-        inference_context: Any,
+        context: Any,  # must be None
+        config: Any,  # Megatron's TransformerConfig
+        inference_context: Any,  # must be None
         **unread_arguments: Any,
     ) -> Any:
         if unread_arguments.keys() - UNREAD_ARGUMENTS:
@@ -114,16 +114,14 @@ class OutputProcessor:
 
     def values(
         self,
-        layer: Any,
-        labels: Any,
-        loss_mask: Tensor | None,
+        layer: Any,  # the output layer
+        labels: Any,  # [batch, sequence]
+        loss_mask: Tensor | None,  # [batch, sequence]
         logit_scale: float,
-        hidden: Tensor,
-        weight: Tensor | None,
+        hidden: Tensor,  # [sequence of this rank, batch, hidden]
+        weight: Tensor | None,  # [vocab of this rank, hidden]; None: the weight of the layer
     ) -> Any:
-        """The processor's result, from operands that the layer's hooks have made ready. ``labels`` and ``loss_mask``
-        [batch, sequence]; ``hidden`` [sequence of this rank, batch, hidden]; ``weight`` [vocab of this rank, hidden],
-        None: the weight of the layer."""
+        """The processor's result, from operands that the layer's hooks have made ready."""
         weight, rank_layout = layer.weight if weight is None else weight, RankLayout(layer)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         targets = rank_layout.local_values(labels.t())

@@ -29,7 +29,7 @@ LinearCrossEntropy: Any = object_at(BASE_PATH) if IS_SUPPORTED else object
 
 
 class ChunkedHeadCrossEntropy(LinearCrossEntropy):
-    """A loss with the arguments of Automodel's ``FusedLinearCrossEntropy``. It does not need ``cut_cross_entropy``.
+    """A loss with the arguments of Automodel's ``FusedLinearCrossEntropy``, which does not need ``cut_cross_entropy``.
 
     Args:
         ignore_index: label of tokens that do not count.

@@ -206,8 +206,8 @@ def loss_and_statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, loss: Losses, batch: dict[str, Tensor],
     metric_functions: tuple[metrics.Metric, ...], temperature: float, **head_options: Any,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Returns the sum [] of ``loss`` over all tokens, its derivatives [N] by the tokens' log-probabilities, and the
-    statistics [N] of the tokens by name. The gradients of the sum are made in this pass."""
+    """Returns the sum [] of ``loss`` over all tokens, the derivatives [N] of the sum by the tokens' log-probabilities,
+    and the statistics [N] of the tokens by name. The gradients of the sum are made in this pass."""
     options: Any = head_options
     call: Call[Any] = call_of(
         "linear_loss", hidden, weight, targets, options, temperature=temperature, losses=loss, metrics=metric_functions,

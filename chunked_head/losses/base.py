@@ -157,8 +157,8 @@ class Measure:
         """Returns a key of the function and of the options without their floats, and a tuple of those floats. Compiled
         code is found by the key and takes the floats as arguments. Returns None and () for a user's function."""
         numbers: list[float] = []
-        options = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
-        return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
+        values_key = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
+        return (None, ()) if values_key is None else ((self.function, tuple(self.options), values_key), tuple(numbers))
 
     @functools.cached_property
     def is_builtin(self) -> bool:

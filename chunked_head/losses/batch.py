@@ -181,7 +181,7 @@ def clamped(values: Tensor, bound: float | None) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """``sigmoid(x)``. Its gradient does not contain ``1 - sigmoid(x)``, which would round to 0 for large x."""
+    """``sigmoid(x)``. The gradient does not contain ``1 - sigmoid(x)``, which would round to 0 for large x."""
     return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
 
 

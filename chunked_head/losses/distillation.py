@@ -255,7 +255,7 @@ def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tenso
 
 def counted_entries(teacher_logprobs: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
     """Mask [..., K] of the teacher's entries that count. An entry counts if it is no padding, if ``mask`` is true, and
-    if no entry of the same id is likelier. ``ids`` None: no two entries have the same id."""
+    if it is the first of the likeliest entries of its id. ``ids`` None: no two entries have the same id."""
     # an entry of nan counts, so that the error shows in the loss
     is_counted = ~(teacher_logprobs <= MAX_PADDING_LOGPROB)
     if mask is not None:

@@ -155,15 +155,16 @@ def _sapo(
 
 
 def checked_clip(loss_name: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
-    """Options of ``clipped_ratio``: ``low`` is 1 - clip_low and ``high`` is 1 + clip_high. ``delta`` lowers ``high`` or
-    raises the ``ceiling`` of the ratio where A < 0. TypeError or ValueError for wrong numbers. ``loss_name``: for
-    errors."""
-    low, high = 1.0 - number(loss_name, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(loss_name, "clip_high", clip_high)
+    """Options of ``clipped_ratio``. ``min_ratio`` is 1 - clip_low. Without ``delta``, ``max_ratio`` is 1 + clip_high,
+    and ``ceiling`` is None. With ``delta`` they are the smaller and the larger of 1 + clip_high and delta. TypeError or
+    ValueError for wrong numbers. ``loss_name``: for errors."""
+    min_ratio = 1.0 - number(loss_name, "clip_low", clip_low, 0.0, 1.0)
+    max_ratio = 1.0 + bound(loss_name, "clip_high", clip_high)
     if delta is None:
-        return {"low": low, "high": high, "ceiling": None}
+        return {"min_ratio": min_ratio, "max_ratio": max_ratio, "ceiling": None}
     # of the two ceilings, delta and the clip's, the surrogate's min takes the lower for A > 0, the higher for A < 0
     delta = bound(loss_name, "delta", delta, open_=True)
-    return {"low": low, "high": min(delta, high), "ceiling": max(delta, high)}
+    return {"min_ratio": min_ratio, "max_ratio": min(delta, max_ratio), "ceiling": max(delta, max_ratio)}
 
 
 def checked_clamp(loss_name: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
@@ -181,22 +182,24 @@ def old_logprobs(stats: Stats, batch: Batch) -> Tensor:
     return batch["old_logprobs"] if "old_logprobs" in batch else stats.logprob.detach()
 
 
-def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None) -> Tensor:
-    """The ratio r [n] for which ``-A r`` is the clipped surrogate: at most ``high`` where A > 0; at least ``low`` and
-    at most ``ceiling`` where A < 0; 1 where A = 0. A nan stays nan, except where A = 0.
+def clipped_ratio(
+    log_ratio: Tensor, advantages: Tensor, min_ratio: float, max_ratio: float, ceiling: float | None
+) -> Tensor:
+    """The ratio r [n] for which ``-A r`` is the clipped surrogate: at most ``max_ratio`` where A > 0; at least
+    ``min_ratio`` and at most ``ceiling`` where A < 0; 1 where A = 0. A nan stays nan, except where A = 0.
 
     The logarithm is clamped rather than the ratio: the gradient of a clamped ratio would multiply 0 by an infinite
     ratio.
     """
     ratio = log_ratio.detach().exp()
-    is_above = (advantages > 0) & (ratio > high)
-    is_below = (advantages < 0) & (ratio < low)
+    is_above = (advantages > 0) & (ratio > max_ratio)
+    is_below = (advantages < 0) & (ratio < min_ratio)
     is_fixed = is_above | is_below | (advantages == 0)
     if ceiling is not None:
         is_beyond_ceiling = (advantages < 0) & (ratio > ceiling)
         is_fixed = is_fixed | is_beyond_ceiling
     ratio = torch.where(is_fixed, 0.0, log_ratio).exp()
-    ratio = torch.where(is_above, high, torch.where(is_below, low, ratio))
+    ratio = torch.where(is_above, max_ratio, torch.where(is_below, min_ratio, ratio))
     return ratio if ceiling is None else torch.where(is_beyond_ceiling, ceiling, ratio)
 
 

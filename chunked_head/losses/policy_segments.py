@@ -122,7 +122,7 @@ def rloo(
 ) -> Losses:
     """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
     ``R = segment_sum(logprob - old_logprobs).exp()``, the ratio of complete answers, and ``A_s = segment_mean(A)``
-    (arXiv 2402.14740, as TRL's trainer).
+    (arXiv 2402.14740, as in TRL's trainer).
 
     ``advantages`` are leave-one-out advantages, which the caller computes.
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with the gradient of

@@ -78,12 +78,13 @@ def key_of(value: Any, depth: int = 0) -> Hashable:
         return value_type, *[key_of(item, depth + 1) for item in value]
     if value_type is not FunctionType or depth >= MAX_DEPTH:
         return object()
-    code_objects, names = [value.__code__], dict[str, None]()
+    code_objects, global_names = [value.__code__], dict[str, None]()
     for code in code_objects:  # the loop appends to ``code_objects``
         code_objects += [item for item in code.co_consts if isinstance(item, CodeType)]
-        names |= dict.fromkeys(code.co_names)
+        global_names |= dict.fromkeys(code.co_names)
     cell_contents = [object() if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
-    global_keys = [(name, key_of(value.__globals__[name], depth + 1)) for name in names if name in value.__globals__]
+    global_values = {name: value.__globals__[name] for name in global_names if name in value.__globals__}
+    global_keys = [(name, key_of(item, depth + 1)) for name, item in global_values.items()]
     defaults = value.__defaults__, *(value.__kwdefaults__ or {}).items()
     closure_and_defaults = *cell_contents, *(defaults[0] or ()), *defaults[1:]
     content_keys = [None if item is value else key_of(item, depth + 1) for item in closure_and_defaults]

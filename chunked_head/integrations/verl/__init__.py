@@ -130,8 +130,8 @@ def sums_dhidden(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> boo
 
 
 def flat_tokens(name: str, value: Any, labels: Tensor) -> Any:
-    """Returns a tensor in the shape of labels as [tokens], and returns ``value`` if it is no tensor. ValueError for
-    other shapes. ``name``: name of the argument, for errors."""
+    """Flattens ``value`` to [tokens]; returns ``value`` if it is no tensor. ValueError for a tensor of another shape
+    than that of labels. ``name``: name of the argument, for errors."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != labels.shape:
