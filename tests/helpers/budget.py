@@ -1,4 +1,4 @@
-"""The error budget: against float64, at most twice what plain PyTorch errs in the same dtype, and four ulp."""
+"""The error budget: a result may differ from float64 by twice plain PyTorch's error in the same dtype, plus 4 ulp."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ ULPS = 4.0
 
 
 def assert_within_budget(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, what: str) -> None:
-    """Holds the norm of the error and its largest element to the budget; shows the worst element where it breaks."""
+    """Checks the norm and the largest element of the error against the budget. An error shows the worst element."""
     assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)}, should be {tuple(truth.shape)}"
     ours, eager, truth = (t.detach().double().cpu() for t in (ours, eager, truth))
     error, allowed = (ours - truth).abs(), (eager - truth).abs()
@@ -29,7 +29,7 @@ def assert_within_budget(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torc
 
 
 def assert_outcome(ours, eager, truth, dtype: torch.dtype) -> None:
-    """Loss to fp32's budget (losses are fp32 for 16-bit inputs), gradients to the inputs' dtype's."""
+    """Checks the loss against the budget of fp32 (of float64 for float64), and gradients against that of ``dtype``."""
     loss_dtype = torch.promote_types(dtype, torch.float32)
     assert ours.loss.dtype == loss_dtype
     assert_within_budget(ours.loss, eager.loss, truth.loss, loss_dtype, "loss")

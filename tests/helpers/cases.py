@@ -50,7 +50,7 @@ def named(tile: Tile) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a call and its options, those only the library has apart."""
+    """Tensors and options of a call. ``schedule``: options that only the library has, and the oracle has not."""
 
     hidden: Tensor
     weight: Tensor
@@ -59,7 +59,7 @@ class Inputs:
     schedule: Options = field(default_factory=dict)
 
     def to(self, dtype: torch.dtype) -> "Inputs":
-        """The same call with its operands in another dtype, without history."""
+        """The same call with operands in another dtype, detached from their graph."""
 
         def cast(name: str, value: Any) -> Any:
             return value.detach().to(dtype) if name == "bias" else value
@@ -180,8 +180,8 @@ FAST_OPTIONS = {"reduction", "class_weights", "token_weights", "z_loss", "logit_
 
 
 def interpreted_too(case: Case, dtype: torch.dtype) -> bool:
-    """Interpreted, where every step is slow, each option once per store of the buffer, large vocabularies once: more
-    strips of a row than are merged at a time has `test_gradients.test_fp16_keeps_small_probabilities` too."""
+    """True for a case and dtype that the interpreter runs too. It is slow, so each option runs once per store, and a
+    large vocabulary in fp32 only. ``test_gradients.test_fp16_keeps_small_probabilities`` has many strips in fp16."""
     if case in OPTION_CASES:
         path = torch.bfloat16 if case.options.keys() <= FAST_OPTIONS else torch.float16
         return dtype == (path if case.hidden == 64 else torch.float32)
@@ -189,7 +189,7 @@ def interpreted_too(case: Case, dtype: torch.dtype) -> bool:
 
 
 def combinations() -> list:
-    """Cases x places, each in one dtype in turn; in every dtype exhaustive. Interpreted, each option in one anyway."""
+    """Parameters (case, dtype, place). The dtypes take turns; ``--all`` runs every dtype."""
     found = []
     for place in PLACES:
         for i, case in enumerate(CASES):
@@ -220,7 +220,7 @@ def upstream_like(loss: Tensor) -> Tensor:
 
 
 def run(function: Callable[..., Tensor], inputs: Inputs, given_grad: Tensor | None = None, **extra: Any) -> Outcome:
-    """Calls and differentiates with the upstream gradient given (a fixed random one by default)."""
+    """Calls ``function`` and differentiates its result. ``given_grad``: upstream gradient; None: ``upstream_like``."""
     hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
     options = dict(inputs.options)
     given = [hidden, weight]
@@ -237,8 +237,8 @@ def run_ours(inputs: Inputs, place: Place, given_grad: Tensor | None = None, **e
 
 
 def run_reference(inputs: Inputs, dtype: torch.dtype, given_grad: Tensor | None = None) -> Outcome:
-    """The truth in float64, by ``chunked_head.reference`` in chunks and shards where it has the options; in other
-    dtypes full logits, whose error is the budget."""
+    """The oracle in ``dtype``: in float64 ``chunked_head.reference`` in chunks and shards if it has the options, else
+    full logits. The error of full logits in another dtype is the budget."""
     inputs = inputs.to(dtype)
     options = dict(inputs.options)
     if dtype != torch.float64 or "shift" in options or options.get("reduction") == "none":
@@ -255,7 +255,7 @@ def run_reference(inputs: Inputs, dtype: torch.dtype, given_grad: Tensor | None 
 
 
 def hold(case: Case, dtype: torch.dtype, place: Place) -> None:
-    """A call within the budget of full logits in its dtype."""
+    """Checks a call against the budget, which full logits in the same dtype define."""
     inputs = case.inputs(dtype, place.device)
     truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
     assert_outcome(run_ours(inputs, place), eager, truth, dtype)

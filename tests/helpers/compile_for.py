@@ -52,7 +52,7 @@ def target_of(name: str) -> GPUTarget:
 
 
 def pretend(target: GPUTarget) -> None:
-    """A driver for a GPU that is not there: enough to compile for it."""
+    """Sets a driver with which Triton compiles for a GPU that this machine lacks."""
     active = SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0,
         set_current_device=lambda device: None,

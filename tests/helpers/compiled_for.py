@@ -1,4 +1,4 @@
-"""What Triton compiles for: of each launch, the kernel and what of its arguments is part of compiled code."""
+"""Records of launches: the kernel, and for each argument what Triton's compiled code depends on."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def is_input(name: str) -> bool:
 
 
 def told(name: str, value: Any) -> Any:
-    """What of an argument is part of the compiled code."""
+    """What Triton's compiled code depends on in an argument: a constant, a dtype, a divisibility."""
     from chunked_head.kernels.common.launcher import PER_CALL, PER_ROW
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -34,8 +34,8 @@ def told(name: str, value: Any) -> Any:
 def record_launches(
     patch: pytest.MonkeyPatch, runs: Callable[[str], bool] = lambda name: True
 ) -> set[tuple[str, str, tuple]]:
-    """Kernels launched as long as ``patch`` lasts, by name and file, and what each is compiled for. Those run of whose
-    names ``runs`` says so."""
+    """Returns a set that has, for each launch while ``patch`` lasts, the kernel's name and file, and each argument's
+    ``told``. A kernel runs only if ``runs`` is true for its name."""
     from chunked_head.kernels.common.launcher import Launcher
 
     found: set[tuple[str, str, tuple]] = set()

@@ -64,7 +64,7 @@ REFUSALS = ("two softmaxes", "smooths over", "different temperatures", "skip_ign
 
 
 class Drawn(NamedTuple):
-    """What a call gave: values by name, gradients of its operands: hidden (or logits), weight, bias; and metrics."""
+    """Results of a call: values by name, gradients of hidden states (or logits), weight and bias, and metrics."""
 
     values: dict[str, Tensor]
     grads: list[Tensor]
@@ -72,7 +72,7 @@ class Drawn(NamedTuple):
 
 
 class Call:
-    """One drawn call. Tensors are float64 until they are cast to the call's dtype, which the truth is then made of."""
+    """One drawn call. Tensors are drawn in float64 and rounded to the call's dtype. The oracle gets rounded tensors."""
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class Call:
         return torch.rand(*shape, generator=self.made) < share
 
     def disturbed(self, logprobs: Tensor) -> Tensor:
-        """Log-probabilities of a model close by."""
+        """Log-probabilities of a slightly different model."""
         return (logprobs + 0.3 * self.real(*self.leading)).clamp(max=0.0)
 
     # ---- what stands where
 
     @functools.cached_property
     def counts(self) -> Tensor:
-        """Which positions of the target count [...]: with ``shift`` none of the first, which nothing predicts."""
+        """Mask [...] of the target's positions that count: with ``shift`` none of the first, which no row predicts."""
         counts = self.target != self.ignore_index
         counts = counts if self.mask is None else counts & self.mask
         counts[..., : self.head["shift"]] = False
@@ -147,19 +147,19 @@ class Call:
 
     @functools.cached_property
     def predicts(self) -> Tensor:
-        """Which rows of hidden states do [...]."""
+        """Mask [...] of the rows of hidden states that predict a position that counts."""
         kept = max(0, self.leading[-1] - self.head["shift"])
         found = torch.zeros_like(self.counts)
         found[..., :kept] = self.counts[..., self.leading[-1] - kept :]
         return found
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rounded to the call's dtype, held in ``dtype``, on the device."""
+        """The tensor rounded to the call's dtype, then converted to ``dtype``, on the device."""
         return tensor.to(self.dtype).to(self.device, dtype)
 
     def laid(self, tensor: Tensor, step: int = 2) -> Tensor:
-        """The same numbers, perhaps elsewhere in memory: every other element, or a part of each row, of more, or
-        behind an element."""
+        """The same numbers in guarded memory, or with other strides: every other element of a larger tensor, part of
+        each row, or behind an unused element."""
         if not self.strided or tensor.dim() == 0:
             return uninitialised.put_between_guards(tensor)
         if self.seed % 3 == 0:
@@ -171,7 +171,7 @@ class Call:
         return part.copy_(tensor)
 
     def nonsense(self, tensor: Tensor, where: Tensor) -> Tensor:
-        """With something that must not matter where ``where`` is true."""
+        """A copy with numbers that must not matter (nan, inf, 10**6, True) where ``where`` is true."""
         tensor = tensor.clone()
         odd = self.draw.choice([math.nan, math.inf, -math.inf]) if tensor.is_floating_point() else 10**6
         tensor[where] = True if tensor.dtype == torch.bool else odd
@@ -235,7 +235,7 @@ class Call:
         return found
 
     def options(self, *names: str) -> dict[str, Any]:
-        """Options of ours alone, of which this function has some."""
+        """Options that the oracle has not, as far as the call's function takes them, without ``names``."""
         given = self.schedule | {"backend": self.backend}
         if self.padding:
             given["vocab_size"] = self.vocab
@@ -250,7 +250,7 @@ class Call:
         return {} if self.buffer is None else {"accumulate_into": self.buffer}
 
     def taken(self, total: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
-        """Gradients; the weight's from the buffer where it went there."""
+        """Gradients of ``leaves``. With ``accumulate_into`` the buffer is the weight's gradient."""
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         if getattr(self, "buffer", None) is None:
             if self.way == "again":  # twice the first time, then whatever a second backward of the same graph gives
@@ -267,8 +267,8 @@ class Call:
 
     @property
     def cancelled(self) -> float:
-        """Size of what cancels in a gradient over one id, to exactly 0 in eager, whose error is no measure there: an
-        upstream gradient times a row, with the ulps of the logit that the probability is made of."""
+        """Size of the terms that cancel in the gradient over a vocabulary of one id. Eager gives exactly 0, so its
+        error is no measure. A term is an upstream gradient times a row, scaled by the rounding of the logit."""
         rows, weight = self.hidden.flatten(0, -2), self.weight
         if self.vocab > 1 or self.function in ON_LOGITS or not len(rows):
             return 0.0
@@ -279,7 +279,7 @@ class Call:
         return scale * float(terms.abs().max())
 
     def reference_operands(self, dtype: torch.dtype) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
-        """Leaves, weight and bias without padding; the identity makes logits their own hidden states."""
+        """Leaves, and weight and bias without padding. A function of logits has the identity as weight."""
         if self.function in ON_LOGITS:
             eye = torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device)
             return [self.logits(self.dtype).to(dtype).requires_grad_()], eye[: self.vocab], None
@@ -289,7 +289,7 @@ class Call:
         return leaves, weight[: self.vocab], None if bias is None else bias[: self.vocab]
 
     def some_of(self, rows: list[Any], count: int) -> list[Any]:
-        """Some in a random order; another row in the table changes no call but those that draw it."""
+        """``count`` rows in a random order. A new row in the table changes only the calls that draw this row."""
         order = self.pick(range(2**20))
         return sorted(rows, key=lambda row: random.Random(f"{order} {label(row)}").random())[:count]
 
@@ -387,7 +387,7 @@ class Call:
         return of_logits if module else ours, theirs
 
     def declared(self, foretold: float | None) -> float:
-        """The upstream gradient of a scalar loss: what was promised where something was."""
+        """The upstream gradient of a scalar loss: 0.37; with ``accumulate_into`` ``foretold``, or 1 if that is None."""
         return (1.0 if foretold is None else foretold) if self.accumulate else 0.37
 
     def taken_plain(self, total: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
@@ -526,7 +526,7 @@ class Call:
         return leaves, x / self.temperature, self.target[self.counts].to(self.device)
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Rows at the places of their targets, 0 elsewhere."""
+        """Rows at the positions of targets that count, 0 elsewhere."""
         out = torch.zeros(*self.leading, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         return out.index_put((self.counts.to(rows.device),), rows)
 
@@ -567,7 +567,7 @@ class Call:
         return ours, theirs
 
     def gathered_topk_kl(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
-        """Held to ``linear_loss`` 's oracle: the whole vocabulary's logits, of which K are gathered."""
+        """The oracle is that of ``linear_loss`` on all logits, of which the library gets K."""
         pick = self.pick
         own = {"divergence": pick(["forward", "reverse", "jsd", "tvd"]), "normalize": pick(["tail", "vocab", "topk"]),
                "t_squared": pick([False, True]), "teacher_temperature": pick([None, 2.0])}  # fmt: skip
@@ -628,7 +628,7 @@ class Call:
     # ---- the comparison
 
     def check(self) -> bool:
-        """Runs and compares; False where the call is refused for a reason that is known."""
+        """Runs the call and compares it with the oracle. Returns False if the library refuses it for a known reason."""
         ours, theirs = getattr(self, self.function)()
         try:
             found = ours()
@@ -661,7 +661,7 @@ class Call:
 
 
 def label(row: Any) -> str:
-    """Kind and options of a row in words, without the addresses of functions: those are others in each process."""
+    """Text of a row's kind and options, without the addresses of functions, which differ between processes."""
     return re.sub(r" at 0x\w+", "", str(row[:2]))
 
 
@@ -678,7 +678,7 @@ class OverBudget(AssertionError):
 
 
 def compare(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, size: float, what: str) -> None:
-    """The error budget, by the largest element; ``size``: of the numbers that a value was added up from."""
+    """Checks the largest element of an error against the budget. ``size``: magnitude of the terms of a value's sum."""
     assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)}, should be {tuple(truth.shape)}"
     ours, eager, truth = (tensor.double().cpu() for tensor in (ours, eager, truth))
     assert torch.isfinite(truth).all(), f"{what}: the oracle is not finite"
@@ -707,7 +707,7 @@ ON_LOGITS = ("CrossEntropyLoss", "logits_loss", "logits_logprobs", "gathered_top
 
 
 def sweep(seeds: range, **place: Any) -> Mapping[str, int]:
-    """Checks the calls of these seeds; how many of each function were not refused."""
+    """Checks the calls of ``seeds``. Returns by function the number of calls that were not refused."""
     ran: dict[str, int] = dict.fromkeys(FUNCTIONS, 0)
     for seed in seeds:
         call = Call(seed, **place)
@@ -720,8 +720,8 @@ def sweep(seeds: range, **place: Any) -> Mapping[str, int]:
 
 
 def is_over_budget(seed: int, numbers: int, **place: Any) -> bool:
-    """Whether the call is so with other numbers. The budget is twice eager's error, which is a draw too, and another on
-    each processor: a call that is a little beyond it by luck is not beyond it again."""
+    """True if the call also breaks the budget with other random numbers. The budget is twice eager's error, which is
+    random too: a call that breaks it slightly by chance does not break it again."""
     try:
         Call(seed, numbers=seed + numbers * 10**9, **place).check()
     except OverBudget:

@@ -1,4 +1,4 @@
-"""Calls of the public functions as a compiled function makes them, and what comes of them beside the same calls."""
+"""Calls of the public functions for ``torch.compile``, and the comparison of compiled with uncompiled results."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def unreduced(d: Data) -> Tensor:
 
 
 def grpo(d: Data) -> LossOutput:
-    """Losses and metrics made in the compiled function."""
+    """A call whose losses and metrics are made inside of the compiled function."""
     return linear_loss(
         d.hidden, d.weight, d.target,
         losses.grpo(clip_low=0.2, clip_high=0.28) + losses.z_loss().times(d.scalar) - 0.01 * losses.entropy(),
@@ -98,7 +98,7 @@ MEASURED = (metrics.kl_old(weighting="segment"), metrics.accuracy(), metrics.per
 
 
 def gspo(d: Data) -> LossOutput:
-    """Losses and metrics made before; gradients that wait for all statistics."""
+    """A call whose losses and metrics were made before, and whose gradients need the statistics of all tokens."""
     return linear_loss(
         d.hidden, d.weight, d.target, OUTSIDE, batch=chosen(d, "old_logprobs", "advantages", "segments"),
         num_segments=SEGMENTS, metrics=MEASURED, chunk_tokens=16, bias=d.bias,
@@ -188,7 +188,7 @@ CALLS: list[Callable[[Data], Any]] = [
 
 
 def named(out: Any) -> dict[str, Tensor]:
-    """Everything that a call has returned."""
+    """All tensors of a call's result, by name."""
     if isinstance(out, Tensor):
         return {"value": out}
     if isinstance(out, LossOutput):
@@ -210,7 +210,7 @@ def outcome(call: Callable[[Data], Any], data: Data, upstream: float | Tensor) -
 def assert_alike(
     call: Callable[[Data], Any], data: Data, upstream: float = 0.37, exact: bool = True, **how: Any
 ) -> None:
-    """What the compiled call gives beside what the call gives; to the bit on one backend of one device."""
+    """Compares the compiled call's results and gradients with those of the call, by default bit for bit."""
     torch._dynamo.reset()
     expected, grads = outcome(call, data, upstream)
     found, ours = outcome(torch.compile(call, fullgraph=True, **how), data, upstream)

@@ -45,7 +45,7 @@ def on_logits(case: LossCase, inputs: LossInputs, dtype: torch.dtype) -> tuple[T
 
 
 def assert_gradient(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Within the budget, but for what fp32 leaves of a row's terms, of order 1 / tokens, where they cancel."""
+    """Checks a gradient against the budget plus the fp32 rounding of a row's terms, which are of order 1 / tokens."""
     assert ours.shape == truth.shape and ours.dtype == dtype and torch.isfinite(truth).all() and truth.any()
     error = ours.double().cpu() - truth
     slack = 4 * torch.finfo(torch.float32).eps / TOKENS
@@ -54,7 +54,7 @@ def assert_gradient(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dty
 
 
 def by_oracle(case: LossCase, logits: Tensor, batch: dict[str, Any], head: dict[str, Any], inputs: LossInputs) -> Any:
-    """The oracle of the linear head, whose weight is the identity."""
+    """The results of the linear head's oracle, with logits as hidden states and the identity as weight."""
     identity = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
     given = LossInputs(logits, identity, inputs.target, batch, head, inputs.num_segments)
     loss, parts, grads = run_reference(case, given)

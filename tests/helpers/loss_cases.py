@@ -27,7 +27,7 @@ FEWER = {"tokens": 41, "vocab": 131}  # for Triton's interpreter, which takes it
 
 @dataclass(frozen=True)
 class LossCase:
-    """A sum of losses and what is given beside it; ``batch`` names the fields, ``head`` are options of the head."""
+    """A sum of losses, the names of the fields that a call passes (``batch``), and options of the head (``head``)."""
 
     name: str
     terms: tuple[Term, ...]
@@ -60,11 +60,11 @@ class LossInputs:
     num_segments: int | None
 
     def head_of(self, tokens: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The options of the head with those of each token as ``tokens`` has them of some."""
+        """Options of the head. ``tokens`` selects the elements of a temperature per token."""
         return {k: tokens(v) if k == "temperature" and isinstance(v, Tensor) else v for k, v in self.head.items()}
 
     def to(self, dtype: torch.dtype) -> "LossInputs":
-        """In another dtype: the operands of matmuls and a dense teacher's."""
+        """The inputs with operands of matmuls, also those of a dense teacher, in another dtype."""
 
         def cast(name: str, value: Any) -> Any:
             return value.to(dtype) if name in ("bias", "teacher_hidden", "teacher_weight", "teacher_bias") else value
@@ -305,7 +305,7 @@ Numbers = tuple[Tensor, dict[str, Tensor], list[Tensor]]  # loss, parts, and gra
 
 
 def by_reference(case: LossCase, inputs: LossInputs, chunk_tokens: int = 40, shards: int = 3) -> Numbers:
-    """``chunked_head.reference``, in chunks and shards."""
+    """Results of ``chunked_head.reference``, in chunks and shards."""
     mix = {t.kind: (t.coefficient, partial(getattr(reference, t.kind), **t.options)) for t in case.terms}
     target = torch.zeros(len(inputs.hidden), dtype=torch.int64) if inputs.target is None else inputs.target
     batch = dict(inputs.batch)
@@ -317,7 +317,7 @@ def by_reference(case: LossCase, inputs: LossInputs, chunk_tokens: int = 40, sha
 
 
 def by_oracle(case: LossCase, inputs: LossInputs) -> Numbers:
-    """Full logits."""
+    """Results of the oracle on full logits."""
     leaves, head = leaves_of(inputs)
     loss, parts = oracle.linear_loss(
         *leaves[:2], inputs.target, case.terms, batch=inputs.batch, num_segments=inputs.num_segments, **head
@@ -326,7 +326,7 @@ def by_oracle(case: LossCase, inputs: LossInputs) -> Numbers:
 
 
 def run_reference(case: LossCase, inputs: LossInputs) -> Numbers:
-    """On the CPU, in float64 by ``chunked_head.reference`` where it has the losses."""
+    """Results on the CPU: in float64 of ``chunked_head.reference`` if it has the losses, else of the oracle."""
     inputs = inputs.on("cpu")
     covered = inputs.hidden.dtype == torch.float64 and has_reference(case)
     return by_reference(case, inputs) if covered else by_oracle(case, inputs)
@@ -405,7 +405,7 @@ def run_ours(case: LossCase, inputs: Any, place: Place, **more: Any) -> tuple[Lo
 
 
 def hold(case: LossCase, dtype: torch.dtype, place: Place, schedule: dict[str, Any]) -> None:
-    """A call within the budget of the oracle on full logits."""
+    """Checks a call against the budget, which the oracle on full logits defines."""
     sizes = FEWER if place == Place("triton", "cpu") else {}
     inputs = inputs_of(case, dtype, place.device, **sizes)
     truth = run_reference(case, inputs.to(torch.float64))

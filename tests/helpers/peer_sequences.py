@@ -42,12 +42,12 @@ class Sequences:
 
     @property
     def logprobs(self) -> Tensor:
-        """Those of the tokens, 0 where one does not count."""
+        """Log-probabilities of the tokens, 0 where a token does not count."""
         return torch.where(self.mask, self.logits.log_softmax(-1).gather(-1, self.ids[..., None])[..., 0], 0.0)
 
     @property
     def rollout_ratio(self) -> Tensor:
-        """How the trainer's and the rollout's engine differ."""
+        """Ratio of the old policy's probability to the rollout engine's, 1 where a token does not count."""
         return torch.where(self.mask, self.old_logprobs - self.rollout_logprobs, 0.0).exp()
 
     def sums(self, values: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Sequences:
 
 
 def sequences(dtype: torch.dtype, is_paired: bool) -> Sequences:
-    """With ``is_paired`` every sequence has a token that counts: a mean over none is no number in Liger."""
+    """Random sequences. With ``is_paired`` each has a token that counts, since Liger's mean over none is nan."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype)

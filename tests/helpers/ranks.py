@@ -25,8 +25,8 @@ IMPORTS = ["chunked_head", "hypothesis", "pytest", "torch.distributed.fsdp", "to
 
 
 def spawn(work: Callable[..., None], args: tuple[Any, ...], ranks: int, device: str = "cpu") -> None:
-    """A process for each rank. On the CPU they are copies of one that has imported what they need and done nothing: a
-    GPU's is not to be copied."""
+    """Runs ``work`` in a process for each rank. On the CPU processes are forked from one that has imported ``IMPORTS``;
+    a process that uses a GPU cannot be forked."""
     if device != "cpu":
         torch.multiprocessing.spawn(work, args, ranks)
         return
@@ -37,7 +37,7 @@ def spawn(work: Callable[..., None], args: tuple[Any, ...], ranks: int, device: 
 
 
 def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
-    """What ``work``, a function of a module, returns on each rank: tensors on the CPU. gloo, on GPUs NCCL."""
+    """Results of ``work``, a module-level function, on each rank, as CPU tensors. The backend is gloo, on GPUs NCCL."""
     spawn(enter, (work, ranks, str(folder), device), ranks, device)
     return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(ranks)]
 
@@ -45,8 +45,8 @@ def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[
 def run_once(
     work: Work, ranks: int, factory: pytest.TempPathFactory, name: str, device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """The same for all workers of pytest-xdist: the first one runs it, the others wait, and read what it has written
-    below ``name``, or how it failed."""
+    """``run`` once for all workers of pytest-xdist: the first worker runs it and writes the results, or the error, to
+    the folder ``name``. The other workers wait and read them."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     folder.mkdir(exist_ok=True)
@@ -80,8 +80,8 @@ def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:
 
 
 def gpu_of(rank: int, gpus: int) -> int:
-    """A GPU of its own; on two, ranks 2 and 3 stand crosswise: NCCL wants the ranks of a group on different GPUs, and
-    in a grid of two by two so are those of every row and of every column."""
+    """The GPU of a rank. On two GPUs, ranks 2 and 3 are on GPUs 1 and 0: NCCL needs the ranks of a group on different
+    GPUs, also those of each row and each column in a grid of two by two."""
     return rank if rank < gpus else gpus - 1 - rank % gpus
 
 
@@ -92,7 +92,7 @@ def need_gpus(device: str, ranks: int) -> None:
 
 
 def outcome(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a function returns, or how it failed; one case's failure shall not hide the others'."""
+    """What a function returns, or the traceback, so that the failure of a case does not hide other cases."""
     try:
         return function(*args, **options)
     except Exception:
@@ -100,7 +100,7 @@ def outcome(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def said(function: Callable[[], Any]) -> str:
-    """What a function returns or raises, in words."""
+    """Text of what a function returns or raises."""
     try:
         return str(function())
     except Exception as error:
@@ -108,6 +108,6 @@ def said(function: Callable[[], Any]) -> str:
 
 
 def as_on_a_gpu(function: Callable[[], Any]) -> Any:
-    """Where the host would have to wait for what others send, and so waits only for calls that nobody expects."""
+    """Runs a function as on a GPU, where the host does not wait to compare the calls of ranks."""
     with mock.patch("chunked_head.parallel.agreement.waits_for_comparison", lambda device: False):
         return function()

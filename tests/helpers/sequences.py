@@ -30,7 +30,7 @@ FEW = 10  # of all metrics or losses, in every other sequence of them
 
 
 class Varied(random.Random):
-    """Draws of a seed, some of which another seed draws again."""
+    """Draws of a seed. Another seed replaces a share of the draws."""
 
     def __init__(self, seed: int, another: int):
         super().__init__(seed)
@@ -78,7 +78,7 @@ def outcome(call: Call) -> list[Tensor] | str:
 
 
 def plain_seed(seed: int) -> int:
-    """A seed from there on of a call with several tokens that count, and nothing unusual that is refused."""
+    """The first seed from ``seed`` on whose call has several tokens that count and no unusual options."""
     while True:
         call = Call(seed, backends=("triton",))
         whole = call.head["shift"] == 0 and call.schedule["skip_ignored"] is False and call.way == "once"
@@ -101,7 +101,7 @@ def of_losses(seed: int, device: str) -> list[Step]:
 
 
 def of_variants(seed: int, device: str, count: int = 5) -> list[Step]:
-    """Calls alike but for some draws; the last two as the first, on other numbers."""
+    """Calls that differ in some draws. The last two are the first call with other random numbers."""
 
     def step(another: int, numbers: int) -> list[Tensor] | str:
         return outcome(Call(seed, device, draw=Varied(seed, another), numbers=numbers, halves=fuzz.HALVES))
@@ -137,8 +137,8 @@ class Sequenced:
     """Runs sequences until ``end``, and counts calls."""
 
     def __init__(self, device: str = "cpu", end: float = math.inf, pause: float = math.inf):
-        """``end``: a time of ``time.monotonic``, behind which no call begins. ``pause``: seconds between two lines that
-        say how many calls there were."""
+        """``end``: a time of ``time.monotonic``, after which no call begins. ``pause``: seconds between two lines that
+        print the number of calls."""
         self.device, self.end, self.pause = device, end, pause
         self.calls, self.unsteady, self.next_line = 0, 0, time.monotonic() + pause
         self.empty = Emptying()
@@ -157,8 +157,8 @@ class Sequenced:
         return self.run(step)
 
     def check(self, steps: Sequence[Step], order: Sequence[int]) -> str:
-        """The first call that gives other bits in this order than with empty caches, and behind which; or "". The order
-        ends where half of the time is over that is left: the other half is for calls with empty caches."""
+        """Text that names the first call whose bits differ from those with empty caches, and the calls before it; "" if
+        none differs. The order runs in half of the remaining time, calls with empty caches in the other half."""
         found, middle = list[list[Tensor] | str](), (time.monotonic() + self.end) / 2
         self.empty()
         for i in order:
@@ -181,7 +181,7 @@ class Sequenced:
         return ""
 
     def behind(self, steps: Sequence[Step], order: Sequence[int], place: int) -> str:
-        """The one earlier call that is enough, if one is, and if there is time to look."""
+        """Text that names one earlier call after which the last call differs; "" if none is found before ``end``."""
         last = steps[order[place]]
         expected = self.alone(last)
         for i in dict.fromkeys(order[:place]):

@@ -1,4 +1,4 @@
-"""What the library keeps from call to call: all of it found, and emptied at will."""
+"""The library's caches: a search for all of them, and a function that empties them."""
 
 import importlib
 import sys
@@ -31,7 +31,7 @@ STAYING = {
 
 
 def modules() -> list[Any]:
-    """All of the library's but what belongs to frameworks, which takes a minute to import."""
+    """All modules of the library but its integrations, which take a minute to import."""
     for folder in ("chunked_head", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -41,7 +41,7 @@ def modules() -> list[Any]:
 
 
 def tables(holders: list[Any]) -> dict[str, Any]:
-    """By name what modules, classes and objects that modules hold have of tables, caches and results of functions."""
+    """Tables, caches and cached functions by name: those of modules, and of classes and objects in modules."""
     found: dict[str, Any] = {}
     for module in holders:
         for name, value in list(vars(module).items()):
@@ -61,15 +61,15 @@ def object_at(name: str) -> Any:
 
 
 def launchers() -> list[Cache]:
-    """Compiled kernels by kind, of each kernel that a module holds; those of the arithmetic are in its own cache."""
+    """The caches of compiled code, one for each kernel of a module. Kernels of the arithmetic are in another cache."""
     return [each for name, each in tables(modules()).items() if name.endswith(".compiled_by_key")]
 
 
 class Emptying:
-    """Empties everything that one call may find of another."""
+    """A function that empties all caches in which a call may find results of another call."""
 
     def __init__(self, compiled: bool = False):
-        """``compiled``: what Triton has compiled too, in the launchers, which takes time on a GPU."""
+        """``compiled``: empties the launchers' compiled kernels too, which takes time on a GPU."""
         self.everything = [object_at(name) for name in EMPTIED] + (launchers() if compiled else [])
 
     def __call__(self) -> None:

@@ -18,7 +18,7 @@ ALL = os.environ.get(ASKED) == "all"
 
 
 def tier(param: Any, first: bool) -> list[Any]:
-    """A ``pytest.param`` of the first tier, or an exhaustive one of the second; none where nobody asked for those."""
+    """A list of the ``pytest.param``: as it is in the first tier; marked exhaustive with ``--all``; else empty."""
     if first:
         return [param]
     return [pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.exhaustive])] if ALL else []
@@ -30,7 +30,7 @@ def first_of(values: Iterable[Any], count: int = 1) -> list[Any]:
 
 
 class Turn(tuple):
-    """Values of a parameter that take turns: which one depends on the row alone, and meets whom it happens to meet."""
+    """Values of a parameter that take turns from row to row. They need not meet all values of other parameters."""
 
 
 def crossed(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
@@ -67,9 +67,9 @@ def labelled(name: str, index: int, value: Any) -> Any:
 
 
 def pairs(sizes: Sequence[int]) -> dict[tuple[int, ...], None]:
-    """Rows of indices, one of each column, in which each two of different columns meet: the product of the two longest
-    columns, where each further column takes the index that meets most others for the first time, and rows for the
-    pairs that are left."""
+    """Rows of indices, one index per column, such that any two indices of different columns stand in one row. The rows
+    are the product of the two longest columns, then rows for the pairs that are missing. A further column takes the
+    index that forms most new pairs."""
     longest = sorted(range(len(sizes)), key=lambda column: -sizes[column])
     missing = {
         (i, a, j, b) for i, j in itertools.combinations(range(len(sizes)), 2)

@@ -23,13 +23,13 @@ def llama(**options: Any) -> Any:
 
 
 def gemma2() -> Any:
-    """Capped, tied, with dropout-free attention of its own."""
+    """A model with capped logits and tied embeddings."""
     torch.manual_seed(3)
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, final_logit_softcapping=3.0)).train()
 
 
 def granite() -> Any:
-    """Scaled after the head."""
+    """A model that scales its logits after the head."""
     torch.manual_seed(3)
     return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=3.0)).train()
 
@@ -47,7 +47,7 @@ def gpt2() -> Any:
 
 
 def bert() -> Any:
-    """Makes a CrossEntropyLoss in its forward, as the next two."""
+    """A model whose forward makes a CrossEntropyLoss, like the next two models."""
     torch.manual_seed(3)
     return transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).eval()
 
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 
 def step(model: nn.Module, inputs: dict[str, Any] | None = None, scale: float = 1.0, **more: Any) -> Step:
-    """A forward and a backward."""
+    """The loss, the gradients and the output of a forward and a backward."""
     model.zero_grad()
     output = model(**(tokens() if inputs is None else inputs), **more)
     loss = output[0]

@@ -17,7 +17,7 @@ MiB = 1 << 20
 
 
 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose operators no mode sees."""
+    """Wraps a function so that no dispatch mode sees its operators."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts storages made while it is on; those that existed before are no business of a call."""
+    """Counts storages that are made while the mode is active, without those of ``existing``."""
 
     def __init__(self, *existing: torch.Tensor, large: int = 1 << 62):
         super().__init__()
@@ -60,7 +60,7 @@ class Tracker(TorchDispatchMode):
 
 
 class NoProducts(TorchDispatchMode):
-    """A matrix product is work begun."""
+    """AssertionError at a matrix product: a call that raises must raise before it begins work."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in ("mm", "addmm", "addmm_", "bmm"), "work was begun"
@@ -68,7 +68,7 @@ class NoProducts(TorchDispatchMode):
 
 
 def peak_of(step: Callable[[], Any], *existing: torch.Tensor) -> int:
-    """Peak bytes of a call over what there is; on a GPU of a second one, when cuBLAS has its workspace."""
+    """Peak bytes that a call adds; on a GPU those of a second call, since the first makes cuBLAS' workspace."""
     if existing[0].device.type == "cpu":
         with Tracker(*existing) as tracker:
             step()
@@ -91,7 +91,7 @@ def assert_predicted(measured: int, expected: Plan, share: float = 0.03, least: 
 
 @contextlib.contextmanager
 def no_host_synchronisation() -> Iterator[None]:
-    """Whatever would wait for the GPU raises."""
+    """A context in which an operation that waits for the GPU raises."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

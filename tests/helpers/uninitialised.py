@@ -59,18 +59,18 @@ class Guarded:
         return f"{list(shape)} of {dtype}, made at {file}:{line}"
 
     def take(self) -> torch.UntypedStorage:
-        """The storage, which nothing but the tensor holds from here on."""
+        """Gives up and returns the storage, so that only a tensor holds it."""
         storage = self.storage
         del self.storage
         return storage
 
     @property
     def is_free(self) -> bool:
-        """True where nothing else holds the memory."""
+        """True if no tensor holds the memory any more."""
         return sys.getrefcount(self.raw) <= 2 if isinstance(self.raw, bytearray) else holders(self.raw) <= ALONE
 
     def broken(self) -> str:
-        """The guard that was written to, "before" or "behind"; "" for none."""
+        """Which guard was written to: "before", "behind", or "" for none."""
         for name, side in zip(("before", "behind"), self.sides, strict=True):
             guard = self.raw[side]
             same = guard == PATTERN * len(guard) if isinstance(guard, bytearray) else bool((guard == PATTERN[0]).all())
@@ -80,7 +80,7 @@ class Guarded:
 
 
 class Watched(list[Guarded]):
-    """Guarded memory that waits to be looked at."""
+    """A list of guarded memory whose guards are not checked yet."""
 
     bytes = 0
     on = False
@@ -92,7 +92,7 @@ class Watched(list[Guarded]):
             self.look()
 
     def look(self) -> None:
-        """Raises where a guard was written to, and forgets memory that nothing holds."""
+        """Raises OutOfBoundsError if a guard was written to. Forgets memory that no tensor holds."""
         everything, self[:] = [*self], []
         wrong = [f"{side} a tensor {one}" for one in everything if (side := one.broken())]
         self += [one for one in everything if not one.is_free]
@@ -116,7 +116,7 @@ def address(memory: bytearray) -> int:
 
 
 def holders(tensor: torch.Tensor) -> int:
-    """How many tensors and other objects hold a tensor's memory."""
+    """The number of tensors and other objects that hold a tensor's memory."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ ALONE = holders(plain_empty(1))  # of a tensor that shares its memory with none
 
 
 def caller() -> tuple[str, int]:
-    """The first line outside of this file that asked for memory."""
+    """File and line of the innermost caller outside of this file."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -133,8 +133,8 @@ def caller() -> tuple[str, int]:
 
 @contextmanager
 def shown(gpu: bool = False) -> Iterator[None]:
-    """Whatever asks torch for new memory gets it between guards, which are looked at in the end, and filled where
-    nothing is written to it. ``gpu``: guards on a GPU too, where they change what is measured of memory."""
+    """A context in which torch's new memory lies between guards, and uninitialised memory is filled. The end of the
+    context checks the guards. ``gpu``: guards on a GPU too, where they change measured memory."""
     makers = [(place, name, getattr(place, name)) for place, name in (*EMPTY, *WRITTEN)]
     WATCHED.forget()
     WATCHED.on = True
@@ -172,7 +172,7 @@ def is_watched() -> bool:
 
 
 def put_between_guards(tensor: torch.Tensor, is_empty: bool = False) -> torch.Tensor:
-    """The tensor, in other memory where that is watched. It keeps its history, and unless ``is_empty`` its numbers."""
+    """Moves a tensor to guarded memory if ``WATCHED`` is on. It keeps graph and, unless ``is_empty``, numbers."""
     plain = tensor.layout == torch.strided and not (tensor._is_view() or tensor.is_pinned())
     # torch's own code may resize its memory, as FSDP does
     if not (WATCHED.on and plain and tensor.numel()) or caller()[0].startswith(TORCH):
