@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ..core.memory import empty
+from ..core.records import ColumnSets
 from ..core.stats import SUFFIX, Coefficients, Demand, RowStats
 from ..metrics import Metric, MetricValue
 from ..metrics.values import OF_NOTHING
 from ..parallel.tokens import metrics_of_all_ranks
 from ..plan.sizes import slices
 from ..stores import Backend
-from ..stores.operands import Kept, TeacherHead
+from ..stores.operands import TeacherHead
 from .demand import Structure
 from .evaluate import Inputs, Named, coefficients_of, evaluate, masked, totals
 
@@ -56,7 +57,7 @@ class Objective:
     teacher: TeacherHead | None
     class_weights: Tensor | None
     scale: Tensor | None  # [tokens] factor of a token's logits; None: 1
-    column_sets: Kept | None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
+    column_sets: ColumnSets | None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
     one_or_nan: Tensor  # [] a factor of all results: nan if an id is out of range, else 1
     dtype: torch.dtype  # dtype of statistics and values
     differentiable: int = 1  # number of the first outputs that take a gradient

@@ -17,6 +17,7 @@ from ..arithmetic.objective import (
     product_of,
     snapshot,
 )
+from ..core.records import ColumnSets
 from ..core.stats import SUFFIX
 from ..losses.base import Summand
 from ..metrics import Metric
@@ -25,7 +26,6 @@ from ..parallel.agreement import agree
 from ..parallel.groups import TokenParallel
 from ..parallel.tokens import RankSums, add_up
 from ..plan.plans import Plan
-from ..stores.operands import Kept
 from .tokens import Tokens
 
 ID_FIELDS = ("segments", "documents")
@@ -117,7 +117,7 @@ def fields_of(
         weights = tokens.call.losses.terms[structure.weighted][1].tensors["class_weights"]
         class_weights = weights.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_only and teacher_ids is not None and len(teacher_ids):
-        column_sets = Kept.columns_of(teacher_ids)
+        column_sets = ColumnSets.columns_of(teacher_ids)
     fields: dict[str, Any] = {
         "demand": demand,
         "structure": structure,

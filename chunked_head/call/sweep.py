@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.memory import Cache, empty
+from ..core.records import ColumnSets
 from ..core.stats import Coefficients, RowStats
 from ..parallel.agreement import begin_backward
 from ..parallel.shard import Shard
@@ -19,7 +20,7 @@ from ..plan.segments import Spans
 from ..plan.sizes import DEFAULT_REQUEST, Request
 from ..stores import Backend
 from ..stores.gradients import GradientBuffer, Gradients
-from ..stores.operands import CallRows, Head, Kept, Rows
+from ..stores.operands import CallRows, Head, Rows
 from ..stores.quantised import QuantisedWeight
 from ..stores.sets import SetStore, WithSets
 from ..stores.store import LogitsStore, MatmulStore, Store
@@ -79,7 +80,7 @@ class LocalWork:
         return targets if column_sets is None else targets.masked_fill(column_sets.has_set, -1)
 
     @functools.cached_property
-    def column_sets(self) -> Kept | None:
+    def column_sets(self) -> ColumnSets | None:
         """Sets of columns of tokens, as columns of this rank; None: all softmaxes are over the vocabulary."""
         column_sets = self.objective.column_sets
         if column_sets is None or self.shard is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..arithmetic.demand import Structure
 from ..core.checks import INFINITY, MAX_ROUNDED_LOGPROB, check_logprobs
+from ..core.records import ColumnSets
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.batch import Batch
 from ..losses.distillation import MAX_PADDING_LOGPROB, check_teacher, counted_entries
@@ -20,7 +21,7 @@ from ..parallel.shard import Shard
 from ..parallel.tokens import RankSums
 from ..plan.segments import Group, groups_of
 from ..plan.sizes import slices
-from ..stores.operands import Kept, TeacherHead
+from ..stores.operands import TeacherHead
 from ..stores.torch_functions import shift_left
 from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
 from .options import Call
@@ -129,7 +130,9 @@ class Tokens:
     token_fields: frozenset[str] = frozenset()
     teacher: TeacherHead | None = None
     scale: Tensor | None = None  # [tokens] factor of a token's logits, 1 / temperature
-    column_sets: Kept | None = None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
+    column_sets: ColumnSets | None = (
+        None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
+    )
     packing: Packing | None = None
     groups: tuple[Group, ...] | None = None  # rows whose gradients wait for each other's statistics only; None: unknown
     rank_sums: RankSums | None = None  # where ranks hold different tokens
@@ -351,7 +354,7 @@ def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
     return packed(tokens, Packing(order.to(tokens.call.device, non_blocking=True), None, len(order)))
 
 
-def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...], everywhere: bool) -> Kept:
+def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...], everywhere: bool) -> ColumnSets:
     """Sets of columns from the batch's ``kept_ids`` and ``kept_offsets``. Wrong ids or offsets raise on the CPU and
     make all results nan elsewhere. ``everywhere``: the user promises that every token that counts has a set."""
     targets, vocab = tokens.targets, tokens.call.vocab
@@ -359,14 +362,14 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     if "candidate_bias" in batch:
         flat_bias = batch["candidate_bias"].reshape(-1).to(tokens.spec.statistics_dtype)
         set_bias = (flat_bias / tokens.structure.temperature).contiguous()
-    starts, ends = targets.new_empty(2, len(targets)).unbind()
+    begins, ends = targets.new_empty(2, len(targets)).unbind()
     rows = targets.new_empty(len(ids) + len(targets))
     columns = torch.empty_like(rows, dtype=torch.int32)
-    column_sets = Kept(
-        starts, ends, rows, columns, everywhere, None if set_bias is None else set_bias.new_zeros(len(rows))
+    column_sets = ColumnSets(
+        begins, ends, rows, columns, everywhere, None if set_bias is None else set_bias.new_zeros(len(rows))
     )
     line_length, set_offsets = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
-    outputs = starts, ends, rows, columns, column_sets.bias, tokens.one_or_nan, tokens.inverse
+    outputs = begins, ends, rows, columns, column_sets.bias, tokens.one_or_nan, tokens.inverse
     tokens.spec.backend.kept_sets(
         *outputs, targets, ids, set_offsets, set_bias, line_length, tokens.call.shift, vocab, everywhere
     )
@@ -397,8 +400,8 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
             )
         teacher = teacher.rows(packing.order)
     if column_sets is not None:
-        starts, ends = packing.pack(column_sets.starts), packing.pack(column_sets.ends)
-        column_sets = replace(column_sets, starts=starts, ends=ends, rows=packing.places(column_sets.rows))
+        begins, ends = packing.pack(column_sets.begins), packing.pack(column_sets.ends)
+        column_sets = replace(column_sets, begins=begins, ends=ends, rows=packing.places(column_sets.rows))
     return replace(
         tokens,
         targets=packing.pack(tokens.targets),

@@ -1,7 +1,8 @@
 """Records of torch tensors and numbers that launches of kernels take. Needs no Triton."""
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
@@ -20,13 +21,38 @@ class CountedRows(NamedTuple):
 ALL_ROWS = CountedRows()
 
 
-class KeptEntries(NamedTuple):
-    """For each row the set of columns that its softmax is over: a range of the n entries. An entry has one column."""
+@dataclass(frozen=True, eq=False)
+class ColumnSets:
+    """The set of columns of each row (``kept_ids``). The softmax of a row with a set is over the columns of the set.
 
-    columns: torch.Tensor  # [n] int32, -1 for an entry without a column
-    begins: torch.Tensor  # [rows] int64: a row's first entry
-    ends: torch.Tensor  # [rows] int64: the entry after a row's last entry; equal to begins for a row without a set
-    target: torch.Tensor  # [rows] int64: the target's column, -1 where a row does not count
+    The sets of all rows of a call have n entries. An entry is a column, or no column (-1). A row's set is a range of
+    entries.
+    """
+
+    begins: torch.Tensor  # [rows] int64: index of a row's first entry
+    ends: torch.Tensor  # [rows] int64: index after a row's last entry; equal to ``begins`` for a row without a set
+    rows: torch.Tensor  # [n] int64: index in the call of the entry's row; -1 for no row
+    columns: torch.Tensor  # [n] int32: the entry's column; -1 for a repeated column, or a column of another rank
+    everywhere: bool  # True: every row that counts has a set
+    bias: torch.Tensor | None = None  # [n] added to the entries' logits, before a temperature per token
+
+    @classmethod
+    def columns_of(cls, columns: torch.Tensor) -> "ColumnSets":
+        """Returns a set of K entries for each row, from ``columns`` [rows, K]. The call reads the logits of these
+        columns only."""
+        row_count, set_size = columns.shape
+        begins = torch.arange(0, row_count * set_size, set_size, device=columns.device)
+        rows = torch.arange(row_count, device=columns.device).repeat_interleave(set_size, output_size=columns.numel())
+        return cls(begins, begins + set_size, rows, columns.reshape(-1).int(), True)
+
+    @functools.cached_property
+    def has_set(self) -> torch.Tensor:
+        """[rows] bool: True for a row that has a set."""
+        return self.ends > self.begins
+
+    def narrow(self, rows: slice) -> "ColumnSets":
+        """Returns the sets of a slice of rows, among the same entries."""
+        return replace(self, begins=self.begins[rows], ends=self.ends[rows])
 
 
 class Transform(NamedTuple):

@@ -1,6 +1,5 @@
-"""What stores compute from: rows of hidden states, a head, a teacher, sets of columns."""
+"""What stores compute from: rows of hidden states, a head, a teacher."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -91,35 +90,6 @@ class TeacherHead:
         names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
         fields: dict[str, Any] = dict(zip(names, tensors, strict=False))
         return replace(self, **fields)
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """The set of columns of each row (``kept_ids``). The softmax of a row with a set is over the columns of the set.
-
-    The sets of all rows have n entries. An entry is a column, or no column (-1). A row's set is a range of entries.
-    """
-
-    starts: Tensor  # [tokens] int64: index of a row's first entry
-    ends: Tensor  # [tokens] int64: index after a row's last entry; equal to ``starts`` for a row without a set
-    rows: Tensor  # [n] int64: the entry's row; -1 for no row
-    columns: Tensor  # [n] int32: the entry's column; -1 for a repeated column, or a column of another rank
-    everywhere: bool  # True: every row that counts has a set
-    bias: Tensor | None = None  # [n] added to the entries' logits, before a temperature per token
-
-    @classmethod
-    def columns_of(cls, columns: Tensor) -> "Kept":
-        """Returns a set of K entries for each row, from ``columns`` [tokens, K]. The call reads the logits of these
-        columns only."""
-        tokens, set_size = columns.shape
-        starts = torch.arange(0, tokens * set_size, set_size, device=columns.device)
-        rows = torch.arange(tokens, device=columns.device).repeat_interleave(set_size, output_size=tokens * set_size)
-        return cls(starts, starts + set_size, rows, columns.reshape(-1).int(), True)
-
-    @functools.cached_property
-    def has_set(self) -> Tensor:
-        """[tokens] bool: True for a row that has a set."""
-        return self.ends > self.starts
 
 
 class CallRows(NamedTuple):

@@ -1,6 +1,6 @@
 """The store of rows whose softmax is over a set of columns: it gathers rows of the weight, and runs no matmul.
 
-A row's set is a range of entries, one entry for each column (``stores.operands.Kept``). A call has n entries.
+A row's set is a range of entries, one entry for each column (``ColumnSets``). A call has n entries.
 """
 
 import math
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.records import KeptEntries
+from ..core.records import ColumnSets
 from ..core.stats import SUFFIX, Coefficients, Demand, RowStats, layout_of
 from .gradients import Gradients
-from .operands import Head, Kept, Rows
+from .operands import Head, Rows
 from .store import Store, ratio_of, terms_of, transform, vectors_of
 from .torch_functions import of_rows, slope, transformed
 
@@ -36,7 +36,7 @@ class SetStore(Store):
         self,
         backend: Any,
         head: Head,
-        column_sets: Kept,
+        column_sets: ColumnSets,
         operand: Tensor,
         targets: Tensor,
         scale: Tensor | None,
@@ -65,17 +65,12 @@ class SetStore(Store):
         if column_sets.bias is not None:
             self.logits += column_sets.bias if scale is None else column_sets.bias * scale[column_sets.rows]
 
-    def entries(self, tokens: slice) -> KeptEntries:
-        """Returns the sets of a slice of rows."""
-        sets = self.column_sets
-        return KeptEntries(sets.columns, sets.starts[tokens], sets.ends[tokens], self.targets[tokens])
-
     def statistics(self, rows: Rows, out: RowStats) -> None:
         if not self.demand.columns_only:
-            entries, everywhere = self.entries(rows.tokens), self.column_sets.everywhere
+            sets, targets = self.column_sets.narrow(rows.tokens), self.targets[rows.tokens]
             for i, view in enumerate(self.demand.views):
                 outputs = vectors_of(self.softmaxes[i], out.by_name)
-                self.backend.set_stats(outputs, self.logits, entries, ratio_of(view.ratio), everywhere)
+                self.backend.set_stats(outputs, self.logits, sets, targets, ratio_of(view.ratio))
             return
         out.zero_()
         for statistic in self.demand.lists:
@@ -86,9 +81,9 @@ class SetStore(Store):
         """Writes the gradient of hidden states, or of the caller's logits; ``finish`` makes the weight's gradient."""
         tokens, column_sets = rows.tokens, self.column_sets
         if not self.demand.columns_only:
-            entries, row_transform = self.entries(tokens), of_rows(self.transform, tokens)
-            terms = terms_of(self.demand, entries.target, stats, coefficients)
-            self.backend.set_grad(self.dlogits, self.logits, entries, terms, row_transform)
+            terms = terms_of(self.demand, self.targets[tokens], stats, coefficients)
+            row_transform = of_rows(self.transform, tokens)
+            self.backend.set_grad(self.dlogits, self.logits, column_sets.narrow(tokens), terms, row_transform)
         elif coefficients.columns is not None:
             block = slice(tokens.start * self.demand.columns, tokens.stop * self.demand.columns)  # the rows' entries
             row_transform = of_rows(self.transform, column_sets.rows[block])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.records import (
-    KeptEntries,
+    ColumnSets,
     RowBlock,
     Softmax,
     SoftmaxVectors,
@@ -245,7 +245,7 @@ def row_grad(
         dlogits[rows] = gradient.masked_fill_(~is_counted, 0.0)
 
 
-def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+def set_blocks(sets: ColumnSets, target: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yields blocks of rows: the slice of rows; the indices [rows, K] of their entries, filled up with the number of
     all entries; the columns [rows, K] of these entries; and the index [rows] of the target's entry among a row's K
     entries, which is 0, or ``ELSEWHERE`` if another rank has the target's column."""
@@ -256,26 +256,26 @@ def set_blocks(sets: KeptEntries) -> Iterator[tuple[slice, Tensor, Tensor, Tenso
         is_entry = entry_range < entry_counts[rows, None]
         entries = torch.where(is_entry, sets.begins[rows, None] + entry_range, len(sets.columns))
         columns = entry_columns[entries].long()
-        yield rows, entries, columns, torch.where(columns[:, 0] == sets.target[rows], 0, ELSEWHERE)
+        yield rows, entries, columns, torch.where(columns[:, 0] == target[rows], 0, ELSEWHERE)
 
 
 def set_stats(
-    out: SoftmaxVectors[Tensor], logit: Tensor, sets: KeptEntries, ratio: float | None, fills_zeros: bool
+    out: SoftmaxVectors[Tensor], logit: Tensor, sets: ColumnSets, target: Tensor, ratio: float | None
 ) -> None:
-    for rows, entries, columns, target in set_blocks(sets):
+    for rows, entries, columns, target_entry in set_blocks(sets, target):
         x, has_set = appended(logit, -torch.inf)[entries], sets.ends[rows] > sets.begins[rows]
         block = of_rows(out, torch.arange(rows.start, rows.stop, device=logit.device))  # copies, by indices
-        row_stats(block, Stored(x, None), x.shape[1], target, None, ratio, columns)
+        row_stats(block, Stored(x, None), x.shape[1], target_entry, None, ratio, columns)
         out_vectors, values = ((*outputs[:-1], *outputs.statistic_vectors) for outputs in (out, block))
         for out_vector, value in zip(out_vectors, values, strict=True):
             if out_vector is not None and value is not None:
-                other_value = torch.zeros_like(value) if fills_zeros else out_vector[rows]
+                other_value = torch.zeros_like(value) if sets.everywhere else out_vector[rows]
                 out_vector[rows] = torch.where(has_set, value, other_value)
 
 
-def set_grad(dlogits: Tensor, logit: Tensor, sets: KeptEntries, terms: Terms, transform: Transform) -> None:
-    for rows, entries, _, target in set_blocks(sets):
-        x, row_terms = appended(logit, -torch.inf)[entries], of_rows(terms, rows)._replace(target=target)
+def set_grad(dlogits: Tensor, logit: Tensor, sets: ColumnSets, terms: Terms, transform: Transform) -> None:
+    for rows, entries, _, target_entry in set_blocks(sets, terms.target):
+        x, row_terms = appended(logit, -torch.inf)[entries], of_rows(terms, rows)._replace(target=target_entry)
         gradient, is_entry = torch.empty_like(x), entries < len(logit)
         row_grad(gradient, Stored(x, None), None, row_terms, None, (), None, 0, of_rows(transform, rows))
         dlogits[entries[is_entry]] = gradient[is_entry]

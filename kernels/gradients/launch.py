@@ -7,8 +7,8 @@ import torch
 from ...core.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ...core.records import (
     ALL_ROWS,
+    ColumnSets,
     CountedRows,
-    KeptEntries,
     Stored,
     SumVectors,
     TeacherSoftmax,
@@ -99,7 +99,7 @@ def row_grad(
 def set_grad(
     dlogits: torch.Tensor,  # [entries] fp32
     logit: torch.Tensor,  # [entries] fp32
-    sets: KeptEntries,
+    sets: ColumnSets,
     terms: Terms,
     transform: Transform,
 ) -> None:

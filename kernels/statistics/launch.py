@@ -8,8 +8,8 @@ from ...core.gpus import programs_of
 from ...core.records import (
     ALL_ROWS,
     PLAIN,
+    ColumnSets,
     CountedRows,
-    KeptEntries,
     SoftmaxVectors,
     Stored,
     SumVectors,
@@ -234,15 +234,15 @@ def row_stats(
 def set_stats(
     out: SoftmaxVectors[torch.Tensor],  # without a weighted sum
     logit: torch.Tensor,  # [entries] fp32
-    sets: KeptEntries,
+    sets: ColumnSets,
+    target: torch.Tensor,  # [rows] int64: the target's column, -1 where a row does not count
     ratio: float | None,
-    fills_zeros: bool,
 ) -> None:
-    """Writes the statistics of rows with a set of columns to ``out``. Rows without a set get 0 with ``fills_zeros``,
-    and else stay as they are."""
-    kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(len(sets.target),)](
-        *out[:-1], *out.statistic_vectors, logit, *sets, None, None, 0, 0, *PLAIN, ratio,
-        FILLS_ZEROS=fills_zeros, BLOCK=128, num_warps=1,
+    """Writes the statistics of rows with a set of columns to ``out``. Rows without a set get 0 if every row that
+    counts has a set, and else stay as they are."""
+    kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(len(target),)](
+        *out[:-1], *out.statistic_vectors, logit, sets.columns, sets.begins, sets.ends, target, None, None,
+        0, 0, *PLAIN, ratio, FILLS_ZEROS=sets.everywhere, BLOCK=128, num_warps=1,
     )  # fmt: skip
 
 
