@@ -111,7 +111,7 @@ class Rows(NamedTuple):
     columns: Tensor | None = None  # [rows, K] int64: the row's ``teacher_ids``, -1 for no id
     scale: Tensor | None = None  # [rows] in the statistics' dtype: factor of a row's logits; None: 1
     teacher: TeacherHead | None = None
-    counted: Tensor | None = None  # [] int64: number of rows of the call that count, all first; None: any row may count
+    num_counted: Tensor | None = None  # [] int64: number of the call's rows that count, which come first; None: any may
     source: Tensor | None = None  # [..., hidden]: hidden states of the caller, or of all ranks
     order: Tensor | None = None  # [rows] int64: each row's index in ``source``; None: row i has index i
 
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
         columns, scale = (None if values is None else values[rows] for values in (self.columns, self.scale))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
         tokens = slice(self.tokens.start + rows.start, self.tokens.start + rows.stop)
-        return Rows(self.hidden[rows], self.target[rows], tokens, columns, scale, teacher, self.counted)
+        return Rows(self.hidden[rows], self.target[rows], tokens, columns, scale, teacher, self.num_counted)
 
 
 def fp8_logits(out: Tensor, rows: Rows, first_column: int, head: Head, fp8: RoundedHead) -> None:

@@ -417,14 +417,14 @@ class GivenLogits(LogitsStore):
     def __init__(self, backend: Any, head: Head, demand: Demand, rows: Rows, logits: Tensor, gradient: Tensor | None):
         self.backend, self.head, self.demand, self.vocab = backend, head, demand, logits.shape[1]
         self.softmaxes = layout_of(demand).softmaxes
-        self.stored, self.gradient_of = Stored(logits, None, None, transform(head, rows.scale)), gradient
+        self.stored, self.gradient_memory = Stored(logits, None, None, transform(head, rows.scale)), gradient
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        assert self.gradient_of is not None
+        assert self.gradient_memory is not None
         pairing, teacher = self.demand.pairing, None
         if pairing is not None:
             teacher = self.teacher_logits(rows, slice(0, pairing.columns), None)
-        self.differentiate_(self.gradient_of, self.stored, self.head, 0, rows, stats, coefficients, teacher)
+        self.differentiate_(self.gradient_memory, self.stored, self.head, 0, rows, stats, coefficients, teacher)
 
 
 def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:

@@ -28,13 +28,13 @@ MOST_FREQUENT = 512
 
 def counted_of(rows: Rows) -> CountedRows:
     """Returns the call's number of rows that count, and the chunk's first row. Kernels skip all other rows."""
-    return CountedRows(rows.counted, rows.tokens.start)
+    return CountedRows(rows.num_counted, rows.tokens.start)
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
     """Writes 0 to the rows of ``dlogits`` that do not count, which our products leave unwritten, for a sum over all
     rows. Returns ``dlogits``."""
-    return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
+    return dlogits if rows.num_counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
 def is_aligned(out: Tensor) -> bool:
@@ -159,7 +159,7 @@ class GradStore(HalfStore):
 
     def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, is_first: bool) -> None:
         # BLAS chooses its algorithm by the number of rows, and cannot stop after the rows that count
-        if rows.counted is None and not self.sizes.deterministic:
+        if rows.num_counted is None and not self.sizes.deterministic:
             super().add_dhidden(dlogits, rows, weight, out, is_first)
         else:
             products.dhidden(out, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not is_first)
