@@ -38,15 +38,15 @@ def full_float32() -> Iterator[None]:
 
 
 def reference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """float32 for 16-bit operands on a GPU; float64 for wider ones, and on a CPU, where the shapes are small."""
+    """Return float32 for 16-bit operands on a GPU, else float64: shapes on a CPU are small."""
     return torch.float32 if device.type == "cuda" and dtype.itemsize < 4 else torch.float64
 
 
 @torch.no_grad()
 def reference(operands: Operands, dtype: torch.dtype, bonus: float = 0.0) -> Reference:
-    """The mean of cross-entropy less ``bonus`` of the entropy, and its gradients, from upcast operands.
+    """Compute the mean of cross-entropy less ``bonus`` times the entropy, and its gradients, in ``dtype``.
 
-    A block of rows at a time.
+    Works on a block of rows at a time.
     """
     tokens = operands.target.shape[0]
     weight = operands.weight.detach().to(dtype)
@@ -74,7 +74,7 @@ def reference(operands: Operands, dtype: torch.dtype, bonus: float = 0.0) -> Ref
 
 @torch.no_grad()
 def relative_error(found: Tensor | None, wanted: Tensor, factor: float) -> float:
-    """||found - factor * wanted|| / ||factor * wanted||, in blocks of rows, the sums of squares in float64."""
+    """Return ||found - factor * wanted|| / ||factor * wanted||, whose sums of squares are in float64."""
     if found is None:
         raise RuntimeError("the backward left a gradient unset")
     if found.shape != wanted.shape:
@@ -89,9 +89,9 @@ def relative_error(found: Tensor | None, wanted: Tensor, factor: float) -> float
 
 
 def errors(step: measure.Step, exact: Reference, read: providers.Late | None = None) -> dict[str, float]:
-    """One step's relative errors of the loss and of both gradients; of log-probabilities the error in nats.
+    """Return a step's relative errors of the loss and of both gradients, and the log-probabilities' error in nats.
 
-    The latter is the root of the mean square over tokens, or the error of their mean where only that is known.
+    With ``read`` the latter is the root of the mean square over tokens, else the error of the mean.
     """
     step.operands.clear()
     operands, loss = step.operands, float(step())
@@ -112,7 +112,7 @@ def errors(step: measure.Step, exact: Reference, read: providers.Late | None = N
 def errors_of(
     ready: Sequence[providers.Provider], shape: Shape, operands: Operands, args: Any, watch: Watch
 ) -> dict[tuple[str, float], Row]:
-    """Errors of each provider at each upstream gradient, or its failure."""
+    """Return each provider's errors at each upstream gradient, or the record of its failure."""
     watch.stage(f"{shape} {args.data}: reference")
     wide = reference_dtype(args.dtype, args.device)
     bonuses = {provider.label: providers.BONUS if provider.read else 0.0 for provider in ready}

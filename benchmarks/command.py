@@ -93,7 +93,7 @@ def arguments(
     name: str, doc: str | None, *, shape: bool = False, rounds: int = 0, upstream: Sequence[float] = (),
     peers: bool = False, dtype: bool = True,
 ) -> argparse.ArgumentParser:  # fmt: skip
-    """A parser of the options that benchmarks share: of those named here, the ones that are asked for."""
+    """Make a parser of ``--device``, ``--output`` and those shared options that the arguments switch on."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
     add = parser.add_argument
     if shape:
@@ -116,7 +116,7 @@ def arguments(
 
 
 def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments with their device and a dtype (bf16 on a GPU, else fp32)."""
+    """Parse the arguments; add the device, and a dtype where none is named (bf16 on a GPU, else fp32)."""
     args = parser.parse_args(argv)
     args.device, args.argv = device_of(parser, args.device), list(argv)
     args.gpu = args.device.type == "cuda"
@@ -127,7 +127,7 @@ def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
 
 
 def device_of(parser: argparse.ArgumentParser, text: str) -> torch.device:
-    """The named device, or a clear error where it cannot be used here."""
+    """Return the named device; end with argparse's error where it cannot be used here."""
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -145,12 +145,12 @@ def device_of(parser: argparse.ArgumentParser, text: str) -> torch.device:
 
 
 def sizes(args: argparse.Namespace, of_gpu: Sequence[shapes.Shape], *of_cpu: shapes.Shape) -> list[shapes.Shape]:
-    """Shapes that were asked for, or the defaults of the device."""
+    """Return the shapes that ``--shape`` names, or the device's defaults."""
     return list(dict.fromkeys(args.shape or (of_gpu if args.gpu else of_cpu or (shapes.Shape(*shapes.CPU_SHAPE),))))
 
 
 def describe(shape: shapes.Shape, args: argparse.Namespace) -> Row:
-    """A row's shape, dtype, and the kinds of data that its command lets one choose."""
+    """Return a row's shape and dtype, and the command's choice of data and targets where it has such options."""
     known = {"shape": str(shape), "tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab}
     given = {name: getattr(args, name) for name in ("data", "targets") if isinstance(getattr(args, name, None), str)}
     return {**known, "dtype": shapes.dtype_name(args.dtype), **given}
@@ -159,7 +159,7 @@ def describe(shape: shapes.Shape, args: argparse.Namespace) -> Row:
 def over(
     sizes: Sequence[shapes.Shape], args: argparse.Namespace, run_shape: Callable[..., list[Row]], **record: Any
 ) -> list[Job]:
-    """A job for each shape; ``record`` of a shape that fails."""
+    """Return a job for each shape; the row of a shape that fails has ``record``."""
     return [(describe(size, args) | record, functools.partial(run_shape, size, args)) for size in sizes]
 
 
@@ -168,7 +168,7 @@ def key_of(name: str, upstream: float) -> str:
 
 
 def warm_up(make: Callable[[], measure.Step]) -> tuple[measure.Step, Row]:
-    """A step that has run, its loss (the mean where it gives log-probabilities), and the size of its gradients."""
+    """Make a step and run it; return it with its loss (of log-probabilities the mean) and its gradients' bytes."""
     step = make()
     for _ in range(WARM_UP):
         step.operands.clear()
@@ -191,13 +191,13 @@ def measured(
     watch: Watch,
     known: Callable[[measure.Step], Row] = lambda step: {},
 ) -> list[Row]:
-    """Rows of one shape, those of the floors first: all steps take turns; then each one's peak memory.
+    """Measure one shape: all steps take turns, then the peak memory of each is read. Rows of the floors come first.
 
     Args:
-        asked: by key what is known of a row, and what makes its step. ``below`` of a row is the floor, or the row of
-            its upstream gradient, that its time is divided by.
-        floors: what is known of each floor; ``make_floors`` makes their steps.
-        known: what a step that has run tells.
+        asked: by key the first fields of a row, and a function that makes its step. The row's time is divided by that
+            of the row ``below``: a floor, or a row with the same upstream gradient.
+        floors: by name the first fields of each floor's row; ``make_floors`` makes their steps.
+        known: a function from a step that has run to more fields of its row.
     """
     described, rows, steps = describe(shape, args), dict[str, Row](), dict[str, measure.Step]()
     for key, (record, make) in asked.items():
@@ -246,10 +246,10 @@ def run(
     skipped: Mapping[str, str] | None = None,
     more: Callable[[list[Row]], Row] = lambda rows: {},
 ) -> int:
-    """Run the jobs one after the other, show and write the rows of each; return 1 where a row of ours failed.
+    """Run the jobs one after the other; show and write the rows of each. Return 1 where a row of ours failed.
 
-    The last line printed is a JSON with ``keys`` of the rows. ``total``: ticks of the progress. ``more``: of all rows,
-    what is written with them.
+    The last line printed is a JSON with ``keys`` of the rows. ``total`` is the number of ticks of the progress.
+    ``more`` makes further contents of the file from all rows.
     """
     path, console, rows = results_path(args.output, name, args.device), make_console(), list[Row]()
     left_out: Row = {} if skipped is None else {"skipped": dict(skipped)}
@@ -277,7 +277,7 @@ def _brief(value: Any) -> Any:
 
 
 def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str] = ()) -> "Table":
-    """A table whose first column, and those named, stand on the left."""
+    """Make a table whose first column, and those of ``left``, are aligned on the left."""
     from rich.table import Table
 
     made = Table(title=title)
@@ -299,7 +299,7 @@ def number(value: float | None, form: str = ".3f") -> str:
 
 
 def timed_cells(row: Row) -> list[str]:
-    """Cells of a row: milliseconds, ratio (`*` over what it must be), middle half of the rounds, peak, the plan's."""
+    """Cells of TIMED of a row; `*` marks a ratio above the accepted one."""
     over = row.get("must") is not None and row.get("ratio", 0.0) > row["must"]
     return [
         number(row.get("ms")), number(row.get("ratio")) + " *" * over,
@@ -313,7 +313,7 @@ TIMED = ("ms", "ratio", "middle half", "peak MiB", "beside grads", "plan's")
 
 
 def nothing_runs(skipped: Mapping[str, str]) -> int:
-    """Say that no provider is there, and why; the exit status."""
+    """Say why no provider can run; return the exit status."""
     console = make_console()
     report_skipped(console, skipped)
     console.print("no provider can run here")
@@ -336,7 +336,7 @@ def report_failures(console: "Console", rows: Sequence[Row]) -> int:
 
 
 def results_path(output: Path | None, benchmark: str, device: torch.device) -> Path:
-    """The path that was asked for, or a file in benchmarks/results."""
+    """Return ``output``, or a file in benchmarks/results where it is None."""
     return output or _ROOT / "benchmarks" / "results" / f"{benchmark}-{device.type}.json"
 
 

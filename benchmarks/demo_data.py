@@ -40,7 +40,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """Both parts as one stream of token ids each, documents separated by an end-of-document token."""
+    """Streams of token ids, one for training and one held out; an end-of-document token separates documents."""
 
     training: npt.NDArray[np.int32]
     held_out: npt.NDArray[np.int32]
@@ -95,7 +95,7 @@ def _load_file(path: Path) -> Text:
 
 
 def load_installed(most: int) -> Text:
-    """Sources and documentation of the standard library and of all installed packages, ``most`` characters of them.
+    """Load ``most`` characters of sources and documentation of the standard library and all installed packages.
 
     The order is that of checksums of their names, so that each package is met and one machine gives one text.
     """

@@ -84,7 +84,7 @@ def largest(values: list[float]) -> float:
 
 
 def timed(seconds: list[float]) -> float:
-    """Median over the steps after the first two (over all of a run that has no more)."""
+    """Median over the steps after the first two, or over all steps of a run of one or two."""
     return statistics.median(seconds[UNTIMED_STEPS:] or seconds)
 
 

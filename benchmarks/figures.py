@@ -62,7 +62,7 @@ NAMES = {
 
 
 def read(question: str) -> dict[str, Any]:
-    """The results of a question; ValueError where they are of a tree that is no commit."""
+    """Read the results of a question; raises ValueError where they are of a tree that is no commit."""
     found: dict[str, Any] = json.loads((RESULTS / FILES[question]).read_text())
     SHOWN.add(question)
     if not re.fullmatch("[0-9a-f]{7,40}", found["commit"]):
@@ -71,7 +71,7 @@ def read(question: str) -> dict[str, Any]:
 
 
 def rows_of(question: str, upstream: float = 1.0, **equal: Any) -> list[dict[str, Any]]:
-    """The rows that came out, at one upstream gradient, of values that are given, in the order of NAMES."""
+    """Return a question's rows that have figures, at one upstream gradient, whose fields equal ``equal``."""
     rows = [r for r in read(question)["rows"] if r["status"] == "ok" and r.get("upstream") in (None, upstream)]
     return [row for row in rows if all(row[key] == value for key, value in equal.items())]
 
@@ -85,19 +85,19 @@ def mib(size: float | None) -> str:
 
 
 def measured(questions: Iterable[str]) -> list[str]:
-    """Those that there are results of."""
+    """Return the questions whose file of results is there."""
     return [question for question in questions if (RESULTS / FILES[question]).is_file()]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -> str:
-    """A table in Markdown, and below it where its numbers come from."""
+    """Make a table in Markdown; below it stands the source of the questions' results."""
     lines, head = [" | ".join(map(str, line)) for line in rows], list(head)
     texts = (" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)]), *lines)
     return "\n".join([f"| {line} |" for line in texts] + ([f"\n{source(*questions)}"] if questions else []))
 
 
 def source(*questions: str, command: bool = True) -> str:
-    """Machine, versions, date and commit of results, and the commands that made them; alike ones once."""
+    """Return machine, versions, date, commit and commands of results; equal ones stand once."""
     commands: dict[tuple[str, str], list[str]] = {}  # by machine and day with commit
     packages_by_sitting: dict[tuple[str, str], list[str]] = {}
     packages = providers.PACKAGES | providers.LATE_PACKAGES

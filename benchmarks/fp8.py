@@ -36,7 +36,7 @@ _KEYS = ("shape", "data", "head", "call", "way", "products", "status", "ms", "ra
 
 
 class Several:
-    """Operands of several shapes, by shape and data."""
+    """Operands of several shapes on two kinds of data."""
 
     def __init__(self, shapes: Sequence[Shape], args: Any) -> None:
         self.named = {
@@ -50,7 +50,7 @@ class Several:
 
 
 def steps_of(operands: Operands, data: str, device: torch.device) -> dict[tuple[str, str], measure.Step]:
-    """The steps of a shape on some data, by what is called and the way."""
+    """Make the steps of a shape on one kind of data, by call and way."""
     frozen = Operands(operands.hidden, operands.weight.detach(), operands.target)
     copy, steps = quantise(operands.weight), dict[tuple[str, str], measure.Step]()
     copies = {CROSS_ENTROPY: copy, LOGPROBS: copy, FROZEN: quantise(frozen.weight)}
@@ -66,7 +66,7 @@ def steps_of(operands: Operands, data: str, device: torch.device) -> dict[tuple[
 
 
 def run_times(shapes: Sequence[Shape], args: Any, watch: Watch) -> list[Row]:
-    """Rows of all shapes, whose steps take turns, and the peak memory of each on flat data."""
+    """Time all shapes' steps in turns, and read the peak memory of those on flat data; return a row for each."""
     operands, rows = Several(shapes, args), list[Row]()
     steps, timed = dict[str, measure.Step](), dict[str, Any]()
     for (shape, data), inputs in operands.named.items():
@@ -100,7 +100,7 @@ def run_times(shapes: Sequence[Shape], args: Any, watch: Watch) -> list[Row]:
 
 
 def planned(shape: Shape, call: str, way: str, args: Any) -> Row:
-    """Bytes that the plan predicts, and those of gradients; nothing for a copy of the caller's, which no plan has."""
+    """Return the plan's peak and the gradients' bytes; nothing for a kept copy, which no plan counts."""
     if KEPT in way:
         return {}
     options = options_of(way, args.device) | {"hidden_grad": call != LOGPROBS, "weight_grad": call == CROSS_ENTROPY}

@@ -35,8 +35,11 @@ def plain(hidden: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean
 
 
 def draw(kind: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> Operands:
-    """Logits of standard deviation 1.5; of Zipf's heads beside what all hidden states have in common, which tells how
-    frequent each id is, and targets as likely as the head says."""
+    """Draw operands whose logits have a standard deviation of 1.5.
+
+    In Zipf's heads all hidden states also share a direction, whose logits are the ids' log-frequencies, and targets are
+    drawn with the head's probabilities.
+    """
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*size: int) -> Tensor:
@@ -71,10 +74,9 @@ def others_error(operands: Operands, step: measure.Step, exact: accuracy.Referen
 
 
 def batch_error(operands: Operands, loss: Callable[..., Tensor]) -> float:
-    """The largest difference of tokens' losses from those of the same tokens among others, without gradients and with
-    them, in nats.
+    """Return the largest difference, in nats, of a token's loss in two batches, with and without gradients.
 
-    GRPO's ratio of the two is off from 1 by as much.
+    GRPO's ratio of these losses is off from 1 by as much.
     """
     hidden, weight, target = operands.hidden.detach(), operands.weight.detach(), operands.target
     picked = torch.randperm(len(target), device=target.device)[: len(target) // 3]

@@ -17,9 +17,9 @@ Cell = Callable[[Callable[[str, str], dict[str, Any]]], str]
 
 
 def by_shape(columns: dict[str, Cell], *data: str, sources: tuple[str, ...] = ()) -> str:
-    """A line for each shape and kind of data.
+    """Make a table with a line for each shape and kind of data.
 
-    ``columns``: texts of a function from call and way to a row; "-" where there is no such row.
+    ``columns`` makes a cell's text, by title, with a function from call and way to a row; "-" where no such row is.
     """
     rows: dict[tuple[str, str], dict[tuple[str, str], Any]] = {}
     for row in rows_of("fp8"):
@@ -45,7 +45,7 @@ def ratio(call: str, way: str) -> Cell:
 
 
 def times() -> str:
-    """Ratios to bare products; of logits and dhidden in fp8, what a frozen head saves by fp8's dhidden is taken off."""
+    """Ratios of cross-entropy to bare products. For logits and dhidden in fp8, a frozen head's saving is subtracted."""
 
     def with_dhidden(row: Any) -> str:
         saved = row(FROZEN, LOGITS + KEPT)["ms"] - row(FROZEN, FP8 + KEPT)["ms"]
@@ -69,7 +69,7 @@ def frozen() -> str:
 
 
 def memory() -> str:
-    """Peaks of cross-entropy beside its gradients, the plan's in brackets, and what fp8 takes over bf16."""
+    """Peaks of cross-entropy beside its gradients, with the plan's in brackets, and fp8's peak less bf16's."""
 
     def beside_gradients(way: str) -> Any:
         def cell(row: Any) -> str:
@@ -106,7 +106,7 @@ def errors() -> str:
 
 
 def training() -> str:
-    """A line for each way: held-out losses of its seeds, their mean, and that less bf16's; then the plots."""
+    """Make a line for each way: held-out losses of its seeds, their mean, the mean less bf16's. Then come the plots."""
     if not measured(["fp8-training"]):
         return "`python -m benchmarks fp8_training` measures it; no run at this version is recorded."
     run, lines = read("fp8-training"), []
@@ -128,7 +128,7 @@ def training() -> str:
 
 
 def curves() -> dict[str, list[list[tuple[int, float]]]]:
-    """Held-out losses of each way's seeds, after so many steps."""
+    """Return (step, held-out loss) pairs of each way's seeds."""
     by_way: dict[str, list[list[tuple[int, float]]]] = {}
     for row in rows_of("fp8-training"):
         if "curve" in row:
@@ -137,7 +137,7 @@ def curves() -> dict[str, list[list[tuple[int, float]]]]:
 
 
 def plots() -> dict[str, str]:
-    """The mean of each way's held-out losses, and how far each is from the mean of bf16's, whose seeds are shaded."""
+    """Draw each way's mean held-out loss, and its difference from bf16's mean; the range of bf16's seeds is shaded."""
     if not measured(["fp8-training"]):
         return {}
     seeds = curves()

@@ -65,7 +65,7 @@ def data_of(task: Task, device: torch.device) -> Data:
 
 
 def rate_of(step: int, steps: int) -> float:
-    """A linear rise, and half a wave down to a tenth."""
+    """Learning rate of a step: a linear rise, then half a cosine wave down to a tenth."""
     warm_up = min(WARM_UP, steps // 4)
     if step < warm_up:
         return RATE * (step + 1) / warm_up
@@ -73,7 +73,7 @@ def rate_of(step: int, steps: int) -> float:
 
 
 def batches(data: Data, task: Task, seed: int) -> Iterator[Tensor]:
-    """[windows, context + 1] ids, from anywhere in the text."""
+    """Draw ids [windows, context + 1] from anywhere in the text, a batch for each step."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(task.context + 1, device=data.training.device)
     for _ in range(task.steps):
@@ -83,7 +83,7 @@ def batches(data: Data, task: Task, seed: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def held_out_loss(model: demo_model.Decoder, data: Data, task: Task, windows: int) -> float:
-    """The mean over evenly spaced windows, by a head in bf16."""
+    """Mean loss over evenly spaced windows of held-out text, by a head in bf16."""
     offsets = torch.arange(task.context + 1, device=data.held_out.device)
     first = torch.linspace(0, len(data.held_out) - task.context - 1, windows).long().to(offsets.device)
     losses = []
@@ -95,7 +95,7 @@ def held_out_loss(model: demo_model.Decoder, data: Data, task: Task, windows: in
 
 
 def train(task: Task, way: str, seed: int, data: Data, watch: Watch) -> tuple[demo_model.Decoder, Row]:
-    """A model after its training, and its record."""
+    """Train a model; return it and the record of its run."""
     device = data.training.device
     options = options_of(way, device)
     torch.manual_seed(seed)
@@ -124,7 +124,7 @@ def train(task: Task, way: str, seed: int, data: Data, watch: Watch) -> tuple[de
 
 
 def operands_of(task: Task, way: str, device: torch.device) -> str:
-    """The dtype of the gradients' operands, as the call's plan says."""
+    """Dtype of the gradients' operands by the call's plan."""
     sizes: dict[str, Any] = {"hidden_dtype": torch.float32, "weight_dtype": torch.float32, "device": device}
     tokens = task.windows * task.context
     call = plan(tokens, task.hidden, task.vocab, torch.bfloat16, **sizes, **options_of(way, device))
@@ -161,8 +161,10 @@ def head_of(model: demo_model.Decoder, data: Data, task: Task, tokens: int) -> O
 
 
 def compared(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of each way in all seeds: the mean of its held-out losses, less bf16's mean and less bf16's of the same seed; and
-    whether that mean lies between the least and the largest of bf16's."""
+    """Compare each way's held-out losses of all seeds with bf16's; nothing where a run is missing.
+
+    A way is inside where its mean lies between bf16's least and largest loss.
+    """
     losses = {way: [row["held_out"] for row in rows if row["way"] == way and "held_out" in row] for way in WAYS}
     base = losses[BF16]
     if any(len(values) < len(SEEDS) for values in losses.values()):

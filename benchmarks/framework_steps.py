@@ -321,7 +321,7 @@ def saved(batch: Batch) -> str:
 
 
 class Framework(NamedTuple):
-    """A framework's cases by name, and the number of lines that a user changes for ours, from its default."""
+    """Cases of a framework by name, and the number of lines that a user changes to have our head."""
 
     title: str
     package: str
@@ -347,7 +347,7 @@ def step_of(make: Callable[[], tuple[Any, Run]]) -> frameworks.TrainerStep:
 
 
 def compared(name: str, case: str, batch: Batch, rounds: int) -> dict[str, Any]:
-    """A row: each way's loss, norm of all gradients, peak and time, or why it has none."""
+    """Return a row with each way's loss, norm of all gradients, peak and time, or its failure."""
     framework = FRAMEWORKS[name]
     row: dict[str, Any] = {
         "framework": framework.title, "case": case, "lines": framework.lines, "tokens": batch.tokens
@@ -372,7 +372,7 @@ def compared(name: str, case: str, batch: Batch, rounds: int) -> dict[str, Any]:
 
 
 def child(sender: multiprocessing.connection.Connection, name: str, args: Any) -> None:
-    """The rows of one framework, each as soon as it is there, and None."""
+    """Send the rows of one framework, each as soon as it is measured, and then None."""
     if args.packages:
         sys.path.insert(0, str(args.packages / name))
     with tempfile.TemporaryDirectory() as folder:
@@ -382,7 +382,7 @@ def child(sender: multiprocessing.connection.Connection, name: str, args: Any) -
 
 
 def measured(name: str, args: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a framework from a process of its own, and one that says what ended it early."""
+    """Yield rows of a framework from a process of its own, and a row that says what ended the process early."""
     for row in measure.messages(child, name, args, seconds=args.limit):
         if isinstance(row, measure.Failure):
             yield {"framework": FRAMEWORKS[name].title, **row.record()}

@@ -106,7 +106,10 @@ def trainer(batch: Batch, way: str) -> tuple[Any, Run]:
 
 
 def trl(batch: Batch, way: str, kind: str) -> tuple[Any, Run]:
-    """The loss of a batch by one of TRL's trainers, with TRL's functions of the head or ours, or ours foreseen too."""
+    """Loss of a batch by one of TRL's trainers, with TRL's functions of the head or ours.
+
+    The way LOSSES makes gradients along with the log-probabilities.
+    """
     import trl as package
     from datasets import Dataset
 
@@ -245,7 +248,7 @@ class TrainerStep:
 
 @dataclass
 class Gradients:
-    """Gradients of all steps' models: none adds to those of its last step."""
+    """Gradients of all steps' models, which are cleared before each step."""
 
     steps: Iterable[TrainerStep]
 
@@ -262,7 +265,10 @@ def timed(
 
 
 def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
-    """A step's loss, norm of all gradients, and on a GPU its peak over the parameters, gradients included."""
+    """Run a step; return its loss and the norm of all gradients, and on a GPU its peak.
+
+    The peak is beside the parameters and includes the gradients.
+    """
     found = {"loss": float(step())}
     gradients = [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
     if gradients:
@@ -275,7 +281,7 @@ def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
 
 
 def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
-    """A row: each way's loss, norm of all gradients, time of a step, and on a GPU its peak."""
+    """Return a row with each way's loss, norm of all gradients and time of a step, and on a GPU its peak."""
     ways = (PLAIN, OURS, LOSSES) if name == "TRL SFT" else (PLAIN, OURS)
     steps = {way: TrainerStep(*TRAINERS[name](batch, way)) for way in ways}
     row: dict[str, Any] = {"trainer": name, "tokens": batch.tokens, "ways": {way: {} for way in steps}}
@@ -290,7 +296,7 @@ def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
 
 
 def measured(names: Sequence[str], device: torch.device, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Rows of the trainers that are there; of one that fails, why."""
+    """Yield a row for each trainer that is installed; the row of a trainer that fails says why."""
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             row, failure = measure.attempt(functools.partial(compared, name, Batch(device, tokens, folder), rounds))

@@ -46,7 +46,7 @@ def logprobs(operands: Operands, tokens: int) -> Tensor:
 
 
 class Nothing(torch.autograd.Function):
-    """A function of two operands: a number, and gradients that were there before."""
+    """Autograd function of two operands that computes nothing: it returns a number and gradients made before."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, found: Sequence[Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
 
 
 def run_logprobs(shape: Shape, args: Any, watch: Watch) -> list[Row]:
-    """Log-probabilities of a few tokens, compared with one product of as many."""
+    """Measure log-probabilities of a few tokens beside one product of as many tokens."""
     rows = []
     for tokens in (1, 64, 256) if shape.tokens >= 256 else (1, 5):
         watch.stage(f"{shape}: log-probabilities of {tokens} tokens")
@@ -137,7 +137,7 @@ def run_logprobs(shape: Shape, args: Any, watch: Watch) -> list[Row]:
 
 
 def run_lengths(shape: Shape, args: Any, watch: Watch) -> list[Row]:
-    """Host time of numbers of tokens that have not been before, and above that of one that has."""
+    """Host time of calls with new numbers of tokens, and how much longer they take than a known number."""
     watch.stage(f"{shape}: {args.lengths} new numbers of tokens")
     operands = shapes.make_operands(shape, args.dtype, args.device)
     most = shape.tokens

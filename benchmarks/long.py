@@ -42,7 +42,7 @@ SPARE = 0.95  # of a GPU's memory
 
 @dataclass(frozen=True)
 class Task:
-    """A measurement in plain values."""
+    """A measurement in plain values, for processes of ranks."""
 
     ranks: int
     shapes: tuple[Shape, ...]
@@ -57,7 +57,7 @@ class Task:
 
 
 def planned(shape: Shape, row: str, task: Task) -> Any:
-    """The plan of a row's call on one rank; ValueError where there is none."""
+    """Return the plan of a row's call on one rank; raises ValueError where there is none."""
     tokens = shape.tokens if row in ("one", "vocabulary") else shape.tokens // task.ranks
     options: dict[str, Any] = {"memory_budget": task.budget, "device": task.device}
     if row == "vocabulary":
@@ -66,7 +66,7 @@ def planned(shape: Shape, row: str, task: Task) -> Any:
 
 
 def needed(shape: Shape, task: Task) -> int:
-    """Bytes that a rank needs for a shape's rows, by their plans; ValueError for a size that does not divide."""
+    """Return the bytes that a rank needs for a shape's rows; raises ValueError where tokens make no equal slices."""
     slices = 2 * task.ranks if "zigzag" in task.rows else task.ranks
     if shape.tokens % slices and len(task.rows) > 1:
         raise ValueError(f"{shape.tokens} tokens do not make {slices} equal slices")
@@ -81,7 +81,7 @@ def needed(shape: Shape, task: Task) -> int:
 
 
 def refusal(shape: Shape, task: Task, memory: int) -> str | None:
-    """Why a shape is not run, from its plans; None where it fits ``memory`` bytes for each rank."""
+    """Say why a shape cannot run within ``memory`` bytes a rank; None where it can."""
     try:
         size = needed(shape, task)
     except ValueError as error:
@@ -168,7 +168,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def compared(self, row: str, step: measure.Step, loss: float) -> Row:
-        """Errors relative to one rank's gradients, the largest of the ranks'; of one rank's last rows, to float32."""
+        """Return the largest errors of the ranks against one rank's gradients, or that rank's own against float32."""
         hidden, weight = step.operands.hidden.grad, step.operands.weight.grad
         assert hidden is not None and weight is not None
         if row == "one":
@@ -192,7 +192,7 @@ class Rank:
 
     @torch.no_grad()
     def last_rows_error(self, found: Tensor) -> float:
-        """Relative error of the last rows of the hidden states' gradient that predict something."""
+        """Relative error, against float32, of the gradient of the last hidden states that predict a token."""
         rows = slice(max(0, self.shape.tokens - 1 - CHECKED_ROWS), self.shape.tokens - 1)
         hidden, weight = self.operands.hidden[rows].float(), self.operands.weight.float()
         exact = (hidden @ weight.t()).softmax(-1)
@@ -224,7 +224,7 @@ def described(shape: Shape, row: str, task: Task) -> Row:
 
 
 def run(task: Task) -> list[Row]:
-    """The rows that a process for each rank has measured; those before a crash, and the crash, where one ends so."""
+    """Measure with a process for each rank; return its rows, and a row for a crash."""
     rows, failure = run_ranks(enter, task.ranks, task)
     if failure is not None:
         rows.append({**described(task.shapes[0], "one", task), "row": "all", **failure.record()})

@@ -37,7 +37,7 @@ _KEYS = ("shape", "workload", "upstream", "status", "ms", "ratio", "products", "
 
 
 class Workload(NamedTuple):
-    """A loss with metrics, the fields that it reads, and how many bare products it is measured by."""
+    """A loss with metrics, the batch fields that it reads, and the number of bare products under its time."""
 
     loss: losses.base.Losses
     fields: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class Call:
 
 
 def plan_of(step: measure.Step) -> Plan:
-    """The plan of the last step; where the function does not return it, that of `chunked_head.plan` for such a call."""
+    """Return the plan of the last step, or `chunked_head.plan`'s where the call returns none."""
     call, hidden, weight = step.loss, step.operands.hidden, step.operands.weight
     assert isinstance(call, Call)
     if call.plan is not None:

@@ -35,7 +35,7 @@ class Holder(Protocol):
 
 @dataclass
 class Step:
-    """One step of a provider: the loss, and its backward with a chosen gradient from above, or no gradient at all."""
+    """A step of a provider: its loss, and with ``backward`` the gradients for ``upstream``."""
 
     loss: Loss
     operands: Operands
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a provider gave no number: out of memory, or an error with its last places in the code."""
+    """Reason that a provider has no figures: out of memory, or an error with its last places in the code."""
 
     status: str
     error: str
@@ -106,8 +106,7 @@ class Floor:
     a matrix product's time hardly depends on the values, as long as they are not zeros. Where the [T, V] buffer
     would take more than a quarter of the free memory, the products run in row blocks.
 
-    ``products`` is 3; 1 for the logits; 2 for those and dH; 4 for a second product of logits as well, a teacher's or
-    the same again.
+    ``products``: 1 is the logits; 2 is the logits and dH; 3 is all; 4 is all and a second product of logits.
     """
 
     def __init__(self, operands: Operands, device: torch.device) -> None:
@@ -137,7 +136,7 @@ class Floor:
 
 
 def floor_steps(operands: Operands, device: torch.device, products: Collection[int]) -> dict[str, Callable[[], Any]]:
-    """Bare products by how many they are (`3 products`); all share their buffers."""
+    """Make steps of bare products by their number (`3 products`); all share their buffers."""
     release(operands)  # the floor sizes its buffers by the free memory
     floor = Floor(operands, device)
     return {products_name(count): functools.partial(floor, count) for count in sorted(products)}
@@ -153,7 +152,7 @@ def quantile(values: list[float], fraction: float) -> float:
 
 
 def gpu_peak(step: Callable[[], Any], operands: Holder) -> dict[str, int]:
-    """Peak bytes of one step over what is there before it, the gradients included, on a GPU.
+    """Return peak bytes of one step on a GPU beside what was allocated before it, gradients included.
 
     The caller has run the step before, so that cuBLAS holds its workspace already. `peak_bytes` counts the blocks
     that the allocator handed out, `requested_bytes` what was asked for before rounding.
@@ -179,8 +178,8 @@ def peak(step: Step) -> tuple[dict[str, int] | None, Failure | None]:
 
 
 def messages(target: Callable[..., None], *args: Any, seconds: float = _CHILD_SECONDS) -> Iterator[Any]:
-    """Everything that ``target(sender, *args)`` sends from a fresh process; a Failure where that ends without success,
-    or takes longer."""
+    """Yield what ``target(sender, *args)`` sends from a fresh process, and a Failure where the process fails or takes
+    more than ``seconds``."""
     context, end = multiprocessing.get_context("spawn"), time.monotonic() + seconds
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=target, args=(sender, *args))

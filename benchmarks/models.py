@@ -60,7 +60,7 @@ class ModelStep:
 
 @contextlib.contextmanager
 def patched(model: Any, way: str) -> Any:
-    """The model as a way has it: patches come and go in microseconds."""
+    """Patch the model for a way within a ``with`` block; patches come and go in microseconds."""
     if way == OURS:
         patch_model(model, logits=None)
     if way == LIGER:
@@ -132,8 +132,11 @@ def gpu_peak(step: ModelStep) -> dict[str, int]:
 
 
 def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch: Watch) -> Row:
-    """The longest sequence within ``limit`` bytes: foretold from the peaks of two lengths, which double until it is
-    near, and tried in steps from there down, under a cap of the allocator's."""
+    """Find the longest sequence within ``limit`` bytes.
+
+    Two peaks foretell it; their lengths double until it is near. Then ``fractions`` of it are tried in turn, under a
+    cap of the allocator.
+    """
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     foretold, peaks = math.inf, dict[int, int]()
     length = 8192

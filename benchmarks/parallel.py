@@ -23,7 +23,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 
 def divide(rows: Sequence[Row], shape: str) -> None:
-    """Add to each row its ratio to one GPU's, and to the bare products of a part."""
+    """Add to each row its time's ratio to one GPU's, and to bare products of a rank's part of the head."""
     timed = {row["row"]: row["ms"] for row in rows if row["shape"] == shape and "ms" in row}
     for row in rows:
         if row["shape"] != shape or "ms" not in row:
@@ -53,7 +53,7 @@ def _table(rows: Sequence[Row], ranks: int) -> Table:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Lines of what a table of ratios does not say."""
+    """Return lines on what the table does not show: GRPO beside cross-entropy, and rows that are wrong."""
     lines = list[str]()
     for row in rows:
         if "beside_ce" in row:
@@ -82,7 +82,7 @@ def _task(argv: Sequence[str]) -> tuple[Task, argparse.Namespace]:
 
 
 def run(task: Task) -> list[Row]:
-    """The rows that a process for each rank has measured; those before a crash, and the crash, where one ends so."""
+    """Measure with a process for each rank; return its rows, and a row for a crash."""
     rows, failure = parallel_ranks.run_ranks(parallel_ranks.enter, task.ranks, task)
     if failure is not None:
         where = {"shape": "all", "dtype": task.dtype, "row": "all", "provider": "ours"}

@@ -29,7 +29,7 @@ LOSS_LIMITS = {True: 2e-3, False: 1e-5}
 
 @dataclass(frozen=True)
 class Task:
-    """A measurement in plain values."""
+    """A measurement in plain values, for processes of ranks."""
 
     ranks: int
     shapes: tuple[Shape, ...]
@@ -106,7 +106,7 @@ class Ranks:
         self.steps: dict[str, Callable[[], Any]] = {}
 
     def measured(self) -> list[Row]:
-        """A record for each row; the same on all ranks, but for what only rank 0 can tell."""
+        """Measure all rows; return a record for each. Rank 0's records have more fields."""
         for name in self.task.rows:
             self.stage(f"warm-up of {name}")
             row = ROWS[name]
@@ -134,7 +134,7 @@ class Ranks:
         return ROWS[name].one_rank and self.rank > 0
 
     def together(self, action: Callable[[], Row]) -> Row:
-        """An action's record on rank 0, or the failure of the first rank that failed."""
+        """Run an action on all ranks; return rank 0's record, or the failure of the first rank that failed."""
         found, failure = measure.attempt(action, self.bench)
         records = self.gathered(failure.record() if failure else found)
         failed = [one for one in records if one.get("status", "ok") != "ok"]
@@ -147,7 +147,7 @@ class Ranks:
         return values
 
     def ready(self, name: str) -> Row:
-        """Make a row's step and run it; its loss and how far its gradients are from one GPU's."""
+        """Make a row's step and run it; return its loss and its gradients' errors against one GPU's."""
         if ROWS[name].workload is None:
             self.steps[name] = nothing if self.idle(name) else self.bench.floor(name)
             self.steps[name]()
@@ -182,7 +182,7 @@ class Ranks:
         return max(self.gathered(value))
 
     def time(self) -> None:
-        """Every row's milliseconds in each round, the slowest rank's."""
+        """Add to every row the slowest rank's milliseconds in each round."""
         ready = {name: step for name, step in self.steps.items() if self.rows[name]["status"] == "ok"}
         self.steps = ready
         tick = self.watch.tick if self.watch is not None else nothing
@@ -200,7 +200,7 @@ class Ranks:
             self.rows[name]["ms_of_ranks"] = means[:1] if ROWS[name].one_rank else means
 
     def examine(self, name: str) -> None:
-        """Peak memory on every rank, and what ranks say to each other in a step."""
+        """Add peak memory of every rank, and the messages between ranks in a step."""
         step, row = self.steps[name], self.rows[name]
         if self.task.memory:
             peak, failure = None, None
@@ -216,7 +216,7 @@ class Ranks:
             self.bench.clear()
 
     def memory(self, step: Callable[[], Any], records: list[dict[str, int]]) -> Row:
-        """The largest peak of a rank's, each rank's, and what of it is no gradient."""
+        """Return the largest peak, every rank's peak, and the largest without gradients."""
         peaks = [one["peak_bytes"] for one in records]
         found: Row = {"peak_bytes": max(peaks), "peak_bytes_of_ranks": peaks}
         if isinstance(step, measure.Step):
@@ -225,11 +225,11 @@ class Ranks:
 
 
 def nothing() -> None:
-    """Work of a rank in a row that only rank 0 runs."""
+    """Do nothing: a rank's step in a row that only rank 0 runs."""
 
 
 def agreement(records: list[Row]) -> Row:
-    """True where rank 0 agrees with one GPU, and every rank's loss with rank 0's, to the bit."""
+    """Return whether rank 0 agrees with one GPU and every rank's loss equals rank 0's to the bit."""
     losses = [one["loss"] for one in records if "loss" in one]
     if "agrees" not in records[0]:
         return {}

@@ -21,7 +21,7 @@ MUST_BESIDE_CE = 1.03
 
 
 class Row(NamedTuple):
-    """Whose step, and which row's time it is divided by."""
+    """A row's label, and the row ``below`` that its time is divided by."""
 
     label: str
     below: str | None = None
@@ -53,7 +53,7 @@ ROWS: dict[str, Row] = {
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
-    """The rows that were named, or all; with those that they are divided by."""
+    """Return the named rows, or all, and the rows that their times are divided by."""
     wanted = ROWS if names is None else names
     needed = {*wanted, *(ROWS[name].below for name in wanted)}
     return [name for name in ROWS if name in needed]
@@ -76,7 +76,7 @@ class Bench:
         self.bare: dict[str, measure.Floor] = {}
 
     def _batch(self, full: Operands) -> dict[str, Tensor]:
-        """A policy's fields, rank 0's everywhere."""
+        """Draw a policy's batch on rank 0 and send it to all ranks."""
         call = losses.make_step(GRPO, full, {}).loss
         assert isinstance(call, losses.Call)
         for field in call.batch.values():
@@ -125,7 +125,7 @@ class Bench:
         return measure.Floor(operands, self.device)
 
     def errors(self, name: str, step: measure.Step) -> dict[str, float]:
-        """On rank 0: how far gradients are from one GPU's, relative to them; a row of one rank sets them."""
+        """Return gradients' errors relative to one GPU's, on rank 0; a row of one rank keeps its gradients for that."""
         row = ROWS[name]
         assert row.workload is not None
         hidden, weight = step.operands.hidden.grad, step.operands.weight.grad
@@ -147,7 +147,7 @@ class Bench:
         return sum(tensor.nbytes for tensor in (step.operands.hidden, step.operands.weight))
 
     def plan(self, step: measure.Step, dtype: torch.dtype) -> dict[str, Any] | None:
-        """The plan of a call of ours, or the one foreseen for its part of the head; None for peers."""
+        """Return the plan of a call of ours, or `chunked_head.plan`'s for a rank's part of the head; None for peers."""
         call = step.loss
         if not isinstance(call, losses.Call):
             return None

@@ -26,8 +26,8 @@ Late = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Package(NamedTuple):
-    """A peer in a package: its name, where its function is, its options after the three operands, and
-    the compute capability that it needs."""
+    """A rival in a package: the package's name, its module and function, options after the three operands, and the
+    compute capability that it needs."""
 
     name: str
     module: str
@@ -72,7 +72,7 @@ BONUS = 0.01  # of the entropy in their loss, which is otherwise the cross-entro
 
 
 class Unavailable(Exception):
-    """A provider is not installed, or cannot run on this device; the message says why."""
+    """Raised where a provider is not installed or cannot run on this device; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Provider:
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
-    """Read a provider such as `eager` or `ours:chunk_tokens=4096,accumulate_dtype=float32`."""
+    """Return name and options of a provider such as `eager` or `ours:chunk_tokens=4096`."""
     name, colon, rest = text.partition(":")
     if name not in (*NAMES, *LATE):
         raise ValueError(f"provider {name!r} is none of {', '.join((*NAMES, *LATE))}")
@@ -224,7 +224,7 @@ def _torch_native(name: str, device: torch.device) -> Loss:
 
 
 def _newer_torch(folder: Path) -> tuple[Any, Any]:
-    """``F.linear_cross_entropy`` and its options from the Python files of a newer torch: its chunks need no other.
+    """Return ``F.linear_cross_entropy`` and its class of options from the Python files of a newer torch.
 
     Args:
         folder: of that torch; it needs no more than ``nn/functional.py``, ``nn/modules/linear_cross_entropy.py`` and
@@ -246,7 +246,7 @@ def _newer_torch(folder: Path) -> tuple[Any, Any]:
 
 
 def newer_torch() -> dict[str, str]:
-    """The version of the torch whose ``F.linear_cross_entropy`` is measured, where that is another than this one."""
+    """Return the version of the newer torch whose ``F.linear_cross_entropy`` is measured, if there is such a torch."""
     path = Path(os.environ.get(NEWER_TORCH, "")) / "version.py"
     version = re.search(r"__version__ = '([^'+]+)", path.read_text()) if path.is_file() else None
     return {"F.linear_cross_entropy's Python of torch": version[1]} if version else {}
@@ -344,7 +344,7 @@ def describe_plan(made: Any) -> dict[str, Any]:
 
 
 def checked_spec(text: str) -> str:
-    """A provider's text; ValueError where it is none, or has options that our function has not."""
+    """Return a provider's text; raises ValueError where it names no provider, or an unknown option of ours."""
     _, options = parse_spec(text)
     if options:
         with contextlib.suppress(Unavailable):  # `resolve` reports it

@@ -52,7 +52,7 @@ PLOTTED = {
 
 
 def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
-    """A line for each value of ``first``, a column for each of the chosen values of ``column``."""
+    """Make a table with a line for each value of ``first`` and a column for each chosen value of ``column``."""
     rows = [row for row in rows_of(question) if row[column] in chosen and (first == "shape" or row[first] in NAMES)]
     columns = [name for name in chosen if any(row[column] == name for row in rows)]
     cells = {(row[first], row[column]): cell(row) for row in rows}
@@ -63,7 +63,7 @@ def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[di
 
 
 def heads(*questions: str) -> str:
-    """Each head and kind of data, a line for each way; those that did not run last, with the reason."""
+    """Make a table for each head and kind of data; ways that did not run stand last, with the reason."""
     texts = []
     for question in measured(questions):
         found = read(question)
@@ -101,7 +101,7 @@ def of_one_head(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """As many digits as rounds agree on: a few thousandths."""
+    """Format milliseconds to a few thousandths, as rounds agree no better."""
     return f"{value:.1f}" if value >= 20 else f"{value:.2f}"
 
 
@@ -112,7 +112,7 @@ def span(row: dict[str, Any]) -> str:
 
 
 def beside(folder: Path) -> str:
-    """Medians of the heads here and of another sitting's in ``folder``, side by side, and how far they are apart."""
+    """Make a table of the heads' medians here, another sitting's in ``folder``, and their differences in percent."""
     lines, others = [], dict[str, str]()
     for question in measured(HEADS):
         if not (folder / FILES[question]).is_file():
@@ -148,9 +148,9 @@ def reason(why: str) -> str:
 
 
 def two_heads() -> str:
-    """README's table: a line for each way, for each head its time, memory and the larger error of its gradients.
+    """Make README's table, with a line for each way; a head has time, memory and the larger error of both gradients.
 
-    Where a head was measured on several kinds of data, a cell has a number of each.
+    A cell has a number for each kind of data.
     """
     questions = measured(HEADS)
     runs = [read(question) for question in questions]
@@ -215,7 +215,7 @@ def trainers() -> str:
 
 
 def framework_steps() -> str:
-    """Each of a framework's ways and ours, and the lines that a user changes."""
+    """Make a line for each of a framework's own ways beside ours, with the number of lines that a user changes."""
 
     def figures(way: dict[str, Any]) -> list[str]:
         return [f"{way['ms']:.1f} ms", f"{way['peak_bytes'] / 2**30:.1f} GiB"] if "ms" in way else [way["status"], "-"]
@@ -389,7 +389,7 @@ def plots() -> dict[str, str]:
 
 
 def made() -> dict[Path, str]:
-    """Every file that the command writes, and what it writes there."""
+    """Return the text of every file that the command writes. Raises ValueError where a page does not name a commit."""
     pattern = re.compile(r"(<!-- report: ([\w-]+) -->)\n.*?<!-- end report -->", re.DOTALL)
     found = {PLOTS / f"{name}.svg": text for name, text in plots().items()}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

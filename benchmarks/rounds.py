@@ -26,7 +26,7 @@ Step = Callable[[], Any]
 
 @dataclass
 class Times:
-    """What was read of a step, in milliseconds a run.
+    """Measurements of a step, in milliseconds a run.
 
     Args:
         seconds: medians of each second until the step had settled; one run where the device is a CPU.
@@ -42,19 +42,19 @@ class Times:
 
     @property
     def runs(self) -> tuple[int, int]:
-        """Runs of a turn before what is timed, and timed ones."""
+        """Numbers of runs of a turn: before the timed ones, and timed."""
         milliseconds = max(self.seconds[-1], 1e-3)
         return math.ceil(1e3 * self.lead / milliseconds), max(1, math.ceil(1e3 * TIMED_SECONDS / milliseconds))
 
     @property
     def change(self) -> float:
-        """The share by which the last round has moved the median; infinite before there are LEAST_ROUNDS."""
+        """Relative change of the median by the last round; infinite before LEAST_ROUNDS."""
         if len(self.rounds) < LEAST_ROUNDS:
             return math.inf
         return quantile(self.rounds, 0.5) / quantile(self.rounds[:-1], 0.5) - 1.0
 
     def row(self) -> dict[str, Any]:
-        """A row's milliseconds: the median of the rounds, the ends of their middle half, each round's; the state."""
+        """Fields of a row: the rounds' median and middle half, each round's milliseconds, and the GPU's state."""
         row: dict[str, Any] = {name: quantile(self.rounds, share) for name, share in QUANTILES.items()}
         row |= {"ms_rounds": [round(value, 4) for value in self.rounds]} | self.state
         settled = {"ms_seconds": [round(value, 4) for value in self.seconds], "lead_seconds": self.lead}
@@ -66,11 +66,11 @@ QUANTILES = {"ms": 0.5, "ms_p25": 0.25, "ms_p75": 0.75}
 
 @dataclass
 class Turns:
-    """Turns of a device: operands whose gradients are dropped before each run, and what other ranks need.
+    """A device on which steps take turns. Gradients of ``operands`` are dropped before each run.
 
     Args:
-        meet: makes processes that take the same turns wait for each other.
-        agree: a number that is the same on all of them, where each has its own.
+        meet: lets processes that take the same turns wait for each other.
+        agree: makes one number, equal in all processes, of each process's own.
     """
 
     operands: Holder
@@ -79,7 +79,7 @@ class Turns:
     agree: Callable[[float], float] = float
 
     def run(self, step: Step, count: int) -> list[float]:
-        """Milliseconds of each of so many runs, launched without a wait between them."""
+        """Return the milliseconds of each of ``count`` runs, launched without a wait between them."""
         if self.device.type != "cuda":
             return [self._waited(step) for _ in range(count)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -120,7 +120,7 @@ class Turns:
         return Times(medians, self.agree(lead_of(runs, medians[-1])))
 
     def turn(self, step: Step, times: Times) -> tuple[float, float]:
-        """Runs that let what ran before fade, and then timed ones, which go into ``times``; when those ran."""
+        """Run a lead-in, then timed runs, whose mean goes into ``times``; return when these began and ended."""
         lead, timed = times.runs if times.lead else (0, 1)
         self.meet()
         for _ in range(lead):
@@ -134,7 +134,10 @@ class Turns:
         return end - sum(milliseconds) / 1e3, end
 
     def steady_turn(self, step: Step, times: Times) -> tuple[float, float]:
-        """Runs pieces of a turn until two in a row take equally long, to STEADY; the last one goes into ``times``."""
+        """Run pieces of a turn until two in a row take equally long, to STEADY; the last one goes into ``times``.
+
+        Returns when the last piece began and ended.
+        """
         count = max(1, math.ceil(1e3 * STEADY_PIECE / max(times.seconds[-1], 1e-3)))
         count, pieces = (count, MOST_PIECES) if self.device.type == "cuda" else (1, 1)
         previous = 0.0
@@ -150,7 +153,7 @@ class Turns:
 
 
 def lead_of(runs: list[float], settled: float) -> float:
-    """Seconds until no quarter of a second's median lies NOTICEABLE off what the step settled at, within the bounds."""
+    """Seconds until the medians of quarter seconds stay within NOTICEABLE of the settled one, within the bounds."""
     length = max(1, math.ceil(1e3 * PIECE / settled))
     pieces = [runs[start : start + length] for start in range(0, len(runs), length)]
     distant = [number for number, piece in enumerate(pieces) if abs(quantile(piece, 0.5) / settled - 1) > NOTICEABLE]
@@ -220,7 +223,7 @@ def records(
     say: Callable[[str], Any] = lambda text: None,
     settling: Collection[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Rows of steps that take turns (``Times.row``), or the record of a step's failure."""
+    """Let steps take turns; return each step's fields of a row (``Times.row``), or the record of its failure."""
     times, failures = time_rounds(steps, Turns(operands, device), rounds, tick, say, settling)
     return {key: failures[key].record() if key in failures else {"status": "ok"} | times[key].row() for key in steps}
 
@@ -233,7 +236,7 @@ def time_with_products(
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Each step's times, and their ratio to as many bare products as are named for it, all taking turns.
+    """Let steps and bare products take turns; return each step's times and their ratio to its number of products.
 
     A step that failed has the record of its failure instead.
     """

@@ -228,7 +228,7 @@ def draw_fields(
 
 
 def draw_kept(operands: Operands, share: float, seed: int = 0) -> dict[str, Tensor]:
-    """Sets of ids, about 8 and at most 128, that a share of the tokens keep: frequencies fall as one over the id."""
+    """Draw sets of some 8, at most 128, ids for a share of the tokens; frequencies fall as one over the id."""
     tokens, vocab, device = len(operands.target), len(operands.weight), operands.hidden.device
     generator = torch.Generator(device=device).manual_seed(seed)
     each = 1.0 - torch.rand(tokens, device=device, generator=generator)

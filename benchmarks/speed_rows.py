@@ -53,13 +53,13 @@ ROWS: dict[str, Row] = {
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
-    """The rows that were named, or all; with those that they are divided by."""
+    """Return the named rows, or all, and the rows that their times are divided by."""
     needed = {name for one in names or ROWS for name in (one, ROWS[one].below)}
     return [name for name in ROWS if name in needed]
 
 
 def must_of(name: str, shape: Shape) -> float | None:
-    """The largest ratio that is accepted, None where nothing is said."""
+    """Return the largest accepted ratio of a row at a shape, None where it has no bound."""
     return dict(zip(SHAPES, ROWS[name].must, strict=False)).get(shape)
 
 

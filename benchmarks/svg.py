@@ -20,8 +20,9 @@ def plot(
     log: bool = False,
     band: Sequence[tuple[float, float, float]] = (),
 ) -> str:
-    """An SVG with a line for each name, or a dot for one point. The legend stands below, a row for each name; dots have
-    its numbers. Legible where it is 400 pixels wide.
+    """Draw a line for each name, or a dot for a name with one point, as an SVG that is legible 400 pixels wide.
+
+    The legend below has a row for each name, whose number stands beside the dot.
 
     Args:
         band: x, and the lower and the upper end of a shaded range there.

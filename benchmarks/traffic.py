@@ -17,7 +17,7 @@ class Message(NamedTuple):
 
 
 class Traffic(TorchDispatchMode):
-    """Notes every collective that this process takes part in while it is entered."""
+    """Record of every collective that this process takes part in within a ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()

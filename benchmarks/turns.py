@@ -32,7 +32,7 @@ CASES = (
 
 
 class Worker:
-    """A process that runs steps of one checkout; None: of bare products."""
+    """A process that runs steps of one checkout, or bare products where ``checkout`` is None."""
 
     def __init__(self, name: str, checkout: Path | None):
         self.name = name
@@ -44,7 +44,7 @@ class Worker:
         self.process = subprocess.Popen(words, env=environment, cwd=checkout or ROOT, **pipes)
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to a request, or what went wrong as ``error``."""
+        """Send a request; return its answer, whose ``error`` says what went wrong."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
