@@ -153,8 +153,8 @@ def dhidden_kernel(
                 for row in range(0, BLOCK_M, BLOCK_ROWS):
                     offs = (row + tl.arange(0, BLOCK_ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                     total = tl.zeros((BLOCK_ROWS, BLOCK_N), dtype=tl.float32)
-                    for part in range(0, num_parts):
-                        part_pointers = part_ptr + (part * num_cut + cut_tile) * (BLOCK_M * BLOCK_N)
+                    for part_index in range(0, num_parts):
+                        part_pointers = part_ptr + (part_index * num_cut + cut_tile) * (BLOCK_M * BLOCK_N)
                         total += tl.load(part_pointers + offs, cache_modifier=".cg")
                     row_start, column_start = tile_m * BLOCK_M + row, tile_n * BLOCK_N
                     store_dhidden(dhidden_and_size, factor_ptrs, total, row_start, column_start, num_counted, ADD)
