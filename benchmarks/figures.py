@@ -63,11 +63,11 @@ NAMES = {
 
 def read(question: str) -> dict[str, Any]:
     """Read the results of a question; raises ValueError where they are of a tree that is no commit."""
-    found: dict[str, Any] = json.loads((RESULTS / FILES[question]).read_text())
+    results: dict[str, Any] = json.loads((RESULTS / FILES[question]).read_text())
     SHOWN.add(question)
-    if not re.fullmatch("[0-9a-f]{7,40}", found["commit"]):
-        raise ValueError(f"{FILES[question]} is of {found['commit']}, not of a commit: measure it again at one")
-    return found
+    if not re.fullmatch("[0-9a-f]{7,40}", results["commit"]):
+        raise ValueError(f"{FILES[question]} is of {results['commit']}, not of a commit: measure it again at one")
+    return results
 
 
 def rows_of(question: str, upstream: float = 1.0, **equal: Any) -> list[dict[str, Any]]:
@@ -102,14 +102,14 @@ def source(*questions: str, command: bool = True) -> str:
     packages_by_sitting: dict[tuple[str, str], list[str]] = {}
     packages = providers.PACKAGES | providers.LATE_PACKAGES
     for question in questions:
-        found = read(question)
-        ran = {row.get("provider") for row in found.get("rows", ())}
+        results = read(question)
+        ran = {row.get("provider") for row in results.get("rows", ())}
         names = ["torch", "triton", *(package.name for name, package in packages.items() if name in ran)]
-        names += [name for name in found["versions"] if name.startswith("F.") and "torch" in ran]
-        sitting = found["device"] or "CPU", f"{found['date'][:10]}, commit {found['commit'][:7]}"
-        versions = [f"{name} {found['versions'][name]}" for name in names if name in found["versions"]]
+        names += [name for name in results["versions"] if name.startswith("F.") and "torch" in ran]
+        sitting = results["device"] or "CPU", f"{results['date'][:10]}, commit {results['commit'][:7]}"
+        versions = [f"{name} {results['versions'][name]}" for name in names if name in results["versions"]]
         packages_by_sitting.setdefault(sitting, []).extend(versions)
-        command_line = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
+        command_line = re.sub(r"--output \S+", f"--output {FILES[question]}", results["command"])
         commands.setdefault(sitting, []).append(command_line)
     texts = []
     for sitting, versions in packages_by_sitting.items():
@@ -137,7 +137,7 @@ def ages() -> list[str]:
     for (day, commit), files in sittings().items():
         words = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD"]
         counted = subprocess.run(words, capture_output=True, text=True, check=False)
-        behind = counted.stdout.strip() if counted.returncode == 0 else "an unknown number of"
-        is_old = not behind.isdigit() or int(behind) >= OLD
-        sentences.append(f"{'old: ' * is_old}{commit} of {day}, {behind} commits ago: {', '.join(files)}")
+        count = counted.stdout.strip() if counted.returncode == 0 else "an unknown number of"
+        is_old = not count.isdigit() or int(count) >= OLD
+        sentences.append(f"{'old: ' * is_old}{commit} of {day}, {count} commits ago: {', '.join(files)}")
     return sentences

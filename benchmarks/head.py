@@ -26,26 +26,26 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every provider at one shape: a row for each floor, and for each provider and upstream."""
     ready = providers.build_again(args.provider, args.device)
     operands = make_operands(shape, args.dtype, args.device, data=args.data)
-    found = accuracy.errors_of(ready, shape, operands, args, watch) if args.errors else {}
+    errors = accuracy.errors_of(ready, shape, operands, args, watch) if args.errors else {}
     measure.release(operands)
-    names, asked = {FOUR: 4, ONE: 1} if args.late else {FLOOR: 3}, dict[str, Any]()
+    names, steps = {FOUR: 4, ONE: 1} if args.late else {FLOOR: 3}, dict[str, Any]()
     for provider in ready:
         plan = None if args.late else providers.predict(provider, shape, args.dtype, args.device)
         for below, value in ((below, value) for below in names for value in args.upstream):
             record = {"provider": provider.label, "upstream": value, "below": below, "plan": plan}
             call = provider.logprobs if below == ONE else provider.call
             step = functools.partial(measure.Step, call, operands, value, below != ONE)
-            asked[f"{below}, {command.key_of(provider.label, value)}"] = (
-                record | found.get((provider.label, value), {}),
+            steps[f"{below}, {command.key_of(provider.label, value)}"] = (
+                record | errors.get((provider.label, value), {}),
                 step,
             )
 
     def floors() -> dict[str, Any]:
-        made = measure.floor_steps(operands, args.device, set(names.values()))
-        return {name: made[measure.products_name(count)] for name, count in names.items()}
+        products = measure.floor_steps(operands, args.device, set(names.values()))
+        return {name: products[measure.products_name(count)] for name, count in names.items()}
 
     records = {name: {"provider": name} for name in names}
-    return command.measured(shape, args, operands, asked, records, floors, watch)
+    return command.measured(shape, args, operands, steps, records, floors, watch)
 
 
 def _table(rows: Sequence[Row]) -> Table:

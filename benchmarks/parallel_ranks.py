@@ -135,9 +135,9 @@ class Ranks:
 
     def together(self, action: Callable[[], Row]) -> Row:
         """Run an action on all ranks; return rank 0's record, or the failure of the first rank that failed."""
-        found, failure = measure.attempt(action, self.bench)
-        records = self.gathered(failure.record() if failure else found)
-        failed = [one for one in records if one.get("status", "ok") != "ok"]
+        record, failure = measure.attempt(action, self.bench)
+        records = self.gathered(failure.record() if failure else record)
+        failed = [rank_record for rank_record in records if rank_record.get("status", "ok") != "ok"]
         return failed[0] if failed else {**records[0], **agreement(records)}
 
     def gathered(self, value: Any) -> list[Any]:
@@ -159,19 +159,19 @@ class Ranks:
         for _ in range(WARM_UP):
             step.operands.clear()
             loss = float(step())
-        found: Row = {"loss": loss, "plan": self.bench.plan(step, self.dtype)}
-        found |= self.bench.errors(name, step)
+        record: Row = {"loss": loss, "plan": self.bench.plan(step, self.dtype)}
+        record |= self.bench.errors(name, step)
         half = self.dtype.itemsize < 4
         if self.rank == 0 and not ROWS[name].one_rank:
             below = ROWS[name].below
             assert below is not None
             expected = self.rows[below]["loss"]
-            off = [found["d_hidden_error"], found["d_weight_error"]]
+            errors = [record["d_hidden_error"], record["d_weight_error"]]
             within = [abs(loss - expected) <= LOSS_LIMITS[half] * max(1.0, abs(expected))]
-            found["agrees"] = all([*within, *(error <= LIMITS[half] for error in off)])  # nan is within nothing
+            record["agrees"] = all([*within, *(error <= LIMITS[half] for error in errors)])  # nan is within nothing
         step.operands.clear()
         self.steps[name] = step
-        return found
+        return record
 
     def meet(self) -> None:
         """On a GPU a message that the device waits for and the host does not, so that launches can run ahead."""
@@ -194,7 +194,9 @@ class Ranks:
             if failed:
                 self.rows[name] |= failed[0]
                 continue
-            slowest = [max(each) for each in zip(*(times[name].rounds for times, _ in records), strict=True)]
+            slowest = [
+                max(milliseconds) for milliseconds in zip(*(times[name].rounds for times, _ in records), strict=True)
+            ]
             self.rows[name] |= replace(times[name], rounds=slowest).row()
             means = [measure.quantile(times[name].rounds, 0.5) for times, _ in records]
             self.rows[name]["ms_of_ranks"] = means[:1] if ROWS[name].one_rank else means
@@ -206,8 +208,12 @@ class Ranks:
             peak, failure = None, None
             if isinstance(step, measure.Step):
                 peak, failure = measure.attempt(functools.partial(measure.gpu_peak, step, step.operands), self.bench)
-            records = [one for one in self.gathered(failure.record() if failure else peak) if one is not None]
-            failed = [one for one in records if "peak_bytes" not in one]
+            records = [
+                rank_record
+                for rank_record in self.gathered(failure.record() if failure else peak)
+                if rank_record is not None
+            ]
+            failed = [rank_record for rank_record in records if "peak_bytes" not in rank_record]
             row |= {"memory_error": failed[0]} if failed else self.memory(step, records)
         if not ROWS[name].one_rank:
             self.bench.clear()
@@ -217,11 +223,11 @@ class Ranks:
 
     def memory(self, step: Callable[[], Any], records: list[dict[str, int]]) -> Row:
         """Return the largest peak, every rank's peak, and the largest without gradients."""
-        peaks = [one["peak_bytes"] for one in records]
-        found: Row = {"peak_bytes": max(peaks), "peak_bytes_of_ranks": peaks}
+        peaks = [rank_record["peak_bytes"] for rank_record in records]
+        record: Row = {"peak_bytes": max(peaks), "peak_bytes_of_ranks": peaks}
         if isinstance(step, measure.Step):
-            found["beside_gradients_bytes"] = max(peaks) - self.bench.gradient_bytes(step)
-        return found
+            record["beside_gradients_bytes"] = max(peaks) - self.bench.gradient_bytes(step)
+        return record
 
 
 def nothing() -> None:
@@ -230,7 +236,7 @@ def nothing() -> None:
 
 def agreement(records: list[Row]) -> Row:
     """Return whether rank 0 agrees with one GPU and every rank's loss equals rank 0's to the bit."""
-    losses = [one["loss"] for one in records if "loss" in one]
+    losses = [record["loss"] for record in records if "loss" in record]
     if "agrees" not in records[0]:
         return {}
     return {"agrees": records[0]["agrees"] and all(loss == losses[0] for loss in losses)}

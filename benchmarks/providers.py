@@ -91,16 +91,16 @@ class Provider:
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
     """Return name and options of a provider such as `eager` or `ours:chunk_tokens=4096`."""
-    name, colon, rest = text.partition(":")
+    name, colon, option_text = text.partition(":")
     if name not in (*NAMES, *LATE):
         raise ValueError(f"provider {name!r} is none of {', '.join((*NAMES, *LATE))}")
     if colon and name != "ours":
         raise ValueError(f"provider {name!r} takes no options, only ours does")
     options: dict[str, Any] = {}
-    for part in rest.split(",") if colon else ():
-        key, equals, value = part.partition("=")
+    for assignment in option_text.split(",") if colon else ():
+        key, equals, value = assignment.partition("=")
         if not (key.isidentifier() and equals and value):
-            raise ValueError(f"option {part!r} of provider {text!r} is not of the form key=value")
+            raise ValueError(f"option {assignment!r} of provider {text!r} is not of the form key=value")
         options[key] = _parse_value(key, value)
     return name, options
 
@@ -280,8 +280,8 @@ def _function(package: Package, device: torch.device) -> Any:
     if device.type != "cuda":
         raise Unavailable(f"{package.name} needs a GPU")
     if torch.cuda.get_device_capability(device) < package.capability:
-        wanted = ".".join(map(str, package.capability))
-        raise Unavailable(f"{package.name} needs a GPU of compute capability {wanted} or newer")
+        capability = ".".join(map(str, package.capability))
+        raise Unavailable(f"{package.name} needs a GPU of compute capability {capability} or newer")
     try:
         if package.name == "unsloth-zoo":
             _import_empty(_UNSLOTH_PARENTS)
@@ -322,24 +322,24 @@ def predict(provider: Provider, shape: Shape, dtype: torch.dtype, device: torch.
         return None
     try:
         make_plan = importlib.import_module("chunked_head").plan
-        known = inspect.signature(make_plan).parameters
-        options = {key: value for key, value in provider.options.items() if key in known}
-        made = make_plan(shape.tokens, shape.hidden, shape.vocab, dtype, device=device.type, **options)
-        return describe_plan(made)
+        parameters = inspect.signature(make_plan).parameters
+        options = {key: value for key, value in provider.options.items() if key in parameters}
+        plan = make_plan(shape.tokens, shape.hidden, shape.vocab, dtype, device=device.type, **options)
+        return describe_plan(plan)
     except Exception as error:  # a wrong prediction is worth a note, not the measurement
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def describe_plan(made: Any) -> dict[str, Any]:
+def describe_plan(plan: Any) -> dict[str, Any]:
     """A plan in plain values."""
     return {
-        "peak_bytes": int(made.peak_bytes),
-        "extra_bytes": int(made.extra_bytes),
-        "chunk_tokens": int(made.chunk_tokens),
-        "chunks": int(made.chunks),
-        "schedule": str(made.schedule),
-        "accumulate_dtype": str(made.weight_accumulate).removeprefix("torch."),
-        "text": str(made).split("\n"),
+        "peak_bytes": int(plan.peak_bytes),
+        "extra_bytes": int(plan.extra_bytes),
+        "chunk_tokens": int(plan.chunk_tokens),
+        "chunks": int(plan.chunks),
+        "schedule": str(plan.schedule),
+        "accumulate_dtype": str(plan.weight_accumulate).removeprefix("torch."),
+        "text": str(plan).split("\n"),
     }
 
 

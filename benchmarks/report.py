@@ -56,8 +56,8 @@ def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[di
     rows = [row for row in rows_of(question) if row[column] in chosen and (first == "shape" or row[first] in NAMES)]
     columns = [name for name in chosen if any(row[column] == name for row in rows)]
     cells = {(row[first], row[column]): cell(row) for row in rows}
-    lines = [[NAMES.get(one, one.replace("x", " x ")), *(cells.get((one, c), "-") for c in columns)]
-             for one in dict.fromkeys(row[first] for row in rows)]  # fmt: skip
+    lines = [[NAMES.get(value, value.replace("x", " x ")), *(cells.get((value, c), "-") for c in columns)]
+             for value in dict.fromkeys(row[first] for row in rows)]  # fmt: skip
     head = "tokens x hidden x vocabulary" if first == "shape" else ""
     return table([head, *(NAMES.get(c, c.replace("x", " x ")) for c in columns)], lines, question)
 
@@ -66,25 +66,25 @@ def heads(*questions: str) -> str:
     """Make a table for each head and kind of data; ways that did not run stand last, with the reason."""
     texts = []
     for question in measured(questions):
-        found = read(question)
-        for shape, data in dict.fromkeys((row["shape"], row["data"]) for row in found["rows"]):
-            rows = [row for row in found["rows"] if (row["shape"], row["data"]) == (shape, data)]
-            texts.append(f"**{shape.replace('x', ' x ')}, {DATA[data]}**\n\n{of_one_head(rows, found)}")
+        results = read(question)
+        for shape, data in dict.fromkeys((row["shape"], row["data"]) for row in results["rows"]):
+            rows = [row for row in results["rows"] if (row["shape"], row["data"]) == (shape, data)]
+            texts.append(f"**{shape.replace('x', ' x ')}, {DATA[data]}**\n\n{of_one_head(rows, results)}")
         texts.append(source(question))
     return "\n\n".join(texts)
 
 
-def absent_from(found: dict[str, Any]) -> dict[str, str]:
+def absent_from(results: dict[str, Any]) -> dict[str, str]:
     """Reasons of providers without a row: they were skipped, or the benchmark of that commit lost them."""
-    names = providers.LATE if "--late" in found["command"] else providers.NAMES
-    lost = set(names) - {row["provider"] for row in found["rows"]} if "--provider" not in found["command"] else ()
-    return dict.fromkeys(sorted(lost), LOST) | found["skipped"]
+    names = providers.LATE if "--late" in results["command"] else providers.NAMES
+    lost = set(names) - {row["provider"] for row in results["rows"]} if "--provider" not in results["command"] else ()
+    return dict.fromkeys(sorted(lost), LOST) | results["skipped"]
 
 
-def of_one_head(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:
+def of_one_head(rows: Sequence[dict[str, Any]], results: dict[str, Any]) -> str:
     late = any(row["provider"].startswith("late") for row in rows)
-    alone = {row["provider"]: row for row in rows if row.get("below") == ONE and row["status"] == "ok"}
-    lines, absent = [], absent_from(found)
+    forward_rows = {row["provider"]: row for row in rows if row.get("below") == ONE and row["status"] == "ok"}
+    lines, absent = [], absent_from(results)
     for row in sorted(rows, key=lambda row: list(NAMES).index(row["provider"]) if row["provider"] in NAMES else -1):
         if row["status"] != "ok":
             absent[row["provider"]] = f"{row['status']}, {row['error']}"
@@ -92,7 +92,7 @@ def of_one_head(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:
             memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in row else "-"
             cells = [span(row), number(row.get("ratio")), memory]
             if late:
-                cells.append(number(alone.get(row["provider"], {}).get("ratio")))
+                cells.append(number(forward_rows.get(row["provider"], {}).get("ratio")))
             lines.append([NAMES[row["provider"]], *cells, *(number(row.get(f"{key}_error"), ".1e") for key in ERRORS)])
     columns = ["", "time", f"of {'four' if late else 'three'} matmuls", "memory", *["without gradients, of one"] * late]
     columns += ["error of dhidden", "of dweight", "of the log-probability"]
@@ -113,32 +113,32 @@ def span(row: dict[str, Any]) -> str:
 
 def beside(folder: Path) -> str:
     """Make a table of the heads' medians here, another sitting's in ``folder``, and their differences in percent."""
-    lines, others = [], dict[str, str]()
+    lines, machines = [], dict[str, str]()
     for question in measured(HEADS):
         if not (folder / FILES[question]).is_file():
             continue
         theirs = json.loads((folder / FILES[question]).read_text())
-        others[f"{theirs['device']}, {theirs['date'][:10]}, commit {theirs['commit'][:7]}"] = question
+        machines[f"{theirs['device']}, {theirs['date'][:10]}, commit {theirs['commit'][:7]}"] = question
         keys = ("shape", "data", "provider")
-        other = {tuple(row[key] for key in keys): row for row in theirs["rows"] if "ms" in row}
+        other_rows = {tuple(row[key] for key in keys): row for row in theirs["rows"] if "ms" in row}
         for row in read(question)["rows"]:
             key = tuple(row[key] for key in keys)
-            if "ms" in row and key in other:
+            if "ms" in row and key in other_rows:
                 head = f"{key[0].replace('x', ' x ')}, {DATA[key[1]].split()[0]}"
                 cells = [f"{head}: {NAMES.get(key[2], key[2])}"]
                 for name, form in (("ms", milliseconds), ("ratio", "{:.3f}".format)):
                     if name in row:
-                        apart = f"{100 * (other[key][name] / row[name] - 1):+.1f} %"
-                        cells += [form(row[name]), form(other[key][name]), apart]
+                        difference = f"{100 * (other_rows[key][name] / row[name] - 1):+.1f} %"
+                        cells += [form(row[name]), form(other_rows[key][name]), difference]
                 lines.append([*cells, *["-"] * (7 - len(cells))])
     if not lines:
         return "`python -m benchmarks report --beside FOLDER` prints it; no second sitting is recorded."
     columns = ["head", "ms above", "the other sitting's", "apart", "of three matmuls above", "the other's", "apart"]
     made = table(columns, lines)
-    return f"{made}\n\nThe other sitting: {'; '.join(others)}."
+    return f"{made}\n\nThe other sitting: {'; '.join(machines)}."
 
 
-def both(texts: Sequence[str]) -> str:
+def join_numbers(texts: Sequence[str]) -> str:
     """A number of each kind of data, or a dash where there is none."""
     return ", ".join(texts) if set(texts) != {"-"} else "-"
 
@@ -155,10 +155,10 @@ def two_heads() -> str:
     questions = measured(HEADS)
     runs = [read(question) for question in questions]
     cells: dict[str, list[str]] = {name: [] for name in NAMES}
-    absent = {name: why for found in runs for name, why in absent_from(found).items()}
-    columns, every = list[str](), [row for found in runs for row in found["rows"]]
-    for shape in dict.fromkeys(row["shape"] for row in every):
-        rows = {(row["provider"], row["data"]): row for row in every if row["shape"] == shape}
+    absent = {name: why for results in runs for name, why in absent_from(results).items()}
+    columns, rows_of_runs = list[str](), [row for results in runs for row in results["rows"]]
+    for shape in dict.fromkeys(row["shape"] for row in rows_of_runs):
+        rows = {(row["provider"], row["data"]): row for row in rows_of_runs if row["shape"] == shape}
         kinds = list(dict.fromkeys(data for _, data in rows))
         columns += [f"{shape.replace('x', ' x ')}: ms", "GiB", "error, %"]
         for name in NAMES:
@@ -167,14 +167,14 @@ def two_heads() -> str:
             peaks = [row["peak_bytes"] / 2**30 for row in of_name if "peak_bytes" in row]
             worst = [max(row.get("d_hidden_error", 0.0), row.get("d_weight_error", 0.0)) for row in of_name]
             cells[name] += [
-                both([milliseconds(row["ms"]) if "ms" in row else "-" for row in of_name]),
+                join_numbers([milliseconds(row["ms"]) if "ms" in row else "-" for row in of_name]),
                 f"{max(peaks):.1f}" if peaks else "-",
-                both([f"{100 * value:.2f}" if value else "-" for value in worst]),
+                join_numbers([f"{100 * value:.2f}" if value else "-" for value in worst]),
             ]
     lines = [[NAMES[name], *texts] for name, texts in cells.items() if set(texts) != {"-"}]
     for name in (name for name in absent if set(cells.get(name, ())) <= {"-"}):
         lines.append([NAMES[name], f"did not run: {reason(absent[name])}", *["-"] * (len(columns) - 1)])
-    kinds = list(dict.fromkeys(DATA[row["data"]] for row in every))
+    kinds = list(dict.fromkeys(DATA[row["data"]] for row in rows_of_runs))
     words = f"On {kinds[0]}" if len(kinds) == 1 else f"Pairs of numbers: on {' and on '.join(kinds)}. -: {NO_NUMBER}"
     return f"{table(['', *columns], lines)}\n\n{words}. {source(*questions, command=False)}"
 
@@ -237,12 +237,12 @@ def memory() -> str:
     rows = [row | {"tokens": f"{row['tokens'] // 1024}K tokens"} for row in rows_of("memory", model="llama3-8b")]
     tokens, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("tokens", "provider"))
     cells = {(row["provider"], row["tokens"]): mib(row["peak_bytes"]) for row in rows}
-    made = table(
+    text = table(
         ["MiB over the inputs", *tokens],
         [[NAMES[w], *(cells.get((w, t), "-") for t in tokens)] for w in ways],
         "memory",
     )
-    return f"{made}\n\nThe plan's memory differs from the measured one by at most {abs(worst):.1f} MiB in this run."
+    return f"{text}\n\nThe plan's memory differs from the measured one by at most {abs(worst):.1f} MiB in this run."
 
 
 def models() -> str:
@@ -273,7 +273,7 @@ def parallel() -> str:
             if "messages" in row:
                 of_one, size = f"{row.get('ratio', 1):.2f}", mib(row["beside_gradients_bytes"])
                 cells.setdefault(row["provider"], []).append(f"{of_one}, {size} MiB, {row['messages']}")
-    lines = [[way.replace("ours", "chunked_head"), *both] for way, both in cells.items()]
+    lines = [[way.replace("ours", "chunked_head"), *texts] for way, texts in cells.items()]
     return table(
         ["of one GPU's time, beside the gradients, messages", "2 GPUs", "4 GPUs"], lines, "parallel-2", "parallel-4"
     )
@@ -286,10 +286,10 @@ def long() -> str:
         for row in rows_of(question):
             if row["row"] == "one" and question != questions[0]:
                 continue
-            off = [row[name] for name in ("loss_error", "d_hidden_error", "d_weight_error") if name in row]
+            row_errors = [row[name] for name in ("loss_error", "d_hidden_error", "d_weight_error") if name in row]
             way, of_one = row["provider"].removeprefix("ours, "), f"{row.get('ratio', 1):.3f}"
             size = f"{mib(row['peak_bytes'])} ({mib(row['beside_gradients_bytes'])})"
-            errors = ", ".join(f"{error:.0e}" for error in off) or f"last rows {row['last_rows_error']:.1e}"
+            errors = ", ".join(f"{error:.0e}" for error in row_errors) or f"last rows {row['last_rows_error']:.1e}"
             seconds = f"{row['ms'] / 1000:.2f}"
             lines.append([f"{row['tokens']:,}, {row['ranks']}", way, seconds, of_one, size, errors])
     if not lines:
@@ -323,9 +323,12 @@ def plans() -> str:
     }
     sizes, lines = [2**power * 1024 for power in (3, 4, 5, 6, 7)], []
     for name, (hidden, vocab) in heads.items():
-        made = [plan(tokens, hidden, vocab, torch.bfloat16, device="sm_90") for tokens in sizes]
+        plans_by_size = [plan(tokens, hidden, vocab, torch.bfloat16, device="sm_90") for tokens in sizes]
         lines.append(
-            [f"{name} ({hidden} x {vocab})", *(f"{mib(each.peak_bytes)} ({mib(each.extra_bytes)})" for each in made)]
+            [
+                f"{name} ({hidden} x {vocab})",
+                *(f"{mib(size_plan.peak_bytes)} ({mib(size_plan.extra_bytes)})" for size_plan in plans_by_size),
+            ]
         )
     return table(["MiB", *(f"{tokens // 1024}K tokens" for tokens in sizes)], lines)
 
@@ -366,42 +369,44 @@ def plots() -> dict[str, str]:
         points[f"{label}: {row['ms']:.1f} ms, {peak:.1f} GiB"] = [(over, peak)]
     title = f"One head, 8192 x 4096 x 128256, {read('head')['device'].removeprefix('NVIDIA ')}"
     across = f"% over three matmuls ({floor:.1f} ms), 1 or less on the left"
-    made = {"heads": plot(title, across, "GiB over the inputs", points, log=True)}
+    pictures = {"heads": plot(title, across, "GiB over the inputs", points, log=True)}
     ways = {row["provider"]: row for row in rows_of("models")}
     steps = {}
     for way in ("ours", "liger", "plain"):
         peak = ways[way]["peak_bytes"] / 2**30
         steps[NAMES[way]] = peak, f"{peak:.1f} GiB, {ways[way]['ms']:.0f} ms"
     device = read("models")["device"].removeprefix("NVIDIA ")
-    made["model"] = bars(f"A 1B model, forward and backward of 8192 tokens, {device}", steps)
+    pictures["model"] = bars(f"A 1B model, forward and backward of 8192 tokens, {device}", steps)
     curve: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rows_of("memory", model="llama3-8b"), key=lambda row: row["provider"] != "ours"):
         curve.setdefault(NAMES[row["provider"]], []).append((row["tokens"], row["peak_bytes"] / 2**30))
-    made["memory"] = plot("Memory of Llama 3 8B's head in bf16", "tokens", "GiB over the inputs", curve, log=True)
+    pictures["memory"] = plot("Memory of Llama 3 8B's head in bf16", "tokens", "GiB over the inputs", curve, log=True)
     runs = {name: run["loss"] for name, run in read("curves")["runs"].items()}
-    apart = {
+    differences = {
         words: [(step, 1e6 * abs(a - b)) for step, (a, b) in enumerate(zip(runs[key], runs["plain"], strict=True), 1)]
         for key, words in {"patched": "patched", "control": "plain, its weights changed by 1e-7"}.items()
     }
     title = "A small model on real text beside the plain one"
-    made |= {"curves": plot(title, "step", "difference of the loss, in millionths", apart)}
-    return made | fp8_report.plots()
+    pictures |= {"curves": plot(title, "step", "difference of the loss, in millionths", differences)}
+    return pictures | fp8_report.plots()
 
 
-def made() -> dict[Path, str]:
+def make() -> dict[Path, str]:
     """Return the text of every file that the command writes. Raises ValueError where a page does not name a commit."""
     pattern = re.compile(r"(<!-- report: ([\w-]+) -->)\n.*?<!-- end report -->", re.DOTALL)
-    found = {PLOTS / f"{name}.svg": text for name, text in plots().items()}
+    texts = {PLOTS / f"{name}.svg": text for name, text in plots().items()}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         SHOWN.clear()
-        filled = pattern.sub(lambda part: f"{part[1]}\n{SECTIONS[part[2]]()}\n<!-- end report -->", page.read_text())
+        filled = pattern.sub(
+            lambda section: f"{section[1]}\n{SECTIONS[section[2]]()}\n<!-- end report -->", page.read_text()
+        )
         SHOWN.update(PLOTTED[name] for name in re.findall(r"plots/(\w+)\.svg", filled))
         for question in sorted(SHOWN):
             commit = read(question)["commit"][:7]
             if commit not in filled:
                 raise ValueError(f"{page.name} shows {FILES[question]} and does not name its commit, {commit}")
-        found |= {page: filled} if pattern.search(filled) else {}
-    return found
+        texts |= {page: filled} if pattern.search(filled) else {}
+    return texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -414,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.beside is not None:
         print(beside(args.beside))
         return 0
-    changed = {path: text for path, text in made().items() if not path.is_file() or path.read_text() != text}
+    changed = {path: text for path, text in make().items() if not path.is_file() or path.read_text() != text}
     for path, text in changed.items():
         print("differs:" if args.check else "wrote", path.relative_to(ROOT))
         if not args.check:

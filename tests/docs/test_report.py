@@ -39,7 +39,7 @@ def test_a_page_names_the_commits_of_its_figures(monkeypatch: pytest.MonkeyPatch
     for module in (report, figures):
         monkeypatch.setattr(module, "source", lambda *questions, **options: "commit 1234567")
     with pytest.raises(ValueError, match=r"README.md shows .*-cuda.json and does not name its commit, [0-9a-f]{7}"):
-        report.made()
+        report.make()
 
 
 def test_old_figures_are_warned_of(
@@ -65,7 +65,7 @@ def test_old_figures_are_warned_of(
         "old: 3333333 of 2026-11-01, an unknown number of commits ago: other.json",
     ]
     assert report.commits().splitlines()[2] == "| 2026-11-03 | 1111111 | `new`, `beside` |"
-    monkeypatch.setattr(report, "made", dict)
+    monkeypatch.setattr(report, "make", dict)
     assert report.main(["--check"]) == 0 and "benchmarks sitting` measures" in capsys.readouterr().out
 
 
@@ -150,5 +150,5 @@ def test_a_sitting_writes_what_is_shown() -> None:
 
 
 def test_every_table_is_shown() -> None:
-    texts = "".join(path.read_text() for path in report.made() if path.suffix == ".md")
+    texts = "".join(path.read_text() for path in report.make() if path.suffix == ".md")
     assert [name for name in report.SECTIONS if f"<!-- report: {name} -->" not in texts] == []
