@@ -90,7 +90,7 @@ def errors() -> str:
     """A line for each head and way."""
     names = {PLAIN: "plain PyTorch, bf16", BF16: "ours, bf16", HIDDEN: "fp8, `quantise(hidden=...)`"}
     keys = {
-        "logprob": "log-probability, rms in nats", "loss": "its mean", "d_hidden": "dhidden", "d_weight": "dweight",
+        "logprob": "logprob, rms in nats", "loss": "its mean", "d_hidden": "dhidden", "d_weight": "dweight",
         "others": "rows of no target", "batch": "in another batch",
     }  # fmt: skip
     lines = []
@@ -100,7 +100,7 @@ def errors() -> str:
         head = f"**{row['head']}**, {shape}" if row["way"] == PLAIN else ""
         values = {key: row[f"{key}_error"] for key in keys}
         values["loss"] *= row["nats"]
-        cells = [format(value, ".0e" if key == "loss" else ".1e") for key, value in values.items()]
+        cells = [format(value, ".0e" if key == "loss" else ".1e") if value else "0" for key, value in values.items()]
         lines.append([head, names.get(row["way"], row["way"]), *cells])
     return table(["head", "", *keys.values()], lines, *questions)
 

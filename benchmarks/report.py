@@ -206,20 +206,24 @@ def of_products(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f} of {row['products']}"
 
 
+def step_cells(way: dict[str, Any]) -> tuple[str, str]:
+    """Return time and peak of a way's step, or what happened to it."""
+    return (f"{way['ms']:.1f} ms", f"{way['peak_bytes'] / 2**30:.1f} GiB") if "ms" in way else (way["status"], "-")
+
+
 def trainers() -> str:
-    """Time and memory of each trainer's step, by its own head and ours."""
-    lines = [[row["trainer"], *(f"{row['ways'][way]['ms']:.1f} ms" for way in ("plain", "ours")),
-              *(f"{row['ways'][way]['peak_bytes'] / 2**30:.1f} GiB" for way in ("plain", "ours"))]
-             for row in read("trainers")["rows"] if "ways" in row]  # fmt: skip
+    """Time and memory of each trainer's step, by its own head and ours; trainers that did not run stand last."""
+    rows = read("trainers")["rows"]
+    pairs = {
+        row["trainer"]: [step_cells(row["ways"][way]) for way in ("plain", "ours")] for row in rows if "ways" in row
+    }
+    lines = [[trainer, plain[0], ours[0], plain[1], ours[1]] for trainer, (plain, ours) in pairs.items()]
+    lines += [[row["trainer"], f"did not run: {reason(row['error'])}", *"---"] for row in rows if "ways" not in row]
     return table(["", "step, its own head", "here", "peak, its own head", "here"], lines, "trainers")
 
 
 def framework_steps() -> str:
     """Make a line for each of a framework's own ways beside ours, with the number of lines that a user changes."""
-
-    def figures(way: dict[str, Any]) -> list[str]:
-        return [f"{way['ms']:.1f} ms", f"{way['peak_bytes'] / 2**30:.1f} GiB"] if "ms" in way else [way["status"], "-"]
-
     sources = "framework-steps", "framework-axolotl"  # of a framework the last one counts
     rows = {(row["framework"], row["case"]): row for name in sources for row in read(name)["rows"] if "ways" in row}
     lines = []
@@ -227,7 +231,7 @@ def framework_steps() -> str:
         *theirs, (_, ours) = row["ways"].items()
         for name, way in theirs:
             title = f"{row['framework']} {row['version']}, {row['case']}: {name}"
-            lines.append([title, *figures(way), *figures(ours), row["lines"]])
+            lines.append([title, *step_cells(way), *step_cells(ours), row["lines"]])
     head = ["", "step, its head", "peak, its head", "step, here", "peak, here", "lines to change"]
     return table(head, lines, *sources)
 
@@ -300,9 +304,10 @@ def long() -> str:
 
 def commits() -> str:
     """A line for each commit and day of results."""
-    lines = [[day, commit, ", ".join(f"`{file.removesuffix('.json')}`" for file in files)]
-             for (day, commit), files in sittings().items()]  # fmt: skip
-    return table(["measured", "commit", "results"], lines)
+    names = {
+        sitting: ", ".join(f"`{file.removesuffix('.json')}`" for file in files) for sitting, files in sittings().items()
+    }
+    return "\n".join(f"- {day}, commit {commit}: {text}" for (day, commit), text in names.items())
 
 
 def host() -> str:

@@ -64,7 +64,7 @@ def test_old_figures_are_warned_of(
         "old: 2222222 of 2026-11-02, 100 commits ago: late.json",
         "old: 3333333 of 2026-11-01, an unknown number of commits ago: other.json",
     ]
-    assert report.commits().splitlines()[2] == "| 2026-11-03 | 1111111 | `new`, `beside` |"
+    assert report.commits().splitlines()[0] == "- 2026-11-03, commit 1111111: `new`, `beside`"
     monkeypatch.setattr(report, "make", dict)
     assert report.main(["--check"]) == 0 and "benchmarks sitting` measures" in capsys.readouterr().out
 
@@ -113,6 +113,19 @@ def test_two_heads_on_two_kinds_of_data(
     printed = capsys.readouterr().out
     assert printed.count("| +1.0 % |") == len(ROWS) and "The other sitting: NVIDIA H" in printed
     assert report.main(["--beside", str(tmp_path)]) == 0 and "| +0.0 % |" in capsys.readouterr().out
+
+
+def test_trainers_that_failed_stand_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results, way = report.read("trainers"), {"ms": 2.0, "peak_bytes": 2**30}
+    results["rows"] = [
+        {"trainer": "absent", "status": "failed", "error": "ImportError: none"},
+        {"trainer": "half", "ways": {"plain": way, "ours": {"status": "out of memory"}}},
+    ]
+    (tmp_path / "trainers.json").write_text(json.dumps(results))
+    monkeypatch.setitem(figures.FILES, "trainers", str(tmp_path / "trainers.json"))
+    assert report.trainers().splitlines()[2:4] == [
+        "| half | 2.0 ms | out of memory | 1.0 GiB | - |", "| absent | did not run: ImportError: none | - | - | - |",
+    ]  # fmt: skip
 
 
 def test_numbers_of_near_dots_are_apart() -> None:
